@@ -1,0 +1,65 @@
+# Each target makes the virtual environment that it needs. PYTHON picks the interpreter (3.11 to 3.13).
+PYTHON ?= python3
+BIN := .venv/bin
+PACKAGES := cache transfer workers cluster proto
+TREE := build/import-root/tandem
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format proto bench clean
+
+help:
+	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
+	@echo "make test    the tests that need no GPU"
+	@echo "make check   ruff, pyright, layering, generated protobuf up to date"
+	@echo "make format  let ruff rewrite the code"
+	@echo "make proto   generate the protobuf modules"
+	@echo "make bench   tests/benchmarks/*.py, one after the other"
+	@echo "make clean   remove the virtual environment and all caches"
+
+demo: .venv/.base
+	@$(BIN)/python -m tandem.cluster.demo
+
+test: .venv/.dev
+	@$(BIN)/pytest -q -m "not gpu"
+
+check: .venv/.dev $(TREE)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/python proto/generate.py --check
+	@$(BIN)/pyright
+	@$(BIN)/pytest -q tests/test_layering.py
+
+format: .venv/.dev
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+proto: .venv/.dev
+	@$(BIN)/python proto/generate.py
+
+bench: .venv/.dev
+	@set -e; for script in tests/benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.venv:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "tandem needs Python 3.11 to 3.13; set PYTHON")'
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.base: .venv/.venv pyproject.toml constraints.txt
+	@echo "installing tandem into .venv (the first time this takes a while)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+.venv/.dev: .venv/.venv pyproject.toml constraints.txt
+	@echo "installing tandem and its tools into .venv (the first time this takes a while)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ .venv/.base
+
+# The folders under their import names, for pyright.
+$(TREE): Makefile
+	@mkdir -p $@
+	@for package in $(PACKAGES); do ln -sfn ../../../$$package $@/$$package; done
+	@touch $@

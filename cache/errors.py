@@ -1,0 +1,22 @@
+"""What the cache raises. Every error names the argument, the value received and what would be accepted."""
+
+
+class CacheError(Exception):
+    """Base of all errors of tandem.cache."""
+
+
+class InvalidArgument(CacheError, ValueError):
+    """A value outside what the contract accepts; nothing was changed."""
+
+
+class OutOfPages(CacheError):
+    """The pool has too few free pages for the call; nothing was changed."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed} pages needed, {free} free")
+        self.needed = needed
+        self.free = free
+
+
+class OutOfSequences(CacheError):
+    """As many sequences as the cache was made for are there already; nothing was changed."""

@@ -1,0 +1,209 @@
+"""Attention over a paged pool with torch operations: a forward is cut into parts that each suit one of them.
+
+Decodes gather the pages of many sequences at once; fresh prompts attend to the K and V that were just computed; later
+chunks of a prompt gather their own pages. `spans` is one layer of a pool as rows of page_size · head_dim elements, its
+K first; the row of (page, K or V, head) is (page · layers · 2 + K or V) · num_kv_heads + head.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.cache.plan import PageTables, TokenLayout
+from tandem.cache.position_map import Int32Array
+
+PADDED_PAGES_ALLOWED = 64  # up to here, padding costs less than a second part
+
+
+class AttentionPart(Protocol):
+    """Some tokens of a forward. attend() gives their o [n, num_q_heads, head_dim] from their own q and all k and v."""
+
+    def take(self, q: Tensor) -> Tensor: ...
+
+    def put(self, output: Tensor, part: Tensor) -> None: ...
+
+    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class PageGather:
+    """Copies the pages of several sequences side by side. rows: int64 [2 · sequences · heads · pages each]."""
+
+    rows: Tensor
+    shape: tuple[int, int, int, int]  # 2, sequences, heads, positions gathered
+    num_keys: int  # the positions worth keeping
+
+    def __call__(self, spans: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """k and v [sequences, heads, num_keys, head_dim]."""
+        both = spans.index_select(0, self.rows).view(*self.shape, head_dim)
+        if self.num_keys < self.shape[3]:
+            both = both[:, :, :, : self.num_keys]
+        k, v = both.unbind(0)
+        return k, v
+
+
+@dataclass(frozen=True, eq=False)
+class DecodePart:
+    """Sequences with one new token each. tokens: int64 [n].
+
+    mask: [n, 1, 1, num_keys], 0 or -inf; None where all lengths are num_keys.
+    """
+
+    tokens: Tensor
+    gather: PageGather
+    mask: Tensor | None
+
+    def take(self, q: Tensor) -> Tensor:
+        return q.index_select(0, self.tokens)
+
+    def put(self, output: Tensor, part: Tensor) -> None:
+        output.index_copy_(0, self.tokens, part)
+
+    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        keys, values = self.gather(spans, q.shape[2])
+        batch, heads, num_keys, head_dim = keys.shape
+        if batch == 1 or q.dtype != torch.float32:
+            o = F.scaled_dot_product_attention(
+                q.unsqueeze(2), keys, values, attn_mask=self.mask, scale=scale, enable_gqa=True
+            )
+            return o.squeeze(2)
+        # For single queries in float32 two batched products beat the fused kernel by a quarter.
+        grouped = q.reshape(batch * heads, -1, head_dim)
+        keys = keys.reshape(batch * heads, num_keys, head_dim).transpose(1, 2)
+        scores = torch.baddbmm(q.new_empty(1, 1, 1), grouped, keys, beta=0, alpha=scale)
+        if self.mask is not None:
+            scores.view(batch, heads, -1, num_keys).add_(self.mask)
+        o = scores.softmax(-1).bmm(values.reshape(batch * heads, num_keys, head_dim))
+        return o.view(batch, -1, head_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class FreshPart:
+    """`count` neighbouring sequences with nothing cached and `length` new tokens each, from token `begin` on."""
+
+    begin: int
+    count: int
+    length: int
+
+    @property
+    def _tokens(self) -> slice:
+        return slice(self.begin, self.begin + self.count * self.length)
+
+    def take(self, q: Tensor) -> Tensor:
+        return q[self._tokens]
+
+    def put(self, output: Tensor, part: Tensor) -> None:
+        output[self._tokens] = part
+
+    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q, k, v = (
+            x.unflatten(0, (self.count, self.length)).transpose(1, 2) for x in (q, k[self._tokens], v[self._tokens])
+        )
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return o.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkPart:
+    """One sequence with tokens begin … end - 1 after cached ones. mask: [end - begin, num_keys], 0 or -inf."""
+
+    begin: int
+    end: int
+    gather: PageGather
+    mask: Tensor
+
+    def take(self, q: Tensor) -> Tensor:
+        return q[self.begin : self.end]
+
+    def put(self, output: Tensor, part: Tensor) -> None:
+        output[self.begin : self.end] = part
+
+    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        keys, values = self.gather(spans, q.shape[2])
+        q = q.transpose(0, 1).unsqueeze(0)
+        o = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, scale=scale, enable_gqa=True)
+        return o.squeeze(0).transpose(0, 1)
+
+
+def plan_attention(tokens: TokenLayout, tables: PageTables, pool: Tensor) -> tuple[AttentionPart, ...]:
+    """Parts that cover every token of the forward once. pool gives shapes and dtype; it is not read."""
+    planner = _Planner(tokens, tables, pool)
+    appends = tokens.qo_indptr[1:] - tokens.qo_indptr[:-1]
+    if int(appends.max()) == 1:
+        return tuple(planner.decodes(np.arange(appends.size)))
+    single = appends == 1
+    fresh = ~single & (appends == tokens.seq_lens)
+    parts: list[AttentionPart] = list(planner.decodes(np.flatnonzero(single)))
+    parts += planner.fresh(np.flatnonzero(fresh))
+    parts += [planner.chunk(sequence) for sequence in np.flatnonzero(~single & ~fresh).tolist()]
+    return tuple(parts)
+
+
+class _Planner:
+    def __init__(self, tokens: TokenLayout, tables: PageTables, pool: Tensor) -> None:
+        _, layers, _, self._heads, self._page_size, _ = pool.shape
+        self._tokens = tokens
+        self._tables = tables
+        self._dtype = pool.dtype
+        self._page_rows = layers * 2 * self._heads
+        self._page_counts = tables.kv_indptr[1:] - tables.kv_indptr[:-1]
+
+    def decodes(self, sequences: NDArray[np.int64]) -> list[DecodePart]:
+        """One part, or one for each power of two of pages where that much padding would be read."""
+        if sequences.size == 0:
+            return []
+        counts = self._page_counts[sequences]
+        padding = sequences.size * int(counts.max()) - int(counts.sum())
+        if padding <= max(PADDED_PAGES_ALLOWED, int(counts.sum())):
+            return [self._decode(sequences)]
+        sizes = np.ceil(np.log2(counts))
+        return [self._decode(sequences[sizes == size]) for size in np.unique(sizes)]
+
+    def fresh(self, sequences: NDArray[np.int64]) -> list[FreshPart]:
+        """Neighbours of one length become one part."""
+        if sequences.size == 0:
+            return []
+        lengths = self._tokens.seq_lens[sequences]
+        cuts = np.flatnonzero((np.diff(sequences) != 1) | (np.diff(lengths) != 0)) + 1
+        return [
+            FreshPart(int(self._tokens.qo_indptr[run[0]]), run.size, int(self._tokens.seq_lens[run[0]]))
+            for run in np.split(sequences, cuts)
+        ]
+
+    def chunk(self, sequence: int) -> ChunkPart:
+        begin, end = self._tokens.qo_indptr[sequence : sequence + 2].tolist()
+        gather = self._gather(np.array([sequence]))
+        visible = self._tokens.positions[begin:end] + 1
+        return ChunkPart(begin, end, gather, _additive_mask(visible, gather.num_keys, self._dtype))
+
+    def _decode(self, sequences: NDArray[np.int64]) -> DecodePart:
+        gather = self._gather(sequences)
+        lengths = self._tokens.seq_lens[sequences]
+        mask = None
+        if int(lengths.min()) < gather.num_keys:
+            mask = _additive_mask(lengths, gather.num_keys, self._dtype)[:, None, None]
+        return DecodePart(torch.from_numpy(self._tokens.qo_indptr[sequences].astype(np.int64)), gather, mask)
+
+    def _gather(self, sequences: NDArray[np.int64]) -> PageGather:
+        """Short rows are filled up with their own last page, so that nobody's values meet another's queries."""
+        widest = int(self._page_counts[sequences].max())
+        ends = self._tables.kv_indptr[sequences + 1][:, None]
+        places = np.minimum(self._tables.kv_indptr[sequences][:, None] + np.arange(widest, dtype=np.int32), ends - 1)
+        pages = self._tables.kv_indices[places].astype(np.int64) * self._page_rows
+        offsets = np.arange(2 * self._heads).reshape(2, 1, self._heads, 1)
+        rows = (pages[:, None] + offsets).reshape(-1)
+        shape = (2, sequences.size, self._heads, widest * self._page_size)
+        return PageGather(torch.from_numpy(rows), shape, int(self._tokens.seq_lens[sequences].max()))
+
+
+def _additive_mask(visible: Int32Array, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """[n, num_keys]: row i has visible[i] zeros (int32 [n], 1 … num_keys), then -inf."""
+    # Rows are windows on one step: copying them is several times as fast as comparing and choosing.
+    step = np.repeat(np.array([0, -np.inf], np.float32), num_keys)
+    windows = np.lib.stride_tricks.sliding_window_view(step, num_keys)
+    return torch.from_numpy(windows[num_keys - visible]).to(dtype)

@@ -1,0 +1,82 @@
+"""Torch kernels: the CPU serving path, and the reference that other backends are compared with."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.torch_attention import AttentionPart, plan_attention
+from tandem.cache.plan import PageTables, TokenLayout
+from tandem.cache.position_map import Int32Array
+
+
+@dataclass(frozen=True, eq=False)
+class TorchPlan:
+    """append_rows: int64 [T · num_kv_heads], the rows of head_dim elements, of layer 0's K, that new tokens fill."""
+
+    append_rows: Tensor
+    parts: tuple[AttentionPart, ...]
+
+
+class TorchKernels:
+    """See Kernels. The row ids that plan() makes are those of layer 0's K.
+
+    Every layer reads and writes the pool through a view that begins where that layer's K or V does, so one set of ids
+    serves all layers:
+
+        pool, rows of head_dim:   | page 0: layer 0 K, V | layer 1 K, V | … | page 1: layer 0 K, V | …
+        view of layer 1's V:                               └─ row 0
+    """
+
+    def __init__(self, pool: Tensor, scale: float) -> None:
+        _, layers, _, heads, page_size, head_dim = pool.shape
+        self._pool = pool
+        self._scale = scale
+        self._page_size = page_size
+        self._heads = heads
+        self._page_rows = layers * 2 * heads  # of page_size · head_dim elements
+        self._head_offsets = np.arange(heads) * page_size
+        rows = pool.view(-1, head_dim)
+        value = heads * page_size
+        self._key_rows = [rows[2 * value * layer :] for layer in range(layers)]
+        self._value_rows = [rows[2 * value * layer + value :] for layer in range(layers)]
+        spans = pool.view(-1, page_size * head_dim)
+        self._spans = [spans[2 * heads * layer :] for layer in range(layers)]
+
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> TorchPlan:
+        slots = tables.slot_mapping.astype(np.int64)
+        rows = slots + slots // self._page_size * ((self._page_rows - 1) * self._page_size)
+        return TorchPlan(
+            append_rows=torch.from_numpy((rows[:, None] + self._head_offsets).reshape(-1)),
+            parts=plan_attention(tokens, tables, self._pool),
+        )
+
+    def append(self, layer: int, k: Tensor, v: Tensor, plan: TorchPlan) -> None:
+        size = k.shape[-1]
+        self._key_rows[layer].index_copy_(0, plan.append_rows, k.reshape(-1, size))
+        self._value_rows[layer].index_copy_(0, plan.append_rows, v.reshape(-1, size))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan) -> Tensor:
+        spans = self._spans[layer]
+        if len(plan.parts) == 1:
+            return plan.parts[0].attend(spans, q, k, v, self._scale)
+        output = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for part in plan.parts:
+            part.put(output, part.attend(spans, part.take(q), k, v, self._scale))
+        return output
+
+    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
+        self._pool[_index(targets)] = self._pool[_index(sources)]
+
+    def clear_pages(self, pages: Int32Array) -> None:
+        self._pool.index_fill_(0, _index(pages), 0)
+
+    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
+        index = _index(slots)
+        both = self._pool[index // self._page_size, layer, :, :, index % self._page_size]
+        return both[:, 0], both[:, 1]
+
+
+def _index(ids: Int32Array) -> Tensor:
+    return torch.from_numpy(ids.astype(np.int64))

@@ -1,0 +1,78 @@
+"""What one page of KV looks like: the contract that both sides of a transfer must share."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from tandem.cache.errors import InvalidArgument
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers whose KV entries are alike and share one pool and one page table.
+
+    A pool is one tensor `[num_pages, len(layers), 2, num_kv_heads, page_size, head_dim]`, K at 0 and V at 1:
+    a page is one contiguous span that holds all layers of the group.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+
+    def page_shape(self, page_size: int) -> tuple[int, int, int, int, int]:
+        return (len(self.layers), 2, self.num_kv_heads, page_size, self.head_dim)
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Groups of layers, positions per page and element type of a paged KV cache.
+
+    Raises InvalidArgument when a field is out of range or a layer stands in two groups.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    page_size: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise InvalidArgument(f"page_size is {self.page_size}; it must be at least 1")
+        if self.dtype not in DTYPES.values():
+            raise InvalidArgument(f"dtype is {self.dtype}; it must be one of {', '.join(DTYPES)}")
+        layers = sorted(layer for group in self.groups for layer in group.layers)
+        if not layers or layers != list(range(len(layers))):
+            raise InvalidArgument(f"groups hold layers {layers}; each of 0 … n-1 must stand in exactly one group")
+        for index, group in enumerate(self.groups):
+            if group.num_kv_heads < 1 or group.head_dim < 1:
+                raise InvalidArgument(
+                    f"group {index} has num_kv_heads {group.num_kv_heads} and head_dim {group.head_dim}; "
+                    "both must be at least 1"
+                )
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    def page_shape(self, group: int) -> tuple[int, int, int, int, int]:
+        """Shape of one page: [layers, 2, num_kv_heads, page_size, head_dim]."""
+        return self.groups[group].page_shape(self.page_size)
+
+    def page_bytes(self, group: int) -> int:
+        elements = 1
+        for extent in self.page_shape(group):
+            elements *= extent
+        return elements * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV that one position takes over all groups."""
+        return sum(self.page_bytes(group) for group in range(len(self.groups))) // self.page_size
+
+    @property
+    def fingerprint(self) -> int:
+        """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
+        text = repr((self.page_size, str(self.dtype), [(g.layers, g.num_kv_heads, g.head_dim) for g in self.groups]))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

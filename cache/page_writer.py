@@ -1,0 +1,24 @@
+"""The port through which the cache writes into pages of another worker; tandem.transfer's transports implement it."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.cache.position_map import Int32Array
+
+
+class PageWriter(Protocol):
+    """One-sided writes into the pools of peers. Writes may land late and in any order until quiet().
+
+    Slots are int32, page_id · page_size + offset; group counts the layout's layer groups, layer counts within it.
+    """
+
+    def write_tokens(
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+    ) -> None:
+        """Rows token_indices (int64 [n]) of k and v ([num_tokens, num_kv_heads, head_dim]) to the peer's slots [n]."""
+        ...
+
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+        """All layers of the own source_slots (int32 [n]) to the peer's target_slots (int32 [n])."""
+        ...

@@ -1,0 +1,218 @@
+"""Rotary position embeddings as Hugging Face checkpoints define them (transformers' modeling_rope_utils)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.cache.errors import InvalidArgument
+
+ROPE_TYPES = ("none", "default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """How q and k are rotated. Fields are named as in config.json; those that rope_type does not read are ignored.
+
+    rotary_dim: the leading elements of a head that are rotated, all or, with a partial_rotary_factor, fewer.
+    max_position_embeddings is read by "dynamic", original_max_position_embeddings by "llama3" and "yarn".
+    Raises InvalidArgument when a field is out of range or one that rope_type needs is missing.
+    """
+
+    rope_type: str
+    rotary_dim: int
+    theta: float = 10000.0
+    factor: float = 1.0
+    max_position_embeddings: int | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise InvalidArgument(f"rope_type is {self.rope_type!r}; it must be one of {', '.join(ROPE_TYPES)}")
+        if self.rope_type == "none":
+            return
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise InvalidArgument(f"rotary_dim is {self.rotary_dim}; it must be even and at least 2")
+        for name in ("theta", "factor", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise InvalidArgument(f"{name} is {value}; it must be a finite number above 0")
+        if self.rope_type == "dynamic":
+            self._require("max_position_embeddings")
+            if self.rotary_dim < 4:
+                raise InvalidArgument(f"rotary_dim is {self.rotary_dim}; rope_type 'dynamic' needs at least 4")
+        if self.rope_type == "llama3":
+            self._require("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+            if self.low_freq_factor == self.high_freq_factor:
+                raise InvalidArgument(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
+        if self.rope_type == "yarn":
+            self._require("original_max_position_embeddings")
+
+    def _require(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is None or not 0 < value < math.inf:
+                raise InvalidArgument(f"{name} is {value}; rope_type {self.rope_type!r} needs a number above 0")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Factors of the rotation of T tokens: x · cos + roll(x, rotary_dim / 2) · signed_sin.
+
+    cos, signed_sin: [T, 1, rotary_dim] in the dtype of q and k. The first half of signed_sin is −sin.
+    """
+
+    cos: Tensor
+    signed_sin: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [T, heads, head_dim] rotated; the elements from rotary_dim on are kept."""
+        size = self.cos.shape[-1]
+        head = x if x.shape[-1] == size else x[..., :size]
+        rotated = (head * self.cos).addcmul_(head.roll(size // 2, -1), self.signed_sin)
+        return rotated if head is x else torch.cat((rotated, x[..., size:]), -1)
+
+    def apply_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k rotated in one go; without a copy when k follows q in memory, as heads of one projection do."""
+        num_heads = q.shape[1]
+        neighbours = (
+            q.stride() == k.stride()
+            and k.data_ptr() == q.data_ptr() + num_heads * q.stride(1) * q.element_size()
+            and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        )
+        shape = (q.shape[0], num_heads + k.shape[1], q.shape[2])
+        both = q.as_strided(shape, q.stride()) if neighbours else torch.cat((q, k), 1)
+        rotated_q, rotated_k = self.apply(both).split_with_sizes((num_heads, k.shape[1]), 1)
+        return rotated_q, rotated_k
+
+
+class RotaryEmbedding:
+    """cos and sin for positions below max_positions, from a table; only "dynamic" beyond its length computes."""
+
+    def __init__(
+        self, parameters: RopeParameters, max_positions: int, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        self._parameters = parameters
+        self._dtype = dtype
+        self._device = torch.device(device)
+        inv_freq, self._scale = inverse_frequencies(parameters)
+        self._table = self._half_cos_sin(
+            torch.arange(max_positions, device=self._device), inv_freq.to(self._device)
+        )  # [max_positions, 2, rotary_dim / 2]
+
+    def cos_sin(self, positions: Tensor, rope_lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [T, rotary_dim] each, both halves alike, as transformers' rotary modules return them.
+
+        positions: int64 [T], below max_positions. rope_lengths: int64 [T], for "dynamic" the length of the sequence
+        in the forward that computes the token (transformers: the prompt's, or position + 1 later); None: position + 1.
+        """
+        cos, sin = self._cos_sin(positions, rope_lengths).unbind(1)
+        return cos, sin
+
+    def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Rotation:
+        """The same as factors of Rotation, in the dtype given at construction."""
+        both = self._cos_sin(positions, rope_lengths)
+        both[:, 1, : both.shape[2] // 2].neg_()
+        cos, signed_sin = both.to(self._dtype).unsqueeze_(2).unbind(1)
+        return Rotation(cos, signed_sin)
+
+    def _cos_sin(self, positions: Tensor, rope_lengths: Tensor | None) -> Tensor:
+        half = self._table.index_select(0, positions)
+        if self._parameters.rope_type == "dynamic":
+            self._scale_long(half, positions, positions + 1 if rope_lengths is None else rope_lengths)
+        return torch.cat((half, half), -1)
+
+    def _scale_long(self, half: Tensor, positions: Tensor, lengths: Tensor) -> None:
+        """Overwrites the rows of `half` whose sequence is longer than the model was trained for."""
+        assert self._parameters.max_position_embeddings is not None
+        long = (lengths > self._parameters.max_position_embeddings).nonzero().view(-1)
+        if long.shape[0]:
+            inv_freq = dynamic_inverse_frequencies(self._parameters, lengths[long])
+            half[long] = self._half_cos_sin(positions[long], inv_freq)
+
+    def _half_cos_sin(self, positions: Tensor, inv_freq: Tensor) -> Tensor:
+        """float32 [T, 2, rotary_dim / 2]; inv_freq is [rotary_dim / 2] or [T, rotary_dim / 2]."""
+        angles = positions[:, None].float() * inv_freq
+        return torch.stack((angles.cos() * self._scale, angles.sin() * self._scale), 1)
+
+
+def inverse_frequencies(parameters: RopeParameters) -> tuple[Tensor, float]:
+    """float32 [rotary_dim / 2] and the factor of cos and sin, for sequences no longer than the trained length."""
+    base = 1.0 / _powers(parameters)
+    if parameters.rope_type == "linear":
+        return base / parameters.factor, 1.0
+    if parameters.rope_type == "llama3":
+        return _llama3(parameters, base), 1.0
+    if parameters.rope_type == "yarn":
+        return _yarn(parameters), _yarn_attention_factor(parameters)
+    return base, 1.0
+
+
+def dynamic_inverse_frequencies(parameters: RopeParameters, lengths: Tensor) -> Tensor:
+    """float32 [T, rotary_dim / 2] for sequences of `lengths` (int64 [T]): NTK-aware scaling by the current length."""
+    assert parameters.max_position_embeddings is not None
+    dim, factor = parameters.rotary_dim, parameters.factor
+    growth = (factor * lengths / parameters.max_position_embeddings) - (factor - 1)
+    theta = parameters.theta * growth ** (dim / (dim - 2))
+    return 1.0 / (theta[:, None] ** _exponents(dim, lengths.device))
+
+
+def _exponents(dim: int, device: torch.device | None = None) -> Tensor:
+    return torch.arange(0, dim, 2, device=device).float() / dim
+
+
+def _powers(parameters: RopeParameters) -> Tensor:
+    return parameters.theta ** _exponents(parameters.rotary_dim)
+
+
+def _llama3(parameters: RopeParameters, inv_freq: Tensor) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched by factor, short ones kept, those between interpolated."""
+    low, high = parameters.low_freq_factor, parameters.high_freq_factor
+    length, factor = parameters.original_max_position_embeddings, parameters.factor
+    assert low is not None
+    assert high is not None
+    assert length is not None
+    wavelength = 2 * math.pi / inv_freq
+    stretched = torch.where(wavelength > length / low, inv_freq / factor, inv_freq)
+    smooth = (length / wavelength - low) / (high - low)
+    between = ~(wavelength < length / high) & ~(wavelength > length / low)
+    return torch.where(between, (1 - smooth) * stretched / factor + smooth * stretched, stretched)
+
+
+def _yarn(parameters: RopeParameters) -> Tensor:
+    """YaRN (Peng et al., 2023): interpolate slow dimensions, extrapolate fast ones, a linear ramp between."""
+    dim, length = parameters.rotary_dim, parameters.original_max_position_embeddings
+    assert length is not None
+
+    def dimension_that_turns(rotations: float) -> float:
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(parameters.theta))
+
+    low, high = dimension_that_turns(parameters.beta_fast), dimension_that_turns(parameters.beta_slow)
+    if parameters.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    powers = _powers(parameters)
+    return 1.0 / (parameters.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _yarn_attention_factor(parameters: RopeParameters) -> float:
+    def magnitude(mscale: float) -> float:
+        return 0.1 * mscale * math.log(parameters.factor) + 1.0 if parameters.factor > 1 else 1.0
+
+    if parameters.attention_factor is not None:
+        return parameters.attention_factor
+    if parameters.mscale and parameters.mscale_all_dim:
+        return magnitude(parameters.mscale) / magnitude(parameters.mscale_all_dim)
+    return magnitude(1.0)

@@ -1,0 +1,136 @@
+"""Sequences whose KV also goes to another worker, and what each forward has to send for them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.plan import Int64Array, Send, TokenLayout, slots_of
+from tandem.cache.position_map import SKIP, Int32Array, PositionMap
+
+
+@dataclass(eq=False)
+class SendMark:
+    """Positions begin … end - 1 go to target_pe; per group, slots[p - begin] (int32) is where position p goes.
+
+    planned and issued: positions below are in a plan, respectively written by a forward that ended.
+    """
+
+    target_pe: int
+    begin: int
+    end: int
+    slots: tuple[Int32Array, ...]
+    planned: int
+    issued: int
+
+
+@dataclass
+class _Batch:
+    """What goes to one PE in one group, gathered over sequences."""
+
+    token_indices: list[np.ndarray] = field(default_factory=list)
+    token_slots: list[np.ndarray] = field(default_factory=list)
+    source_slots: list[np.ndarray] = field(default_factory=list)
+    target_slots: list[np.ndarray] = field(default_factory=list)
+
+
+class SendMarks:
+    """The marks of a cache's sequences. A mark that is used up stays as a count until its sequence goes."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, SendMark] = {}
+
+    def add(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
+        """Marks a sequence; replaces a mark that is used up, InvalidArgument when it has one that is not."""
+        old = self._marks.get(sequence)
+        if old is not None and old.planned < old.end:
+            raise InvalidArgument(f"sequence {sequence} is marked already, up to position {old.end}; it may be once")
+        slots = tuple(runs.slots() for runs in position_map.runs)
+        self._marks[sequence] = SendMark(target_pe, begin, position_map.end_position, slots, begin, begin)
+
+    def drop(self, sequence: int) -> None:
+        self._marks.pop(sequence, None)
+
+    def num_sent(self, sequence: int) -> int:
+        mark = self._marks.get(sequence)
+        return mark.issued - mark.begin if mark else 0
+
+    def is_done(self, sequence: int) -> bool:
+        """Whether every position of the map was issued; True for a sequence that was never marked."""
+        mark = self._marks.get(sequence)
+        return mark is None or mark.issued == mark.end
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """Positions from `length` on were popped: what replaces them is sent again, unless the map was used up."""
+        mark = self._marks.get(sequence)
+        if mark is not None and mark.planned < mark.end:
+            mark.planned = max(mark.begin, min(mark.planned, length))
+            mark.issued = min(mark.issued, mark.planned)
+
+    def commit(self, sent: Iterable[tuple[int, int]]) -> None:
+        """The forward that was to send up to these positions has ended."""
+        for sequence, end in sent:
+            mark = self._marks.get(sequence)
+            if mark is not None:
+                mark.issued = min(max(mark.issued, end), mark.planned)
+
+    def plan(
+        self,
+        sequences: tuple[int, ...],
+        rows: Int64Array,
+        tokens: TokenLayout,
+        pages: tuple[Int32Array, ...],
+        page_size: int,
+    ) -> tuple[list[tuple[Send, ...]], tuple[tuple[int, int], ...]]:
+        """Sends of one forward, per group, and for each marked sequence the position up to which it will be sent.
+
+        rows: int64 [B], the sequences' rows in pages (per group int32 [max_sequences, max_pages]).
+        """
+        if not self._marks:
+            return [() for _ in pages], ()
+        batches: list[dict[int, _Batch]] = [{} for _ in pages]
+        sent = []
+        for index, sequence in enumerate(sequences):
+            mark = self._marks.get(sequence)
+            if mark is None or mark.planned == mark.end:
+                continue
+            length, first = int(tokens.seq_lens[index]), int(tokens.qo_indptr[index])
+            cached = length - (int(tokens.qo_indptr[index + 1]) - first)
+            end = min(length, mark.end)
+            for group, batch in enumerate(batches):
+                into = batch.setdefault(mark.target_pe, _Batch())
+                own = pages[group][rows[index]]
+                _add_cached(into, mark, group, np.arange(mark.planned, min(cached, end)), own, page_size)
+                _add_tokens(into, mark, group, np.arange(max(cached, mark.begin), end), first - cached)
+            mark.planned = max(mark.planned, end)
+            sent.append((sequence, mark.planned))
+        return [tuple(_send(pe, batch) for pe, batch in group.items()) for group in batches], tuple(sent)
+
+
+def _add_cached(
+    batch: _Batch, mark: SendMark, group: int, positions: np.ndarray, pages: Int32Array, page_size: int
+) -> None:
+    targets = mark.slots[group][positions - mark.begin]
+    wanted = targets != SKIP
+    batch.source_slots.append(slots_of(pages, positions[wanted], page_size))
+    batch.target_slots.append(targets[wanted])
+
+
+def _add_tokens(batch: _Batch, mark: SendMark, group: int, positions: np.ndarray, shift: int) -> None:
+    """shift: from a position of the sequence to its row among the packed tokens."""
+    targets = mark.slots[group][positions - mark.begin]
+    wanted = targets != SKIP
+    batch.token_indices.append(positions[wanted] + shift)
+    batch.token_slots.append(targets[wanted])
+
+
+def _send(pe: int, batch: _Batch) -> Send:
+    return Send(
+        target_pe=pe,
+        token_indices=torch.from_numpy(np.concatenate(batch.token_indices)),
+        token_slots=torch.from_numpy(np.concatenate(batch.token_slots)),
+        source_slots=np.concatenate(batch.source_slots),
+        target_slots=np.concatenate(batch.target_slots),
+    )

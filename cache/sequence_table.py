@@ -1,0 +1,87 @@
+"""The sequences of a cache as arrays: planning a step costs no Python loop over them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.cache.errors import InvalidArgument, OutOfSequences
+from tandem.cache.position_map import Int32Array
+
+Int64Array = NDArray[np.int64]
+
+
+class SequenceTable:
+    """One row a sequence; its caller knows it by any int, the arrays by its row.
+
+    lengths: positions stored. num_pages: pages held in each group, those of a reservation included.
+    reserved_pages: pages that pop must leave. receiving: a remote writer fills the last positions.
+    pages: per group int32 [max_sequences, max_pages], of which row i holds num_pages[i].
+    """
+
+    def __init__(self, num_groups: int, max_sequences: int, max_pages: int) -> None:
+        if max_sequences < 1:
+            raise InvalidArgument(f"max_sequences is {max_sequences}; it must be at least 1")
+        self.max_sequences = max_sequences
+        self.lengths = np.zeros(max_sequences, np.int64)
+        self.num_pages = np.zeros(max_sequences, np.int64)
+        self.reserved_pages = np.zeros(max_sequences, np.int64)
+        self.receiving = np.zeros(max_sequences, np.bool_)
+        self.pages = tuple(np.zeros((max_sequences, max_pages), np.int32) for _ in range(num_groups))
+        self._rows: dict[int, int] = {}
+        self._vacant = list(range(max_sequences - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._rows
+
+    def sequences(self) -> list[int]:
+        return list(self._rows)
+
+    def add(self, sequence: int) -> int:
+        """The row of a new, empty sequence. OutOfSequences when every row is taken."""
+        if sequence in self._rows:
+            raise InvalidArgument(f"sequence {sequence} is there already")
+        if not self._vacant:
+            raise OutOfSequences(f"sequence {sequence} is one too many; max_sequences is {self.max_sequences}")
+        row = self._vacant.pop()
+        self._rows[sequence] = row
+        self.lengths[row] = self.num_pages[row] = self.reserved_pages[row] = 0
+        self.receiving[row] = False
+        return row
+
+    def remove(self, sequence: int) -> None:
+        self._vacant.append(self._rows.pop(sequence))
+
+    def row(self, sequence: int) -> int:
+        try:
+            return self._rows[sequence]
+        except KeyError:
+            raise InvalidArgument(f"sequence {sequence} is not there; add_sequence makes one") from None
+
+    def rows(self, sequences: Sequence[int] | Int64Array) -> Int64Array:
+        """int64 [B]; InvalidArgument when one is unknown or stands twice."""
+        keys = sequences.tolist() if isinstance(sequences, np.ndarray) else sequences
+        try:
+            rows = [self._rows[sequence] for sequence in keys]
+        except KeyError as error:
+            raise InvalidArgument(f"sequence {error.args[0]} is not there; add_sequence makes one") from None
+        if len(set(rows)) != len(rows):
+            raise InvalidArgument(f"sequences {list(keys)} are not distinct; one may stand once in a forward")
+        return np.array(rows, np.int64)
+
+    def held_pages(self, row: int, begin: int = 0, end: int | None = None) -> tuple[Int32Array, ...]:
+        """Per group a copy of the page ids at places begin … end - 1 of a row; end None: all that it holds."""
+        end = int(self.num_pages[row]) if end is None else end
+        return tuple(pages[row, begin:end].copy() for pages in self.pages)
+
+    def append_pages(self, rows: Int64Array, counts: Int64Array, pages: tuple[Int32Array, ...]) -> None:
+        """Hands pages (per group int32 [sum of counts]) to rows, counts[i] to rows[i], in order."""
+        begins = np.cumsum(counts) - counts
+        places = np.arange(int(counts.sum())) + np.repeat(self.num_pages[rows] - begins, counts)
+        owners = np.repeat(rows, counts)
+        for table, ids in zip(self.pages, pages, strict=True):
+            table[owners, places] = ids
+        self.num_pages[rows] += counts

@@ -1,0 +1,59 @@
+"""What runs in the processes of a cluster, as the launcher calls it. Knows nothing of Ray."""
+
+import threading
+
+from tandem.cluster.gateway import Gateway, GatewaySettings
+from tandem.workers.config import WorkerConfig
+from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.worker import Worker
+
+
+class WorkerActor:
+    """One worker in a process of its own."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._stopped = threading.Event()
+        self._worker = Worker(config)
+
+    def load(self) -> None:
+        self._worker.load()
+
+    def progress(self) -> tuple[int, int]:
+        return self._worker.loaded_bytes, self._worker.total_bytes
+
+    def open(self) -> bytes:
+        return self._worker.open()
+
+    def join(self, handles: list[bytes]) -> None:
+        self._worker.join(handles)
+
+    def serve(self) -> str:
+        return self._worker.serve()
+
+    def wait(self) -> None:
+        """Returns when stop() was called: whoever holds this call's reference learns when the process ends."""
+        self._stopped.wait()
+
+    def stop(self) -> None:
+        self._worker.stop()
+        self._stopped.set()
+
+
+class GatewayActor:
+    """The gateway in a process of its own."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._stopped = threading.Event()
+        self._events = EventLoopThread("gateway")
+        self._gateway = Gateway(settings)
+
+    def serve(self) -> str:
+        return self._events.run(self._gateway.start(), timeout=30)
+
+    def wait(self) -> None:
+        self._stopped.wait()
+
+    def stop(self, grace: float) -> None:
+        self._events.run(self._gateway.stop(grace), timeout=grace + 20)
+        self._events.stop()
+        self._stopped.set()

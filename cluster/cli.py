@@ -1,0 +1,224 @@
+"""The `tandem` command. Exit codes: 2 for bad usage or configuration, 1 for failures, one line on stderr for each.
+
+Everything heavy is imported by the command that needs it, so that `tandem --help` is quick.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from tandem.cluster.errors import ClusterNotRunning, ConfigError, InvalidRequest, StopTimedOut, TandemError, UsageError
+from tandem.workers.models.errors import ModelError
+
+if TYPE_CHECKING:
+    from tandem.cluster.client_messages import Prompt
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+app = typer.Typer(
+    help="Serves large language models with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+Address = Annotated[
+    str | None, typer.Option(help=f"Gateway's HOST:PORT; else the running cluster's or {DEFAULT_ADDRESS}.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line (sys.argv when None) and exits."""
+    try:
+        app(args=arguments, prog_name="tandem")
+    except (TandemError, ModelError) as error:
+        for line in str(error).splitlines():
+            print(f"tandem: {line}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError | ConfigError | InvalidRequest) else 1)
+
+
+@app.command()
+def up(
+    config: Annotated[Path, typer.Argument(help="The cluster's YAML; deploy/ has some.")],
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; overrides model.path.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Overrides gateway.port; 0 takes any free port.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, dotted; repeatable.")
+    ] = None,
+    address: Annotated[str | None, typer.Option(help="Joins the Ray at this address instead of starting one.")] = None,
+) -> None:
+    """Start a cluster, print `ready grpc=HOST:PORT`, and stay until Ctrl-C or SIGTERM."""
+    from tandem.cluster.config import load_config
+
+    values = list(overrides or [])
+    if model is not None:
+        values.append(f"model.path={_yaml_string(str(model))}")
+    if grpc_port is not None:
+        values.append(f"gateway.port={grpc_port}")
+    loaded = load_config(config, values)
+    if loaded.model.path is None:
+        raise ConfigError("model.path is null; it must be a checkpoint folder: give --model DIR or set it in the YAML")
+
+    from tandem.cluster.foreground import run_cluster
+
+    run_cluster(loaded, address)
+
+
+@app.command()
+def down(
+    name: Annotated[str | None, typer.Argument(help="The cluster's name; may be left out when only one runs.")] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Longest wait for its end, in seconds.")] = 60.0,
+) -> None:
+    """Stop a cluster that runs on this machine."""
+    from tandem.cluster.runtime_dir import running_cluster
+
+    name = name or _only_running()
+    state = running_cluster(name)
+    if state is None:
+        raise ClusterNotRunning(f"name is {name!r}: no such cluster runs here; {_running()}")
+    if state.pid is None:
+        raise StopTimedOut(f"cluster {name!r} is only just starting; try again")
+    with suppress(ProcessLookupError):
+        os.kill(state.pid, signal.SIGTERM)
+    deadline = time.monotonic() + timeout
+    while (current := running_cluster(name)) is not None and current.pid == state.pid:
+        if time.monotonic() > deadline:
+            raise StopTimedOut(
+                f"cluster {name!r} (pid {state.pid}) was told to stop and still runs after {timeout:g} s"
+            )
+        time.sleep(0.05)
+    print(f"stopped {name}")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads it from stdin.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Reads the prompt from a file.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help='The prompt as token ids, "1,2,3".')] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Sends it as a user's message, by the chat template.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Most output tokens; 16 when left out.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 1 when left out.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keeps the likeliest tokens up to this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keeps this many of the likeliest tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keeps tokens this likely, relative to the likeliest.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Alternatives to report for each token, with --json.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the output at this text; repeatable.")] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option("--stop-token-id", help="Ends the output at this token; repeatable.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Goes on past the end token.")] = False,
+    request_id: Annotated[str | None, typer.Option(help="Made by the gateway when left out.")] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Deadline of the request, in seconds.")] = 600.0,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stream the answer to one prompt; with --json print its tokens and timings at the end."""
+    given = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    given |= dict(logprobs=logprobs, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos or None)
+    sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    wanted = _prompt(prompt, file, token_ids, chat)
+
+    from tandem.cluster.cli_output import print_json, print_stream
+    from tandem.cluster.client import Client
+
+    with Client(address or _running_address()) as client:
+        updates = client.generate(wanted, request_id=request_id, timeout=timeout, **sampling)
+        (print_json if as_json else print_stream)(updates)
+
+
+@app.command()
+def status(address: Address = None, as_json: AsJson = False) -> None:
+    """Show a cluster's workers, pages and requests."""
+    from tandem.cluster.cli_output import print_cluster
+    from tandem.cluster.client import Client
+
+    with Client(address or _running_address()) as client:
+        print_cluster(client.cluster_info(), as_json)
+
+
+@app.command()
+def make_model(
+    folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint; made when missing.")],
+    arch: Annotated[Literal["llama", "mistral", "qwen2", "qwen3"], typer.Option(help="The model's family.")] = "llama",
+    size: Annotated[Literal["tiny", "small"], typer.Option(help="2 layers of 64 or 4 layers of 256.")] = "tiny",
+    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
+) -> None:
+    """Write a random checkpoint with a tokenizer, for trying things."""
+    from tandem.workers.random_checkpoint import make_checkpoint
+
+    try:
+        make_checkpoint(folder, arch=arch, size=size, seed=seed)
+    except OSError as error:
+        raise TandemError(f"{folder}: cannot be written: {error.strerror}") from None
+    print(f"wrote {folder}")
+
+
+@app.command()
+def version() -> None:
+    """Print tandem's version."""
+    print(f"tandem {package_version('tandem')}")
+
+
+def _prompt(text: str | None, file: Path | None, token_ids: str | None, chat: bool) -> "Prompt":
+    if sum(source is not None for source in (text, file, token_ids)) > 1:
+        raise UsageError("give the prompt once: as an argument, with --file or with --token-ids")
+    if token_ids is not None:
+        if chat:
+            raise UsageError("--chat needs text; --token-ids has none")
+        try:
+            return [int(part) for part in token_ids.split(",") if part.strip()]
+        except ValueError as error:
+            raise UsageError(f"--token-ids is {token_ids!r:.80}: {error}; it must be integers and commas") from None
+    if file is not None:
+        try:
+            content = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--file {file}: {error}") from None
+    elif text is None or text == "-":
+        if text is None and sys.stdin.isatty():
+            raise UsageError("no prompt: give it as an argument, with --file, --token-ids or on stdin")
+        content = sys.stdin.read()
+    else:
+        content = text
+    return [{"role": "user", "content": content}] if chat else content
+
+
+def _running_address() -> str:
+    """The running cluster's address; `local`'s when several run."""
+    from tandem.cluster.runtime_dir import running_clusters
+
+    addresses = {state.name: state.grpc_address for state in running_clusters() if state.grpc_address}
+    if len(addresses) > 1 and "local" not in addresses:
+        raise UsageError(f"give --address; several clusters run: {addresses}")
+    return addresses.get("local") or next(iter(addresses.values()), DEFAULT_ADDRESS)
+
+
+def _only_running() -> str:
+    from tandem.cluster.runtime_dir import running_clusters
+
+    names = [state.name for state in running_clusters()]
+    return names[0] if len(names) == 1 else "local"
+
+
+def _running() -> str:
+    from tandem.cluster.runtime_dir import running_clusters
+
+    return f"running: {', '.join(state.name for state in running_clusters()) or 'none'}"
+
+
+def _yaml_string(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+if __name__ == "__main__":
+    main()

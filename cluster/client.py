@@ -1,0 +1,130 @@
+"""Clients of a gateway, one that blocks and one for asyncio. Every call has a deadline; errors are CallErrors."""
+
+from collections.abc import AsyncGenerator, Generator
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+import grpc.aio
+
+from tandem.cluster.client_messages import (
+    CHANNEL_OPTIONS,
+    GenerateUpdate,
+    Prompt,
+    Sampling,
+    build_request,
+    call_error,
+    update,
+)
+from tandem.proto import inference_pb2, inference_pb2_grpc
+
+GENERATE_SECONDS = 600.0
+INFO_SECONDS = 10.0
+
+
+class Client:
+    """A gateway at HOST:PORT, for use from any thread: `with Client(address) as client: …`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **sampling: Unpack[Sampling],
+    ) -> Generator[GenerateUpdate, None, None]:
+        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds."""
+        return self._updates(build_request(prompt, sampling, request_id), timeout)
+
+    def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
+        try:
+            return self._stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            raise call_error(self.address, error) from None
+
+    def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
+        try:
+            return self._stub.GetClusterInfo(inference_pb2.GetClusterInfoRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            raise call_error(self.address, error) from None
+
+    def _updates(self, request: inference_pb2.GenerateRequest, timeout: float) -> Generator[GenerateUpdate, None, None]:
+        call = self._stub.Generate(request, timeout=timeout)
+        try:
+            for message in call:
+                yield update(message)
+        except grpc.RpcError as error:
+            raise call_error(self.address, error) from None
+        finally:
+            call.cancel()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """As Client, for one asyncio loop: `async with AsyncClient(address) as client: …`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncGenerator[GenerateUpdate, None]:
+        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds."""
+        return self._updates(build_request(prompt, sampling, request_id), timeout)
+
+    async def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
+        try:
+            return await self._stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            raise call_error(self.address, error) from None
+
+    async def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
+        try:
+            return await self._stub.GetClusterInfo(inference_pb2.GetClusterInfoRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            raise call_error(self.address, error) from None
+
+    async def _updates(
+        self, request: inference_pb2.GenerateRequest, timeout: float
+    ) -> AsyncGenerator[GenerateUpdate, None]:
+        call = self._stub.Generate(request, timeout=timeout)
+        try:
+            async for message in call:
+                yield update(message)
+        except grpc.RpcError as error:
+            raise call_error(self.address, error) from None
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,157 @@
+"""What both clients share: requests from Python values, Python values from responses, errors from status codes."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import grpc
+
+from tandem.cluster.errors import (
+    CallError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    ServerError,
+    Unavailable,
+)
+from tandem.proto import inference_pb2
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.enable_http_proxy", 0))
+
+
+class Sampling(TypedDict, total=False):
+    """Sampling parameters by vLLM's names; inference.proto has the defaults."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    logprobs: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability of the chosen token, and the most likely ones as (token id, log-probability)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds as inference.proto defines them, bytes of KV pushed, pages held on the decode worker."""
+
+    queue_seconds: float
+    prefill_seconds: float
+    push_seconds: float
+    first_token_seconds: float
+    bytes_pushed: int
+    total_seconds: float
+    pages: int
+
+
+@dataclass(frozen=True)
+class GenerateUpdate:
+    """The tokens and text that one message adds.
+
+    finish_reason is None while running, else stop, length, abort or error; usage and timings come with the last one.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...]
+    usage: Usage | None
+    timings: Timings | None
+
+
+def build_request(prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None) -> inference_pb2.GenerateRequest:
+    """prompt: text, token ids, or chat messages with role and content. Raises InvalidRequest."""
+    request = inference_pb2.GenerateRequest(request_id=request_id or "")
+    _set_prompt(request, prompt)
+    known = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    for name, value in sampling.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise InvalidRequest(f"unknown sampling parameter {name!r}; {hint}known: {', '.join(known)}")
+        one: Any = [value] if name == "stop" and isinstance(value, str) else value
+        try:
+            request.sampling.MergeFrom(inference_pb2.SamplingParams(**{name: one}))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"sampling.{name} is {value!r}: {error}") from None
+    return request
+
+
+def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
+    reason = inference_pb2.FinishReason.Name(message.finish_reason).removeprefix("FINISH_REASON_").lower()
+    return GenerateUpdate(
+        request_id=message.request_id,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        finish_reason=reason if message.finish_reason else None,
+        logprobs=tuple(
+            TokenLogprobs(
+                token.chosen.token_id,
+                token.chosen.logprob,
+                tuple((other.token_id, other.logprob) for other in token.top),
+            )
+            for token in message.logprobs
+        ),
+        usage=Usage(**_fields(message.usage)) if message.HasField("usage") else None,
+        timings=Timings(**_fields(message.timings)) if message.HasField("timings") else None,
+    )
+
+
+def call_error(address: str, error: grpc.RpcError) -> CallError:
+    """The typed error for a failed call; `raise call_error(address, error) from None`."""
+    code, details = error.code(), error.details() or ""
+    kinds: dict[grpc.StatusCode, type[CallError]] = {
+        grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+        grpc.StatusCode.UNAVAILABLE: Unavailable,
+        grpc.StatusCode.CANCELLED: Cancelled,
+    }
+    if code in kinds:
+        return kinds[code](details if code == grpc.StatusCode.INVALID_ARGUMENT else f"{address}: {details}")
+    return ServerError(f"{address}: {code.name}: {details}")
+
+
+def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+        return
+    items: Any = prompt
+    try:
+        if items and isinstance(items[0], Mapping):
+            request.chat.messages.extend(inference_pb2.ChatMessage(**turn) for turn in items)
+        else:
+            request.token_ids.SetInParent()
+            request.token_ids.ids.extend(items)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"prompt is {items!r:.80}: {error}; token ids or chat messages are accepted") from None
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}

@@ -1,0 +1,220 @@
+"""A cluster's configuration: the sections of its YAML, their defaults and limits, and how a file is read."""
+
+import difflib
+import ipaddress
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from tandem.cluster.errors import ConfigError
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Frozen; takes no unknown key and converts no type but int to float."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, value: object) -> object:
+        return {} if value is None else value  # a section whose keys are all commented out
+
+
+class ModelSection(Section):
+    path: str | None = Field(
+        default=None, description="folder of a Hugging Face checkpoint; `~` and relative paths are resolved"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="element type of weights and KV; auto takes the checkpoint's"
+    )
+    load_format: Literal["safetensors", "dummy"] = Field(
+        default="safetensors",
+        description="where weights come from; dummy draws them at random and needs config.json only",
+    )
+    max_model_len: Count | None = Field(
+        default=None, le=1 << 24, description="most positions of one sequence; null takes the checkpoint's limit"
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _resolve(cls, path: str | None) -> str | None:
+        # Workers do not share the caller's working directory.
+        return None if path is None else str(Path(path).expanduser().resolve())
+
+
+class CacheSection(Section):
+    page_size: Literal[8, 16, 32, 64, 128] = Field(default=16, description="positions in one KV page")
+    num_pages: Count = Field(
+        default=1024, le=1 << 24, description="KV pages in each worker's pool, the same on every worker"
+    )
+    prefix_sharing: bool = Field(default=True, description="whether requests share the pages of equal prefixes")
+
+
+class SchedulerSection(Section):
+    max_batch_tokens: Count = Field(default=1024, le=1 << 20, description="most tokens in one forward")
+    max_sequences: Count = Field(default=256, le=1 << 16, description="most sequences in one forward")
+
+
+class IslandSection(Section):
+    transport: Literal["shared_memory"] = Field(
+        default="shared_memory", description="how workers write into each other's pages"
+    )
+    num_prefill: Count = Field(default=1, le=256, description="prefill workers")
+    num_decode: Count = Field(default=1, le=256, description="decode workers")
+    num_signals: Count = Field(
+        default=256, le=1 << 16, description="requests that one decode worker can await at a time"
+    )
+    threads_per_worker: Count | None = Field(
+        default=None, le=1024, description="torch threads of one worker; null shares the machine's cores evenly"
+    )
+
+
+class GatewaySection(Section):
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=50051, ge=0, le=65535, description="gRPC port; 0 takes any free one")
+    max_queued: Count = Field(default=1024, le=1 << 20, description="most requests that wait for room")
+    queue_seconds: float = Field(default=60.0, gt=0, le=86400, description="longest wait for room")
+    request_seconds: float = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
+    max_message_mib: Count = Field(default=16, le=1024, description="largest message that the gateway takes, in MiB")
+
+    @field_validator("host")
+    @classmethod
+    def _loopback(cls, host: str) -> str:
+        try:
+            loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            loopback = False
+        if not loopback:
+            raise ValueError(
+                "must be a loopback address, 127.0.0.1, ::1 or localhost: there is no TLS and no token yet"
+            )
+        return host
+
+
+class RaySection(Section):
+    num_cpus: Count | None = Field(
+        default=None, le=1 << 16, description="CPUs that a Ray started here offers; null is all"
+    )
+
+
+class ClusterConfig(Section):
+    """One cluster."""
+
+    name: str = Field(
+        default="local",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$",
+        description="the cluster's name: 1 to 63 letters, digits and . _ -",
+    )
+    model: ModelSection = Field(default=ModelSection(), description="what is served")
+    cache: CacheSection = Field(default=CacheSection(), description="each worker's KV")
+    scheduler: SchedulerSection = Field(default=SchedulerSection(), description="limits of one forward")
+    island: IslandSection = Field(default=IslandSection(), description="the workers that can write into each other")
+    gateway: GatewaySection = Field(default=GatewaySection(), description="the door for clients")
+    ray: RaySection = Field(default=RaySection(), description="the Ray that places the workers")
+
+
+def load_config(path: Path | str | None, overrides: Mapping[str, Any] | Sequence[str] = ()) -> ClusterConfig:
+    """Reads a cluster's YAML and lays overrides over it; None stands for an empty file.
+
+    overrides: dotted keys and values, or `dotted.key=value` with the value in YAML.
+    Raises ConfigError with one line for each finding.
+    """
+    values = {} if path is None else _read(Path(path))
+    pairs = overrides.items() if isinstance(overrides, Mapping) else map(_parse_override, overrides)
+    for key, value in pairs:
+        _put(values, key, value)
+    try:
+        return ClusterConfig.model_validate(values)
+    except ValidationError as error:
+        prefix = "" if path is None else f"{path}: "
+        raise ConfigError("\n".join(prefix + _explain(finding) for finding in error.errors())) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 at byte {error.start}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {_explain_yaml(error)}") from None
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{path}: holds {_shown(values)}; it must be a mapping with keys {_names(ClusterConfig)}")
+    return values or {}
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {text!r}: must be dotted.key=value")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {text!r}: the value is not YAML: {_explain_yaml(error)}") from None
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for depth, section in enumerate(sections, start=1):
+        if values.get(section) is None:
+            values[section] = {}
+        values = values[section]
+        if not isinstance(values, dict):
+            raise ConfigError(f"{key} cannot be set: {'.'.join(sections[:depth])} is {_shown(values)}, not a section")
+    values[name] = value
+
+
+def _explain(finding: Mapping[str, Any]) -> str:
+    """One line for one of pydantic's findings: dotted key, value received, what would be accepted."""
+    location = [str(part) for part in finding["loc"]]
+    dotted = ".".join(location)
+    if finding["type"] in ("extra_forbidden", "invalid_key"):
+        section = _section(location[:-1])
+        near = difflib.get_close_matches(location[-1], section.model_fields, n=1)
+        hint = f"did you mean {'.'.join([*location[:-1], near[0]])}? " if near else ""
+        return f"unknown key {dotted}; {hint}known here: {_names(section)}"
+    description = _field(location).description
+    if finding["type"] == "model_type":
+        accepted = f"must be a section with keys {_names(_section(location))}"
+    elif finding["type"] == "string_pattern_mismatch":
+        return f"{dotted} is {_shown(finding['input'])}; it must be {description}"
+    else:
+        accepted = finding["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{dotted} is {_shown(finding['input'])}; it {accepted} ({description})"
+
+
+def _explain_yaml(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
+def _shown(value: object) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _names(section: type[Section]) -> str:
+    return ", ".join(section.model_fields)
+
+
+def _field(location: Sequence[str]) -> FieldInfo:
+    return _section(location[:-1]).model_fields[location[-1]]
+
+
+def _section(location: Sequence[str]) -> type[Section]:
+    section: type[Section] = ClusterConfig
+    for name in location:
+        annotation = section.model_fields[name].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, Section)
+        section = annotation
+    return section

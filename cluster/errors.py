@@ -1,0 +1,90 @@
+"""What the control plane and its clients raise. Every error names the field, the value and what is accepted.
+
+TandemError
+├── UsageError           a command line cannot be understood
+├── ConfigError          a cluster's YAML or an override cannot be used
+├── RuntimeDirError      the per-user folder for running clusters is not safe to use
+├── ClusterRunning       a cluster of that name already runs
+├── ClusterNotRunning    no cluster of that name runs
+├── StopTimedOut         a cluster did not end in time
+├── StartFailed          a worker or the gateway did not start
+├── WorkerLost           a worker's process ended while the cluster ran
+└── CallError            a call to a gateway failed
+    ├── InvalidRequest      the request can never succeed as it is
+    ├── Overloaded          the queue is full; the same call may succeed later
+    ├── DeadlineExceeded    the call's deadline passed
+    ├── Unavailable         nothing answers there, or no worker is alive
+    ├── Cancelled           the call was cancelled
+    └── ServerError         a worker or the gateway failed while it served the request
+"""
+
+
+class TandemError(Exception):
+    """Base of all errors that a user of tandem is meant to read."""
+
+
+class UsageError(TandemError):
+    """A command line cannot be understood."""
+
+
+class ConfigError(TandemError, ValueError):
+    """A cluster's YAML or an override cannot be used; one line a finding."""
+
+
+class RuntimeDirError(TandemError):
+    """The per-user folder for running clusters is not safe to use."""
+
+
+class ClusterRunning(TandemError):
+    """A cluster of that name already runs."""
+
+    def __init__(self, name: str, pid: int | None, grpc_address: str | None) -> None:
+        where = f"with pid {pid or 'unknown'}, " + (f"at grpc={grpc_address}" if grpc_address else "still starting")
+        super().__init__(f"name is {name!r}: a cluster of that name runs {where}; stop it or choose another name")
+        self.name = name
+        self.pid = pid
+        self.grpc_address = grpc_address
+
+
+class ClusterNotRunning(TandemError):
+    """No cluster of that name runs."""
+
+
+class StopTimedOut(TandemError):
+    """A cluster did not end in time."""
+
+
+class StartFailed(TandemError):
+    """A worker or the gateway did not start."""
+
+
+class WorkerLost(TandemError):
+    """A worker's process ended while the cluster ran."""
+
+
+class CallError(TandemError):
+    """A call to a gateway failed."""
+
+
+class InvalidRequest(CallError, ValueError):
+    """The request can never succeed as it is."""
+
+
+class Overloaded(CallError):
+    """The queue is full; the same call may succeed later."""
+
+
+class DeadlineExceeded(CallError, TimeoutError):
+    """The call's deadline passed."""
+
+
+class Unavailable(CallError):
+    """Nothing answers there, or no worker is alive."""
+
+
+class Cancelled(CallError):
+    """The call was cancelled."""
+
+
+class ServerError(CallError):
+    """A worker or the gateway failed while it served the request."""

@@ -1,0 +1,80 @@
+"""`tandem up`: a cluster that lives as long as this process wants it to."""
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.launcher import Cluster
+from tandem.cluster.runtime_dir import ClusterLock
+
+
+def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
+    """Starts the cluster, prints `ready grpc=HOST:PORT` and returns after SIGINT or SIGTERM, when nothing is left.
+
+    Raises ClusterRunning, ConfigError, StartFailed, WorkerLost; nothing is left then either.
+    """
+    with ClusterLock(config.name) as lock, _signals_interrupt():
+        cluster = Cluster(config, ray_address)
+        try:
+            with _Loading() as loading:
+                address = cluster.start(loading.show)
+            lock.publish(address)
+            print(f"ready grpc={address}", flush=True)
+            cluster.wait()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            cluster.stop()
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """The first SIGINT or SIGTERM raises KeyboardInterrupt; later ones must not disturb the stopping."""
+    interrupted = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    before = [(number, signal.signal(number, handle)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+class _Loading:
+    """A bar for each worker on a terminal, nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("weights of {task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+            transient=True,
+        )
+        self._tasks: dict[str, int] = {}
+
+    def __enter__(self) -> "_Loading":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show(self, states: Sequence[tuple[str, int, int]]) -> None:
+        for name, done, total in states:
+            if name not in self._tasks:
+                self._tasks[name] = self._progress.add_task(name, total=None)
+            self._progress.update(self._tasks[name], completed=done, total=total or None)  # type: ignore[arg-type]

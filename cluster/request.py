@@ -1,0 +1,114 @@
+"""The one validator of requests, whichever door they come through."""
+
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from tandem.cluster.errors import InvalidRequest
+from tandem.proto import inference_pb2
+from tandem.workers.chat_template import ChatTemplateError
+from tandem.workers.messages import sampling_from_proto
+from tandem.workers.sampling_params import SamplingParams, validate
+from tandem.workers.tokenizer import Tokenizer
+
+MAX_REQUEST_ID = 128
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What a request may ask of the served model."""
+
+    vocab_size: int
+    max_model_len: int
+    pool_tokens: int  # positions that one decode worker's pages hold
+
+
+@dataclass(frozen=True)
+class ValidRequest:
+    """A request that workers can run as it stands; params has a seed, so that a replay draws the same numbers."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+
+
+class RequestValidator:
+    """Turns GenerateRequest messages into ValidRequests; InvalidRequest names the field, the value and the limit."""
+
+    def __init__(self, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
+        self._limits = limits
+        self._tokenizer = tokenizer
+
+    def validate(self, message: inference_pb2.GenerateRequest) -> ValidRequest:
+        _refuse_unknown_fields(message, "GenerateRequest")
+        _refuse_unknown_fields(message.sampling, "sampling")
+        if len(message.request_id) > MAX_REQUEST_ID:
+            raise InvalidRequest(
+                f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are accepted"
+            )
+        params = sampling_from_proto(message.sampling)
+        try:
+            validate(params, self._limits.vocab_size)
+        except ValueError as error:
+            raise InvalidRequest(f"sampling.{error}") from error
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequest("sampling.stop: stop strings need a tokenizer, and the checkpoint has none")
+        token_ids = self._prompt(message)
+        self._check_length(len(token_ids), params.max_tokens)
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
+        return ValidRequest(message.request_id or uuid.uuid4().hex, token_ids, params)
+
+    def _prompt(self, message: inference_pb2.GenerateRequest) -> list[int]:
+        kind = message.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequest("input is missing; set text, token_ids or chat")
+        if kind == "token_ids":
+            return self._checked_ids(message.token_ids.ids)
+        if self._tokenizer is None:
+            raise InvalidRequest(f"{kind}: the checkpoint has no tokenizer; send token_ids")
+        try:
+            if kind == "text":
+                token_ids = self._tokenizer.encode(message.text)
+            else:
+                messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
+                token_ids = self._tokenizer.encode_chat(messages)
+        except ChatTemplateError as error:
+            raise InvalidRequest(f"{kind}: {error}") from error
+        if not token_ids or (kind == "text" and not message.text):
+            raise InvalidRequest(f"{kind} is empty; at least one token is needed")
+        return token_ids
+
+    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
+        if not ids:
+            raise InvalidRequest("token_ids.ids is empty; at least one token id is needed")
+        largest = max(ids)
+        if largest >= self._limits.vocab_size:
+            raise InvalidRequest(
+                f"token_ids.ids[{list(ids).index(largest)}] is {largest}; the vocabulary has "
+                f"{self._limits.vocab_size} entries, 0 … {self._limits.vocab_size - 1}"
+            )
+        return list(ids)
+
+    def _check_length(self, prompt: int, max_tokens: int) -> None:
+        limit = min(self._limits.max_model_len, self._limits.pool_tokens)
+        which = "the model's context" if limit == self._limits.max_model_len else "the decode worker's page pool"
+        if prompt >= limit:
+            raise InvalidRequest(f"the prompt has {prompt} tokens; {which} takes at most {limit - 1} and one output")
+        if prompt + max_tokens > limit:
+            raise InvalidRequest(
+                f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; "
+                f"{which} of {limit} leaves at most {limit - prompt}"
+            )
+
+
+def _refuse_unknown_fields(message: Message, name: str) -> None:
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        numbers = sorted({field.field_number for field in unknown})
+        known = ", ".join(field.name for field in message.DESCRIPTOR.fields)
+        raise InvalidRequest(f"{name} has unknown field number {numbers[0]}; this version knows {known}")

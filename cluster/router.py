@@ -1,0 +1,141 @@
+"""Which prefill and which decode worker serve a request, and when."""
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem.cluster.errors import DeadlineExceeded, Overloaded
+from tandem.cluster.worker_link import WorkerLink
+from tandem.proto import worker_pb2
+
+RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
+PREPARE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A pair of workers and the pages that the decode worker set aside."""
+
+    request_id: str
+    prefill: WorkerLink
+    decode: WorkerLink
+    reservation: worker_pb2.Reservation
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Router:
+    """Least loaded pair; a request without a place waits its turn, first come, first served, until its deadline.
+
+    Nothing is computed without landing space: a request is placed when a decode worker has answered PrepareReceive.
+    """
+
+    def __init__(self, workers: list[WorkerLink], *, max_queued: int, queue_seconds: float) -> None:
+        self._prefill = [worker for worker in workers if worker.role == "prefill"]
+        self._decode = [worker for worker in workers if worker.role == "decode"]
+        self._max_queued = max_queued
+        self._queue_seconds = queue_seconds
+        self._turn = asyncio.Lock()  # asyncio's lock wakes its waiters in the order in which they came
+        self._given_back = asyncio.Event()
+        self._cleanup: set[asyncio.Task[None]] = set()
+        self.queued = 0
+
+    async def place(self, request_id: str, token_ids: list[int], max_tokens: int) -> Placement:
+        """Raises Overloaded (queue full), DeadlineExceeded (no place in time) or the worker's AioRpcError."""
+        if not self.queued:
+            placement = await self._try(request_id, token_ids, max_tokens)
+            if placement is not None:
+                return placement
+        if self.queued >= self._max_queued:
+            raise Overloaded(f"{self.queued} requests are queued; gateway.max_queued is {self._max_queued}")
+        self.queued += 1
+        try:
+            async with asyncio.timeout(self._queue_seconds), self._turn:
+                return await self._wait_for_place(request_id, token_ids, max_tokens)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no decode worker had room for {len(token_ids)} prompt and {max_tokens} output tokens "
+                f"within {self._queue_seconds:g} s (gateway.queue_seconds)"
+            ) from None
+        finally:
+            self.queued -= 1
+
+    async def give_back(self, placement: Placement, complete: bool) -> None:
+        """Ends a placement. Unless it is complete, both sides are told, the sender first: its answer means that it
+        writes no more, and only then may the receiver reuse the pages."""
+        if not complete:
+            quiet = await placement.prefill.abort(placement.request_id)
+            await placement.decode.abort(placement.request_id, writer_quiet=quiet)
+        placement.prefill.load -= placement.prompt_tokens
+        placement.decode.load -= placement.total_tokens
+        self._given_back.set()
+
+    async def close(self) -> None:
+        """Waits for clean-ups under way."""
+        await asyncio.gather(*self._cleanup, return_exceptions=True)
+
+    async def _wait_for_place(self, request_id: str, token_ids: list[int], max_tokens: int) -> Placement:
+        while True:
+            self._given_back.clear()
+            placement = await self._try(request_id, token_ids, max_tokens)
+            if placement is not None:
+                return placement
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._given_back.wait(), RETRY_SECONDS)
+
+    async def _try(self, request_id: str, token_ids: list[int], max_tokens: int) -> Placement | None:
+        """The least loaded decode worker that has room, with the least loaded prefill worker; None if none has."""
+        total = len(token_ids) + max_tokens
+        for decode in sorted(self._decode, key=lambda worker: worker.load):
+            decode.load += total
+            reservation = None
+            try:
+                reservation = await self._prepare(decode, request_id, token_ids, max_tokens)
+            finally:
+                if reservation is None:
+                    decode.load -= total
+            if reservation is not None:
+                prefill = min(self._prefill, key=lambda worker: worker.load)
+                prefill.load += len(token_ids)
+                return Placement(request_id, prefill, decode, reservation, len(token_ids), total)
+        return None
+
+    async def _prepare(
+        self, decode: WorkerLink, request_id: str, token_ids: list[int], max_tokens: int
+    ) -> worker_pb2.Reservation | None:
+        request = worker_pb2.PrepareReceiveRequest(
+            request_id=request_id, epoch=decode.epoch, token_ids=token_ids, max_tokens=max_tokens
+        )
+        call = asyncio.ensure_future(_unary(decode, request))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            # The worker may answer all the same; what it then holds is given back.
+            self.in_background(self._abandon(decode, request_id, call))
+            raise
+
+    async def _abandon(
+        self, decode: WorkerLink, request_id: str, call: "asyncio.Future[worker_pb2.Reservation | None]"
+    ) -> None:
+        await asyncio.wait([call])
+        await decode.abort(request_id, writer_quiet=True)
+
+    def in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Work that must be done even when the call that wanted it is gone; close() waits for it."""
+        task = asyncio.create_task(coroutine)
+        self._cleanup.add(task)
+        task.add_done_callback(self._cleanup.discard)
+
+
+async def _unary(decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest) -> worker_pb2.Reservation | None:
+    try:
+        return await decode.stub.PrepareReceive(request, timeout=PREPARE_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return None
+        raise

@@ -1,0 +1,147 @@
+"""Which clusters of this user run here: one locked file each, that the kernel unlocks however its owner ends."""
+
+import errno
+import fcntl
+import json
+import os
+import stat
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tandem.cluster.errors import ClusterRunning, RuntimeDirError
+
+SUFFIX = ".cluster"
+ACQUIRE_SECONDS = 0.5  # a reader's probe may hold the lock for a moment
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """What a running cluster says of itself.
+
+    grpc_address (HOST:PORT) is None until it is ready, pid for the instant before it is written; started is Unix time.
+    """
+
+    name: str
+    pid: int | None
+    started: float
+    grpc_address: str | None = None
+
+
+def runtime_dir() -> Path:
+    """$XDG_RUNTIME_DIR/tandem, else a folder of this user's in the temporary folder; made with mode 700 when missing.
+
+    Raises RuntimeDirError when the folder belongs to somebody else or is open to others.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base, "tandem") if base else Path(tempfile.gettempdir(), f"tandem-{os.getuid()}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise RuntimeDirError(f"runtime folder {folder} cannot be made: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise RuntimeDirError(f"runtime folder {folder} must be a folder of uid {os.getuid()} with mode 700")
+    return folder
+
+
+def running_clusters() -> tuple[ClusterState, ...]:
+    """The clusters of this user that run now, by name."""
+    names = sorted(path.name.removesuffix(SUFFIX) for path in runtime_dir().glob(f"*{SUFFIX}"))
+    return tuple(state for name in names if (state := running_cluster(name)) is not None)
+
+
+def running_cluster(name: str) -> ClusterState | None:
+    """The running cluster of that name, or None."""
+    try:
+        file = os.open(_path(name), os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        return None if _try_lock(file, fcntl.LOCK_SH) else _read(file, name)
+    finally:
+        os.close(file)
+
+
+class ClusterLock:
+    """Holds a cluster's name on this machine while the process lives, or until `release`.
+
+    The file descriptor is not inherited by programs that the process starts. Raises ClusterRunning.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._state = ClusterState(name, os.getpid(), time.time())
+        self._path = _path(name)
+        self._file: int | None = self._acquire()
+        self._write()
+
+    def publish(self, grpc_address: str) -> None:
+        """Says where clients find the cluster, HOST:PORT."""
+        self._state = ClusterState(self._state.name, self._state.pid, self._state.started, grpc_address)
+        self._write()
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _acquire(self) -> int:
+        deadline = time.monotonic() + ACQUIRE_SECONDS
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+            if _try_lock(file, fcntl.LOCK_EX) and self._is_current(file):
+                return file
+            state = _read(file, self._state.name)
+            os.close(file)
+            if time.monotonic() > deadline:
+                raise ClusterRunning(state.name, state.pid, state.grpc_address)
+            time.sleep(0.02)
+
+    def _is_current(self, file: int) -> bool:
+        """False when the former owner removed the file between our opening and our locking it."""
+        try:
+            return os.path.samestat(os.fstat(file), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def _write(self) -> None:
+        if self._file is None:
+            raise RuntimeError(f"the lock of cluster {self._state.name!r} is released")
+        # One write, and the text only ever grows for one owner: a reader sees the old or the new state.
+        text = json.dumps(asdict(self._state)).encode()
+        os.pwrite(self._file, text, 0)
+        os.ftruncate(self._file, len(text))
+
+
+def _path(name: str) -> Path:
+    return runtime_dir() / f"{name}{SUFFIX}"
+
+
+def _try_lock(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _read(file: int, name: str) -> ClusterState:
+    """The state in a locked file; pid is None when its owner has not written it yet."""
+    try:
+        return ClusterState(**json.loads(os.pread(file, 4096, 0)))
+    except (ValueError, TypeError):
+        return ClusterState(name, None, time.time())

@@ -1,0 +1,66 @@
+"""The gateway's connection to one worker."""
+
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+
+from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from tandem.workers.config import Role
+
+STATUS_SECONDS = 2.0
+ABORT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """What the launcher tells the gateway of one worker; membership, never taken from a request."""
+
+    role: Role
+    pe: int
+    address: str
+
+
+@dataclass(eq=False)
+class WorkerLink:
+    """load counts tokens that this gateway has placed on the worker and not yet taken back."""
+
+    role: Role
+    pe: int
+    address: str
+    epoch: int
+    channel: grpc.aio.Channel
+    stub: worker_pb2_grpc.WorkerStub = field(init=False)
+    load: int = 0
+
+    def __post_init__(self) -> None:
+        self.stub = worker_pb2_grpc.WorkerStub(self.channel)
+
+    @classmethod
+    def connect(cls, worker: WorkerAddress, epoch: int, max_message_bytes: int) -> "WorkerLink":
+        options = [
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.enable_http_proxy", 0),
+        ]
+        channel = grpc.aio.insecure_channel(worker.address, options=options)
+        return cls(worker.role, worker.pe, worker.address, epoch, channel)
+
+    async def abort(self, request_id: str, writer_quiet: bool = False) -> bool:
+        """True when the worker has said that it neither computes nor writes for the request any more."""
+        request = worker_pb2.AbortRequest(request_id=request_id, epoch=self.epoch, writer_quiet=writer_quiet)
+        try:
+            await self.stub.Abort(request, timeout=ABORT_SECONDS)
+        except grpc.aio.AioRpcError:
+            return False
+        return True
+
+    async def status(self) -> inference_pb2.WorkerInfo:
+        """What the worker says of itself; alive is false when it does not answer in time."""
+        try:
+            info = await self.stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
+        except grpc.aio.AioRpcError:
+            role = inference_pb2.ROLE_PREFILL if self.role == Role.PREFILL else inference_pb2.ROLE_DECODE
+            info = inference_pb2.WorkerInfo(role=role, pe=self.pe, alive=False)
+        info.address = self.address
+        return info

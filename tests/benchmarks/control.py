@@ -1,0 +1,206 @@
+"""What the control plane costs: maps, planning, messages. Prints JSON.
+
+map_bytes       PositionMap message of 32K tokens, page 16: fresh pages, and 2048 random pages of 65,536
+codec_us        encode + decode of the fresh map, median
+decode_step_us  scheduler and plan of a decode step of 256 sequences at context 1K, median
+calls           seconds of the control messages of one request (PrepareReceive, RemoteSend, StartGenerate, as the
+                gateway sends them, answered at once) ÷ as many bare grpc.aio calls of the same kinds, same run
+"""
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import torch
+
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.position_map import PositionMap, SlotRuns
+from tandem.cache.rope import RopeParameters
+from tandem.cluster.generation import Generation
+from tandem.cluster.request import ValidRequest
+from tandem.cluster.router import Router
+from tandem.cluster.worker_link import WorkerAddress, WorkerLink
+from tandem.proto import worker_pb2, worker_pb2_grpc
+from tandem.transfer.completion import Signal
+from tandem.transfer.wire_map import WireMap, decode_map, encode_map
+from tandem.workers.config import Role
+from tandem.workers.decode_batch import DecodeBatch, DecodeRequest
+from tandem.workers.finish import FinishRule
+from tandem.workers.messages import reservation_to_proto
+from tandem.workers.reservation import Reservation
+from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.token_stream import TokenStream
+
+PAGE, TOKENS, POOL_PAGES = 16, 32 * 1024, 65_536
+LAYOUT = KVLayout((LayerGroup(tuple(range(36)), 8, 128),), PAGE, torch.bfloat16)
+
+
+def median_us(call: Callable[[], object], rounds: int = 300) -> float:
+    for _ in range(20):
+        call()
+    seconds = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return round(statistics.median(seconds) * 1e6, 1)
+
+
+def position_map(pages: np.ndarray) -> PositionMap:
+    slots = (pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
+    return PositionMap(0, (SlotRuns.from_slots(slots.astype(np.int32)),))
+
+
+def message_of(wire: WireMap) -> worker_pb2.PositionMap:
+    return worker_pb2.PositionMap(
+        start_position=wire.start_position,
+        num_tokens=wire.num_tokens,
+        page_size=wire.page_size,
+        runs=wire.runs,
+        layout_fingerprint=wire.layout_fingerprint,
+    )
+
+
+def map_costs() -> dict[str, Any]:
+    fresh = position_map(np.arange(1000, 1000 + TOKENS // PAGE))
+    random = position_map(np.random.default_rng(0).permutation(POOL_PAGES)[: TOKENS // PAGE])
+
+    def round_trip() -> PositionMap:
+        wire = encode_map(fresh, LAYOUT)
+        return decode_map(wire, LAYOUT, num_pages=POOL_PAGES, expected_start=0, expected_tokens=TOKENS)
+
+    assert round_trip() == fresh
+    random_bytes = message_of(encode_map(random, LAYOUT)).ByteSize()
+    return {
+        "fresh_bytes": message_of(encode_map(fresh, LAYOUT)).ByteSize(),
+        "random_bytes": random_bytes,
+        "random_ratio_to_raw": round(random_bytes / (TOKENS * 4), 4),
+        "fresh_encode_decode_us": median_us(round_trip),
+    }
+
+
+def decode_step_us(batch_size: int = 256, context: int = 1024) -> float:
+    layout = KVLayout((LayerGroup((0,), 1, 8),), PAGE, torch.float32)
+    num_pages = batch_size * (context // PAGE + 8)
+    cache = PagedKVCache(
+        layout,
+        (torch.zeros(num_pages, *layout.page_shape(0)),),
+        max_sequences=batch_size,
+        max_sequence_length=context * 2,
+        rope=RopeParameters("default", 8),
+        writer=None,
+    )
+    params = SamplingParams(max_tokens=1_000_000, temperature=0)
+    batch = DecodeBatch()
+    requests = []
+    for sequence in range(batch_size):
+        cache.add_sequence(sequence)
+        cache.prepare_receive(sequence, context)
+        cache.finish_receive(sequence)
+        request = DecodeRequest(str(sequence), sequence, [1] * context, Signal(0, 1), context)
+        request.params, request.rule, request.stream = params, FinishRule.of(params, (2,)), TokenStream()
+        request.output.append(5)
+        requests.append(request)
+    batch.change(requests, [])
+    sampled = np.full(batch_size, 5, np.int64)
+
+    def step() -> None:
+        plan = cache.begin_forward(batch.sequence_ids, batch.ones)
+        cache.end_forward(plan)
+        batch.advance(sampled)
+
+    return median_us(step, rounds=100)
+
+
+class AtOnce(worker_pb2_grpc.WorkerServicer):
+    """Answers every call at once, with messages of the usual size."""
+
+    def __init__(self) -> None:
+        self._reservation = reservation_to_proto(
+            Reservation(
+                reservation_id=1,
+                epoch=1,
+                target_pe=1,
+                signal_slot=0,
+                generation=1,
+                matched_tokens=0,
+                wire_map=encode_map(position_map(np.arange(64)), LAYOUT),
+                pages=64,
+            )
+        )
+
+    async def PrepareReceive(self, request: Any, context: Any) -> worker_pb2.Reservation:
+        return self._reservation
+
+    async def RemoteSend(self, request: Any, context: Any) -> worker_pb2.RemoteSendResponse:
+        return worker_pb2.RemoteSendResponse(first_token=5)
+
+    async def StartGenerate(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.GeneratedTokens]:
+        yield worker_pb2.GeneratedTokens(token_ids=[5], finish_reason=2)  # type: ignore[arg-type]
+
+
+async def call_costs(rounds: int = 400) -> dict[str, float]:
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(AtOnce(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    address = f"127.0.0.1:{port}"
+    links = [
+        WorkerLink.connect(WorkerAddress(role, pe, address), 1, 16 << 20)
+        for pe, role in enumerate((Role.PREFILL, Role.DECODE))
+    ]
+    router = Router(links, max_queued=8, queue_seconds=5)
+    prompt = list(range(1024))
+    params = SamplingParams(max_tokens=2, temperature=0, seed=1)
+
+    async def request() -> None:
+        placement = await router.place("r", prompt, 2)
+        generation = Generation(ValidRequest("r", prompt, params), time.perf_counter(), None, ())
+        async for _ in generation.run(placement, 5.0):
+            pass
+        await router.give_back(placement, generation.complete)
+
+    bare_stub = worker_pb2_grpc.WorkerStub(grpc.aio.insecure_channel(address))
+    prepare = worker_pb2.PrepareReceiveRequest(request_id="r", epoch=1, token_ids=prompt, max_tokens=2)
+    reservation = await bare_stub.PrepareReceive(prepare)
+    send = worker_pb2.RemoteSendRequest(request_id="r", epoch=1, token_ids=prompt, reservation=reservation)
+    start = worker_pb2.StartGenerateRequest(request_id="r", epoch=1, reservation_id=1)
+
+    async def bare() -> None:
+        await bare_stub.PrepareReceive(prepare, timeout=5)
+        stream = bare_stub.StartGenerate(start, timeout=5)
+        await bare_stub.RemoteSend(send, timeout=5)
+        async for _ in stream:
+            pass
+
+    ours, theirs = [], []
+    for number in range(rounds + 20):
+        for call, times in ((request, ours), (bare, theirs)):
+            began = time.perf_counter()
+            await call()
+            if number >= 20:
+                times.append(time.perf_counter() - began)
+    for link in links:
+        await link.channel.close()
+    await server.stop(0)
+    return {
+        "request_us": round(statistics.median(ours) * 1e6, 1),
+        "bare_us": round(statistics.median(theirs) * 1e6, 1),
+        "ratio": round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3),
+    }
+
+
+def main() -> None:
+    results = {"map": map_costs(), "decode_step_256_us": decode_step_us(), "calls": asyncio.run(call_costs())}
+    print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A gateway that answers as a test tells it to, for tests of clients and the command line."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+
+from tandem.proto import inference_pb2, inference_pb2_grpc
+
+
+@dataclass
+class FakeGateway(inference_pb2_grpc.InferenceServicer):
+    """Streams one word a message and `stop` at the end; with `fails` set, ends with that status after `words`."""
+
+    words: tuple[str, ...] = ("one", " two")
+    fails: tuple[grpc.StatusCode, str] | None = None
+    hangs: bool = False
+    requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        context.add_callback(self.cancelled.set)
+        for index, word in enumerate(self.words):
+            yield inference_pb2.GenerateResponse(request_id="r", token_ids=[index], text=word)
+        if self.hangs:
+            self.cancelled.wait(10)
+        if self.fails is not None:
+            context.abort(*self.fails)
+        yield inference_pb2.GenerateResponse(
+            request_id="r",
+            finish_reason=inference_pb2.FINISH_REASON_STOP,
+            usage=inference_pb2.Usage(prompt_tokens=3, output_tokens=len(self.words)),
+            timings=inference_pb2.Timings(bytes_pushed=7, total_seconds=0.5),
+        )
+
+    def GetModelInfo(
+        self, request: inference_pb2.GetModelInfoRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.ModelInfo:
+        if self.fails is not None:
+            context.abort(*self.fails)
+        return inference_pb2.ModelInfo(name="tiny", vocab_size=512)
+
+    def GetClusterInfo(
+        self, request: inference_pb2.GetClusterInfoRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.ClusterInfo:
+        worker = inference_pb2.WorkerInfo(role=inference_pb2.ROLE_DECODE, pe=1, alive=True, num_pages=64, free_pages=63)
+        lost = inference_pb2.WorkerInfo(role=inference_pb2.ROLE_PREFILL, pe=0)
+        island = inference_pb2.IslandInfo(name="i", epoch=1, transport="shared_memory", workers=[lost, worker])
+        return inference_pb2.ClusterInfo(name="c", version="0", islands=[island])
+
+
+@contextmanager
+def serving(gateway: FakeGateway) -> Iterator[str]:
+    """HOST:PORT of the gateway, for as long as the context lasts."""
+    with ThreadPoolExecutor(4) as pool:
+        server = grpc.server(pool)
+        inference_pb2_grpc.add_InferenceServicer_to_server(gateway, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            gateway.cancelled.set()
+            server.stop(0).wait()

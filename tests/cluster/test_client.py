@@ -1,0 +1,166 @@
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.cluster.client import AsyncClient, Client
+from tandem.cluster.client_messages import GenerateUpdate, Prompt
+from tandem.cluster.errors import (
+    CallError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    ServerError,
+    Unavailable,
+)
+from tests.cluster.fake_gateway import FakeGateway, serving
+
+Generate = Callable[..., list[GenerateUpdate]]
+
+
+def generate_sync(address: str, prompt: Prompt, **options: Any) -> list[GenerateUpdate]:
+    with Client(address) as client:
+        return list(client.generate(prompt, **options))
+
+
+def generate_async(address: str, prompt: Prompt, **options: Any) -> list[GenerateUpdate]:
+    async def collect() -> list[GenerateUpdate]:
+        async with AsyncClient(address) as client:
+            return [update async for update in client.generate(prompt, **options)]
+
+    return asyncio.run(collect())
+
+
+both = pytest.mark.parametrize("generate", [generate_sync, generate_async])
+
+
+@both
+def test_updates_come_as_values(generate: Generate) -> None:
+    with serving(FakeGateway()) as address:
+        updates = generate(address, "hello")
+    assert [update.text for update in updates] == ["one", " two", ""]
+    assert [update.token_ids for update in updates] == [(0,), (1,), ()]
+    assert [update.finish_reason for update in updates] == [None, None, "stop"]
+    first, *_, last = updates
+    assert first.usage is None
+    assert first.timings is None
+    assert last.usage is not None
+    assert last.timings is not None
+    assert (last.usage.prompt_tokens, last.usage.output_tokens) == (3, 2)
+    assert (last.timings.bytes_pushed, last.timings.total_seconds) == (7, 0.5)
+
+
+@both
+def test_requests_carry_what_was_asked(generate: Generate) -> None:
+    gateway = FakeGateway()
+    with serving(gateway) as address:
+        generate(address, "text", request_id="mine", max_tokens=0, temperature=0.0, stop="END", stop_token_ids=[4])
+        generate(address, [1, 2, 3])
+        generate(address, [])
+        generate(address, [{"role": "user", "content": "hi"}], ignore_eos=True)
+    text, ids, empty, chat = gateway.requests
+    assert (text.text, text.request_id) == ("text", "mine")
+    assert text.sampling.HasField("max_tokens")
+    assert text.sampling.HasField("temperature")
+    assert not text.sampling.HasField("top_p")
+    assert list(text.sampling.stop) == ["END"]
+    assert list(text.sampling.stop_token_ids) == [4]
+    assert list(ids.token_ids.ids) == [1, 2, 3]
+    assert empty.WhichOneof("input") == "token_ids"
+    assert (chat.chat.messages[0].role, chat.chat.messages[0].content) == ("user", "hi")
+    assert chat.sampling.ignore_eos
+
+
+@both
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
+        (grpc.StatusCode.UNAVAILABLE, Unavailable),
+        (grpc.StatusCode.CANCELLED, Cancelled),
+        (grpc.StatusCode.INTERNAL, ServerError),
+        (grpc.StatusCode.UNIMPLEMENTED, ServerError),
+    ],
+)
+def test_status_codes_are_typed_errors(generate: Generate, code: grpc.StatusCode, kind: type[CallError]) -> None:
+    with serving(FakeGateway(fails=(code, "top_p is 2; at most 1"))) as address:
+        with pytest.raises(kind, match="top_p is 2; at most 1") as caught:
+            generate(address, "x")
+        with Client(address) as client, pytest.raises(kind):
+            client.model_info()
+    assert type(caught.value) is kind
+
+
+@both
+def test_the_deadline_is_kept(generate: Generate) -> None:
+    with serving(FakeGateway(hangs=True)) as address, pytest.raises(DeadlineExceeded, match=address):
+        generate(address, "x", timeout=0.2)
+
+
+@both
+def test_nobody_there(generate: Generate) -> None:
+    with serving(FakeGateway()) as address:
+        pass
+    with pytest.raises(Unavailable, match=address):
+        generate(address, "x", timeout=5)
+
+
+@both
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "part"),
+    [
+        ("x", {"max_token": 3}, "unknown sampling parameter 'max_token'; did you mean max_tokens?"),
+        ("x", {"zzz": 3}, "unknown sampling parameter 'zzz'; known: max_tokens"),
+        ("x", {"seed": -1}, "sampling.seed is -1"),
+        ("x", {"max_tokens": "many"}, "sampling.max_tokens is 'many'"),
+        ([1, -2], {}, r"prompt is \[1, -2\]"),
+        ([1, {"role": "user"}], {}, "token ids or chat messages are accepted"),
+        ([{"rol": "user"}], {}, "rol"),
+        (3, {}, "prompt is 3"),
+    ],
+)
+def test_bad_requests_are_refused_before_they_are_sent(
+    generate: Generate, prompt: Prompt, sampling: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=part):
+        generate("127.0.0.1:1", prompt, **sampling)
+
+
+def test_closing_the_generator_cancels_the_request() -> None:
+    gateway = FakeGateway(hangs=True)
+    with serving(gateway) as address, Client(address) as client:
+        updates = client.generate("x")
+        assert next(updates).text == "one"
+        updates.close()
+        assert gateway.cancelled.wait(5)
+
+
+def test_closing_the_async_generator_cancels_the_request() -> None:
+    gateway = FakeGateway(hangs=True)
+
+    async def cancel(address: str) -> None:
+        async with AsyncClient(address) as client:
+            updates = client.generate("x")
+            assert (await anext(updates)).text == "one"
+            await updates.aclose()
+            assert await asyncio.to_thread(gateway.cancelled.wait, 5)
+
+    with serving(gateway) as address:
+        asyncio.run(cancel(address))
+
+
+def test_info() -> None:
+    async def ask(address: str) -> tuple[str, str]:
+        async with AsyncClient(address) as client:
+            return (await client.model_info()).name, (await client.cluster_info()).name
+
+    with serving(FakeGateway()) as address:
+        with Client(address) as client:
+            assert client.model_info().vocab_size == 512
+            assert client.cluster_info().islands[0].workers[1].num_pages == 64
+        assert asyncio.run(ask(address)) == ("tiny", "c")

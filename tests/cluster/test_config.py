@@ -1,0 +1,167 @@
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tandem.cluster.config import ClusterConfig, load_config
+from tandem.cluster.errors import ConfigError
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+
+
+def refused(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    return str(caught.value).splitlines()
+
+
+def test_every_key_of_local_yaml_stands_for_its_default() -> None:
+    assert load_config(DEPLOY / "local.yaml") == ClusterConfig()
+    written = yaml.safe_load((DEPLOY / "local.yaml").read_text())
+    assert written == ClusterConfig().model_dump()
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("local*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_load(path: Path) -> None:
+    config = load_config(path)
+    assert config.name == path.stem
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("name: mine\ncache: {num_pages: 5, page_size: 8}\nmodel:\n")
+    config = load_config(
+        path, ["cache.num_pages=6", "cache.num_pages=7", "gateway.queue_seconds=2", "ray.num_cpus=null"]
+    )
+    assert config.name == "mine"
+    assert (config.cache.num_pages, config.cache.page_size, config.gateway.queue_seconds) == (7, 8, 2.0)
+    assert load_config(path, {"cache.num_pages": 9}).cache.num_pages == 9
+
+
+def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert load_config(None, ["model.path=here"]).model.path == str(tmp_path / "here")
+    assert load_config(None, ["model.path=~/there"]).model.path == "/home/somebody/there"
+
+
+def test_a_config_is_frozen() -> None:
+    config = ClusterConfig()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.cache.num_pages = 2
+
+
+@pytest.mark.parametrize(
+    ("key", "unknown", "near", "known"),
+    [
+        ("cache.num_page", "cache.num_page", "cache.num_pages", "page_size, num_pages, prefix_sharing"),
+        ("schedular.max_sequences", "schedular", "scheduler", "name, model, cache, scheduler, island, gateway, ray"),
+        ("island.num_prefils", "island.num_prefils", "island.num_prefill", "transport, num_prefill"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(key: str, unknown: str, near: str, known: str) -> None:
+    (line,) = refused(f"{key}=1")
+    assert line.startswith(f"unknown key {unknown}; did you mean {near}?")
+    assert known in line
+
+
+def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
+    (line,) = refused("cache.zzz=1")
+    assert "did you mean" not in line
+    assert "known here: page_size" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("cache.num_pages=0", ["cache.num_pages is 0", "greater than or equal to 1", "KV pages"]),
+        ("cache.page_size=12", ["cache.page_size is 12", "8, 16, 32, 64 or 128"]),
+        ("cache.num_pages=yes", ["cache.num_pages is True", "integer"]),
+        ("cache.num_pages='3'", ["cache.num_pages is '3'", "integer"]),
+        ("cache.prefix_sharing=1", ["cache.prefix_sharing is 1", "boolean"]),
+        ("model.dtype=int8", ["model.dtype is 'int8'", "'auto', 'float32', 'bfloat16' or 'float16'"]),
+        ("model.max_model_len=0", ["model.max_model_len is 0", "greater than or equal to 1"]),
+        ("island.num_decode=null", ["island.num_decode is null", "integer"]),
+        ("island.transport=rdma", ["island.transport is 'rdma'", "shared_memory"]),
+        ("gateway.port=65536", ["gateway.port is 65536", "less than or equal to 65535"]),
+        ("gateway.queue_seconds=0", ["gateway.queue_seconds is 0", "greater than 0"]),
+        ("gateway.queue_seconds=.nan", ["gateway.queue_seconds is nan"]),
+        ("gateway.host=0.0.0.0", ["gateway.host is '0.0.0.0'", "loopback", "TLS"]),
+        ("gateway.host=example.org", ["gateway.host is 'example.org'", "loopback"]),
+        ("name=a/b", ["name is 'a/b'", "letters, digits"]),
+        ("cache=5", ["cache is 5", "section with keys page_size"]),
+    ],
+)
+def test_values_out_of_range_name_field_value_and_limit(override: str, parts: list[str]) -> None:
+    (line,) = refused(override)
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_hosts_are_accepted(host: str) -> None:
+    assert load_config(None, {"gateway.host": host}).gateway.host == host
+
+
+def test_all_findings_come_at_once() -> None:
+    assert len(refused("cache.num_pages=0", "gateway.port=-1", "nonsense=1")) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("foo", "must be dotted.key=value"),
+        ("=3", "must be dotted.key=value"),
+        ("name=[1", "not YAML"),
+        ("name.x=1", "name is {'x': 1}"),
+    ],
+)
+def test_bad_overrides(override: str, part: str) -> None:
+    (line,) = refused(override)
+    assert part in line
+
+
+def test_an_override_through_a_value_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("name: mine\n")
+    with pytest.raises(ConfigError, match=r"name\.x cannot be set: name is 'mine', not a section"):
+        load_config(path, ["name.x=1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("name: a\ncache: {num_pages: 3\n", "line 3, column 1"),
+        ("- a\n- b\n", "must be a mapping with keys name"),
+        ("cache:\n  num_pages: 0\n", "cache.num_pages is 0"),
+        ("name: !!python/object:os.system {}\n", "line 1"),
+    ],
+)
+def test_bad_files_name_the_file(tmp_path: Path, text: str, part: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert part in str(caught.value)
+
+
+def test_missing_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
+        load_config(tmp_path / "none.yaml")
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"name: \xff\xfe\n")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(path)
+
+
+@given(
+    st.dictionaries(st.text(max_size=8), st.one_of(st.none(), st.integers(), st.text(max_size=5), st.lists(st.none())))
+)
+def test_any_mapping_loads_or_raises_config_error(values: dict[str, object]) -> None:
+    with suppress(ConfigError):
+        load_config(None, values)

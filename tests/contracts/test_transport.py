@@ -1,0 +1,364 @@
+"""What every transport does. A new transport joins by a line in ISLANDS."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.page_writer import PageWriter
+from tandem.cache.position_map import Int32Array
+from tandem.transfer.completion import SignalBoard, pack_signal
+from tandem.transfer.errors import MembershipRefused, TransportClosed
+from tandem.transfer.factory import create_transport
+from tandem.transfer.fake import FakeFabric
+from tandem.transfer.membership import TransportConfig
+from tandem.transfer.transport import Transport
+from tests.transfer.layouts import PAGE_SIZE, two_groups
+
+NUM_PAGES = 12
+NUM_SLOTS = NUM_PAGES * PAGE_SIZE
+
+Pools = list[Tensor]
+
+
+def shared_memory_island(config: TransportConfig) -> list[Transport]:
+    return [create_transport("shared_memory", replace(config, pe=pe)) for pe in range(config.num_pes)]
+
+
+def fake_island(config: TransportConfig) -> list[Transport]:
+    fabric = FakeFabric(
+        config.num_pes,
+        config.layout,
+        num_pages=config.num_pages,
+        num_signals=config.num_signals,
+        island=config.island,
+        epoch=config.epoch,
+    )
+    return [fabric.transport(pe) for pe in range(config.num_pes)]
+
+
+ISLANDS: dict[str, Callable[[TransportConfig], list[Transport]]] = {
+    "shared_memory": shared_memory_island,
+    "fake": fake_island,
+}
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def config(request: pytest.FixtureRequest) -> TransportConfig:
+    return TransportConfig(0, 3, two_groups(request.param), NUM_PAGES, num_signals=4, island="contract", epoch=7)
+
+
+@pytest.fixture(params=ISLANDS)
+def unjoined(request: pytest.FixtureRequest, config: TransportConfig) -> Iterator[list[Transport]]:
+    transports = ISLANDS[request.param](config)
+    yield transports
+    for transport in transports:
+        transport.close()
+
+
+@pytest.fixture
+def island(unjoined: list[Transport]) -> list[Transport]:
+    handles = [transport.open() for transport in unjoined]
+    for transport in unjoined:
+        transport.join(handles)
+    return unjoined
+
+
+def fill(transport: Transport, seed: int) -> Pools:
+    """Random bits into all pools; what they hold now."""
+    generator = torch.Generator().manual_seed(seed)
+    for pool in transport.pools:
+        pool.copy_(torch.randn(pool.shape, generator=generator))
+    return [pool.clone() for pool in transport.pools]
+
+
+def same_bits(pools: tuple[Tensor, ...], expected: Pools) -> bool:
+    return all(
+        torch.equal(pool.view(torch.uint8), want.view(torch.uint8)) for pool, want in zip(pools, expected, strict=True)
+    )
+
+
+def naive_slots(expected: Pools, group: int, source: Pools, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    for s, t in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
+        rows = source[group][s // PAGE_SIZE, :, :, :, s % PAGE_SIZE]
+        expected[group][t // PAGE_SIZE, :, :, :, t % PAGE_SIZE] = rows
+
+
+def random_tokens(transport: Transport, group: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    layers = transport.layout.groups[group]
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, layers.num_kv_heads, layers.head_dim)
+    k, v = (torch.randn(shape, generator=generator).to(transport.layout.dtype) for _ in range(2))
+    return k, v
+
+
+def runs_of_slots(seed: int) -> tuple[Int32Array, Int32Array]:
+    """Equally many source and target slots in runs of any alignment, distinct each."""
+    rng = np.random.default_rng(seed)
+    source = np.concatenate([np.arange(20, 37), np.arange(4, 16), np.arange(39, 41)])
+    target = np.concatenate([np.arange(20, 37), np.arange(0, 12), np.arange(45, 47)])
+    shuffled = rng.permutation(np.arange(12, 20))
+    return np.append(source, rng.permutation(8)).astype(np.int32), np.append(target, shuffled).astype(np.int32)
+
+
+def test_memory_begins_zeroed_and_in_the_shape_of_the_layout(island: list[Transport]) -> None:
+    for transport in island:
+        shapes = [tuple(pool.shape) for pool in transport.pools]
+        assert shapes == [(NUM_PAGES, *transport.layout.page_shape(group)) for group in range(2)]
+        assert all(pool.dtype == transport.layout.dtype and not pool.any() for pool in transport.pools)
+        assert transport.mailbox().shape == (4, 2)
+        assert transport.mailbox().dtype == np.int64
+        assert not transport.mailbox().any()
+
+
+@pytest.mark.parametrize("target", [0, 1], ids=["self", "peer"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["slots32", "slots64"])
+def test_tokens_land_bit_for_bit_and_nowhere_else(island: list[Transport], target: int, dtype: torch.dtype) -> None:
+    before = {pe: fill(transport, pe) for pe, transport in enumerate(island)}
+    indices = torch.tensor([6, 0, 3, 4, 5])
+    slots = torch.tensor([0, 47, 17, 18, 30], dtype=dtype)
+    for group, layer in ((0, 0), (0, 1), (1, 0)):
+        k, v = random_tokens(island[0], group, 7, seed=10 * group + layer)
+        island[0].write_tokens(target, group, layer, k, v, indices, slots)
+        for index, slot in zip(indices.tolist(), slots.tolist(), strict=True):
+            page = before[target][group][slot // PAGE_SIZE]
+            page[layer, 0, :, slot % PAGE_SIZE] = k[index]
+            page[layer, 1, :, slot % PAGE_SIZE] = v[index]
+        k.fill_(-9)  # the source may be overwritten at once
+        v.fill_(-9)
+    island[0].quiet(target)
+    for pe, transport in enumerate(island):
+        assert same_bits(transport.pools, before[pe])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_slots_land_bit_for_bit_and_nowhere_else(island: list[Transport], seed: int) -> None:
+    before = {pe: fill(transport, pe) for pe, transport in enumerate(island)}
+    source_slots, target_slots = runs_of_slots(seed)
+    for group in range(2):
+        island[0].write_slots(1, group, source_slots, target_slots)
+        naive_slots(before[1], group, before[0], source_slots, target_slots)
+    island[0].quiet(1)
+    for pe, transport in enumerate(island):
+        assert same_bits(transport.pools, before[pe])
+
+
+def test_slots_land_within_the_own_pools(island: list[Transport]) -> None:
+    before = fill(island[1], 5)
+    source, target = np.arange(0, 10, dtype=np.int32), np.arange(24, 34, dtype=np.int32)
+    island[1].write_slots(1, 0, source, target)
+    naive_slots(before, 0, [pool.clone() for pool in before], source, target)
+    island[1].quiet(1)
+    assert same_bits(island[1].pools, before)
+
+
+def test_writes_of_no_slots_change_nothing(island: list[Transport]) -> None:
+    before = fill(island[1], 1)
+    none, k = np.empty(0, np.int32), random_tokens(island[0], 0, 3, seed=0)[0]
+    island[0].write_slots(1, 0, none, none)
+    island[0].write_tokens(1, 0, 0, k, k, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+    island[0].quiet(1)
+    assert same_bits(island[1].pools, before)
+    assert island[0].bytes_written == 0
+
+
+def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[Transport]) -> None:
+    board = SignalBoard(4)
+    waiting = [board.acquire() for _ in range(2)]
+    slots = np.array([signal.slot for signal in waiting])
+    generations = np.array([signal.generation for signal in waiting])
+    source = fill(island[0], 3)
+    everything = np.arange(NUM_SLOTS, dtype=np.int32)
+    for group in range(2):
+        island[0].write_slots(1, group, everything, everything)
+    assert SignalBoard.landed(island[1].mailbox(), slots, generations).tolist() == [0, 0]
+    island[0].quiet(1)
+    island[0].post(1, waiting[1].slot, pack_signal(waiting[1].generation, NUM_SLOTS), 2**40 + 5)
+    mailbox = island[1].mailbox()
+    assert SignalBoard.landed(mailbox, slots, generations).tolist() == [0, NUM_SLOTS]
+    assert int(mailbox[waiting[1].slot, 1]) == 2**40 + 5
+    assert same_bits(island[1].pools, source)
+    assert not island[0].mailbox().any()
+    assert not island[2].mailbox().any()
+
+
+def test_a_mailbox_is_a_copy(island: list[Transport]) -> None:
+    island[0].mailbox()[:] = 3
+    before = island[0].mailbox()
+    island[0].post(0, 2, pack_signal(1, 1), -4)
+    assert not before.any()
+    assert island[0].mailbox()[2].tolist() == [pack_signal(1, 1), -4]
+
+
+def test_a_signal_of_an_earlier_use_of_its_slot_counts_for_nothing(island: list[Transport]) -> None:
+    board = SignalBoard(1)
+    first = board.acquire()
+    island[0].post(1, first.slot, pack_signal(first.generation, 12), 1)
+    board.release(first)
+    second = board.acquire()
+    slots, generations = np.array([second.slot]), np.array([second.generation])
+    assert SignalBoard.landed(island[1].mailbox(), slots, generations).tolist() == [0]
+    island[0].post(1, second.slot, pack_signal(second.generation, 7), 2)
+    assert SignalBoard.landed(island[1].mailbox(), slots, generations).tolist() == [7]
+
+
+def test_two_senders_share_a_receiver(island: list[Transport]) -> None:
+    expected = fill(island[1], 1)
+    for pe, slots in ((0, np.arange(0, 22, dtype=np.int32)), (2, np.arange(22, 44, dtype=np.int32))):
+        source = fill(island[pe], 10 + pe)
+        for group in range(2):
+            island[pe].write_slots(1, group, slots, slots)
+            naive_slots(expected, group, source, slots, slots)
+        island[pe].post(1, pe, pack_signal(1, 22), pe)
+    island[0].quiet(1)
+    island[2].quiet(1)
+    assert same_bits(island[1].pools, expected)
+    assert island[1].mailbox()[[0, 2], 1].tolist() == [0, 2]
+
+
+def test_bytes_written_counts_what_was_issued(island: list[Transport]) -> None:
+    layout = island[0].layout
+    slots = np.arange(10, dtype=np.int32)
+    island[0].write_slots(1, 0, slots, slots)
+    island[0].write_slots(1, 1, slots, slots)
+    assert island[0].bytes_written == 10 * layout.token_bytes
+    k, v = random_tokens(island[0], 0, 3, seed=0)
+    island[0].write_tokens(1, 0, 1, k, v, torch.arange(3), torch.arange(3))
+    assert island[0].bytes_written == 10 * layout.token_bytes + 2 * k.nbytes
+
+
+def test_a_transport_serves_the_cache_as_page_writer(island: list[Transport]) -> None:
+    writer: PageWriter = island[0]
+    assert callable(writer.write_tokens)
+    assert callable(writer.write_slots)
+
+
+@pytest.mark.parametrize("slots", [[-1, 0], [0, NUM_SLOTS]])
+def test_slots_outside_the_pools_are_refused(island: list[Transport], slots: list[int]) -> None:
+    bad, good = np.array(slots, np.int32), np.array([2, 3], np.int32)
+    with pytest.raises(InvalidArgument, match=rf"target_slots are {slots[0]} … {slots[1]}; 0 … {NUM_SLOTS - 1}"):
+        island[0].write_slots(1, 0, good, bad)
+    with pytest.raises(InvalidArgument, match="source_slots are"):
+        island[0].write_slots(1, 0, bad, good)
+    k, v = random_tokens(island[0], 0, 2, seed=0)
+    for layer in range(2):
+        with pytest.raises(IndexError):
+            island[0].write_tokens(1, 0, layer, k, v, torch.arange(2), torch.from_numpy(bad))
+
+
+def test_pes_and_signal_rows_out_of_range_are_refused(island: list[Transport]) -> None:
+    slots = np.arange(2, dtype=np.int32)
+    k, v = random_tokens(island[0], 0, 2, seed=0)
+    for pe in (-1, 3):
+        for call in (
+            lambda pe=pe: island[0].write_slots(pe, 0, slots, slots),
+            lambda pe=pe: island[0].write_tokens(pe, 0, 0, k, v, torch.arange(2), torch.arange(2)),
+            lambda pe=pe: island[0].quiet(pe),
+            lambda pe=pe: island[0].post(pe, 0, 1, 1),
+        ):
+            with pytest.raises(InvalidArgument, match=f"pe is {pe}; 0 … 2 are accepted"):
+                call()
+    for row in (-1, 4):
+        with pytest.raises(InvalidArgument, match=f"slot is {row}; 0 … 3 are accepted"):
+            island[0].post(1, row, 1, 1)
+
+
+def check_closed(transport: Transport) -> None:
+    slots = np.arange(2, dtype=np.int32)
+    k, v = random_tokens(transport, 0, 2, seed=0)
+    for call in (
+        lambda: transport.pools,
+        lambda: transport.write_slots(1, 0, slots, slots),
+        lambda: transport.write_tokens(1, 0, 0, k, v, torch.arange(2), torch.arange(2)),
+        lambda: transport.quiet(1),
+        lambda: transport.post(1, 0, 1, 1),
+        lambda: transport.mailbox(),
+    ):
+        with pytest.raises(TransportClosed, match="has not joined island 'contract', or has left it"):
+            call()
+
+
+def test_nothing_works_before_join(unjoined: list[Transport]) -> None:
+    check_closed(unjoined[0])
+    unjoined[0].open()
+    check_closed(unjoined[0])
+
+
+def test_close_ends_everything_and_may_be_repeated(island: list[Transport]) -> None:
+    island[0].close()
+    check_closed(island[0])
+    island[0].close()
+    slots = np.arange(4, dtype=np.int32)
+    island[1].write_slots(2, 0, slots, slots)
+    island[1].quiet(2)
+
+
+def test_closing_what_was_never_opened_is_fine(unjoined: list[Transport]) -> None:
+    unjoined[0].close()
+    unjoined[0].close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("transport", "pigeon"),
+        ("island", "another"),
+        ("epoch", 8),
+        ("num_pes", 4),
+        ("num_pages", 13),
+        ("num_signals", 5),
+        ("layout_fingerprint", 1),
+        ("pe", 2),
+    ],
+)
+def test_a_handle_of_another_island_or_shape_is_refused(
+    unjoined: list[Transport], field: str, value: int | str
+) -> None:
+    handles = [transport.open() for transport in unjoined]
+    changed = json.loads(handles[1]) | {field: value}
+    with pytest.raises(MembershipRefused, match=f"PE 1's handle has {field} {value!r}; "):
+        unjoined[0].join([handles[0], json.dumps(changed).encode(), handles[2]])
+    check_closed(unjoined[0])
+
+
+def test_another_layout_is_refused(unjoined: list[Transport], config: TransportConfig) -> None:
+    layout = replace(config.layout, page_size=2 * PAGE_SIZE)
+    other = shared_memory_island(replace(config, layout=layout))[1]
+    handles = [transport.open() for transport in unjoined]
+    handle = json.loads(other.open()) | {"transport": json.loads(handles[1])["transport"]}
+    with pytest.raises(MembershipRefused, match="layout_fingerprint"):
+        unjoined[0].join([handles[0], json.dumps(handle).encode(), handles[2]])
+    other.close()
+
+
+@pytest.mark.parametrize("bad", [b"", b"\xff\xfe", b"[]", b"{}", b"3", b" " * 5000])
+def test_bytes_that_are_no_handle_are_refused(unjoined: list[Transport], bad: bytes) -> None:
+    handles = [transport.open() for transport in unjoined]
+    with pytest.raises(MembershipRefused, match="PE 1's handle"):
+        unjoined[0].join([handles[0], bad, handles[2]])
+
+
+def test_too_few_handles_are_refused(unjoined: list[Transport]) -> None:
+    handles = [transport.open() for transport in unjoined]
+    with pytest.raises(MembershipRefused, match="2 handles were given; the island has 3 PEs"):
+        unjoined[0].join(handles[:2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pe": 3}, "pe is 3; 0 … 2"),
+        ({"num_pes": 0}, "num_pes is 0"),
+        ({"num_pages": 0}, "num_pages is 0"),
+        ({"num_signals": 0}, "num_signals is 0"),
+        ({"epoch": -1}, "epoch is -1"),
+    ],
+)
+def test_a_config_out_of_range_is_refused(config: TransportConfig, change: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        replace(config, **change)

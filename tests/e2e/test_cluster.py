@@ -1,0 +1,143 @@
+"""The cluster as Ray runs it: every worker a process, every call through gRPC."""
+
+import asyncio
+import os
+import random
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tandem.cluster.client import AsyncClient, Client
+from tandem.cluster.errors import CallError
+from tandem.cluster.launcher import Cluster
+from tandem.proto import inference_pb2
+from tests.oracle import greedy, load_oracle, random_prompt
+from tests.requests import GREEDY, complete, complete_all, text_of, tokens_of
+
+VOCABULARY = 512
+
+
+def workers(address: str) -> list[inference_pb2.WorkerInfo]:
+    with Client(address) as client:
+        return list(client.cluster_info().islands[0].workers)
+
+
+def assert_idle(address: str, seconds: float = 10.0) -> list[inference_pb2.WorkerInfo]:
+    """Every page of every worker free, nothing running, waiting or draining, within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        infos = workers(address)
+        busy = [
+            info
+            for info in infos
+            if info.free_pages != info.num_pages or info.draining_pages or info.running or info.waiting
+        ]
+        if not busy:
+            return infos
+        assert time.monotonic() < deadline, f"not idle after {seconds} s: {busy}"
+        time.sleep(0.05)
+
+
+def test_tokens_equal_transformers_across_processes(cluster: Cluster, small_model: Path) -> None:
+    oracle = load_oracle(small_model)
+    prompts = [random_prompt(length, length, VOCABULARY) for length in (1, 15, 16, 17, 63, 64, 65, 200) * 2]
+    expected = [greedy(oracle, prompt, 10) for prompt in prompts]
+    assert complete_all(cluster.grpc_address, prompts, max_tokens=10, **GREEDY) == expected
+    pids = {info.pid for info in assert_idle(cluster.grpc_address)}
+    assert len(pids) == 4
+    assert os.getpid() not in pids
+
+
+def test_text_in_text_out(cluster: Cluster) -> None:
+    updates = complete(cluster.grpc_address, "The cache keeps keys", max_tokens=12, temperature=0)
+    assert text_of(updates)
+    last = updates[-1]
+    assert last.finish_reason in ("length", "stop")
+    assert last.usage is not None
+    assert last.timings is not None
+    assert last.usage.output_tokens == len(tokens_of(updates))
+    assert 0 < last.timings.queue_seconds < last.timings.first_token_seconds < last.timings.total_seconds
+    assert last.timings.bytes_pushed > 0
+    assert all(update.usage is None for update in updates[:-1])
+
+
+def test_health_and_reflection(cluster: Cluster) -> None:
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(service="tandem.v1.Inference"), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        (listed,) = stub.ServerReflectionInfo(iter([request]), timeout=5)
+        assert "tandem.v1.Inference" in {service.name for service in listed.list_services_response.service}
+
+
+def test_model_info(cluster: Cluster) -> None:
+    with Client(cluster.grpc_address) as client:
+        info = client.model_info()
+    assert (info.architecture, info.dtype, info.vocab_size) == ("LlamaForCausalLM", "float32", VOCABULARY)
+    assert info.has_tokenizer
+    assert info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.timeout(240)
+def test_two_hundred_requests_a_third_cancelled(cluster: Cluster, small_model: Path) -> None:
+    """Pages come back, whoever goes away when; those beside get their tokens; memory stays flat."""
+    complete_all(cluster.grpc_address, [random_prompt(50, 1, VOCABULARY)] * 8, max_tokens=8, **GREEDY)
+    before = {info.pe: info.resident_bytes for info in assert_idle(cluster.grpc_address)}
+    rng = random.Random(0)
+    oracle = load_oracle(small_model)
+    checked = [random_prompt(rng.randrange(1, 180), seed, VOCABULARY) for seed in range(6)]
+    expected = [greedy(oracle, prompt, 20) for prompt in checked]
+
+    async def one(client: AsyncClient, number: int) -> None:
+        if number % 20 == 0 and number // 20 < len(checked):
+            prompt, wanted = checked[number // 20], expected[number // 20]
+            updates = [u async for u in client.generate(prompt, timeout=120, max_tokens=20, **GREEDY)]
+            assert tokens_of(updates) == wanted
+            return
+        prompt = random_prompt(rng.randrange(1, 300), number, VOCABULARY)
+        length = rng.randrange(1, 40)
+        stream = client.generate(prompt, timeout=120, max_tokens=length, **GREEDY)
+        if number % 3:
+            assert len(tokens_of([update async for update in stream])) == length
+            return
+        task = asyncio.ensure_future(anext(stream))
+        await asyncio.wait([task], timeout=rng.choice([0, 0.002, 0.01, 0.05, 0.3, 1.0]))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await stream.aclose()
+
+    async def every() -> None:
+        async with AsyncClient(cluster.grpc_address) as client:
+            await asyncio.gather(*(one(client, number) for number in range(200)))
+
+    asyncio.run(every())
+    after = assert_idle(cluster.grpc_address)
+    for info in after:
+        grown = info.resident_bytes - before[info.pe]
+        assert grown < 48 << 20, f"PE {info.pe} grew by {grown >> 20} MiB"
+
+
+def test_bad_requests_leave_the_others_alone(cluster: Cluster, small_model: Path) -> None:
+    prompt = random_prompt(30, 5, VOCABULARY)
+    expected = greedy(load_oracle(small_model), prompt, 30)
+
+    async def good(client: AsyncClient) -> list[int]:
+        return tokens_of([u async for u in client.generate(prompt, timeout=60, max_tokens=30, **GREEDY)])
+
+    async def bad(client: AsyncClient) -> None:
+        with pytest.raises(CallError):
+            async for _ in client.generate([VOCABULARY], timeout=60):
+                pass
+
+    async def both() -> list[list[int]]:
+        async with AsyncClient(cluster.grpc_address) as client:
+            results = await asyncio.gather(*(good(client) for _ in range(4)), *(bad(client) for _ in range(8)))
+        return [tokens for tokens in results if tokens is not None]
+
+    assert asyncio.run(both()) == [expected] * 4

@@ -1,0 +1,63 @@
+"""Tokens through the gRPC door equal transformers' greedy generation, for every family and config feature."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import CASES, save_checkpoint
+from tests.island import Island, running_island
+from tests.oracle import greedy, load_oracle, random_prompt
+from tests.requests import GREEDY, complete, complete_all, tokens_of
+
+CHUNK, PAGE = 48, 8
+# One token; around a page, around a chunk, several chunks.
+LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
+OUTPUT = 12
+
+
+def expected_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """A model made anew for each prompt: transformers' dynamic RoPE remembers the longest it has seen."""
+    return [greedy(load_oracle(folder), prompt, OUTPUT) for prompt in prompts]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def island(checkpoint: Path) -> Iterator[Island]:
+    # Dynamic RoPE goes beyond what config.json calls the limit.
+    with running_island(checkpoint, max_batch_tokens=CHUNK, page_size=PAGE, max_model_len=256) as island:
+        yield island
+
+
+def test_alone_and_sixteen_at_once(checkpoint: Path, island: Island) -> None:
+    prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS * 2)]
+    expected = expected_tokens(checkpoint, prompts)
+    for prompt, tokens in list(zip(prompts, expected, strict=True))[: len(LENGTHS)]:
+        assert tokens_of(complete(island.address, prompt, max_tokens=OUTPUT, **GREEDY)) == tokens
+    assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3"])
+def test_two_prefill_and_two_decode_workers(case: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(case, tmp_path)
+    prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS * 2)]
+    expected = expected_tokens(folder, prompts)
+    with running_island(folder, num_prefill=2, num_decode=2, max_batch_tokens=CHUNK, page_size=PAGE) as island:
+        assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
+        with island.client() as client:
+            workers = client.cluster_info().islands[0].workers
+        assert all(worker.cached_pages > 0 for worker in workers), "every worker took part"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
+def test_split_at_any_position(chunk: int, tmp_path: Path) -> None:
+    """Chunks of any size, page borders or not, give the tokens of one forward."""
+    folder = save_checkpoint("llama", tmp_path)
+    prompts = [random_prompt(length, seed) for seed, length in enumerate((1, 5, 16, 17, 40))]
+    expected = expected_tokens(folder, prompts)
+    with running_island(folder, max_batch_tokens=chunk, page_size=16) as island:
+        assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected

@@ -1,0 +1,216 @@
+"""What a request may say, through the gRPC door: parameters, finish reasons, errors."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.cluster.client import Client
+from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from tandem.proto import inference_pb2, inference_pb2_grpc
+from tandem.workers.random_checkpoint import make_checkpoint
+from tandem.workers.tokenizer import Tokenizer
+from tests.checkpoints import save_checkpoint
+from tests.island import Island, running_island
+from tests.oracle import greedy, load_oracle, random_prompt
+from tests.requests import GREEDY, complete, complete_all, text_of, tokens_of
+
+PROMPT = "The cache keeps keys and values in pages."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("requests") / "model"
+    make_checkpoint(folder, arch="qwen3", size="tiny", seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def island(folder: Path) -> Iterator[Island]:
+    with running_island(folder, max_model_len=512, num_pages=96) as island:
+        yield island
+
+
+def refused(island: Island, prompt: Any, **sampling: Any) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        complete(island.address, prompt, **sampling)
+    return str(caught.value)
+
+
+def test_text_is_the_decoding_of_the_tokens(island: Island, folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    updates = complete(island.address, PROMPT, max_tokens=40, **GREEDY)
+    assert text_of(updates) == tokenizer.decode(tokens_of(updates))
+    assert updates[-1].finish_reason == "length"
+    by_ids = complete(island.address, tokenizer.encode(PROMPT), max_tokens=40, **GREEDY)
+    assert tokens_of(by_ids) == tokens_of(updates)
+
+
+def test_chat_uses_the_checkpoints_template(island: Island, folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    messages = [{"role": "user", "content": "Where is the page?"}]
+    expected = complete(island.address, tokenizer.encode_chat(messages), max_tokens=8, **GREEDY)
+    with island.client() as client:
+        updates = list(client.generate(messages, max_tokens=8, **GREEDY))
+    assert tokens_of(updates) == tokens_of(expected)
+
+
+def test_stop_string(island: Island) -> None:
+    whole = text_of(complete(island.address, PROMPT, max_tokens=40, **GREEDY))
+    stop = whole[11:14]
+    updates = complete(island.address, PROMPT, max_tokens=40, stop=[stop], **GREEDY)
+    assert text_of(updates) == whole[: whole.index(stop)]
+    assert updates[-1].finish_reason == "stop"
+    updates = complete(island.address, PROMPT, max_tokens=40, stop=stop, include_stop_str_in_output=True, **GREEDY)
+    assert text_of(updates) == whole[: whole.index(stop) + len(stop)]
+
+
+@pytest.mark.parametrize("index", [0, 1, 5])
+def test_stop_token(island: Island, index: int) -> None:
+    """The first token, which the prefill worker samples, counts like any other."""
+    whole = tokens_of(complete(island.address, PROMPT, max_tokens=12, **GREEDY))
+    stop = whole[index]
+    updates = complete(island.address, PROMPT, max_tokens=12, stop_token_ids=[stop], **GREEDY)
+    assert tokens_of(updates) == whole[: whole.index(stop) + 1]
+    assert updates[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_few_tokens(island: Island, max_tokens: int) -> None:
+    updates = complete(island.address, PROMPT, max_tokens=max_tokens, **GREEDY)
+    assert len(tokens_of(updates)) == max_tokens
+    assert updates[-1].finish_reason == "length"
+
+
+def test_end_of_sequence_ends_unless_ignored(tmp_path: Path) -> None:
+    folder = save_checkpoint("llama", tmp_path)
+    prompt = random_prompt(9, 0)
+    tokens = greedy(load_oracle(folder), prompt, 12)
+    config = folder / "generation_config.json"
+    config.write_text(f'{{"eos_token_id": {tokens[4]}}}')
+    with running_island(folder) as island:
+        updates = complete(island.address, prompt, max_tokens=12, temperature=0)
+        assert tokens_of(updates) == tokens[: tokens.index(tokens[4]) + 1]
+        assert updates[-1].finish_reason == "stop"
+        assert tokens_of(complete(island.address, prompt, max_tokens=12, **GREEDY)) == tokens
+
+
+def test_seed_decides_whoever_is_beside(island: Island) -> None:
+    prompts = [random_prompt(20, seed, 500) for seed in range(8)]
+    params = {"max_tokens": 16, "temperature": 1.0, "seed": 7, "top_p": 0.9, "top_k": 40, "ignore_eos": True}
+    together = complete_all(island.address, prompts, **params)
+    alone = [tokens_of(complete(island.address, prompt, **params)) for prompt in prompts]
+    assert together == alone
+    other = tokens_of(complete(island.address, prompts[0], **{**params, "seed": 8}))
+    assert other != alone[0]
+    unseeded = {tuple(tokens_of(complete(island.address, prompts[0], max_tokens=16))) for _ in range(4)}
+    assert len(unseeded) > 1
+
+
+def test_logprobs(island: Island, folder: Path) -> None:
+    """Against transformers' logits for the same tokens, the first one from the prefill worker included."""
+    prompt = random_prompt(20, 3, 500)
+    updates = complete(island.address, prompt, max_tokens=6, logprobs=3, **GREEDY)
+    entries = [entry for update in updates for entry in update.logprobs]
+    tokens = tokens_of(updates)
+    assert [entry.token_id for entry in entries] == tokens
+    import torch
+
+    with torch.inference_mode():
+        logits = load_oracle(folder)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    values = logits.log_softmax(-1)
+    for row, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(values[row, tokens[row]].item(), abs=1e-3)
+        top = values[row].topk(3)
+        assert [token for token, _ in entry.top] == top.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(top.values.tolist(), abs=1e-3)
+
+
+ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
+    ([], {}, ["token_ids.ids", "empty"]),
+    ("", {}, ["text", "empty"]),
+    ([3, 512], {}, ["token_ids.ids[1]", "512", "511"]),
+    ([3] * 512, {}, ["512", "511"]),
+    ([3] * 500, {"max_tokens": 13}, ["sampling.max_tokens", "13", "12"]),
+    (PROMPT, {"max_tokens": 0}, ["sampling.max_tokens", "0", "at least 1"]),
+    (PROMPT, {"temperature": -1.0}, ["sampling.temperature", "-1", "100"]),
+    (PROMPT, {"temperature": float("nan")}, ["sampling.temperature", "nan"]),
+    (PROMPT, {"top_p": 0.0}, ["sampling.top_p", "(0, 1]"]),
+    (PROMPT, {"top_k": -2}, ["sampling.top_k", "-2"]),
+    (PROMPT, {"min_p": 1.5}, ["sampling.min_p", "1.5", "[0, 1]"]),
+    (PROMPT, {"logprobs": 21}, ["sampling.logprobs", "21", "20"]),
+    (PROMPT, {"stop": [""]}, ["sampling.stop", "256"]),
+    (PROMPT, {"stop": ["x"] * 17}, ["sampling.stop", "17", "16"]),
+    (PROMPT, {"stop_token_ids": [512]}, ["sampling.stop_token_ids", "512"]),
+]
+
+
+@pytest.mark.parametrize(("prompt", "sampling", "expected"), ERRORS)
+def test_errors_name_field_value_and_limit(
+    island: Island, prompt: Any, sampling: dict[str, Any], expected: list[str]
+) -> None:
+    message = refused(island, prompt, **sampling)
+    for part in expected:
+        assert part in message
+
+
+def test_unknown_fields_are_refused(island: Island) -> None:
+    request = inference_pb2.GenerateRequest(text=PROMPT)
+    raw = request.SerializeToString() + b"\xf8\x07\x01"  # field 127
+    with grpc.insecure_channel(island.address) as channel:
+        call = channel.unary_stream("/tandem.v1.Inference/Generate")(raw, timeout=5)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "127" in caught.value.details()
+
+
+def test_missing_input(island: Island) -> None:
+    with grpc.insecure_channel(island.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(inference_pb2.GenerateRequest(), timeout=5))
+    assert "text, token_ids or chat" in caught.value.details()
+
+
+def test_request_id_in_use(island: Island) -> None:
+    with Client(island.address) as client:
+        first = client.generate(PROMPT, request_id="same", max_tokens=400, **GREEDY)
+        next(first)
+        with pytest.raises(InvalidRequest, match="same"):
+            list(client.generate(PROMPT, request_id="same"))
+        first.close()
+
+
+def test_prompt_larger_than_the_pool(folder: Path) -> None:
+    with running_island(folder, num_pages=8, page_size=8) as island:
+        assert "page pool" in refused(island, [3] * 64)
+        assert len(tokens_of(complete(island.address, [3] * 60, max_tokens=4, **GREEDY))) == 4
+
+
+def test_requests_wait_for_room_and_for_no_longer_than_allowed(folder: Path) -> None:
+    prompts = [random_prompt(60, seed, 500) for seed in range(6)]
+    with running_island(folder, num_pages=16, page_size=8, gateway={"queue_seconds": 30.0}) as island:
+        assert [len(tokens) for tokens in complete_all(island.address, prompts, max_tokens=40, **GREEDY)] == [40] * 6
+    with (
+        running_island(folder, num_pages=16, page_size=8, gateway={"queue_seconds": 0.05, "max_queued": 1}) as island,
+        Client(island.address) as client,
+    ):
+        running = client.generate(prompts[0], max_tokens=60, **GREEDY)
+        next(running)
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="queue_seconds"):
+            list(client.generate(prompts[1], max_tokens=60, **GREEDY))
+        assert time.monotonic() - began < 5
+        running.close()
+
+
+def test_full_queue(folder: Path) -> None:
+    with running_island(folder, num_pages=16, page_size=8, gateway={"queue_seconds": 20.0, "max_queued": 1}) as island:
+        with pytest.raises(Overloaded, match="max_queued"):
+            complete_all(island.address, [random_prompt(60, seed, 500) for seed in range(12)], max_tokens=60, **GREEDY)

@@ -1,0 +1,32 @@
+"""What transformers generates: greedy, float32, each prompt alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """num_tokens tokens, the end of sequence ignored."""
+    ids = torch.tensor([list(prompt)])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, ids.shape[1] :].tolist()
+
+
+def random_prompt(length: int, seed: int, vocab_size: int = 199) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab_size, (length,), generator=generator).tolist()

@@ -1,0 +1,11 @@
+"""Layouts that the tests of transfers share: two unlike layer groups, small pages."""
+
+import torch
+
+from tandem.cache.layout import KVLayout, LayerGroup
+
+PAGE_SIZE = 4
+
+
+def two_groups(dtype: torch.dtype = torch.float32) -> KVLayout:
+    return KVLayout((LayerGroup((0, 2), num_kv_heads=2, head_dim=8), LayerGroup((1,), 1, 4)), PAGE_SIZE, dtype)

@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.cache.errors import InvalidArgument
+from tandem.transfer.copy_plan import CopyPlan, plan_copy
+
+PAGE = 4
+
+
+def pairs(plan: CopyPlan) -> list[tuple[int, int]]:
+    result = list(zip(plan.source_slots.tolist(), plan.target_slots.tolist(), strict=True))
+    for source, target, count in zip(plan.source_pages, plan.target_pages, plan.num_pages, strict=True):
+        result += [(int(source) * PAGE + i, int(target) * PAGE + i) for i in range(int(count) * PAGE)]
+    return sorted(result)
+
+
+def naive_whole_pages(source: np.ndarray, target: np.ndarray) -> int:
+    """How many whole pages one finds by looking at every position."""
+    found, i = 0, 0
+    while i + PAGE <= len(source):
+        ahead = np.arange(PAGE)
+        whole = source[i] % PAGE == target[i] % PAGE == 0
+        if (
+            whole
+            and (source[i : i + PAGE] == source[i] + ahead).all()
+            and (target[i : i + PAGE] == target[i] + ahead).all()
+        ):
+            found, i = found + 1, i + PAGE
+        else:
+            i += 1
+    return found
+
+
+segment = st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 20))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(segment, max_size=8))
+def test_a_plan_covers_each_pair_once_and_finds_every_whole_page(segments: list[tuple[int, int, int]]) -> None:
+    source = np.concatenate([np.arange(s, s + n) for s, _, n in segments] or [[]]).astype(np.int32)
+    target = np.concatenate([np.arange(t, t + n) for _, t, n in segments] or [[]]).astype(np.int32)
+    plan = plan_copy(source, target, PAGE)
+    assert pairs(plan) == sorted(zip(source.tolist(), target.tolist(), strict=True))
+    assert plan.num_pages.sum() == naive_whole_pages(source, target)
+    for array in (plan.source_pages, plan.target_pages, plan.num_pages, plan.source_slots, plan.target_slots):
+        assert array.dtype == np.int32
+
+
+def test_consecutive_pages_make_one_run() -> None:
+    plan = plan_copy(np.arange(2, 42, dtype=np.int32), np.arange(102, 142, dtype=np.int32), PAGE)
+    assert (plan.source_pages.tolist(), plan.target_pages.tolist(), plan.num_pages.tolist()) == ([1], [26], [9])
+    assert plan.source_slots.tolist() == [2, 3, 40, 41]
+
+
+def test_pages_at_another_offset_go_slot_by_slot() -> None:
+    plan = plan_copy(np.arange(0, 16, dtype=np.int32), np.arange(1, 17, dtype=np.int32), PAGE)
+    assert plan.num_pages.size == 0
+    assert plan.target_slots.tolist() == list(range(1, 17))
+
+
+def test_unequal_lengths_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"source_slots has shape \(3,\)"):
+        plan_copy(np.arange(3, dtype=np.int32), np.arange(4, dtype=np.int32), PAGE)

@@ -1,0 +1,15 @@
+import pytest
+
+from tandem.cache.errors import InvalidArgument
+from tandem.transfer.factory import create_transport
+from tandem.transfer.membership import TransportConfig
+from tandem.transfer.shared_memory import SharedMemoryTransport
+from tests.transfer.layouts import two_groups
+
+CONFIG = TransportConfig(pe=0, num_pes=1, layout=two_groups(), num_pages=1, num_signals=1, island="a", epoch=0)
+
+
+def test_transports_are_known_by_name() -> None:
+    assert isinstance(create_transport("shared_memory", CONFIG), SharedMemoryTransport)
+    with pytest.raises(InvalidArgument, match="transport is 'pigeon'; it must be one of shared_memory"):
+        create_transport("pigeon", CONFIG)

@@ -1,0 +1,84 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.cache.position_map import SKIP, PositionMap, SlotRuns
+from tandem.transfer.codec import encode_runs
+from tandem.transfer.errors import InvalidPositionMap
+from tandem.transfer.wire_map import decode_map, encode_map
+from tests.transfer.layouts import two_groups
+
+LAYOUT = two_groups()
+NUM_PAGES = 10  # 40 slots
+
+
+def position_map(*slots: list[int], start: int = 8) -> PositionMap:
+    return PositionMap(start, tuple(SlotRuns.from_slots(group) for group in slots))
+
+
+GOOD = position_map([20, 21, 22, 23, 4, 5], [0, 1, 2, 3, 38, 39])
+
+
+def test_a_map_survives_the_wire() -> None:
+    wire = encode_map(GOOD, LAYOUT)
+    assert decode_map(wire, LAYOUT, num_pages=NUM_PAGES, expected_start=8, expected_tokens=6) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_size": 8}, "page_size is 8; this worker's is 4"),
+        ({"layout_fingerprint": 7}, "layout_fingerprint is 0x0000000000000007"),
+        ({"num_tokens": 7}, "num_tokens is 7; 6 is expected"),
+        ({"start_position": 9}, "start_position is 9; 8 is expected"),
+        ({"runs": ()}, "runs holds 0 layer groups; the layout has 2"),
+        ({"runs": (encode_runs(SlotRuns.from_slots([1])),) * 2}, r"runs\[0\] holds 1 positions; 6 are expected"),
+        ({"runs": (b"\x07",) * 2}, "version is 7"),
+    ],
+)
+def test_a_bad_field_is_named(change: dict[str, object], message: str) -> None:
+    wire = replace(encode_map(GOOD, LAYOUT), **change)
+    with pytest.raises(InvalidPositionMap, match=message):
+        decode_map(wire, LAYOUT, num_pages=NUM_PAGES, expected_start=8, expected_tokens=6)
+
+
+def test_the_layout_of_another_model_is_refused() -> None:
+    wire = encode_map(GOOD, two_groups(torch.bfloat16))
+    with pytest.raises(InvalidPositionMap, match="layout_fingerprint"):
+        decode_map(wire, LAYOUT, num_pages=NUM_PAGES, expected_start=8, expected_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([20, 21, 22, 23, 39, 40], "pool has 0 … 39"),
+        ([20, 21, SKIP, 23, 4, 5], r"runs\[1\] skips positions"),
+        ([20, 21, 22, 23, 21, 22], r"runs\[1\] holds slot 21 twice"),
+        ([4, 20, 21, 22, 23, 4], r"runs\[1\] holds slot 4 twice"),
+    ],
+)
+def test_bad_slots_are_refused(slots: list[int], message: str) -> None:
+    wire = encode_map(position_map(GOOD.runs[0].slots().tolist(), slots), LAYOUT)
+    with pytest.raises(InvalidPositionMap, match=message):
+        decode_map(wire, LAYOUT, num_pages=NUM_PAGES, expected_start=8, expected_tokens=6)
+
+
+def test_an_empty_map_is_accepted_when_nothing_is_expected() -> None:
+    empty = position_map([], [])
+    wire = encode_map(empty, LAYOUT)
+    assert decode_map(wire, LAYOUT, num_pages=NUM_PAGES, expected_start=8, expected_tokens=0).num_tokens == 0
+
+
+def test_overlap_is_found_among_many_runs() -> None:
+    slots = np.random.default_rng(0).permutation(5000).astype(np.int32)
+    layout = two_groups()
+    for last, accepted in ((slots[-1], True), (slots[17], False)):
+        changed = np.append(slots[:-1], last).astype(np.int32)
+        wire = encode_map(PositionMap(0, (SlotRuns.from_slots(changed),) * 2), layout)
+        if accepted:
+            decode_map(wire, layout, num_pages=1250, expected_start=0, expected_tokens=5000)
+        else:
+            with pytest.raises(InvalidPositionMap, match=f"holds slot {last} twice"):
+                decode_map(wire, layout, num_pages=1250, expected_start=0, expected_tokens=5000)

@@ -1,0 +1,59 @@
+"""The plainest `attend` for the decoder: every sequence keeps its own K and V, and softmax is written out."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tandem.cache.rope import RotaryEmbedding
+from tandem.workers.models.config import ModelConfig
+
+
+@dataclass
+class Sequence:
+    """prompt_length is what dynamic RoPE looks at; cached is the number of positions before this forward."""
+
+    prompt_length: int
+    cached: int = 0
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+
+class ReferenceAttention:
+    """Set `batch` to the (sequence, number of new tokens) pairs of the next forward, then pass `attend` to it."""
+
+    def __init__(self, config: ModelConfig, max_positions: int = 512) -> None:
+        self._config = config
+        self._rotary = RotaryEmbedding(config.rope, max_positions, torch.device("cpu"), torch.float32)
+        self.batch: list[tuple[Sequence, int]] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outputs, begin = [], 0
+        for sequence, count in self.batch:
+            rows = slice(begin, begin + count)
+            outputs.append(self._attend_one(sequence, layer, q[rows], k[rows], v[rows]))
+            begin += count
+            if layer == self._config.num_layers - 1:
+                sequence.cached += count
+        return torch.cat(outputs)
+
+    def _attend_one(self, sequence: Sequence, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        count = q.shape[0]
+        positions = torch.arange(sequence.cached, sequence.cached + count)
+        lengths = torch.clamp(positions + 1, min=sequence.prompt_length)
+        cos, sin = (table.to(q.dtype)[:, None] for table in self._rotary.cos_sin(positions, lengths))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if layer in sequence.keys:
+            k, v = torch.cat([sequence.keys[layer], k]), torch.cat([sequence.values[layer], v])
+        sequence.keys[layer], sequence.values[layer] = k.clone(), v.clone()
+        group = self._config.num_heads // self._config.num_kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k).float() * self._config.head_dim**-0.5
+        hidden = torch.arange(k.shape[0])[None] > positions[:, None]
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin

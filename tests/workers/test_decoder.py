@@ -1,0 +1,111 @@
+"""DenseDecoder against transformers: every family and config feature, packed batches, chunks and bfloat16."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.registry import load_config
+from tandem.workers.weights import load_decoder
+from tests.checkpoints import CASES, save_checkpoint
+from tests.workers.reference_attention import ReferenceAttention, Sequence
+
+FLOAT32 = 1e-4  # relative and absolute
+BFLOAT16_SHARE = 0.03  # of the largest logit
+
+
+@pytest.fixture(scope="session", params=CASES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def load(folder: Path, dtype: str = "auto") -> tuple[DenseDecoder, ReferenceAttention]:
+    config = load_config(folder, dtype)
+    return load_decoder(folder, config), ReferenceAttention(config)
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 199, (length,), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def forward(
+    decoder: DenseDecoder, attention: ReferenceAttention, batch: list[tuple[Sequence, list[int]]], rows: list[int]
+) -> torch.Tensor:
+    attention.batch = [(sequence, len(tokens)) for sequence, tokens in batch]
+    token_ids = torch.tensor([token for _, tokens in batch for token in tokens])
+    return decoder.forward(token_ids, attention.attend, torch.tensor(rows, dtype=torch.int64))
+
+
+def test_logits_equal_transformers(folder: Path) -> None:
+    decoder, attention = load(folder)
+    prompt = random_prompt(50)
+    with torch.inference_mode():
+        expected = load_oracle(folder)(torch.tensor([prompt])).logits[0]
+    logits = forward(decoder, attention, [(Sequence(50), prompt)], list(range(50)))
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_greedy_tokens_equal_transformers(folder: Path) -> None:
+    """Two prompts packed into one batch, prefill and then decode, against each of them generated alone."""
+    decoder, attention = load(folder)
+    oracle = load_oracle(folder)
+    prompts = [random_prompt(35, seed=1), random_prompt(3, seed=2)]
+    expected = [
+        oracle.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=12, do_sample=False
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    sequences = [Sequence(len(prompt)) for prompt in prompts]
+    steps = [prompts]
+    for _ in range(12):
+        batch = list(zip(sequences, steps[-1], strict=True))
+        last_rows = torch.tensor([len(tokens) for tokens in steps[-1]]).cumsum(0) - 1
+        logits = forward(decoder, attention, batch, last_rows.tolist())
+        steps.append([[token] for token in logits.argmax(-1).tolist()])
+    generated = [[token for step in steps[1:] for token in step[row]] for row in range(2)]
+    assert generated == expected
+
+
+def test_bfloat16_logits_are_near_those_of_transformers(folder: Path) -> None:
+    decoder, attention = load(folder, "bfloat16")
+    prompt = random_prompt(30)
+    with torch.inference_mode():
+        expected = load_oracle(folder, torch.bfloat16)(torch.tensor([prompt])).logits[0].float()
+    logits = forward(decoder, attention, [(Sequence(30), prompt)], list(range(30)))
+    assert float((logits - expected).abs().max()) < BFLOAT16_SHARE * float(expected.abs().max())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("llama", tmp_path_factory.mktemp("plain"))
+
+
+def test_chunks_give_the_logits_of_the_whole(plain: Path) -> None:
+    decoder, attention = load(plain)
+    prompt = random_prompt(40)
+    whole = forward(decoder, attention, [(Sequence(40), prompt)], [39])
+    chunked = Sequence(40)
+    for begin, end in ((0, 13), (13, 14), (14, 33)):
+        assert forward(decoder, attention, [(chunked, prompt[begin:end])], []).shape == (0, 199)
+    torch.testing.assert_close(
+        forward(decoder, attention, [(chunked, prompt[33:])], [6]), whole, rtol=FLOAT32, atol=FLOAT32
+    )
+
+
+def test_only_asked_rows_in_asked_order(plain: Path) -> None:
+    decoder, attention = load(plain)
+    prompt = random_prompt(9)
+    every = forward(decoder, attention, [(Sequence(9), prompt)], list(range(9)))
+    some = forward(decoder, attention, [(Sequence(9), prompt)], [7, 2])
+    torch.testing.assert_close(some, every[[7, 2]], rtol=FLOAT32, atol=FLOAT32)

@@ -1,0 +1,226 @@
+"""Loading: shards, conversion, memory, and each way in which a checkpoint can be incomplete."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, InvalidWeights
+from tandem.workers.models.parameters import checkpoint_places
+from tandem.workers.models.registry import load_config
+from tandem.workers.random_checkpoint import make_checkpoint
+from tandem.workers.safetensors_file import SafetensorsFile
+from tandem.workers.weights import INDEX, load_decoder
+from tests.checkpoints import save_checkpoint
+
+SINGLE = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path, "qwen2", "tiny", seed=3)
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path, "qwen2", "tiny", seed=3, shard_bytes=100_000)
+    return tmp_path
+
+
+def load_places(folder: Path, dtype: str = "auto", load_format: str = "auto") -> dict[str, Tensor]:
+    config = load_config(folder, dtype)
+    return checkpoint_places(config, load_decoder(folder, config, load_format=load_format).parameters)
+
+
+def rewrite(folder: Path, changes: dict[str, Tensor | None]) -> None:
+    tensors = load_file(folder / SINGLE)
+    for name, tensor in changes.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, folder / SINGLE)
+
+
+def test_every_tensor_lands_in_its_place(folder: Path) -> None:
+    places = load_places(folder)
+    stored = load_file(folder / SINGLE)
+    assert places.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(places[name], tensor), name
+
+
+def test_shards_give_what_one_file_gives(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("sharded")
+    make_checkpoint(other, "qwen2", "tiny", seed=3, shard_bytes=100_000)
+    assert len(list(other.glob("*.safetensors"))) > 2
+    one, many = load_places(folder), load_places(other)
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_shards_written_by_transformers_load(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path, max_shard_size="50KB")
+    assert (tmp_path / INDEX).exists()
+    load_places(tmp_path)
+
+
+def test_any_safetensors_do_without_an_index(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    load_places(sharded)
+
+
+def test_dtype_is_converted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.workers.safetensors_file.STAGING_BYTES", 1000)  # so that a tensor takes several reads
+    stored = load_file(folder / SINGLE)
+    places = load_places(folder, dtype="bfloat16")
+    assert all(torch.equal(places[name], tensor.bfloat16()) for name, tensor in stored.items())
+
+
+def test_dummy_weights_need_only_a_config_and_repeat(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    first, second = load_places(folder, load_format="dummy"), load_places(folder, load_format="dummy")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert float(first["lm_head.weight"].std()) > 0
+    with pytest.raises(InvalidConfig, match="load_format is 'pt'; it must be one of auto, safetensors, dummy"):
+        load_places(folder, load_format="pt")
+
+
+def test_progress_counts_all_bytes(sharded: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    config = load_config(sharded)
+    places = checkpoint_places(
+        config, load_decoder(sharded, config, report=lambda done, total: seen.append((done, total))).parameters
+    )
+    total = sum(place.nbytes for place in places.values())
+    assert seen[0] == (0, total)
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+
+
+def test_tied_embeddings_ignore_a_stored_head(tmp_path: Path) -> None:
+    save_checkpoint("llama-tied", tmp_path)
+    head = torch.zeros(199, 64)
+    rewrite(tmp_path, {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    parameters = load_decoder(tmp_path, load_config(tmp_path)).parameters
+    assert parameters.lm_head is parameters.embedding
+    assert not torch.equal(parameters.lm_head, head)
+
+
+def test_missing_tensors_are_listed(folder: Path) -> None:
+    rewrite(folder, {"model.layers.1.self_attn.k_proj.weight": None, "lm_head.weight": None})
+    with pytest.raises(
+        InvalidWeights, match=r"lacks lm_head\.weight, model\.layers\.1\.self_attn\.k_proj\.weight, of 27"
+    ):
+        load_places(folder)
+
+
+def test_unknown_tensors_are_listed(folder: Path) -> None:
+    rewrite(folder, {f"extra.{index}": torch.zeros(1) for index in range(7)})
+    with pytest.raises(
+        InvalidWeights, match=r"has extra\.0, .*extra\.4 and 2 more, which Qwen2ForCausalLM does not use"
+    ):
+        load_places(folder)
+
+
+def test_a_wrong_shape_is_named(folder: Path) -> None:
+    rewrite(folder, {"model.norm.weight": torch.ones(65)})
+    with pytest.raises(InvalidWeights, match=r"model\.norm\.weight has shape \[65\]; config\.json asks for \[64\]"):
+        load_places(folder)
+
+
+def test_an_integer_tensor_is_refused(folder: Path) -> None:
+    rewrite(folder, {"model.norm.weight": torch.ones(64, dtype=torch.int8)})
+    with pytest.raises(InvalidWeights, match=r"model\.norm\.weight is stored as I8; it must be one of F32"):
+        load_places(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, 100_000])
+def test_a_truncated_file_is_refused(folder: Path, kept: int) -> None:
+    path = folder / SINGLE
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(InvalidWeights, match=r"model\.safetensors is cut short"):
+        load_places(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        b"[]",
+        b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        b'{"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
+        b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [4]}}',
+        b'{"x": {"shape": [1], "data_offsets": [0, 4]}}',
+    ],
+)
+def test_a_malformed_header_is_refused(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / SINGLE
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(InvalidWeights, match="no readable safetensors header"):
+        SafetensorsFile(path)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    next(iter(sorted(sharded.glob("model-00002*")))).unlink()
+    with pytest.raises(CheckpointMissing, match=r"lacks model-00002-of-.*safetensors, of \d+ files that"):
+        load_places(sharded)
+
+
+def test_an_index_may_not_lead_out_of_the_folder(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(
+        InvalidConfig, match=r"names \['\.\./elsewhere\.safetensors'\]; it must name files of its folder"
+    ):
+        load_places(sharded)
+
+
+def test_pickles_are_never_read(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointMissing, match=r"pytorch_model\.bin is a pickle, which is never read: convert it"):
+        load_places(folder)
+
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from tandem.workers.models.registry import load_config
+from tandem.workers.weights import load_decoder
+
+def peak():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+folder = Path(sys.argv[1])
+config = load_config(folder, sys.argv[2])
+before = peak()
+load_decoder(folder, config)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_memory_is_about_the_parameters(tmp_path: Path, dtype: str) -> None:
+    """96 MiB in one file, loaded in a process of its own, as stored and converted."""
+    folder = save_large(tmp_path)
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), dtype], capture_output=True, text=True, check=True
+    )
+    parameters = (folder / SINGLE).stat().st_size / (1 if dtype == "float32" else 2)
+    assert int(result.stdout) < 1.3 * parameters + (16 << 20)
+
+
+def save_large(folder: Path) -> Path:
+    config = make_checkpoint(folder, "llama", "tiny")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "vocab_size": 3 << 16}))
+    tensors = load_file(folder / SINGLE)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.zeros(3 << 16, config.hidden_size)
+    save_file(tensors, folder / SINGLE)
+    return folder

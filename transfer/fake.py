@@ -1,0 +1,242 @@
+"""Several PEs in one process, for tests: writes land late, out of order, or not at all, as a test asks."""
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.layout import KVLayout
+from tandem.cache.position_map import Int32Array
+from tandem.transfer.copy_plan import plan_copy
+from tandem.transfer.errors import PeerGone, TransportClosed, TransportError, TransportTimeout
+from tandem.transfer.membership import TransportConfig, make_handle, read_handles
+from tandem.transfer.page_pool import PagePool
+from tandem.transfer.transport import Int64Array, Transport
+
+NAME = "fake"
+
+Write = Callable[[], None]
+
+
+@dataclass
+class _Memory:
+    """What one PE offers to the others, and what is on its way there."""
+
+    pools: list[PagePool]
+    mailbox: Int64Array
+    in_flight: list[tuple[int, Write]] = field(default_factory=list)  # (sender, write)
+    posts: list[tuple[int, Write]] = field(default_factory=list)
+    held: bool = False
+    alive: bool = True
+
+
+class FakeFabric:
+    """An island of fake transports, and the faults that a test wants. Calls may come from any thread.
+
+    A write lands at quiet(), earlier only when the test delivers it, and in an order drawn from `seed`; write_slots
+    reads its source when it lands. A post does not wait for writes: a sender that forgets quiet() is found out.
+    """
+
+    def __init__(
+        self,
+        num_pes: int,
+        layout: KVLayout,
+        *,
+        num_pages: int,
+        num_signals: int = 8,
+        island: str = "fake",
+        epoch: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.configs = [
+            TransportConfig(pe, num_pes, layout, num_pages, num_signals, island, epoch) for pe in range(num_pes)
+        ]
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._failures: dict[tuple[str, int], list[Exception]] = {}
+        self._memories = [
+            _Memory(
+                [
+                    PagePool(torch.zeros(num_pages, *layout.page_shape(group), dtype=layout.dtype))
+                    for group in range(len(layout.groups))
+                ],
+                np.zeros((num_signals, 2), np.int64),
+            )
+            for _ in range(num_pes)
+        ]
+
+    def transport(self, pe: int) -> "FakeTransport":
+        """The transport of one PE, not open yet."""
+        return FakeTransport(self, self.configs[pe])
+
+    def joined(self) -> list["FakeTransport"]:
+        """The transports of all PEs, opened and joined."""
+        transports = [self.transport(config.pe) for config in self.configs]
+        handles = [transport.open() for transport in transports]
+        for transport in transports:
+            transport.join(handles)
+        return transports
+
+    def hold(self, pe: int) -> None:
+        """Nothing lands at that PE by itself any more, posts included; quiet() towards it times out."""
+        with self._lock:
+            self._memories[pe].held = True
+
+    def deliver(self, pe: int, num_writes: int | None = None) -> int:
+        """Lands some writes (all by default) to that PE, drawn at random, held or not; how many were in flight."""
+        with self._lock:
+            in_flight = self._memories[pe].in_flight
+            count = len(in_flight)
+            self._land(in_flight, count if num_writes is None else min(num_writes, count))
+            return count
+
+    def release(self, pe: int) -> None:
+        """Ends hold(): the posts held back land; writes wait for their quiet() as before."""
+        with self._lock:
+            memory = self._memories[pe]
+            memory.held = False
+            for _, post in memory.posts:
+                post()
+            memory.posts.clear()
+
+    def fail_next(self, call: str, pe: int, error: Exception | None = None) -> None:
+        """The next write_tokens, write_slots, quiet or post towards that PE raises and does nothing."""
+        if call not in ("write_tokens", "write_slots", "quiet", "post"):
+            raise ValueError(f"call is {call!r}; it must be write_tokens, write_slots, quiet or post")
+        failure = error or TransportError(f"{call} to PE {pe} was told to fail")
+        with self._lock:
+            self._failures.setdefault((call, pe), []).append(failure)
+
+    def kill(self, pe: int) -> None:
+        """The PE's process ends: its own calls raise, some of its writes in flight land and the rest never do.
+
+        Writes towards it go nowhere without an error, as with NVSHMEM.
+        """
+        with self._lock:
+            self._memories[pe].alive = False
+            for memory in self._memories:
+                lost = [entry for entry in memory.in_flight if entry[0] == pe]
+                memory.in_flight[:] = [entry for entry in memory.in_flight if entry[0] != pe]
+                memory.posts[:] = [entry for entry in memory.posts if entry[0] != pe]
+                self._land(lost, self._random.randint(0, len(lost)))
+
+    def _land(self, writes: list[tuple[int, Write]], count: int) -> None:
+        self._random.shuffle(writes)
+        for _ in range(count):
+            writes.pop()[1]()
+
+    def _start(self, call: str, sender: int, pe: int) -> None:
+        if not self._memories[sender].alive:
+            raise TransportClosed(f"PE {sender} was killed")
+        failures = self._failures.get((call, pe))
+        if failures:
+            raise failures.pop(0)
+
+    def _write(self, call: str, sender: int, pe: int, writes: Sequence[Write]) -> None:
+        with self._lock:
+            self._start(call, sender, pe)
+            if self._memories[pe].alive:
+                self._memories[pe].in_flight += [(sender, write) for write in writes]
+
+    def _post(self, sender: int, pe: int, post: Write) -> None:
+        with self._lock:
+            self._start("post", sender, pe)
+            memory = self._memories[pe]
+            if memory.held:
+                memory.posts.append((sender, post))
+            elif memory.alive:
+                post()
+
+    def _quiet(self, sender: int, pe: int) -> None:
+        with self._lock:
+            self._start("quiet", sender, pe)
+            memory = self._memories[pe]
+            if memory.held and memory.alive:
+                raise TransportTimeout(f"writes from PE {sender} to PE {pe} are held")
+            mine = [entry for entry in memory.in_flight if entry[0] == sender]
+            memory.in_flight[:] = [entry for entry in memory.in_flight if entry[0] != sender]
+            self._land(mine, len(mine) if memory.alive else 0)
+
+    def _mailbox(self, pe: int) -> Int64Array:
+        with self._lock:
+            self._start("mailbox", pe, pe)
+            return self._memories[pe].mailbox.copy()
+
+
+class FakeTransport(Transport):
+    """One PE of a FakeFabric."""
+
+    def __init__(self, fabric: FakeFabric, config: TransportConfig) -> None:
+        super().__init__(config)
+        self._fabric = fabric
+
+    def open(self) -> bytes:
+        return make_handle(NAME, self.config, {})
+
+    def join(self, handles: Sequence[bytes]) -> None:
+        read_handles(NAME, self.config, handles)
+        for pe, memory in enumerate(self._fabric._memories):
+            if not memory.alive:
+                raise PeerGone(f"PE {pe} was killed")
+        self._joined = True
+
+    @property
+    def pools(self) -> tuple[Tensor, ...]:
+        self._check_peer(self.pe)
+        return tuple(pool.pool for pool in self._pools(self.pe))
+
+    def write_tokens(
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+    ) -> None:
+        self._check_peer(pe)
+        limit = self.num_pages * self.layout.page_size
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < limit:
+            raise IndexError(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
+        pool = self._pools(pe)[group]
+        rows, keys, values = slots.long().clone(), k.index_select(0, token_indices), v.index_select(0, token_indices)
+        self._fabric._write("write_tokens", self.pe, pe, [partial(pool.put_tokens, layer, rows, keys, values)])
+        self.bytes_written += len(slots) * pool.token_layer_bytes
+
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+        self._check_peer(pe)
+        self._check_slots("source_slots", source_slots)
+        self._check_slots("target_slots", target_slots)
+        source, pool = self._pools(self.pe)[group], self._pools(pe)[group]
+        parts = [
+            plan_copy(source_slots[part], target_slots[part], self.layout.page_size)
+            for part in _page_sized(target_slots, self.layout.page_size)
+        ]
+        self._fabric._write("write_slots", self.pe, pe, [partial(pool.copy, source, part) for part in parts])
+        self.bytes_written += source_slots.size * pool.token_bytes
+
+    def quiet(self, pe: int) -> None:
+        self._check_peer(pe)
+        self._fabric._quiet(self.pe, pe)
+
+    def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
+        self._check_peer(pe)
+        self._check_signal(slot)
+        mailbox = self._fabric._memories[pe].mailbox
+        self._fabric._post(self.pe, pe, partial(mailbox.__setitem__, slot, (signal, payload)))
+
+    def mailbox(self) -> Int64Array:
+        self._check_peer(self.pe)
+        return self._fabric._mailbox(self.pe)
+
+    def close(self) -> None:
+        self._joined = False
+
+    def _pools(self, pe: int) -> list[PagePool]:
+        return self._fabric._memories[pe].pools
+
+
+def _page_sized(slots: Int32Array, page_size: int) -> list[slice]:
+    """Cuts slots where the page changes, so that a copy lands page by page."""
+    cuts = [0, *(np.flatnonzero(np.diff(slots // page_size)) + 1).tolist(), slots.size]
+    return [slice(begin, end) for begin, end in pairwise(cuts) if begin < end]

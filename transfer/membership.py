@@ -1,0 +1,77 @@
+"""Who belongs to an island: what each PE is configured with, and the handles by which they find each other."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.layout import KVLayout
+from tandem.transfer.errors import MembershipRefused
+
+MAX_HANDLE_BYTES = 4096
+
+Detail = dict[str, int | str]
+
+
+@dataclass(frozen=True)
+class TransportConfig:
+    """One PE's place in an island and the shape of the memory that all its PEs have alike.
+
+    num_pages: pages in each pool, one pool per layer group. num_signals: rows in each mailbox.
+    """
+
+    pe: int
+    num_pes: int
+    layout: KVLayout
+    num_pages: int
+    num_signals: int
+    island: str
+    epoch: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_pes", "num_pages", "num_signals"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.pe < self.num_pes:
+            raise InvalidArgument(f"pe is {self.pe}; 0 … {self.num_pes - 1} are accepted")
+        if self.epoch < 0:
+            raise InvalidArgument(f"epoch is {self.epoch}; it must be at least 0")
+
+
+def make_handle(transport: str, config: TransportConfig, detail: Detail) -> bytes:
+    """What this PE tells the others: who it is, and under `detail` how its transport reaches its memory."""
+    return json.dumps({**_identity(transport, config), "pe": config.pe, "detail": detail}).encode()
+
+
+def read_handles(transport: str, config: TransportConfig, handles: Sequence[bytes]) -> list[Detail]:
+    """The details of PE 0, 1, …; MembershipRefused unless all handles are of this island, epoch and memory shape."""
+    if len(handles) != config.num_pes:
+        raise MembershipRefused(f"{len(handles)} handles were given; the island has {config.num_pes} PEs")
+    return [_read_handle(_identity(transport, config) | {"pe": pe}, pe, data) for pe, data in enumerate(handles)]
+
+
+def _identity(transport: str, config: TransportConfig) -> Detail:
+    return {
+        "transport": transport,
+        "island": config.island,
+        "epoch": config.epoch,
+        "num_pes": config.num_pes,
+        "num_pages": config.num_pages,
+        "num_signals": config.num_signals,
+        "layout_fingerprint": config.layout.fingerprint,
+    }
+
+
+def _read_handle(expected: Detail, pe: int, data: bytes) -> Detail:
+    if len(data) > MAX_HANDLE_BYTES:
+        raise MembershipRefused(f"PE {pe}'s handle has {len(data)} bytes; at most {MAX_HANDLE_BYTES} are accepted")
+    try:
+        handle = json.loads(data)
+    except ValueError as error:
+        raise MembershipRefused(f"PE {pe}'s handle is not one that open() returned: {error}") from error
+    if not isinstance(handle, dict) or not isinstance(handle.get("detail"), dict):
+        raise MembershipRefused(f"PE {pe}'s handle is not one that open() returned: it has no detail")
+    for field, value in expected.items():
+        if handle.get(field) != value:
+            raise MembershipRefused(f"PE {pe}'s handle has {field} {handle.get(field)!r}; {value!r} is expected here")
+    return handle["detail"]

@@ -1,0 +1,55 @@
+"""Writing into a pool of pages that this process can address: its own, or a mapped peer's."""
+
+import torch
+from torch import Tensor
+
+from tandem.transfer.copy_plan import CopyPlan
+
+
+class PagePool:
+    """One pool `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`, seen as rows of head_dim elements.
+
+    The row of a slot's K at (layer, head) is page · page_rows + ((layer · 2) · heads + head) · page_size + offset; V
+    stands heads · page_size rows further.
+    """
+
+    def __init__(self, pool: Tensor) -> None:
+        _, layers, _, heads, page_size, head_dim = pool.shape
+        self.pool = pool
+        self._rows = pool.view(-1, head_dim)
+        self._head_dim = head_dim
+        self._page_size = page_size
+        self._page_rows = layers * 2 * heads * page_size
+        self._value_rows = heads * page_size
+        layer_rows = torch.arange(layers, device=pool.device)[:, None] * (2 * self._value_rows)
+        self._key_rows = layer_rows + torch.arange(heads, device=pool.device) * page_size  # [layers, heads]
+        self.token_layer_bytes = 2 * heads * head_dim * pool.element_size()
+        self.token_bytes = layers * self.token_layer_bytes
+
+    def put_tokens(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """k and v [n, heads, head_dim], contiguous, to slots (int64 [n]) of one layer. IndexError outside the pool."""
+        pages = slots.div(self._page_size, rounding_mode="floor")
+        first = torch.add(slots, pages, alpha=self._page_rows - self._page_size)
+        rows = (first[:, None] + self._key_rows[layer]).view(-1)
+        self._rows.index_copy_(0, rows, k.view(-1, self._head_dim))
+        self._rows.index_copy_(0, rows + self._value_rows, v.view(-1, self._head_dim))
+
+    def copy_pages(self, source: "PagePool", source_page: int, target_page: int, num_pages: int) -> None:
+        """Consecutive whole pages from `source`, all layers."""
+        self.pool[target_page : target_page + num_pages] = source.pool[source_page : source_page + num_pages]
+
+    def copy_slots(self, source: "PagePool", source_slots: Tensor, target_slots: Tensor) -> None:
+        """Single slots from `source`, all layers; both int64 [n]."""
+        size = self._page_size
+        values = source.pool[source_slots // size, :, :, :, source_slots % size]
+        self.pool[target_slots // size, :, :, :, target_slots % size] = values
+
+    def copy(self, source: "PagePool", plan: CopyPlan) -> None:
+        """All of a plan. Its slots must lie inside both pools."""
+        runs = zip(plan.source_pages.tolist(), plan.target_pages.tolist(), plan.num_pages.tolist(), strict=True)
+        for source_page, target_page, num_pages in runs:
+            self.copy_pages(source, source_page, target_page, num_pages)
+        if plan.source_slots.size:
+            self.copy_slots(
+                source, torch.from_numpy(plan.source_slots).long(), torch.from_numpy(plan.target_slots).long()
+            )

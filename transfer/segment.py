@@ -1,0 +1,130 @@
+"""One PE's shared memory: an anonymous file that other processes map through /proc.
+
+    0        random token, by which a handle of another process is told apart
+    4096     mailbox   int64 [num_signals, 2]
+    …        pool of each layer group, each at a multiple of 4096
+
+The file has no name in any folder, so nothing is left behind however its processes end.
+"""
+
+import fcntl
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.transfer.errors import PeerGone, TransportError
+from tandem.transfer.membership import Detail, TransportConfig
+
+ALIGNMENT = 4096
+TOKEN_BYTES = 16
+NAME = "tandem-pages"
+
+
+@dataclass(frozen=True)
+class SegmentShape:
+    """Byte offsets of the parts of a segment; equal for all PEs of an island."""
+
+    config: TransportConfig
+
+    @property
+    def pool_offsets(self) -> list[int]:
+        """Where each pool begins, and last where the segment ends."""
+        offsets = [ALIGNMENT + _aligned(16 * self.config.num_signals)]
+        for group in range(len(self.config.layout.groups)):
+            offsets.append(offsets[-1] + _aligned(self.config.num_pages * self.config.layout.page_bytes(group)))
+        return offsets
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pool_offsets[-1]
+
+
+class Segment:
+    """A mapped segment. The mapping goes with the last reference to the segment and its tensors and arrays.
+
+    mailbox: int64 [num_signals, 2]. pools: one per layer group, [num_pages, *page_shape].
+    """
+
+    def __init__(self, memory: mmap.mmap, config: TransportConfig) -> None:
+        layout = config.layout
+        self.token = memory[:TOKEN_BYTES]
+        self.mailbox: NDArray[np.int64] = np.frombuffer(
+            memory, np.int64, 2 * config.num_signals, offset=ALIGNMENT
+        ).reshape(-1, 2)
+        self.pools: tuple[Tensor, ...] = tuple(
+            torch.frombuffer(
+                memory, dtype=layout.dtype, count=config.num_pages * layout.page_bytes(group) // layout.dtype.itemsize,
+                offset=offset,
+            ).view(config.num_pages, *layout.page_shape(group))
+            for group, offset in enumerate(SegmentShape(config).pool_offsets[:-1])
+        )  # fmt: skip
+
+
+def create_segment(config: TransportConfig) -> tuple[Segment, int]:
+    """A new zeroed segment and the descriptor, owned by the caller, through which peers map it.
+
+    TransportError when the machine cannot hold it. Memory is taken as pages are first written.
+    """
+    num_bytes = SegmentShape(config).num_bytes
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > available:
+        raise TransportError(
+            f"num_pages {config.num_pages} needs a segment of {num_bytes} bytes; this machine has {available}"
+        )
+    fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        # No peer can shrink the file under us, which would turn our next access into SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        memory = mmap.mmap(fd, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise TransportError(f"a segment of {num_bytes} bytes cannot be mapped: {error}") from error
+    memory[:TOKEN_BYTES] = secrets.token_bytes(TOKEN_BYTES)
+    return Segment(memory, config), fd
+
+
+def segment_detail(segment: Segment, fd: int) -> Detail:
+    """How another process of this user on this machine finds the segment."""
+    return {"pid": os.getpid(), "fd": fd, "token": segment.token.hex()}
+
+
+def attach_segment(detail: Detail, config: TransportConfig, pe: int) -> Segment:
+    """Maps PE pe's segment. PeerGone when its process ended; TransportError when it cannot be reached."""
+    pid, fd, token = detail.get("pid"), detail.get("fd"), detail.get("token")
+    if not isinstance(pid, int) or not isinstance(fd, int) or not isinstance(token, str):
+        raise TransportError(f"PE {pe}'s handle has detail {detail}; it must have pid, fd and token")
+    path = f"/proc/{pid}/fd/{fd}"
+    num_bytes = SegmentShape(config).num_bytes
+    try:
+        # Look before opening: after a reuse of the pid this may be any file of any process.
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+            raise PeerGone(f"PE {pe}: process {pid} is another one by now")
+        peer_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size = os.fstat(peer_fd).st_size
+            if size != num_bytes:
+                raise PeerGone(f"PE {pe}: process {pid} holds a segment of {size} bytes; {num_bytes} are expected")
+            memory = mmap.mmap(peer_fd, num_bytes)
+        finally:
+            os.close(peer_fd)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise PeerGone(f"PE {pe}: process {pid} has ended or has closed its segment") from error
+    except OSError as error:
+        raise TransportError(
+            f"PE {pe}: {path} cannot be mapped ({error}); PEs must be processes of one user in one PID namespace"
+        ) from error
+    segment = Segment(memory, config)
+    if segment.token.hex() != token:
+        raise PeerGone(f"PE {pe}: process {pid} is another one by now")
+    return segment
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

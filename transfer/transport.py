@@ -1,0 +1,109 @@
+"""The contract of a transport: one-sided writes from this PE into the memory of the PEs of its island.
+
+                 PE 0 (prefill)                        PE 1 (decode)
+control plane    open() → handle ───────┐       ┌───── open() → handle
+                 join([h0, h1]) ◄───────┴───────┴────► join([h0, h1])
+data             write_slots(1, …) ────────────────►   pools
+                 write_tokens(1, …) ───────────────►   pools
+                 quiet(1)                              (all of it is there)
+                 post(1, slot, signal, payload) ───►   mailbox(), read each step
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.position_map import Int32Array
+from tandem.transfer.errors import TransportClosed
+from tandem.transfer.membership import TransportConfig
+
+Int64Array = NDArray[np.int64]
+
+
+class Transport(ABC):
+    """Base of all transports; a tandem.cache PageWriter. Owned by one thread, which makes every call.
+
+    A PE writes to itself as to any other. Calls before join() or after close() raise TransportClosed; a PE, slot or
+    signal row outside its range raises InvalidArgument or, for slots in tensors, IndexError.
+    """
+
+    def __init__(self, config: TransportConfig) -> None:
+        self.config = config
+        self.pe = config.pe
+        self.num_pes = config.num_pes
+        self.layout = config.layout
+        self.num_pages = config.num_pages
+        self.num_signals = config.num_signals
+        self.epoch = config.epoch
+        self.bytes_written = 0  # issued by write_tokens and write_slots since open()
+        self._joined = False
+
+    @abstractmethod
+    def open(self) -> bytes:
+        """Makes this PE's memory, zeroed; its handle, for the control plane to carry to the other PEs. Called once."""
+
+    @abstractmethod
+    def join(self, handles: Sequence[bytes]) -> None:
+        """Reaches every PE's memory; handles[i] is PE i's, its own included. On an error nothing stays mapped.
+
+        MembershipRefused when a handle is of another island, epoch or memory shape; PeerGone when its process ended.
+        """
+
+    @property
+    @abstractmethod
+    def pools(self) -> tuple[Tensor, ...]:
+        """The own pools, one per layer group: [num_pages, *layout.page_shape(group)]. Not to be used after close()."""
+
+    @abstractmethod
+    def write_tokens(
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+    ) -> None:
+        """Rows token_indices (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to the peer's slots [n].
+
+        k and v may be overwritten once the call returned (on a GPU: by later work of the same stream).
+        """
+
+    @abstractmethod
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+        """All layers of the own source_slots (int32 [n]) to the peer's target_slots [n].
+
+        Whole pages travel as such. The source may be read as late as quiet().
+        """
+
+    @abstractmethod
+    def quiet(self, pe: int) -> None:
+        """Returns once all earlier writes to that PE are visible there. TransportTimeout at a deadline, never later."""
+
+    @abstractmethod
+    def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
+        """Writes row `slot` of the peer's mailbox, int64 each.
+
+        Who sees the signal there sees the payload and all that was quiet before.
+        """
+
+    @abstractmethod
+    def mailbox(self) -> Int64Array:
+        """int64 [num_signals, 2], a copy of the own rows (signal, payload); 0 where nothing was ever posted."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of all memory; idempotent. The own memory goes with the last tensor over it and the last peer."""
+
+    def _check_peer(self, pe: int) -> None:
+        if not self._joined:
+            raise TransportClosed(f"PE {self.pe} has not joined island {self.config.island!r}, or has left it")
+        if not 0 <= pe < self.num_pes:
+            raise InvalidArgument(f"pe is {pe}; 0 … {self.num_pes - 1} are accepted")
+
+    def _check_slots(self, field: str, slots: Int32Array) -> None:
+        limit = self.num_pages * self.layout.page_size
+        if slots.size and (int(slots.min()) < 0 or int(slots.max()) >= limit):
+            raise InvalidArgument(f"{field} are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
+
+    def _check_signal(self, slot: int) -> None:
+        if not 0 <= slot < self.num_signals:
+            raise InvalidArgument(f"slot is {slot}; 0 … {self.num_signals - 1} are accepted")

@@ -1,0 +1,38 @@
+"""Everything one worker process needs to know to start, as one value that the control plane sends it."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Plain values only: it travels to the worker's process.
+
+    num_pages is the same on every PE of an island (pools are symmetric); threads None leaves torch's own choice.
+    """
+
+    role: Role
+    island: str
+    epoch: int
+    pe: int
+    num_pes: int
+    model_path: str
+    dtype: str = "auto"
+    load_format: str = "safetensors"
+    max_model_len: int | None = None
+    page_size: int = 16
+    num_pages: int = 1024
+    prefix_sharing: bool = True
+    max_batch_tokens: int = 1024
+    max_sequences: int = 256
+    transport: str = "shared_memory"
+    num_signals: int = 256
+    threads: int | None = None
+    host: str = "127.0.0.1"
+    max_message_bytes: int = 16 << 20
+    max_stream_messages_per_second: float = 2000.0

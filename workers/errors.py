@@ -1,0 +1,28 @@
+"""What a worker answers when it does not do what it was asked."""
+
+
+class WorkerError(Exception):
+    """Base of all errors of a worker's loops."""
+
+
+class InvalidCall(WorkerError, ValueError):
+    """A value in the call is not acceptable; repeating the call will not help."""
+
+
+class NoRoom(WorkerError):
+    """Pages, signal slots or places in the batch are taken; the same call may succeed later."""
+
+
+class StaleEpoch(WorkerError):
+    """The call belongs to another incarnation of the island."""
+
+    def __init__(self, received: int, current: int) -> None:
+        super().__init__(f"epoch is {received}; this island is at epoch {current}")
+
+
+class Aborted(WorkerError):
+    """The request was aborted while the call waited."""
+
+
+class ForwardFailed(WorkerError):
+    """The forward that the request was part of raised; the worker goes on."""

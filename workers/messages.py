@@ -1,0 +1,76 @@
+"""Between protobuf messages and the values that the loops work with."""
+
+from dataclasses import asdict, replace
+
+from tandem.proto import inference_pb2, worker_pb2
+from tandem.transfer.wire_map import WireMap
+from tandem.workers.reservation import Reservation
+from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.token_logprobs import TokenLogprobs
+
+OPTIONAL_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "skip_special_tokens")
+
+
+def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams:
+    """Unset fields take the defaults of SamplingParams; nothing is validated here."""
+    given = {name: getattr(message, name) for name in OPTIONAL_FIELDS if message.HasField(name)}
+    return replace(
+        SamplingParams(),
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        include_stop_str_in_output=message.include_stop_str_in_output,
+    )
+
+
+def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
+    given = {name: getattr(params, name) for name in OPTIONAL_FIELDS if getattr(params, name) is not None}
+    return inference_pb2.SamplingParams(
+        **given,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+    )
+
+
+def reservation_to_proto(reservation: Reservation) -> worker_pb2.Reservation:
+    return worker_pb2.Reservation(
+        reservation_id=reservation.reservation_id,
+        epoch=reservation.epoch,
+        target_pe=reservation.target_pe,
+        signal_slot=reservation.signal_slot,
+        generation=reservation.generation,
+        matched_tokens=reservation.matched_tokens,
+        position_map=worker_pb2.PositionMap(**asdict(reservation.wire_map)),
+        pages=reservation.pages,
+    )
+
+
+def reservation_from_proto(message: worker_pb2.Reservation) -> Reservation:
+    """Nothing is checked here: the loop that uses the reservation does."""
+    wire = message.position_map
+    return Reservation(
+        reservation_id=message.reservation_id,
+        epoch=message.epoch,
+        target_pe=message.target_pe,
+        signal_slot=message.signal_slot,
+        generation=message.generation,
+        matched_tokens=message.matched_tokens,
+        wire_map=WireMap(
+            start_position=wire.start_position,
+            num_tokens=wire.num_tokens,
+            page_size=wire.page_size,
+            runs=tuple(wire.runs),
+            layout_fingerprint=wire.layout_fingerprint,
+        ),
+        pages=message.pages,
+    )
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    return inference_pb2.TokenLogprobs(
+        chosen=inference_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
+        top=[inference_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
+    )

@@ -1,0 +1,48 @@
+"""From token ids and a plan to sampled tokens."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan import ForwardPlan
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.sample_batch import SampleBatch
+from tandem.workers.sampling import Sampler
+from tandem.workers.token_logprobs import TokenLogprobs, split_logprobs
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """token_ids int64 [n]; logprobs has n entries, None where a row did not ask."""
+
+    token_ids: Int64Array
+    logprobs: list[TokenLogprobs | None]
+
+
+class ModelRunner:
+    """Runs the model over packed tokens of several sequences; the cache does attention and stores KV."""
+
+    def __init__(self, model: DenseDecoder, cache: PagedKVCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._sampler = Sampler()
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array) -> Tensor:
+        """Logits float32 [len(last_rows), vocab] that follow the named rows of token_ids int64 [T]."""
+        attend = partial(self._cache.attention, plan)
+        return self._model.forward(torch.from_numpy(token_ids), attend, torch.from_numpy(last_rows))
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> Samples:
+        """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be drawn."""
+        tokens, logprobs = self._sampler.sample(logits, batch, positions)
+        token_ids = tokens.numpy()
+        return Samples(token_ids, split_logprobs(logprobs, token_ids.tolist()))

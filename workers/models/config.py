@@ -1,0 +1,133 @@
+"""What a dense decoder needs to know of its checkpoint, and how the fields that the families share are read."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tandem.cache.layout import DTYPES
+from tandem.cache.rope import RopeParameters
+from tandem.workers.models.errors import UnsupportedFeature
+from tandem.workers.models.fields import Fields
+from tandem.workers.models.rope_fields import read_rope
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A dense pre-norm decoder with grouped-query attention, RoPE and a gated SiLU feed-forward.
+
+    qkv_bias, o_bias and mlp_bias say which projections carry a bias; qk_norm whether q and k are normalised per head.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    max_position_embeddings: int
+    rope: RopeParameters
+    dtype: torch.dtype
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+def read_dense_config(
+    fields: Fields,
+    architecture: str,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> ModelConfig:
+    """config.json as the dense families share it; the keywords are what a family fixes or takes when a field is absent.
+
+    num_kv_heads None: the field is required. head_dim None: hidden_size / num_attention_heads when absent.
+    Raises InvalidConfig and UnsupportedFeature.
+    """
+    refuse_unsupported(fields)
+    num_heads, num_kv_heads, head_dim = _read_heads(fields, num_kv_heads, head_dim)
+    max_positions = fields.integer("max_position_embeddings", minimum=1)
+    bos = fields.integers("bos_token_id")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size", minimum=1),
+        hidden_size=fields.integer("hidden_size", minimum=1),
+        intermediate_size=fields.integer("intermediate_size", minimum=1),
+        num_layers=fields.integer("num_hidden_layers", minimum=1),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        max_position_embeddings=max_positions,
+        rope=read_rope(fields, head_dim, max_positions),
+        dtype=read_dtype(fields),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=fields.integers("eos_token_id"),
+    )
+
+
+def _read_heads(fields: Fields, num_kv_heads: int | None, head_dim: int | None) -> tuple[int, int, int]:
+    """num_heads, num_kv_heads and head_dim; the arguments are the defaults of read_dense_config."""
+    hidden_size = fields.integer("hidden_size", minimum=1)
+    num_heads = fields.integer("num_attention_heads", minimum=1)
+    num_kv_heads = fields.integer("num_key_value_heads", num_kv_heads, minimum=1)
+    if num_heads % num_kv_heads:
+        raise fields.invalid("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
+    if head_dim is None and hidden_size % num_heads == 0:
+        head_dim = hidden_size // num_heads
+    head_dim = fields.integer("head_dim", head_dim, minimum=2)
+    if head_dim % 2:
+        raise fields.invalid("head_dim", "even, for RoPE rotates pairs")
+    return num_heads, num_kv_heads, head_dim
+
+
+def read_dtype(fields: Fields) -> torch.dtype:
+    """From dtype (transformers 5) or torch_dtype (4); float32 when neither is given, as in transformers."""
+    name = "dtype" if "dtype" in fields else "torch_dtype"
+    value = fields.text(name, "float32").removeprefix("torch.")
+    if value not in DTYPES:
+        raise fields.invalid(name, f"one of {', '.join(DTYPES)}")
+    return DTYPES[value]
+
+
+def refuse_unsupported(fields: Fields) -> None:
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedFeature(f"{fields.source}: hidden_act is {activation!r}; only 'silu' is implemented")
+    if "quantization_config" in fields:
+        method = fields.section("quantization_config").raw("quant_method")
+        raise UnsupportedFeature(
+            f"{fields.source}: quantization_config asks for {method!r}; only unquantized checkpoints are implemented"
+        )
+    layer_types = fields.raw("layer_types") or ()
+    other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    if other:
+        raise UnsupportedFeature(
+            f"{fields.source}: layer_types has {', '.join(other)}; the cache has only full_attention as yet"
+        )
+
+
+def refuse_sliding_window(fields: Fields) -> None:
+    """UnsupportedFeature unless sliding_window is null. Absent is not null: transformers then takes 4096."""
+    window = fields.raw("sliding_window") if "sliding_window" in fields.names() else 4096
+    if window is not None:
+        raise UnsupportedFeature(
+            f"{fields.source}: sliding_window is {window!r} and in effect; the cache has no windows yet, "
+            "so only null is accepted"
+        )

@@ -1,0 +1,71 @@
+"""The dense pre-norm decoder that Llama, Mistral, Qwen 2 and Qwen 3 share."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.parameters import DecoderParameters
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> o [T, Hq, D]. Rotates, keeps K and V, and attends."""
+
+
+class DenseDecoder:
+    """Runs `parameters`, which must be filled before. Call forward under torch.inference_mode.
+
+    Arithmetic follows transformers: norms in float32, cast before the weight; sums of residuals in config.dtype.
+    """
+
+    def __init__(self, config: ModelConfig, parameters: DecoderParameters) -> None:
+        self.config = config
+        self.parameters = parameters
+        self._qk_norms = [_join_qk_norm(config, layer.q_norm, layer.k_norm) for layer in parameters.layers]
+
+    def forward(self, token_ids: Tensor, attend: Attend, last_rows: Tensor) -> Tensor:
+        """Logits float32 [n, vocab_size] that follow rows `last_rows` (int64 [n], n may be 0) of the packed tokens.
+
+        token_ids: int64 [T], the new tokens of all sequences of the batch one after another.
+        """
+        eps = self.config.rms_norm_eps
+        x = F.embedding(token_ids, self.parameters.embedding)
+        for index, layer in enumerate(self.parameters.layers):
+            qkv = F.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+            o = attend(index, *self._split_heads(qkv, self._qk_norms[index])).flatten(1)
+            if index == self.config.num_layers - 1:  # all K and V are kept: from here on only last_rows matter
+                if last_rows.shape[0] == 0:
+                    return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=x.device)
+                x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
+            x.add_(F.linear(o, layer.o, layer.o_bias))
+            gate_up = F.linear(rms_norm(x, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias)
+            gate, up = gate_up.chunk(2, -1)
+            x.add_(F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias))
+        return F.linear(rms_norm(x, self.parameters.final_norm, eps), self.parameters.lm_head).float()
+
+    def _split_heads(self, qkv: Tensor, qk_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, Hq, D], k and v [T, Hkv, D] of qkv [T, (Hq + 2·Hkv)·D]; views, rows of one stride."""
+        config = self.config
+        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
+        if qk_norm is None:
+            q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
+        else:
+            qk, v = heads.split_with_sizes((qk_norm.shape[0], config.num_kv_heads), 1)
+            q, k = rms_norm(qk, qk_norm, eps=config.rms_norm_eps).split_with_sizes(
+                (config.num_heads, config.num_kv_heads), 1
+            )
+        return q, k, v
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x over its last axis), in float32, cast to x.dtype, times weight (broadcast). As transformers rounds."""
+    return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+
+
+def _join_qk_norm(config: ModelConfig, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor | None:
+    """The norm weights of all q and k heads, [Hq + Hkv, D], so that one call normalises both."""
+    if q_norm is None or k_norm is None:
+        return None
+    shape = (config.head_dim,)
+    return torch.cat([q_norm.expand(config.num_heads, *shape), k_norm.expand(config.num_kv_heads, *shape)])

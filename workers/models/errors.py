@@ -1,0 +1,38 @@
+"""Why a checkpoint cannot be served. Every error names the file or field, what was found and what would be accepted.
+
+ModelError
+├── CheckpointMissing      a folder or a file of the checkpoint is not there
+├── InvalidConfig          a JSON file or a field of it cannot be used as it is
+├── UnknownArchitecture    no family serves the named architecture
+├── UnsupportedFeature     the family is known, but the config asks for something that is not implemented
+├── InvalidWeights         tensors are missing, unexpected, misshapen or cut short
+└── InvalidTokenizer       the tokenizer or its chat template cannot be loaded
+"""
+
+
+class ModelError(Exception):
+    """Base of all errors about a checkpoint."""
+
+
+class CheckpointMissing(ModelError):
+    """A folder or a file of the checkpoint is not there."""
+
+
+class InvalidConfig(ModelError):
+    """A JSON file or a field of it cannot be used as it is."""
+
+
+class UnknownArchitecture(ModelError):
+    """No family serves the architecture that config.json names."""
+
+
+class UnsupportedFeature(ModelError):
+    """The config asks for something that its family could have, but that is not implemented."""
+
+
+class InvalidWeights(ModelError):
+    """Tensors are missing, unexpected, misshapen or cut short."""
+
+
+class InvalidTokenizer(ModelError):
+    """The tokenizer or its chat template cannot be loaded."""

@@ -1,0 +1,99 @@
+"""Typed reading of a JSON object: each getter returns a value of the type it names, or says what is wrong."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.workers.models.errors import CheckpointMissing, InvalidConfig
+
+
+class Fields:
+    """The fields of one JSON object; `source` is what errors call it, such as the path of config.json.
+
+    A field that is null counts as absent, as in transformers. A getter without a default raises InvalidConfig
+    when its field is absent.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = values
+        self.source = source
+
+    @classmethod
+    def from_file(cls, path: Path) -> "Fields":
+        """CheckpointMissing when there is no such file, InvalidConfig when it holds no JSON object."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointMissing(f"{path} is not there") from None
+        except OSError as error:
+            raise CheckpointMissing(f"{path} cannot be read: {error.strerror}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise InvalidConfig(f"{path} is not readable JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise InvalidConfig(f"{path} holds a {type(values).__name__}; it must hold a JSON object")
+        return cls(values, str(path))
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def raw(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def integer(self, name: str, default: int | None = None, minimum: int = 0) -> int:
+        value = self._get(name, default, "an integer")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.invalid(name, f"an integer of at least {minimum}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, default, "a number")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise self.invalid(name, "a finite number of at least 0")
+        return float(value)
+
+    def boolean(self, name: str, default: bool | None = None) -> bool:
+        value = self._get(name, default, "true or false")
+        if not isinstance(value, bool):
+            raise self.invalid(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._get(name, default, "a string")
+        if not isinstance(value, str):
+            raise self.invalid(name, "a string")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """One integer or a list of them; () when absent."""
+        value = self._values.get(name)
+        if value is None:
+            return ()
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+            raise self.invalid(name, "a token id or a list of token ids")
+        return tuple(values)
+
+    def section(self, name: str) -> "Fields":
+        """A nested object, empty when absent."""
+        value = self._values.get(name)
+        if value is None:
+            return Fields({}, f"{self.source}: {name}")
+        if not isinstance(value, dict):
+            raise self.invalid(name, "an object")
+        return Fields(value, f"{self.source}: {name}")
+
+    def invalid(self, name: str, accepted: str) -> InvalidConfig:
+        return InvalidConfig(f"{self.source}: {name} is {self._values.get(name)!r}; it must be {accepted}")
+
+    def names(self) -> list[str]:
+        return list(self._values)
+
+    def _get(self, name: str, default: object, accepted: str) -> Any:
+        value = self._values.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise InvalidConfig(f"{self.source}: {name} is missing; it must be {accepted}")
+        return default

@@ -1,0 +1,68 @@
+"""RoPE as Hugging Face configs write it, old and new, into RopeParameters."""
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.rope import RopeParameters
+from tandem.workers.models.errors import InvalidConfig, UnsupportedFeature
+from tandem.workers.models.fields import Fields
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+DEFAULT_THETA = 10_000.0
+
+
+def read_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> RopeParameters:
+    """`rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (transformers 4).
+
+    As there, rope_scaling goes before rope_parameters, what the object says before what stands beside it, and `type`
+    is an old name of rope_type. Raises UnsupportedFeature for a type not in ROPE_TYPES and for partial rotation.
+    """
+    scaling = fields.section("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
+    nested = [name for name in scaling.names() if isinstance(scaling.raw(name), dict)]
+    if nested:
+        raise UnsupportedFeature(
+            f"{scaling.source} differs between layers ({', '.join(nested)}); only one for all layers is implemented"
+        )
+    rope_type = scaling.text("rope_type", scaling.text("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedFeature(
+            f"{scaling.source}: rope_type is {rope_type!r}; only {', '.join(ROPE_TYPES)} are implemented"
+        )
+    partial = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if partial != 1:
+        raise UnsupportedFeature(f"{fields.source}: partial_rotary_factor is {partial}; only 1 is implemented")
+    original = _original_length(fields, scaling, max_position_embeddings)
+    try:
+        return RopeParameters(
+            rope_type=rope_type,
+            rotary_dim=head_dim,
+            theta=scaling.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA)),
+            factor=_factor(scaling, rope_type, max_position_embeddings / original),
+            max_position_embeddings=max_position_embeddings,
+            original_max_position_embeddings=original,
+            low_freq_factor=scaling.number("low_freq_factor") if rope_type == "llama3" else None,
+            high_freq_factor=scaling.number("high_freq_factor") if rope_type == "llama3" else None,
+            attention_factor=_optional(scaling, "attention_factor"),
+            beta_fast=_optional(scaling, "beta_fast") or 32.0,
+            beta_slow=_optional(scaling, "beta_slow") or 1.0,
+            mscale=_optional(scaling, "mscale"),
+            mscale_all_dim=_optional(scaling, "mscale_all_dim"),
+            truncate=scaling.boolean("truncate", True),
+        )
+    except InvalidArgument as error:
+        raise InvalidConfig(f"{scaling.source}: {error}") from None
+
+
+def _factor(scaling: Fields, rope_type: str, length_ratio: float) -> float:
+    """Required by every type that scales, but for yarn, which can tell it from the two lengths."""
+    if rope_type == "default":
+        return 1.0
+    return scaling.number("factor", length_ratio if rope_type == "yarn" else None)
+
+
+def _original_length(fields: Fields, scaling: Fields, max_position_embeddings: int) -> int:
+    """Beside the object it goes before what the object says (Phi 3 began that), as in transformers."""
+    name = "original_max_position_embeddings"
+    return fields.integer(name, scaling.integer(name, max_position_embeddings, minimum=1), minimum=1)
+
+
+def _optional(scaling: Fields, name: str) -> float | None:
+    return scaling.number(name) if name in scaling else None

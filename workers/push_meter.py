@@ -1,0 +1,28 @@
+"""How long a worker spends on writes to its peers."""
+
+import time
+
+from torch import Tensor
+
+from tandem.cache.page_writer import PageWriter
+from tandem.cache.position_map import Int32Array
+
+
+class PushMeter(PageWriter):
+    """A PageWriter that passes everything on and adds up the seconds until the calls returned."""
+
+    def __init__(self, writer: PageWriter) -> None:
+        self._writer = writer
+        self.seconds = 0.0
+
+    def write_tokens(
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+    ) -> None:
+        began = time.perf_counter()
+        self._writer.write_tokens(pe, group, layer, k, v, token_indices, slots)
+        self.seconds += time.perf_counter() - began
+
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+        began = time.perf_counter()
+        self._writer.write_slots(pe, group, source_slots, target_slots)
+        self.seconds += time.perf_counter() - began

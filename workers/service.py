@@ -1,0 +1,185 @@
+"""The gRPC service of one worker: handlers post to the step thread and wait for its answer."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+
+from tandem.cache.errors import CacheError
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from tandem.transfer.errors import TransferError
+from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.decode import DecodeLoop
+from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, NoRoom, StaleEpoch
+from tandem.workers.finish import FinishReason
+from tandem.workers.messages import (
+    logprobs_to_proto,
+    reservation_from_proto,
+    reservation_to_proto,
+    sampling_from_proto,
+)
+from tandem.workers.prefill import PrefillLoop
+from tandem.workers.step_thread import StepThread
+from tandem.workers.token_stream import Tokens, TokenStream
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext
+log = logging.getLogger(__name__)
+
+STATUS_OF_ERROR: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (NoRoom, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (StaleEpoch, grpc.StatusCode.FAILED_PRECONDITION),
+    (Aborted, grpc.StatusCode.ABORTED),
+    (InvalidCall, grpc.StatusCode.INVALID_ARGUMENT),
+    (ForwardFailed, grpc.StatusCode.INTERNAL),
+    (CacheError, grpc.StatusCode.INVALID_ARGUMENT),
+    (TransferError, grpc.StatusCode.INVALID_ARGUMENT),
+)
+
+
+async def _refuse(context: Context, error: Exception) -> NoReturn:
+    for kind, status in STATUS_OF_ERROR:
+        if isinstance(error, kind):
+            await context.abort(status, str(error))
+    log.exception("a call failed", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """What every worker answers. A role that a worker does not have answers UNIMPLEMENTED, as generated."""
+
+    def __init__(
+        self, config: WorkerConfig, thread: StepThread, loop: PrefillLoop | DecodeLoop, cache: PagedKVCache
+    ) -> None:
+        self._config = config
+        self._thread = thread
+        self._loop = loop
+        self._cache = cache
+
+    async def _on_step_thread(self, context: Context, epoch: int, command: Callable[[], T]) -> T:
+        try:
+            if epoch != self._config.epoch:
+                raise StaleEpoch(epoch, self._config.epoch)
+            return await asyncio.wrap_future(self._thread.call(command))
+        except Exception as error:
+            await _refuse(context, error)
+
+    async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Context) -> inference_pb2.WorkerInfo:
+        return await self._on_step_thread(context, self._config.epoch, self._status)
+
+    def _status(self) -> inference_pb2.WorkerInfo:
+        cache, config = self._cache, self._config
+        return inference_pb2.WorkerInfo(
+            role=inference_pb2.ROLE_PREFILL if config.role == Role.PREFILL else inference_pb2.ROLE_DECODE,
+            pe=config.pe,
+            pid=os.getpid(),
+            alive=True,
+            num_pages=cache.num_pages,
+            free_pages=cache.num_free_pages,
+            cached_pages=cache.num_cached_pages,
+            draining_pages=cache.num_draining_pages,
+            running=self._loop.num_running,
+            waiting=self._loop.num_waiting,
+            resident_bytes=_resident_bytes(),
+        )
+
+
+class PrefillService(WorkerService):
+    """RemoteSend and Abort."""
+
+    def __init__(self, config: WorkerConfig, thread: StepThread, loop: PrefillLoop, cache: PagedKVCache) -> None:
+        super().__init__(config, thread, loop, cache)
+        self._prefill = loop
+
+    async def RemoteSend(
+        self, request: worker_pb2.RemoteSendRequest, context: Context
+    ) -> worker_pb2.RemoteSendResponse:
+        def submit() -> Future[Any]:
+            reservation = reservation_from_proto(request.reservation)
+            params = sampling_from_proto(request.sampling)
+            return self._prefill.submit(request.request_id, list(request.token_ids), params, reservation)
+
+        future = await self._on_step_thread(context, request.epoch, submit)
+        try:
+            # Shielded: the caller's cancellation must not cancel what an idempotent second call may wait for.
+            result = await asyncio.shield(asyncio.wrap_future(future))
+        except Exception as error:
+            await _refuse(context, error)
+        return worker_pb2.RemoteSendResponse(
+            first_token=result.first_token,
+            logprobs=None if result.logprobs is None else logprobs_to_proto(result.logprobs),
+            cached_tokens=result.cached_tokens,
+            queue_seconds=result.queue_seconds,
+            prefill_seconds=result.prefill_seconds,
+            push_seconds=result.push_seconds,
+            bytes_pushed=result.bytes_pushed,
+        )
+
+    async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
+        known = await self._on_step_thread(context, request.epoch, lambda: self._prefill.abort(request.request_id))
+        return worker_pb2.AbortResponse(known=known)
+
+
+class DecodeService(WorkerService):
+    """PrepareReceive, StartGenerate and Abort."""
+
+    def __init__(self, config: WorkerConfig, thread: StepThread, loop: DecodeLoop, cache: PagedKVCache) -> None:
+        super().__init__(config, thread, loop, cache)
+        self._decode = loop
+
+    async def PrepareReceive(
+        self, request: worker_pb2.PrepareReceiveRequest, context: Context
+    ) -> worker_pb2.Reservation:
+        reservation = await self._on_step_thread(
+            context,
+            request.epoch,
+            lambda: self._decode.prepare(request.request_id, list(request.token_ids), request.max_tokens),
+        )
+        return reservation_to_proto(reservation)
+
+    async def StartGenerate(self, request: worker_pb2.StartGenerateRequest, context: Context) -> None:
+        stream = TokenStream()
+        params = sampling_from_proto(request.sampling)
+        await self._on_step_thread(
+            context,
+            request.epoch,
+            lambda: self._decode.start(request.request_id, request.reservation_id, params, stream),
+        )
+        finished = False
+        try:
+            while not finished:
+                tokens = await stream.next()
+                finished = tokens.finish_reason != FinishReason.RUNNING
+                if tokens.error:
+                    await _refuse(context, ForwardFailed(tokens.error))
+                await context.write(_generated(tokens))
+        finally:
+            if not finished:  # the reader went away
+                self._thread.call(lambda: self._decode.abort(request.request_id, writer_quiet=False))
+
+    async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
+        known = await self._on_step_thread(
+            context, request.epoch, lambda: self._decode.abort(request.request_id, request.writer_quiet)
+        )
+        return worker_pb2.AbortResponse(known=known)
+
+
+def _resident_bytes() -> int:
+    """Memory of this process, as Linux counts it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _generated(tokens: Tokens) -> worker_pb2.GeneratedTokens:
+    return worker_pb2.GeneratedTokens(
+        token_ids=tokens.token_ids,
+        logprobs=[logprobs_to_proto(entry) for entry in tokens.logprobs],
+        finish_reason=int(tokens.finish_reason),  # type: ignore[arg-type]  # same numbers as the enum of the message
+    )

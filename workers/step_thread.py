@@ -1,0 +1,86 @@
+"""The one thread of a worker that touches its cache, its device and its transport."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class StepLoop(Protocol):
+    def step(self) -> float | None:
+        """Do one step of work. How long the thread may then wait for a command: 0 when there is more work now,
+        seconds when something is polled for, None when only a command can bring work."""
+        ...
+
+
+class StepThread:
+    """Runs a StepLoop, and between its steps the commands that other threads post.
+
+    call() may be used from any thread; the command runs on the step thread, in the order posted, and its result or
+    exception is in the future. After stop() every command not yet run fails with RuntimeError.
+    """
+
+    def __init__(self, loop: StepLoop, name: str) -> None:
+        self._loop = loop
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], object], Future] | None] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, command: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
+        if self._stopping:
+            future.set_exception(RuntimeError("the worker is stopping"))
+        else:
+            self._inbox.put((command, future))
+        return future
+
+    def stop(self, timeout: float = 30.0) -> None:
+        """Ends the thread after the step in progress; idempotent. TimeoutError when that takes longer."""
+        self._stopping = True
+        self._inbox.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the step thread did not end within {timeout} s")
+        self._fail_rest()
+
+    def _run(self) -> None:
+        wait: float | None = None
+        while not self._stopping:
+            self._run_commands(wait)
+            if self._stopping:
+                return
+            try:
+                wait = self._loop.step()
+            except Exception:
+                # A loop answers for its requests itself; what reaches this line is a defect, and must not spin.
+                log.exception("step failed")
+                wait = 1.0
+
+    def _run_commands(self, wait: float | None) -> None:
+        try:
+            item = self._inbox.get(block=wait != 0, timeout=wait)
+            while item is not None:
+                command, future = item
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(command())
+                    except BaseException as error:
+                        future.set_exception(error)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _fail_rest(self) -> None:
+        while not self._inbox.empty():
+            item = self._inbox.get_nowait()
+            if item is not None:
+                item[1].set_exception(RuntimeError("the worker is stopping"))

@@ -1,0 +1,138 @@
+"""The checkpoint's tokenizer: text to token ids and back, one token at a time."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from tandem.workers.chat_template import ChatTemplate, ChatTemplateError
+from tandem.workers.models.errors import CheckpointMissing, InvalidTokenizer
+from tandem.workers.models.fields import Fields
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+HELD_TOKENS = 16  # more than any character takes: whoever holds back longer is waiting for bytes that will not come
+
+
+class Tokenizer:
+    """tokenizer.json of a checkpoint, and its chat template if it has one. Safe to share between threads."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
+        self._inner = inner
+        self._chat_template = chat_template
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer | None":
+        """None when the folder has no tokenizer.json: such a model is served by token ids only.
+
+        Raises InvalidTokenizer, or InvalidConfig for tokenizer_config.json.
+        """
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            return None
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise InvalidTokenizer(f"{path} is not a readable tokenizer: {error}") from None
+        inner.no_truncation()
+        inner.no_padding()
+        return cls(inner, _read_chat_template(folder))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids with a text, added tokens included; the model's own vocabulary may be larger."""
+        return self._inner.get_vocab_size()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """ChatTemplateError when there is no template or it refuses the messages."""
+        if self._chat_template is None:
+            raise ChatTemplateError("the checkpoint has no chat template; send text or token ids")
+        return self.encode(self._chat_template.render(messages), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def stream(self, *, skip_special_tokens: bool = True) -> "TextStream":
+        return TextStream(self, skip_special_tokens)
+
+
+class TextStream:
+    """Text of one request as its tokens come. What it returns, joined, is the decoding of all tokens.
+
+    A few tokens before the new ones are decoded along, for a decoder may treat the first token apart (leading
+    spaces). Text that ends in an incomplete character is held back until its bytes have come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._context: list[int] = []
+        self._context_text = ""
+        self._held: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became complete with these tokens, perhaps ""."""
+        self._held += token_ids
+        text = self._decode(self._context + self._held)
+        incomplete = _incomplete_tail(text)
+        if (incomplete or len(text) == len(self._context_text)) and len(self._held) < HELD_TOKENS:
+            return ""
+        return self._emit(text, incomplete)
+
+    def flush(self) -> str:
+        """What is held back, at the end of the request; incomplete bytes become the replacement character."""
+        return self._emit(self._decode(self._context + self._held), 0) if self._held else ""
+
+    def _emit(self, text: str, incomplete: int) -> str:
+        """All of `text` that is new but the last `incomplete` characters; the held tokens become the context."""
+        new = text[len(self._context_text) : len(text) - incomplete]
+        if new:
+            self._context = self._held
+            context_text = self._decode(self._context)
+            self._context_text = context_text[: len(context_text) - incomplete]
+        self._held = []
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def _incomplete_tail(text: str) -> int:
+    """How many characters at the end may yet change: an incomplete character decodes to 1 … 3 replacements."""
+    return min(3, len(text) - len(text.rstrip(REPLACEMENT)))
+
+
+def _read_chat_template(folder: Path) -> ChatTemplate | None:
+    """chat_template.jinja, else chat_template of tokenizer_config.json: a text, or a list with one named default."""
+    try:
+        fields = Fields.from_file(folder / "tokenizer_config.json")
+    except CheckpointMissing:
+        fields = Fields({}, "tokenizer_config.json")
+    source = fields.raw("chat_template")
+    if isinstance(source, list):
+        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+    own_file = folder / "chat_template.jinja"
+    if own_file.exists():
+        source = own_file.read_text(encoding="utf-8")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise InvalidTokenizer(f"{fields.source}: chat_template is a {type(source).__name__}; it must be a string")
+    return ChatTemplate(source, _special_tokens(fields))
+
+
+def _special_tokens(fields: Fields) -> dict[str, str]:
+    """bos_token and its like: a string, or an object with the string as content."""
+    tokens = {}
+    for name in fields.names():
+        value = fields.raw(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens

@@ -1,0 +1,130 @@
+"""From a checkpoint folder to filled parameters: safetensors only, one tensor at a time, straight into its place."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, InvalidWeights
+from tandem.workers.models.fields import Fields
+from tandem.workers.models.parameters import DecoderParameters, allocate_parameters, checkpoint_places
+from tandem.workers.progress import ReportBytes, ignore_progress
+from tandem.workers.safetensors_file import SafetensorsFile
+
+INDEX = "model.safetensors.index.json"
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+DUMMY_STD = 0.02
+LISTED = 5  # names in an error
+
+
+def load_decoder(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    load_format: str = "auto",
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    report: ReportBytes = ignore_progress,
+) -> DenseDecoder:
+    """Allocates and fills the parameters of `config` on `device`.
+
+    load_format: "auto" and "safetensors" read the folder; "dummy" draws seeded random weights and opens no file.
+    Raises CheckpointMissing, InvalidConfig and InvalidWeights.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise InvalidConfig(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
+    paths = [] if load_format == "dummy" else weight_files(folder)
+    parameters = allocate_parameters(config, torch.device(device))
+    if load_format == "dummy":
+        fill_randomly(checkpoint_places(config, parameters), seed)
+    else:
+        fill_from_files(paths, config, parameters, report)
+    return DenseDecoder(config, parameters)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those its index names, else model.safetensors, else all there are."""
+    index = folder / INDEX
+    if index.exists():
+        weight_map = Fields.from_file(index).section("weight_map")
+        names = sorted({weight_map.text(tensor) for tensor in weight_map.names()})
+        outside = [name for name in names if Path(name).name != name]
+        if not names or outside:
+            raise InvalidConfig(f"{index}: weight_map names {outside or 'no file'}; it must name files of its folder")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointMissing(f"{folder} lacks {_listing(missing)}, of {len(names)} files that {INDEX} names")
+        return [folder / name for name in names]
+    single = folder / "model.safetensors"
+    paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not paths:
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        found = f"; {_listing(pickles)} is a pickle, which is never read: convert it to safetensors" if pickles else ""
+        raise CheckpointMissing(f"{folder} has no weights; it must have model.safetensors or {INDEX}{found}")
+    return paths
+
+
+def fill_from_files(
+    paths: Iterable[Path], config: ModelConfig, parameters: DecoderParameters, report: ReportBytes
+) -> None:
+    """Reads every tensor of the model from `paths`; InvalidWeights names what is missing, unknown or misshapen."""
+    places = checkpoint_places(config, parameters)
+    with ExitStack() as stack:
+        files = [stack.enter_context(SafetensorsFile(path)) for path in paths]
+        check_tensors(files, places, config)
+        total, done = sum(place.nbytes for place in places.values()), 0
+        report(done, total)
+        for file in files:
+            for name in sorted(file.tensors.keys() & places.keys(), key=lambda name: file.tensors[name].begin):
+                file.read_into(name, places[name])
+                done += places[name].nbytes
+                report(done, total)
+
+
+def check_tensors(files: Iterable[SafetensorsFile], places: Mapping[str, Tensor], config: ModelConfig) -> None:
+    """Before anything is read: the files hold each tensor of the model, in its shape, and nothing that it ignores."""
+    missing, unknown = dict(places), list[str]()
+    for file in files:
+        for name, stored in file.tensors.items():
+            place = places.get(name)
+            if place is None:
+                unknown += [] if _is_derived(name, config) else [name]
+            elif stored.shape != tuple(place.shape):
+                raise InvalidWeights(
+                    f"{file.path}: tensor {name} has shape {list(stored.shape)}; "
+                    f"config.json asks for {list(place.shape)}"
+                )
+            missing.pop(name, None)
+    if missing:
+        raise InvalidWeights(
+            f"the checkpoint lacks {_listing(missing)}, of {len(places)} tensors of {config.architecture}"
+        )
+    if unknown:
+        raise InvalidWeights(f"the checkpoint has {_listing(unknown)}, which {config.architecture} does not use")
+
+
+def fill_randomly(places: Mapping[str, Tensor], seed: int) -> None:
+    """Norms 1, biases 0, the rest normal with standard deviation DUMMY_STD, the same for the same seed and device."""
+    for index, (name, place) in enumerate(places.items()):
+        if name.endswith("norm.weight"):
+            place.fill_(1)
+        elif name.endswith(".bias"):
+            place.zero_()
+        else:
+            generator = torch.Generator(place.device).manual_seed(seed * len(places) + index)
+            place.normal_(0, DUMMY_STD, generator=generator)
+
+
+def _is_derived(name: str, config: ModelConfig) -> bool:
+    """Tensors that some checkpoints carry, though they follow from others."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+def _listing(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

@@ -1,0 +1,152 @@
+"""One worker: model, cache, transport, step thread and gRPC service, put together and taken apart in order."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import grpc.aio
+import torch
+
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.proto import worker_pb2_grpc
+from tandem.transfer.factory import create_transport
+from tandem.transfer.membership import TransportConfig
+from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.decode import DecodeLoop
+from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.model_runner import ModelRunner
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.registry import load_config
+from tandem.workers.prefill import PrefillLoop
+from tandem.workers.push_meter import PushMeter
+from tandem.workers.service import DecodeService, PrefillService
+from tandem.workers.step_thread import StepThread
+from tandem.workers.token_stream import StreamFanout
+from tandem.workers.weights import load_decoder
+
+T = TypeVar("T")
+
+
+def kv_layout(model: ModelConfig, page_size: int) -> KVLayout:
+    """One group of all layers: every layer of a dense model keeps the same kind of entry."""
+    group = LayerGroup(tuple(range(model.num_layers)), model.num_kv_heads, model.head_dim)
+    return KVLayout((group,), page_size, model.dtype)
+
+
+class Worker:
+    """Lifecycle: load() → open() → join(handles) → serve() → stop(). stop() may come at any time, and twice."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.model_config = load_config(Path(config.model_path), config.dtype)
+        self.loaded_bytes = 0
+        self.total_bytes = 0
+        self._transport = create_transport(
+            config.transport,
+            TransportConfig(
+                pe=config.pe,
+                num_pes=config.num_pes,
+                layout=kv_layout(self.model_config, config.page_size),
+                num_pages=config.num_pages,
+                num_signals=config.num_signals,
+                island=config.island,
+                epoch=config.epoch,
+            ),
+        )
+        self._meter = PushMeter(self._transport)
+        self._events = EventLoopThread("grpc")
+        self._step_thread: StepThread | None = None
+        self._server: grpc.aio.Server | None = None
+
+    def load(self) -> None:
+        """Reads the weights; loaded_bytes and total_bytes can be read by another thread meanwhile."""
+
+        def progress(loaded: int, total: int) -> None:
+            self.loaded_bytes, self.total_bytes = loaded, total
+
+        self._model = load_decoder(
+            Path(self.config.model_path), self.model_config, load_format=self.config.load_format, report=progress
+        )
+
+    def open(self) -> bytes:
+        """This PE's half of the membership handshake."""
+        return self._transport.open()
+
+    def join(self, handles: Sequence[bytes]) -> None:
+        """Maps the peers; after it returned on every PE the island is formed."""
+        self._transport.join(handles)
+
+    def serve(self) -> str:
+        """Starts stepping and answering; HOST:PORT of the worker service."""
+        return self._events.run(self._start(), timeout=30)
+
+    def on_step_thread(self, command: Callable[[], T], timeout: float = 30.0) -> T:
+        """Runs `command` where cache and transport may be touched, between two steps."""
+        assert self._step_thread is not None, "serve() comes first"
+        return self._step_thread.call(command).result(timeout)
+
+    def stop(self) -> None:
+        """Ends calls, the step thread and the transport, in this order."""
+        if self._server is not None:
+            self._events.run(self._server.stop(grace=0.5), timeout=10)
+            self._server = None
+        self._events.stop()
+        if self._step_thread is not None:
+            self._step_thread.stop()
+        self._transport.close()
+
+    async def _start(self) -> str:
+        config = self.config
+        cache = self.cache = self._make_cache()
+        runner = ModelRunner(self._model, cache)
+        if config.role == Role.PREFILL:
+            loop = PrefillLoop(
+                runner,
+                cache,
+                self._transport,
+                self._meter,
+                max_batch_tokens=config.max_batch_tokens,
+                sharing=self._sharing,
+            )
+            self._step_thread = StepThread(loop, "step")
+            service = PrefillService(config, self._step_thread, loop, cache)
+        else:
+            loop = DecodeLoop(
+                runner,
+                cache,
+                self._transport,
+                StreamFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second),
+                eos_token_ids=self.model_config.eos_token_ids,
+                max_sequences=config.max_sequences,
+                sharing=self._sharing,
+            )
+            self._step_thread = StepThread(loop, "step")
+            service = DecodeService(config, self._step_thread, loop, cache)
+        self._step_thread.start()
+        limit = config.max_message_bytes
+        options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
+        self._server = grpc.aio.server(options=[*options, ("grpc.so_reuseport", 0)])
+        worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
+        port = self._server.add_insecure_port(f"{config.host}:0")
+        await self._server.start()
+        return f"{config.host}:{port}"
+
+    @property
+    def _sharing(self) -> bool:
+        # Dynamic RoPE rotates a prompt by its own length: K of one prompt is not K of another with the same prefix.
+        return self.config.prefix_sharing and self.model_config.rope.rope_type != "dynamic"
+
+    def _make_cache(self) -> PagedKVCache:
+        model, config = self.model_config, self.config
+        return PagedKVCache(
+            kv_layout(model, config.page_size),
+            self._transport.pools,
+            max_sequences=config.max_sequences * 2,
+            max_sequence_length=config.max_model_len or model.max_position_embeddings,
+            rope=model.rope,
+            writer=self._meter,
+        )

@@ -150,7 +150,11 @@ def _ragged_rows(pages: Int32Array, rows: Int64Array, counts: Int32Array) -> Int
     widest, total = int(counts.max()), int(counts.sum())
     if widest * rows.size <= 2 * total:  # copy whole rows, then drop what is too much: fastest when lengths are alike
         square = pages[:, :widest][rows]
-        return square.reshape(-1) if widest * rows.size == total else square[np.arange(widest) < counts[:, None]]
+        return (
+            square.reshape(-1)
+            if widest * rows.size == total
+            else square[np.arange(widest, dtype=np.int32) < counts[:, None]]
+        )
     begins = np.cumsum(counts) - counts
     flat = np.arange(total) + np.repeat(rows * pages.shape[1] - begins, counts)
     return pages.reshape(-1).take(flat)

@@ -96,18 +96,26 @@ class Rotation:
 
 
 class RotaryEmbedding:
-    """cos and sin for positions below max_positions, from a table; only "dynamic" beyond its length computes."""
+    """cos and sin of positions below max_positions, from a table; only "dynamic" beyond its length computes anew."""
 
     def __init__(
         self, parameters: RopeParameters, max_positions: int, device: torch.device | str, dtype: torch.dtype
     ) -> None:
+        """dtype: that of q and k."""
         self._parameters = parameters
         self._dtype = dtype
-        self._device = torch.device(device)
         inv_freq, self._scale = inverse_frequencies(parameters)
-        self._table = self._half_cos_sin(
-            torch.arange(max_positions, device=self._device), inv_freq.to(self._device)
-        )  # [max_positions, 2, rotary_dim / 2]
+        self._inv_freq = inv_freq.to(device)
+        positions = torch.arange(max_positions, device=device)
+        self._table = self._factors(positions, torch.zeros_like(positions))  # [max_positions, 2, 1, rotary_dim]
+
+    def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Rotation:
+        """What cos_sin returns, as factors in the dtype given at construction."""
+        if self._parameters.rope_type == "dynamic":
+            lengths = positions + 1 if rope_lengths is None else rope_lengths
+            if int(lengths.max()) > self._trained_length:
+                return Rotation(*self._factors(positions, lengths).unbind(1))
+        return Rotation(*self._table.index_select(0, positions).unbind(1))
 
     def cos_sin(self, positions: Tensor, rope_lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [T, rotary_dim] each, both halves alike, as transformers' rotary modules return them.
@@ -115,34 +123,25 @@ class RotaryEmbedding:
         positions: int64 [T], below max_positions. rope_lengths: int64 [T], for "dynamic" the length of the sequence
         in the forward that computes the token (transformers: the prompt's, or position + 1 later); None: position + 1.
         """
-        cos, sin = self._cos_sin(positions, rope_lengths).unbind(1)
-        return cos, sin
-
-    def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Rotation:
-        """The same as factors of Rotation, in the dtype given at construction."""
-        both = self._cos_sin(positions, rope_lengths)
-        both[:, 1, : both.shape[2] // 2].neg_()
-        cos, signed_sin = both.to(self._dtype).unsqueeze_(2).unbind(1)
-        return Rotation(cos, signed_sin)
-
-    def _cos_sin(self, positions: Tensor, rope_lengths: Tensor | None) -> Tensor:
-        half = self._table.index_select(0, positions)
+        inv_freq = self._inv_freq
         if self._parameters.rope_type == "dynamic":
-            self._scale_long(half, positions, positions + 1 if rope_lengths is None else rope_lengths)
-        return torch.cat((half, half), -1)
-
-    def _scale_long(self, half: Tensor, positions: Tensor, lengths: Tensor) -> None:
-        """Overwrites the rows of `half` whose sequence is longer than the model was trained for."""
-        assert self._parameters.max_position_embeddings is not None
-        long = (lengths > self._parameters.max_position_embeddings).nonzero().view(-1)
-        if long.shape[0]:
-            inv_freq = dynamic_inverse_frequencies(self._parameters, lengths[long])
-            half[long] = self._half_cos_sin(positions[long], inv_freq)
-
-    def _half_cos_sin(self, positions: Tensor, inv_freq: Tensor) -> Tensor:
-        """float32 [T, 2, rotary_dim / 2]; inv_freq is [rotary_dim / 2] or [T, rotary_dim / 2]."""
+            lengths = positions + 1 if rope_lengths is None else rope_lengths
+            scaled = dynamic_inverse_frequencies(self._parameters, lengths.clamp(min=self._trained_length))
+            inv_freq = torch.where((lengths > self._trained_length)[:, None], scaled, inv_freq)
         angles = positions[:, None].float() * inv_freq
-        return torch.stack((angles.cos() * self._scale, angles.sin() * self._scale), 1)
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos() * self._scale, angles.sin() * self._scale
+
+    @property
+    def _trained_length(self) -> int:
+        assert self._parameters.max_position_embeddings is not None  # "dynamic" has one
+        return self._parameters.max_position_embeddings
+
+    def _factors(self, positions: Tensor, rope_lengths: Tensor) -> Tensor:
+        """[T, 2, 1, rotary_dim]: cos and signed sin."""
+        cos, sin = self.cos_sin(positions, rope_lengths)
+        sin[:, : sin.shape[1] // 2].neg_()
+        return torch.stack((cos, sin), 1).unsqueeze(2).to(self._dtype)
 
 
 def inverse_frequencies(parameters: RopeParameters) -> tuple[Tensor, float]:

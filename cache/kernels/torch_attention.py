@@ -32,7 +32,7 @@ class AttentionPart(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PageGather:
-    """Copies the pages of several sequences side by side. rows: int64 [2 · sequences · heads · pages each]."""
+    """Copies the pages of several sequences side by side. rows: int32 [2 · sequences · heads · pages each]."""
 
     rows: Tensor
     shape: tuple[int, int, int, int]  # 2, sequences, heads, positions gathered
@@ -192,11 +192,12 @@ class _Planner:
     def _gather(self, sequences: NDArray[np.int64]) -> PageGather:
         """Short rows are filled up with their own last page, so that nobody's values meet another's queries."""
         widest = int(self._page_counts[sequences].max())
-        ends = self._tables.kv_indptr[sequences + 1][:, None]
-        places = np.minimum(self._tables.kv_indptr[sequences][:, None] + np.arange(widest, dtype=np.int32), ends - 1)
-        pages = self._tables.kv_indices[places].astype(np.int64) * self._page_rows
-        offsets = np.arange(2 * self._heads).reshape(2, 1, self._heads, 1)
-        rows = (pages[:, None] + offsets).reshape(-1)
+        indptr = self._tables.kv_indptr
+        places = indptr[sequences][:, None] + np.arange(widest, dtype=np.int32)
+        np.minimum(places, (indptr[sequences + 1] - 1)[:, None], out=places)
+        first_rows = self._tables.kv_indices.take(places) * np.int32(self._page_rows)
+        offsets = np.arange(2 * self._heads, dtype=np.int32).reshape(2, 1, self._heads, 1)
+        rows = (first_rows[:, None] + offsets).reshape(-1)
         shape = (2, sequences.size, self._heads, widest * self._page_size)
         return PageGather(torch.from_numpy(rows), shape, int(self._tokens.seq_lens[sequences].max()))
 
@@ -205,5 +206,5 @@ def _additive_mask(visible: Int32Array, num_keys: int, dtype: torch.dtype) -> Te
     """[n, num_keys]: row i has visible[i] zeros (int32 [n], 1 … num_keys), then -inf."""
     # Rows are windows on one step: copying them is several times as fast as comparing and choosing.
     step = np.repeat(np.array([0, -np.inf], np.float32), num_keys)
-    windows = np.lib.stride_tricks.sliding_window_view(step, num_keys)
+    windows = np.ndarray((num_keys + 1, num_keys), np.float32, step, strides=(step.itemsize, step.itemsize))
     return torch.from_numpy(windows[num_keys - visible]).to(dtype)

@@ -1,7 +1,8 @@
 """Tokens per second and time per token on a CPU, through the gRPC door, against transformers in the same run.
 
 Tiny Llama (4 layers, hidden 256), float32, greedy. Prints JSON; every ratio is the median over rounds in which the
-two sides took turns, and the tokens of both sides were equal in every round.
+two sides took turns. Tokens of both sides are equal; where they part, the run ends unless the two best logits there are
+closer than float32 rounding can tell apart, and such ties are counted.
 
     static_batch   32 requests of 128 in, 64 out; tokens/s ÷ one static batch of generate
     mixed          32 requests of mixed lengths; tokens/s ÷ generate_batch (continuous batching, warm)
@@ -30,6 +31,7 @@ Prompts = list[list[int]]
 Outputs = list[list[int]]
 
 BATCH, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128, 64
+TIE = 1e-4  # of logits with a standard deviation of 4
 FRESH = 1_000_003  # so that no round finds the prefixes of another in the cache
 
 
@@ -39,11 +41,11 @@ class Oracle:
     def __init__(self, folder: Path) -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.vocab_size = int(self.model.config.vocab_size)
+        self.model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+        self.model.config.eos_token_id = None
 
     def _config(self, new_tokens: int) -> GenerationConfig:
-        return GenerationConfig(
-            max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cache=True
-        )
+        return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, use_cache=True)
 
     @torch.inference_mode()
     def static_batch(self, prompts: Prompts, new_tokens: int) -> Outputs:
@@ -52,6 +54,10 @@ class Oracle:
         return out[:, ids.shape[1] :].tolist()
 
     @torch.inference_mode()
+    def gap(self, tokens: list[int], one: int, other: int) -> float:
+        logits = self.model(torch.tensor([tokens])).logits[0, -1]
+        return abs(float(logits[one] - logits[other]))
+
     def continuous(self, prompts: Prompts, new_tokens: int) -> Outputs:
         results = self.model.generate_batch(
             inputs=prompts, generation_config=self._config(new_tokens), progress_bar=False
@@ -94,10 +100,23 @@ class Comparison:
         self.oracle = oracle
         self.rounds = rounds
 
+    def count_ties(self, prompts: Prompts, ours: Outputs, theirs: Outputs) -> int:
+        ties = 0
+        for prompt, tokens, expected in zip(prompts, ours, theirs, strict=True):
+            if tokens == expected:
+                continue
+            place = next(i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b)
+            gap = self.oracle.gap(prompt + expected[:place], tokens[place], expected[place])
+            if gap > TIE:
+                raise SystemExit(f"tokens differ at output {place}, where the logits are {gap} apart")
+            ties += 1
+        return ties
+
     def run(
         self, lengths: list[int], new_tokens: int, oracle_call: Callable[[Prompts, int], Outputs]
     ) -> dict[str, Any]:
         async def all_rounds() -> list[tuple[float, float, list[list[float]]]]:
+            nonlocal ties
             rows = []
             async with AsyncClient(self.address) as client:
                 for number in range(self.rounds + 1):
@@ -106,12 +125,12 @@ class Comparison:
                     began = time.perf_counter()
                     tokens, times = await tandem_batch(client, prompts, new_tokens)
                     ours = time.perf_counter() - began
-                    if tokens != expected:
-                        raise SystemExit(f"tokens differ in round {number}: {tokens} is not {expected}")
+                    ties += self.count_ties(prompts, tokens, expected)
                     if number:  # the first one warms up
                         rows.append((ours, theirs, times))
             return rows
 
+        ties = 0
         rows = asyncio.run(all_rounds())
         tokens = len(lengths) * new_tokens
         return {
@@ -120,7 +139,7 @@ class Comparison:
             "ratio": round(statistics.median(theirs / ours for ours, theirs, _ in rows), 3),
             "ratios": [round(theirs / ours, 3) for ours, theirs, _ in rows],
             "rounds": self.rounds,
-            "tokens_equal": True,
+            "sequences_that_part_at_a_tie": ties,
             "times": [times for _, _, times in rows],
         }
 
@@ -141,7 +160,7 @@ def lone(comparison: Comparison) -> dict[str, Any]:
         "transformers_ms_per_token": round(statistics.median(theirs) * 1e3, 3),
         "ratio": round(statistics.median(ours) / statistics.median(theirs), 3),
         "rounds": comparison.rounds,
-        "tokens_equal": True,
+        "sequences_that_part_at_a_tie": result["sequences_that_part_at_a_tie"],
     }
 
 

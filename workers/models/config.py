@@ -57,8 +57,6 @@ def read_dense_config(
     """
     refuse_unsupported(fields)
     num_heads, num_kv_heads, head_dim = _read_heads(fields, num_kv_heads, head_dim)
-    max_positions = fields.integer("max_position_embeddings", minimum=1)
-    bos = fields.integers("bos_token_id")
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size", minimum=1),
@@ -74,10 +72,10 @@ def read_dense_config(
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
-        max_position_embeddings=max_positions,
-        rope=read_rope(fields, head_dim, max_positions),
+        max_position_embeddings=fields.integer("max_position_embeddings", minimum=1),
+        rope=read_rope(fields, head_dim),
         dtype=read_dtype(fields),
-        bos_token_id=bos[0] if bos else None,
+        bos_token_id=next(iter(fields.integers("bos_token_id")), None),
         eos_token_ids=fields.integers("eos_token_id"),
     )
 

@@ -9,26 +9,16 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
 
 
-def read_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> RopeParameters:
+def read_rope(fields: Fields, head_dim: int) -> RopeParameters:
     """`rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (transformers 4).
 
     As there, rope_scaling goes before rope_parameters, what the object says before what stands beside it, and `type`
     is an old name of rope_type. Raises UnsupportedFeature for a type not in ROPE_TYPES and for partial rotation.
     """
     scaling = fields.section("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
-    nested = [name for name in scaling.names() if isinstance(scaling.raw(name), dict)]
-    if nested:
-        raise UnsupportedFeature(
-            f"{scaling.source} differs between layers ({', '.join(nested)}); only one for all layers is implemented"
-        )
     rope_type = scaling.text("rope_type", scaling.text("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise UnsupportedFeature(
-            f"{scaling.source}: rope_type is {rope_type!r}; only {', '.join(ROPE_TYPES)} are implemented"
-        )
-    partial = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1:
-        raise UnsupportedFeature(f"{fields.source}: partial_rotary_factor is {partial}; only 1 is implemented")
+    _refuse_unsupported(fields, scaling, rope_type)
+    max_position_embeddings = fields.integer("max_position_embeddings", minimum=1)
     original = _original_length(fields, scaling, max_position_embeddings)
     try:
         return RopeParameters(
@@ -49,6 +39,21 @@ def read_rope(fields: Fields, head_dim: int, max_position_embeddings: int) -> Ro
         )
     except InvalidArgument as error:
         raise InvalidConfig(f"{scaling.source}: {error}") from None
+
+
+def _refuse_unsupported(fields: Fields, scaling: Fields, rope_type: str) -> None:
+    nested = [name for name in scaling.names() if isinstance(scaling.raw(name), dict)]
+    if nested:
+        raise UnsupportedFeature(
+            f"{scaling.source} differs between layers ({', '.join(nested)}); only one for all layers is implemented"
+        )
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedFeature(
+            f"{scaling.source}: rope_type is {rope_type!r}; only {', '.join(ROPE_TYPES)} are implemented"
+        )
+    partial = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if partial != 1:
+        raise UnsupportedFeature(f"{fields.source}: partial_rotary_factor is {partial}; only 1 is implemented")
 
 
 def _factor(scaling: Fields, rope_type: str, length_ratio: float) -> float:

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tandem.cluster.actors import GatewayActor, WorkerActor
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.errors import ClusterRunning, ConfigError, StartFailed, TandemError, WorkerLost
-from tandem.cluster.process_settings import gateway_settings, worker_configs
+from tandem.cluster.process_settings import gateway_settings, threads_per_worker, worker_configs
 from tandem.cluster.worker_link import WorkerAddress
 from tandem.workers.config import WorkerConfig
 from tandem.workers.models.errors import ModelError
@@ -55,10 +55,10 @@ class Cluster:
             model = load_config(Path(self._config.model.path or ""), self._config.model.dtype)
         except ModelError as error:
             raise ConfigError(f"model.path: {error}") from error
-        max_model_len = self._config.model.max_model_len or model.max_position_embeddings
-        if max_model_len > model.max_position_embeddings:
+        max_model_len = self._config.model.max_model_len or model.max_length
+        if max_model_len > model.max_length:
             raise ConfigError(
-                f"model.max_model_len is {max_model_len}; the checkpoint takes at most {model.max_position_embeddings}"
+                f"model.max_model_len is {max_model_len}; the checkpoint takes at most {model.max_length}"
             )
         _check_port(self._config.gateway.host, self._config.gateway.port)
         try:
@@ -131,7 +131,7 @@ class Cluster:
 
     def _actor(self, kind: type, name: str, index: int, argument: object) -> Any:
         assert self._group is not None
-        threads = str(self._config.island.threads_per_worker or os.cpu_count() or 1)
+        threads = str(threads_per_worker(self._config))
         options = {
             "name": name,
             "num_cpus": CPU_SHARE,

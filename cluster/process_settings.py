@@ -1,5 +1,7 @@
 """What each process of a cluster is told, from the cluster's configuration."""
 
+import os
+
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.gateway import GatewaySettings
 from tandem.cluster.worker_link import WorkerAddress
@@ -29,10 +31,17 @@ def worker_configs(config: ClusterConfig, max_model_len: int) -> list[WorkerConf
             max_sequences=config.scheduler.max_sequences,
             transport=config.island.transport,
             num_signals=config.island.num_signals,
-            threads=config.island.threads_per_worker,
+            threads=threads_per_worker(config),
+            max_stream_messages_per_second=config.scheduler.stream_messages_per_second,
         )
         for pe, role in enumerate(roles)
     ]
+
+
+def threads_per_worker(config: ClusterConfig) -> int:
+    """As configured, or an even share of this machine's cores: with more threads, workers wait for each other."""
+    workers = config.island.num_prefill + config.island.num_decode
+    return config.island.threads_per_worker or max(1, (os.cpu_count() or 1) // workers)
 
 
 def gateway_settings(config: ClusterConfig, workers: tuple[WorkerAddress, ...], max_model_len: int) -> GatewaySettings:

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # Short, so that the tests' sequences grow beyond it and the frequencies change.
     "llama-dynamic": (
         "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **THETA}, "max_position_embeddings": 40},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0, **THETA}, "max_position_embeddings": 40},
     ),
     "llama-llama3": ("llama", {"rope_parameters": {**LLAMA3, **THETA}}),
     "llama-yarn": ("llama", {"rope_parameters": {**YARN, **THETA}}),

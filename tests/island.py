@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.client import Client
-from tandem.cluster.gateway import Gateway, GatewaySettings
+from tandem.cluster.config import load_config as load_cluster_config
+from tandem.cluster.gateway import Gateway
+from tandem.cluster.process_settings import gateway_settings, worker_configs
 from tandem.cluster.worker_link import WorkerAddress
-from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.models.registry import load_config
 from tandem.workers.worker import Worker
@@ -32,54 +33,33 @@ class Island:
 
 
 @contextmanager
-def running_island(
-    model: Path,
-    *,
-    num_prefill: int = 1,
-    num_decode: int = 1,
-    gateway: dict[str, Any] | None = None,
-    **worker: Any,
-) -> Iterator[Island]:
-    """`worker` and `gateway` override fields of WorkerConfig and GatewaySettings."""
-    roles = [Role.PREFILL] * num_prefill + [Role.DECODE] * num_decode
-    common = {"max_batch_tokens": 64, "num_pages": 256, "page_size": 8} | worker
-    configs = [
-        WorkerConfig(role=role, island="test", epoch=1, pe=pe, num_pes=len(roles), model_path=str(model), **common)
-        for pe, role in enumerate(roles)
-    ]
-    workers = [Worker(config) for config in configs]
+def running_island(model: Path, overrides: dict[str, Any] | None = None) -> Iterator[Island]:
+    """overrides: dotted keys of the cluster's configuration. Small pages and chunks unless they say otherwise."""
+    defaults = {
+        "model.path": str(model),
+        "cache.page_size": 8,
+        "cache.num_pages": 256,
+        "scheduler.max_batch_tokens": 64,
+        "island.threads_per_worker": 1,
+        "gateway.port": 0,
+    }
+    config = load_cluster_config(None, defaults | (overrides or {}))
+    max_model_len = config.model.max_model_len or load_config(model).max_length
+    workers = [Worker(one) for one in worker_configs(config, max_model_len)]
     events = EventLoopThread("gateway")
-    door: Gateway | None = None
+    gateway: Gateway | None = None
     try:
-        for one in workers:
-            one.load()
-        handles = [one.open() for one in workers]
-        for one in workers:
-            one.join(handles)
-        addresses = tuple(WorkerAddress(one.config.role, one.config.pe, one.serve()) for one in workers)
-        settings = {
-            "cluster": "test",
-            "island": "test",
-            "epoch": 1,
-            "transport": "shared_memory",
-            "workers": addresses,
-            "model_path": str(model),
-            "dtype": configs[0].dtype,
-            "max_model_len": configs[0].max_model_len or load_config(model).max_position_embeddings,
-            "page_size": configs[0].page_size,
-            "num_pages": configs[0].num_pages,
-            "host": "127.0.0.1",
-            "port": 0,
-            "max_queued": 1024,
-            "queue_seconds": 60.0,
-            "request_seconds": 120.0,
-            "max_message_bytes": 16 << 20,
-        }
-        door = Gateway(GatewaySettings(**(settings | (gateway or {}))))
-        yield Island(events.run(door.start(), timeout=30), workers, door)
+        for worker in workers:
+            worker.load()
+        handles = [worker.open() for worker in workers]
+        for worker in workers:
+            worker.join(handles)
+        addresses = tuple(WorkerAddress(worker.config.role, worker.config.pe, worker.serve()) for worker in workers)
+        gateway = Gateway(gateway_settings(config, addresses, max_model_len))
+        yield Island(events.run(gateway.start(), timeout=30), workers, gateway)
     finally:
-        if door is not None:
-            events.run(door.stop(0.5), timeout=30)
+        if gateway is not None:
+            events.run(gateway.stop(0.5), timeout=30)
         events.stop()
-        for one in workers:
-            one.stop()
+        for worker in workers:
+            worker.stop()

@@ -15,7 +15,7 @@ def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedM
 def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """num_tokens tokens, the end of sequence ignored."""
     ids = torch.tensor([list(prompt)])
-    output = model.generate(
+    output = model.generate(  # type: ignore[operator]  # pyright takes it for a tensor
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=num_tokens,

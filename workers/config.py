@@ -22,9 +22,9 @@ class WorkerConfig:
     pe: int
     num_pes: int
     model_path: str
+    max_model_len: int
     dtype: str = "auto"
     load_format: str = "safetensors"
-    max_model_len: int | None = None
     page_size: int = 16
     num_pages: int = 1024
     prefix_sharing: bool = True

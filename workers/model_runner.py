@@ -13,6 +13,7 @@ from tandem.cache.plan import ForwardPlan
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling import Sampler
+from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.token_logprobs import TokenLogprobs, split_logprobs
 
 Int64Array = NDArray[np.int64]
@@ -33,6 +34,19 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._sampler = Sampler()
+
+    def warm_up(self) -> None:
+        """A prompt and a step of a sequence of its own: what torch prepares at first use, no request then waits for."""
+        sequence = -1
+        length = min(2 * self._cache.layout.page_size, self._cache.num_pages * self._cache.layout.page_size - 1)
+        greedy = SampleBatch.from_params([SamplingParams(temperature=0)])
+        self._cache.add_sequence(sequence)
+        for count in (length, 1):
+            plan = self._cache.begin_forward([sequence], [count])
+            logits = self.forward(np.zeros(count, np.int64), plan, np.array([count - 1]))
+            self._cache.end_forward(plan)
+            self.sample(logits, greedy, np.array([count]))
+        self._cache.remove_sequence(sequence)
 
     @torch.inference_mode()
     def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array) -> Tensor:

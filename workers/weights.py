@@ -16,7 +16,7 @@ from tandem.workers.progress import ReportBytes, ignore_progress
 from tandem.workers.safetensors_file import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("safetensors", "dummy")
 DUMMY_STD = 0.02
 LISTED = 5  # names in an error
 
@@ -25,25 +25,37 @@ def load_decoder(
     folder: Path,
     config: ModelConfig,
     *,
-    load_format: str = "auto",
+    load_format: str = "safetensors",
+    device: torch.device | str = "cpu",
+    report: ReportBytes = ignore_progress,
+) -> DenseDecoder:
+    """A decoder with the parameters that load_parameters reads."""
+    return DenseDecoder(config, load_parameters(folder, config, load_format=load_format, device=device, report=report))
+
+
+def load_parameters(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    load_format: str = "safetensors",
     device: torch.device | str = "cpu",
     seed: int = 0,
     report: ReportBytes = ignore_progress,
-) -> DenseDecoder:
+) -> DecoderParameters:
     """Allocates and fills the parameters of `config` on `device`.
 
-    load_format: "auto" and "safetensors" read the folder; "dummy" draws seeded random weights and opens no file.
+    load_format: "safetensors" reads the folder; "dummy" draws seeded random weights and opens no file.
     Raises CheckpointMissing, InvalidConfig and InvalidWeights.
     """
     if load_format not in LOAD_FORMATS:
         raise InvalidConfig(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
-    paths = [] if load_format == "dummy" else weight_files(folder)
+    paths = weight_files(folder) if load_format == "safetensors" else []
     parameters = allocate_parameters(config, torch.device(device))
     if load_format == "dummy":
         fill_randomly(checkpoint_places(config, parameters), seed)
     else:
         fill_from_files(paths, config, parameters, report)
-    return DenseDecoder(config, parameters)
+    return parameters
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -127,6 +127,7 @@ class Worker:
             self._step_thread = StepThread(loop, "step")
             service = DecodeService(config, self._step_thread, loop, cache)
         self._step_thread.start()
+        await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
         limit = config.max_message_bytes
         options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
         self._server = grpc.aio.server(options=[*options, ("grpc.so_reuseport", 0)])
@@ -146,7 +147,7 @@ class Worker:
             kv_layout(model, config.page_size),
             self._transport.pools,
             max_sequences=config.max_sequences * 2,
-            max_sequence_length=config.max_model_len or model.max_position_embeddings,
+            max_sequence_length=config.max_model_len,
             rope=model.rope,
             writer=self._meter,
         )

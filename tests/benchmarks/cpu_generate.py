@@ -50,7 +50,9 @@ class Oracle:
     @torch.inference_mode()
     def static_batch(self, prompts: Prompts, new_tokens: int) -> Outputs:
         ids = torch.tensor(prompts)
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=self._config(new_tokens))
+        out = self.model.generate(  # type: ignore[operator]  # pyright takes it for a tensor
+            ids, attention_mask=torch.ones_like(ids), generation_config=self._config(new_tokens)
+        )
         return out[:, ids.shape[1] :].tolist()
 
     @torch.inference_mode()
@@ -59,7 +61,7 @@ class Oracle:
         return abs(float(logits[one] - logits[other]))
 
     def continuous(self, prompts: Prompts, new_tokens: int) -> Outputs:
-        results = self.model.generate_batch(
+        results = self.model.generate_batch(  # type: ignore[operator]
             inputs=prompts, generation_config=self._config(new_tokens), progress_bar=False
         )
         ordered = sorted(results.items(), key=lambda item: int(item[0].rsplit("_", 1)[-1]))

@@ -59,7 +59,7 @@ class TestUp:
     def test_overrides_reach_the_launcher(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[tuple[ClusterConfig, str | None]] = []
         launcher = SimpleNamespace(run_cluster=lambda *values: seen.append(values))
-        monkeypatch.setitem(sys.modules, "tandem.cluster.launcher", launcher)
+        monkeypatch.setitem(sys.modules, "tandem.cluster.foreground", launcher)
         path = tmp_path / "c.yaml"
         path.write_text("name: mine\n")
         model = tmp_path / "it's a model"

@@ -68,11 +68,15 @@ def test_text_in_text_out(cluster: Cluster) -> None:
 def test_health_and_reflection(cluster: Cluster) -> None:
     with grpc.insecure_channel(cluster.grpc_address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        answer = health.Check(health_pb2.HealthCheckRequest(service="tandem.v1.Inference"), timeout=5)
+        answer = health.Check(  # type: ignore[attr-defined]  # stubs without types
+            health_pb2.HealthCheckRequest(service="tandem.v1.Inference"), timeout=5
+        )
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        (listed,) = stub.ServerReflectionInfo(iter([request]), timeout=5)
+        (listed,) = stub.ServerReflectionInfo(  # type: ignore[operator]
+            iter([request]), timeout=5
+        )
         assert "tandem.v1.Inference" in {service.name for service in listed.list_services_response.service}
 
 

@@ -29,7 +29,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="module")
 def island(checkpoint: Path) -> Iterator[Island]:
     # Dynamic RoPE goes beyond what config.json calls the limit.
-    with running_island(checkpoint, max_batch_tokens=CHUNK, page_size=PAGE, max_model_len=256) as island:
+    with running_island(checkpoint, {"scheduler.max_batch_tokens": CHUNK}) as island:
         yield island
 
 
@@ -46,7 +46,8 @@ def test_two_prefill_and_two_decode_workers(case: str, tmp_path: Path) -> None:
     folder = save_checkpoint(case, tmp_path)
     prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS * 2)]
     expected = expected_tokens(folder, prompts)
-    with running_island(folder, num_prefill=2, num_decode=2, max_batch_tokens=CHUNK, page_size=PAGE) as island:
+    two_and_two = {"island.num_prefill": 2, "island.num_decode": 2, "scheduler.max_batch_tokens": CHUNK}
+    with running_island(folder, two_and_two) as island:
         assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
         with island.client() as client:
             workers = client.cluster_info().islands[0].workers
@@ -59,5 +60,5 @@ def test_split_at_any_position(chunk: int, tmp_path: Path) -> None:
     folder = save_checkpoint("llama", tmp_path)
     prompts = [random_prompt(length, seed) for seed, length in enumerate((1, 5, 16, 17, 40))]
     expected = expected_tokens(folder, prompts)
-    with running_island(folder, max_batch_tokens=chunk, page_size=16) as island:
+    with running_island(folder, {"scheduler.max_batch_tokens": chunk, "cache.page_size": 16}) as island:
         assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected

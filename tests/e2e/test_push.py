@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def island(checkpoint: Path) -> Iterator[Island]:
-    with running_island(checkpoint, num_prefill=1, num_decode=3, max_batch_tokens=512, page_size=PAGE) as island:
+    with running_island(checkpoint, {"island.num_decode": 3, "scheduler.max_batch_tokens": 512}) as island:
         yield island
 
 

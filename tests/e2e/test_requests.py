@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def island(folder: Path) -> Iterator[Island]:
-    with running_island(folder, max_model_len=512, num_pages=96) as island:
+    with running_island(folder, {"model.max_model_len": 512, "cache.num_pages": 96}) as island:
         yield island
 
 
@@ -167,7 +167,7 @@ def test_unknown_fields_are_refused(island: Island) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert "127" in caught.value.details()
+    assert "127" in str(caught.value.details())
 
 
 def test_missing_input(island: Island) -> None:
@@ -175,7 +175,7 @@ def test_missing_input(island: Island) -> None:
         stub = inference_pb2_grpc.InferenceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
             list(stub.Generate(inference_pb2.GenerateRequest(), timeout=5))
-    assert "text, token_ids or chat" in caught.value.details()
+    assert "text, token_ids or chat" in str(caught.value.details())
 
 
 def test_request_id_in_use(island: Island) -> None:
@@ -188,17 +188,17 @@ def test_request_id_in_use(island: Island) -> None:
 
 
 def test_prompt_larger_than_the_pool(folder: Path) -> None:
-    with running_island(folder, num_pages=8, page_size=8) as island:
+    with running_island(folder, {"cache.num_pages": 8}) as island:
         assert "page pool" in refused(island, [3] * 64)
         assert len(tokens_of(complete(island.address, [3] * 60, max_tokens=4, **GREEDY))) == 4
 
 
 def test_requests_wait_for_room_and_for_no_longer_than_allowed(folder: Path) -> None:
     prompts = [random_prompt(60, seed, 500) for seed in range(6)]
-    with running_island(folder, num_pages=16, page_size=8, gateway={"queue_seconds": 30.0}) as island:
+    with running_island(folder, {"cache.num_pages": 16}) as island:
         assert [len(tokens) for tokens in complete_all(island.address, prompts, max_tokens=40, **GREEDY)] == [40] * 6
     with (
-        running_island(folder, num_pages=16, page_size=8, gateway={"queue_seconds": 0.05, "max_queued": 1}) as island,
+        running_island(folder, {"cache.num_pages": 16, "gateway.queue_seconds": 0.05}) as island,
         Client(island.address) as client,
     ):
         running = client.generate(prompts[0], max_tokens=60, **GREEDY)
@@ -211,6 +211,9 @@ def test_requests_wait_for_room_and_for_no_longer_than_allowed(folder: Path) -> 
 
 
 def test_full_queue(folder: Path) -> None:
-    with running_island(folder, num_pages=16, page_size=8, gateway={"queue_seconds": 20.0, "max_queued": 1}) as island:
-        with pytest.raises(Overloaded, match="max_queued"):
-            complete_all(island.address, [random_prompt(60, seed, 500) for seed in range(12)], max_tokens=60, **GREEDY)
+    prompts = [random_prompt(60, seed, 500) for seed in range(12)]
+    with (
+        running_island(folder, {"cache.num_pages": 16, "gateway.max_queued": 1}) as island,
+        pytest.raises(Overloaded, match="max_queued"),
+    ):
+        complete_all(island.address, prompts, max_tokens=60, **GREEDY)

@@ -38,6 +38,12 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def max_length(self) -> int:
+        """Most positions of a sequence. With dynamic RoPE max_position_embeddings is where the scaling begins."""
+        stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
+        return int(self.max_position_embeddings * stretch)
+
 
 def read_dense_config(
     fields: Fields,

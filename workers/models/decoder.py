@@ -1,28 +1,50 @@
 """The dense pre-norm decoder that Llama, Mistral, Qwen 2 and Qwen 3 share."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.workers.models.config import ModelConfig
-from tandem.workers.models.parameters import DecoderParameters
+from tandem.workers.models.parameters import DecoderParameters, LayerParameters
+from tandem.workers.models.projection import Projection
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> o [T, Hq, D]. Rotates, keeps K and V, and attends."""
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer as it is run. qk_norm: the norm weights of all q and k heads [Hq + Hkv, D], or None."""
+
+    input_norm: Tensor
+    qkv: Projection
+    qk_norm: Tensor | None
+    o: Projection
+    post_norm: Tensor
+    gate_up: Projection
+    down: Projection
+
+
 class DenseDecoder:
-    """Runs `parameters`, which must be filled before. Call forward under torch.inference_mode.
+    """Call forward under torch.inference_mode.
 
     Arithmetic follows transformers: norms in float32, cast before the weight; sums of residuals in config.dtype.
     """
 
     def __init__(self, config: ModelConfig, parameters: DecoderParameters) -> None:
+        """Takes over filled `parameters` and empties their list of layers, so that no weight is held twice."""
         self.config = config
-        self.parameters = parameters
-        self._qk_norms = [_join_qk_norm(config, layer.q_norm, layer.k_norm) for layer in parameters.layers]
+        self._embedding = parameters.embedding
+        self._final_norm = parameters.final_norm
+        tied = parameters.lm_head is parameters.embedding  # the embedding needs plain rows; a second copy costs more
+        self._lm_head = partial(F.linear, weight=parameters.lm_head) if tied else Projection(parameters.lm_head, None)
+        self._layers: list[DecoderLayer] = []
+        while parameters.layers:
+            self._layers.append(_prepare(config, parameters.layers.pop(0)))
 
     def forward(self, token_ids: Tensor, attend: Attend, last_rows: Tensor) -> Tensor:
         """Logits float32 [n, vocab_size] that follow rows `last_rows` (int64 [n], n may be 0) of the packed tokens.
@@ -30,19 +52,18 @@ class DenseDecoder:
         token_ids: int64 [T], the new tokens of all sequences of the batch one after another.
         """
         eps = self.config.rms_norm_eps
-        x = F.embedding(token_ids, self.parameters.embedding)
-        for index, layer in enumerate(self.parameters.layers):
-            qkv = F.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
-            o = attend(index, *self._split_heads(qkv, self._qk_norms[index])).flatten(1)
+        x = F.embedding(token_ids, self._embedding)
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(rms_norm(x, layer.input_norm, eps))
+            o = attend(index, *self._split_heads(qkv, layer.qk_norm)).flatten(1)
             if index == self.config.num_layers - 1:  # all K and V are kept: from here on only last_rows matter
                 if last_rows.shape[0] == 0:
                     return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=x.device)
                 x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
-            x.add_(F.linear(o, layer.o, layer.o_bias))
-            gate_up = F.linear(rms_norm(x, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias)
-            gate, up = gate_up.chunk(2, -1)
-            x.add_(F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias))
-        return F.linear(rms_norm(x, self.parameters.final_norm, eps), self.parameters.lm_head).float()
+            x.add_(layer.o(o))
+            gate, up = layer.gate_up(rms_norm(x, layer.post_norm, eps)).chunk(2, -1)
+            x.add_(layer.down(F.silu(gate).mul_(up)))
+        return self._lm_head(rms_norm(x, self._final_norm, eps)).float()
 
     def _split_heads(self, qkv: Tensor, qk_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, Hq, D], k and v [T, Hkv, D] of qkv [T, (Hq + 2·Hkv)·D]; views, rows of one stride."""
@@ -56,6 +77,18 @@ class DenseDecoder:
                 (config.num_heads, config.num_kv_heads), 1
             )
         return q, k, v
+
+
+def _prepare(config: ModelConfig, layer: LayerParameters) -> DecoderLayer:
+    return DecoderLayer(
+        input_norm=layer.input_norm,
+        qkv=Projection(layer.qkv, layer.qkv_bias),
+        qk_norm=_join_qk_norm(config, layer.q_norm, layer.k_norm),
+        o=Projection(layer.o, layer.o_bias),
+        post_norm=layer.post_norm,
+        gate_up=Projection(layer.gate_up, layer.gate_up_bias),
+        down=Projection(layer.down, layer.down_bias),
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -32,10 +32,13 @@ class LayerParameters:
 
 @dataclass(frozen=True, slots=True)
 class DecoderParameters:
-    """embedding and lm_head [vocab, H] are the same tensor when the embeddings are tied."""
+    """embedding and lm_head [vocab, H] are the same tensor when the embeddings are tied.
+
+    layers is a list so that a decoder can take layer after layer and let go of what it has repacked.
+    """
 
     embedding: Tensor
-    layers: tuple[LayerParameters, ...]
+    layers: list[LayerParameters]
     final_norm: Tensor
     lm_head: Tensor
 
@@ -49,7 +52,7 @@ def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderPar
     embedding = new(config.vocab_size, config.hidden_size)
     return DecoderParameters(
         embedding=embedding,
-        layers=tuple(_allocate_layer(config, device) for _ in range(config.num_layers)),
+        layers=[_allocate_layer(config, device) for _ in range(config.num_layers)],
         final_norm=new(config.hidden_size),
         lm_head=embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size),
     )

@@ -1,0 +1,158 @@
+"""A cache that keeps K and V of every token by itself and computes in float64, to compare the paged one with."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.rope import RopeParameters, RotaryEmbedding
+
+QUERY_HEADS = 4
+HEAD_DIM = 8
+MAX_LENGTH = 64
+ROPE = RopeParameters("default", HEAD_DIM, theta=100.0)
+
+
+def layout_of(*kv_heads: int, page_size: int = 4, dtype: torch.dtype = torch.float32) -> KVLayout:
+    """One group for each number of KV heads; layers go round the groups, two in each."""
+    groups = len(kv_heads)
+    return KVLayout(
+        tuple(LayerGroup((index, index + groups), heads, HEAD_DIM) for index, heads in enumerate(kv_heads)),
+        page_size,
+        dtype,
+    )
+
+
+def pools_of(layout: KVLayout, num_pages: int) -> tuple[Tensor, ...]:
+    """Pools full of NaN: what was never written must not matter."""
+    return tuple(
+        torch.full((num_pages, *layout.page_shape(group)), torch.nan, dtype=layout.dtype)
+        for group in range(len(layout.groups))
+    )
+
+
+def cache_of(layout: KVLayout, num_pages: int = 32, rope: RopeParameters = ROPE) -> PagedKVCache:
+    return PagedKVCache(
+        layout, pools_of(layout, num_pages), max_sequences=16, max_sequence_length=MAX_LENGTH, rope=rope, writer=None
+    )
+
+
+@dataclass
+class Inputs:
+    """Per layer q, k and v of some tokens, not rotated."""
+
+    layers: list[tuple[Tensor, Tensor, Tensor]]
+
+
+def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int) -> Tensor:
+        return torch.randn(num_tokens, heads, HEAD_DIM, generator=generator).to(layout.dtype)
+
+    heads_of = {layer: group.num_kv_heads for group in layout.groups for layer in group.layers}
+    return Inputs(
+        [(draw(QUERY_HEADS), draw(heads_of[layer]), draw(heads_of[layer])) for layer in range(layout.num_layers)]
+    )
+
+
+def run(cache: PagedKVCache, seq_ids: list[int], lengths: list[int], inputs: Inputs) -> list[Tensor]:
+    """One forward through the paged cache; o of each layer."""
+    with torch.inference_mode():
+        plan = cache.begin_forward(seq_ids, lengths)
+        outputs = [cache.attention(plan, layer, q, k, v) for layer, (q, k, v) in enumerate(inputs.layers)]
+        cache.end_forward(plan)
+    return outputs
+
+
+@dataclass
+class NaiveSequence:
+    """keys and values: per layer [tokens, heads, head_dim] float64, keys rotated."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @property
+    def length(self) -> int:
+        return self.keys[0].shape[0]
+
+
+@dataclass
+class NaiveCache:
+    layout: KVLayout
+    rope: RopeParameters = ROPE
+    sequences: dict[int, NaiveSequence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._rotary = RotaryEmbedding(self.rope, MAX_LENGTH, "cpu", torch.float64) if self.rotates else None
+
+    @property
+    def rotates(self) -> bool:
+        return self.rope.rope_type != "none"
+
+    def add(self, sequence: int) -> None:
+        empty = [
+            torch.empty(0, group.num_kv_heads, HEAD_DIM, dtype=torch.float64)
+            for layer in range(self.layout.num_layers)
+            for group in self.layout.groups
+            if layer in group.layers
+        ]
+        self.sequences[sequence] = NaiveSequence(list(empty), list(empty))
+
+    def remove(self, sequence: int) -> None:
+        del self.sequences[sequence]
+
+    def fork(self, parent: int, child: int, length: int) -> None:
+        of = self.sequences[parent]
+        self.sequences[child] = NaiveSequence([k[:length] for k in of.keys], [v[:length] for v in of.values])
+
+    def pop(self, sequence: int, count: int) -> None:
+        self.fork(sequence, sequence, self.sequences[sequence].length - count)
+
+    def run(self, seq_ids: list[int], lengths: list[int], inputs: Inputs) -> list[Tensor]:
+        """One forward; o [tokens, heads, head_dim] float64 of each layer."""
+        outputs = [torch.empty(q.shape, dtype=torch.float64) for q, _, _ in inputs.layers]
+        begin = 0
+        for sequence, count in zip(seq_ids, lengths, strict=True):
+            rows = slice(begin, begin + count)
+            start = self.sequences[sequence].length
+            for layer, (q, k, v) in enumerate(inputs.layers):
+                outputs[layer][rows] = self._attend(sequence, layer, start, q[rows], k[rows], v[rows])
+            begin += count
+        return outputs
+
+    def _attend(self, sequence: int, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        of = self.sequences[sequence]
+        positions = torch.arange(start, start + q.shape[0])
+        of.keys[layer] = torch.cat((of.keys[layer], self._rotated(k.double(), positions)))
+        of.values[layer] = torch.cat((of.values[layer], v.double()))
+        return attend(self._rotated(q.double(), positions), of.keys[layer], of.values[layer])
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self._rotary is None:
+            return x
+        cos, sin = (factor.double()[:, None] for factor in self._rotary.cos_sin(positions))
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention token by token: q [n, q heads, D] belong to the last n of N keys and values [N, kv heads, D]."""
+    group = q.shape[1] // keys.shape[1]
+    output = torch.empty_like(q)
+    for index in range(q.shape[0]):
+        visible = keys.shape[0] - q.shape[0] + index + 1
+        for head in range(q.shape[1]):
+            scores = keys[:visible, head // group] @ q[index, head] * q.shape[2] ** -0.5
+            output[index, head] = scores.softmax(0) @ values[:visible, head // group]
+    return output
+
+
+def assert_same_kv(first: PagedKVCache, second: PagedKVCache, sequence: int, other: int, begin: int, end: int) -> None:
+    """Bit for bit."""
+    pairs = zip(first.gather_kv(sequence, begin, end), second.gather_kv(other, begin, end), strict=True)
+    for (k, v), (other_k, other_v) in pairs:
+        assert torch.equal(k, other_k)
+        assert torch.equal(v, other_v)

@@ -95,7 +95,8 @@ class PageAllocator:
         left = longest_first[whole:]
         tightest = left[int(np.searchsorted(-lengths[left], -rest, side="right")) - 1]
         if whole == 0:
-            return np.arange(starts[tightest], starts[tightest] + count, dtype=np.int32)
+            first = int(starts[tightest])
+            return np.arange(first, first + count, dtype=np.int32)
         begins = np.append(starts[longest_first[:whole]], starts[tightest])
         sizes = np.append(lengths[longest_first[:whole]], rest)
         return np.sort(np.repeat(begins - np.cumsum(sizes) + sizes, sizes) + np.arange(count)).astype(np.int32)

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -19,13 +19,14 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
 
     Raises ClusterRunning, ConfigError, StartFailed, WorkerLost; nothing is left then either.
     """
-    with ClusterLock(config.name) as lock, _signals_interrupt():
+    with ClusterLock(config.name) as lock, _signals_interrupt() as catch_signals:
         cluster = Cluster(config, ray_address)
         try:
             with _Loading() as loading:
                 address = cluster.start(loading.show)
             lock.publish(address)
             print(f"ready grpc={address}", flush=True)
+            catch_signals()  # Ray has put its own handlers in their place
             cluster.wait()
         except KeyboardInterrupt:
             pass
@@ -34,8 +35,13 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """The first SIGINT or SIGTERM raises KeyboardInterrupt; later ones must not disturb the stopping."""
+def _signals_interrupt() -> Iterator[Callable[[], None]]:
+    """The first SIGINT or SIGTERM raises KeyboardInterrupt; later ones must not disturb the stopping.
+
+    Gives a function that does so again, for when somebody else has taken the signals.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
     interrupted = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -44,11 +50,15 @@ def _signals_interrupt() -> Iterator[None]:
             interrupted = True
             raise KeyboardInterrupt
 
-    before = [(number, signal.signal(number, handle)) for number in (signal.SIGINT, signal.SIGTERM)]
+    def catch_signals() -> None:
+        for number in numbers:
+            signal.signal(number, handle)
+
+    catch_signals()
     try:
-        yield
+        yield catch_signals
     finally:
-        for number, handler in before:
+        for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 
 

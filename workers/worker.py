@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import grpc.aio
 import torch
+from torch import Tensor
 
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
@@ -45,6 +46,7 @@ class Worker:
         self.model_config = load_config(Path(config.model_path), config.dtype)
         self.loaded_bytes = 0
         self.total_bytes = 0
+        self.address = ""
         self._transport = create_transport(
             config.transport,
             TransportConfig(
@@ -82,7 +84,13 @@ class Worker:
 
     def serve(self) -> str:
         """Starts stepping and answering; HOST:PORT of the worker service."""
-        return self._events.run(self._start(), timeout=30)
+        self.address = self._events.run(self._start(), timeout=120)
+        return self.address
+
+    @property
+    def pools(self) -> tuple[Tensor, ...]:
+        """The symmetric pages, one tensor per layer group; valid between join() and stop()."""
+        return self._transport.pools
 
     def on_step_thread(self, command: Callable[[], T], timeout: float = 30.0) -> T:
         """Runs `command` where cache and transport may be touched, between two steps."""

@@ -118,6 +118,21 @@ def test_stale_values_of_others_never_reach_an_output() -> None:
         assert all(torch.isfinite(o).all() for o in outputs)
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
+def test_a_neighbour_in_the_batch_that_is_not_finite_stays_alone(order: list[int]) -> None:
+    layout = layout_of(2)
+    cache = cache_of(layout)
+    for sequence, length in ((0, 30), (1, 2), (2, 30)):
+        cache.add_sequence(sequence)
+        inputs = draw_inputs(layout, length, seed=length)
+        for _, k, v in inputs.layers:
+            k.fill_(1.0 if sequence == 1 else torch.inf)
+            v.fill_(1.0 if sequence == 1 else torch.nan)
+        run(cache, [sequence], [length], inputs)
+    outputs = run(cache, order, [1, 1, 1], draw_inputs(layout, 3, seed=0))
+    assert all(torch.isfinite(o[1]).all() for o in outputs)
+
+
 def parts_of(lengths: list[int], appends: list[int]) -> tuple[object, ...]:
     layout = layout_of(2)
     tokens = lay_out_tokens(np.array(lengths), np.array(appends))

@@ -313,7 +313,7 @@ class Program:
             assert (side.cache.num_free_pages, side.cache.num_draining_pages) == (NUM_PAGES, 0)
 
 
-@settings(max_examples=25)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), steps=st.integers(50, 200))
 def test_random_programs(seed: int, steps: int) -> None:
     program = Program(seed)

@@ -185,6 +185,17 @@ def test_nothing_counts_as_sent_before_the_forward_ended() -> None:
     assert (sender.num_sent(0), sender.sends_done(0)) == (4, True)
 
 
+def test_what_was_popped_during_a_forward_does_not_count() -> None:
+    sender, receiver = Island.of(LAYOUT).caches
+    sender.add_sequence(0)
+    receiver.add_sequence(0)
+    sender.mark_send(0, 0, receiver.prepare_receive(0, 6), 1)
+    plan = sender.begin_forward([0], [5])
+    sender.pop(0, 2)
+    sender.end_forward(plan)
+    assert sender.num_sent(0) == 3
+
+
 def test_a_removed_receiver_drains_until_its_writer_is_quiet() -> None:
     cache = Island.of(LAYOUT, num_pages=6).caches[0]
     cache.add_sequence(0)

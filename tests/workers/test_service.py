@@ -1,0 +1,207 @@
+"""The worker service itself, as the gateway speaks to it: idempotence, epochs, bad maps, draining."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from tests.checkpoints import save_checkpoint
+from tests.island import running_island
+from tests.oracle import greedy, load_oracle, random_prompt
+
+EPOCH, PAGE = 1, 8
+GREEDY = inference_pb2.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, seed=1)
+PROMPT = random_prompt(37, 0)
+Stub = worker_pb2_grpc.WorkerStub
+
+
+class Pair:
+    """Both workers of a small island, and calls with the usual arguments."""
+
+    def __init__(self, prefill: Stub, decode: Stub) -> None:
+        self.prefill = prefill
+        self.decode = decode
+
+    def prepare(self, request_id: str, prompt: list[int] = PROMPT, max_tokens: int = 4) -> worker_pb2.Reservation:
+        request = worker_pb2.PrepareReceiveRequest(
+            request_id=request_id, epoch=EPOCH, token_ids=prompt, max_tokens=max_tokens
+        )
+        return self.decode.PrepareReceive(request, timeout=10)
+
+    def send(self, request_id: str, reservation: worker_pb2.Reservation) -> worker_pb2.RemoteSendResponse:
+        request = worker_pb2.RemoteSendRequest(
+            request_id=request_id, epoch=EPOCH, token_ids=PROMPT, sampling=GREEDY, reservation=reservation
+        )
+        return self.prefill.RemoteSend(request, timeout=10)
+
+    def generate(self, request_id: str, reservation: worker_pb2.Reservation) -> list[int]:
+        request = worker_pb2.StartGenerateRequest(
+            request_id=request_id, epoch=EPOCH, reservation_id=reservation.reservation_id, sampling=GREEDY
+        )
+        stream = self.decode.StartGenerate(request, timeout=10)
+        return [token for message in stream for token in message.token_ids]
+
+    def abort(self, stub: Stub, request_id: str, writer_quiet: bool = False) -> bool:
+        request = worker_pb2.AbortRequest(request_id=request_id, epoch=EPOCH, writer_quiet=writer_quiet)
+        return stub.Abort(request, timeout=10).known
+
+    def status(self, stub: Stub) -> inference_pb2.WorkerInfo:
+        return stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=10)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def pair(checkpoint: Path) -> Iterator[Pair]:
+    with running_island(checkpoint, {"cache.num_pages": 16, "cache.prefix_sharing": False}) as island:
+        addresses = [worker.address for worker in island.workers]
+        with grpc.insecure_channel(addresses[0]) as one, grpc.insecure_channel(addresses[1]) as other:
+            yield Pair(Stub(one), Stub(other))
+        assert all(worker.cache.num_free_pages == 16 for worker in island.workers)
+
+
+def code_of(caught: pytest.ExceptionInfo[grpc.RpcError]) -> grpc.StatusCode:
+    return caught.value.code()
+
+
+def test_one_request_without_a_gateway(pair: Pair, checkpoint: Path) -> None:
+    reservation = pair.prepare("r")
+    first = pair.send("r", reservation).first_token
+    assert [first, *pair.generate("r", reservation)] == greedy(load_oracle(checkpoint), PROMPT, 4)
+
+
+def test_prepare_twice_is_one_reservation(pair: Pair) -> None:
+    reservation = pair.prepare("r")
+    assert pair.prepare("r") == reservation
+    assert pair.status(pair.decode).free_pages == 16 - reservation.pages
+    assert pair.abort(pair.decode, "r", writer_quiet=True)
+
+
+def test_a_doubled_remote_send_is_computed_once(pair: Pair) -> None:
+    reservation = pair.prepare("r")
+    request = worker_pb2.RemoteSendRequest(
+        request_id="r", epoch=EPOCH, token_ids=PROMPT, sampling=GREEDY, reservation=reservation
+    )
+    both = [pair.prefill.RemoteSend.future(request, timeout=10) for _ in range(2)]
+    one, other = (call.result() for call in both)
+    assert one.first_token == other.first_token
+    assert len(pair.generate("r", reservation)) == 3
+
+
+def test_no_room_is_resource_exhausted_and_holds_nothing(pair: Pair) -> None:
+    pair.prepare("first", max_tokens=60)
+    with pytest.raises(grpc.RpcError) as caught:
+        pair.prepare("second")
+    assert code_of(caught) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert pair.abort(pair.decode, "first", writer_quiet=True)
+    assert pair.status(pair.decode).free_pages == 16
+
+
+def test_more_than_the_pool_is_invalid(pair: Pair) -> None:
+    with pytest.raises(grpc.RpcError, match="16") as caught:
+        pair.prepare("r", max_tokens=200)
+    assert code_of(caught) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_cancelled_reservation_drains_until_its_writer_is_quiet(pair: Pair) -> None:
+    reservation = pair.prepare("r")
+    assert pair.abort(pair.decode, "r")
+    info = pair.status(pair.decode)
+    assert info.draining_pages == 5  # the prompt's; those of the growth nobody writes
+    assert info.free_pages == 16 - 5
+    assert pair.send("r", reservation).first_token >= 0  # the late write hits no page in use
+    assert pair.status(pair.decode).draining_pages == 5
+    assert pair.abort(pair.decode, "r", writer_quiet=True)
+    assert pair.status(pair.decode).free_pages == 16
+
+
+def test_remote_send_after_its_abort_writes_nothing(pair: Pair) -> None:
+    reservation = pair.prepare("r")
+    assert not pair.abort(pair.prefill, "r")
+    with pytest.raises(grpc.RpcError) as caught:
+        pair.send("r", reservation)
+    assert code_of(caught) == grpc.StatusCode.ABORTED
+    assert pair.abort(pair.decode, "r", writer_quiet=True)
+
+
+def test_a_reader_that_goes_away_ends_the_request(pair: Pair) -> None:
+    reservation = pair.prepare("r")
+    request = worker_pb2.StartGenerateRequest(
+        request_id="r", epoch=EPOCH, reservation_id=reservation.reservation_id, sampling=GREEDY
+    )
+    stream = pair.decode.StartGenerate(request, timeout=10)
+    while pair.status(pair.decode).waiting != 1:
+        pass
+    stream.cancel()
+    while pair.status(pair.decode).draining_pages == 0:
+        pass
+    assert pair.abort(pair.decode, "r", writer_quiet=True)
+
+
+def test_calls_of_another_epoch_are_refused(pair: Pair) -> None:
+    other = {"request_id": "r", "epoch": EPOCH + 1}
+    for call in (
+        lambda: pair.decode.PrepareReceive(worker_pb2.PrepareReceiveRequest(**other), timeout=10),
+        lambda: list(pair.decode.StartGenerate(worker_pb2.StartGenerateRequest(**other), timeout=10)),
+        lambda: pair.decode.Abort(worker_pb2.AbortRequest(**other), timeout=10),
+        lambda: pair.prefill.RemoteSend(worker_pb2.RemoteSendRequest(**other), timeout=10),
+    ):
+        with pytest.raises(grpc.RpcError, match="epoch is 2") as caught:
+            call()
+        assert code_of(caught) == grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_a_map_of_another_epoch_is_refused(pair: Pair) -> None:
+    reservation = pair.prepare("r")
+    reservation.epoch = EPOCH + 1
+    with pytest.raises(grpc.RpcError, match="epoch") as caught:
+        pair.send("r", reservation)
+    assert code_of(caught) == grpc.StatusCode.FAILED_PRECONDITION
+    assert pair.abort(pair.decode, "r", writer_quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("target_pe", 2, "target_pe is 2"),
+        ("signal_slot", 100_000, "signal_slot"),
+        ("matched_tokens", 37, "matched_tokens"),
+        ("matched_tokens", 5, "num_tokens"),
+    ],
+)
+def test_a_bad_reservation_fails_its_request_only(pair: Pair, field: str, value: int, named: str) -> None:
+    good = pair.prepare("good")
+    bad = worker_pb2.Reservation()
+    bad.CopyFrom(good)
+    setattr(bad, field, value)
+    with pytest.raises(grpc.RpcError, match=named) as caught:
+        pair.send("bad", bad)
+    assert code_of(caught) == grpc.StatusCode.INVALID_ARGUMENT
+    pair.send("good", good)
+    assert len(pair.generate("good", good)) == 3
+
+
+@pytest.mark.parametrize("runs", [b"", b"\xff" * 40, b"\x00"])
+def test_a_map_that_is_none_fails_its_request_only(pair: Pair, runs: bytes) -> None:
+    good = pair.prepare("good")
+    bad = worker_pb2.Reservation()
+    bad.CopyFrom(good)
+    bad.position_map.runs[0] = runs
+    with pytest.raises(grpc.RpcError) as caught:
+        pair.send("bad", bad)
+    assert code_of(caught) == grpc.StatusCode.INVALID_ARGUMENT
+    pair.send("good", good)
+    assert len(pair.generate("good", good)) == 3
+
+
+def test_a_layout_that_differs_is_refused(pair: Pair) -> None:
+    reservation = pair.prepare("r")
+    reservation.position_map.layout_fingerprint ^= 1
+    with pytest.raises(grpc.RpcError, match="fingerprint"):
+        pair.send("r", reservation)
+    assert pair.abort(pair.decode, "r", writer_quiet=True)

@@ -88,15 +88,16 @@ class PageAllocator:
         edges = np.flatnonzero(self._edged[1:] != self._edged[:-1])
         starts = edges[::2]
         lengths = edges[1::2] - starts
+        fitting = np.flatnonzero(lengths >= count)
+        if fitting.size:
+            first = int(starts[fitting[lengths[fitting].argmin()]])
+            return np.arange(first, first + count, dtype=np.int32)
         longest_first = np.argsort(-lengths, kind="stable")
         ends = np.cumsum(lengths[longest_first])
         whole = int(np.searchsorted(ends, count))  # runs that are taken up entirely
-        rest = count - (int(ends[whole - 1]) if whole else 0)
+        rest = count - int(ends[whole - 1])
         left = longest_first[whole:]
         tightest = left[int(np.searchsorted(-lengths[left], -rest, side="right")) - 1]
-        if whole == 0:
-            first = int(starts[tightest])
-            return np.arange(first, first + count, dtype=np.int32)
         begins = np.append(starts[longest_first[:whole]], starts[tightest])
         sizes = np.append(lengths[longest_first[:whole]], rest)
         return np.sort(np.repeat(begins - np.cumsum(sizes) + sizes, sizes) + np.arange(count)).astype(np.int32)

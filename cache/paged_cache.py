@@ -349,7 +349,7 @@ class PagedKVCache:
             raise InvalidArgument(f"append_lengths has {int(appends.min())}; lengths must be at least 1")
         longest = int((lengths + appends).argmax())
         self._check_length(seq_ids[longest], int(lengths[longest] + appends[longest]))
-        if self._table.receiving[rows].any():
+        if self._incoming and self._table.receiving[rows].any():
             receiving = int(np.flatnonzero(self._table.receiving[rows])[0])
             raise InvalidArgument(f"sequence {seq_ids[receiving]} is being received; finish_receive ends that")
 

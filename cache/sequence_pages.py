@@ -38,8 +38,8 @@ class SequencePages:
             pages = self._pools.allocate(added + shared.size)
             self._replace(rows[shared], tail_places[shared], tuple(ids[added:] for ids in pages))
             table.append_pages(rows, needed, tuple(ids[:added] for ids in pages))
-        # A page that is partial from now on: what stands past the sequence's end is read, masked.
-        opened = np.flatnonzero((last_places * size >= lengths) & (new_lengths % size != 0))
+        # What stands past a sequence's end in its last page is read, though masked: a new last page is cleared.
+        opened = np.flatnonzero(last_places * size >= lengths)
         if opened.size:
             for kernels, of_group in zip(self._kernels, table.pages, strict=True):
                 kernels.clear_pages(of_group[rows[opened], last_places[opened]])

@@ -30,6 +30,8 @@ class SequenceTable:
         self.pages = tuple(np.zeros((max_sequences, max_pages), np.int32) for _ in range(num_groups))
         self._rows: dict[int, int] = {}
         self._vacant = list(range(max_sequences - 1, -1, -1))
+        self._last_keys: tuple[int, ...] = ()
+        self._last_rows = np.empty(0, np.int64)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -54,6 +56,7 @@ class SequenceTable:
 
     def remove(self, sequence: int) -> None:
         self._vacant.append(self._rows.pop(sequence))
+        self._last_keys, self._last_rows = (), np.empty(0, np.int64)
 
     def row(self, sequence: int) -> int:
         try:
@@ -62,8 +65,14 @@ class SequenceTable:
             raise InvalidArgument(f"sequence {sequence} is not there; add_sequence makes one") from None
 
     def rows(self, sequences: Sequence[int] | Int64Array) -> Int64Array:
-        """int64 [B]; InvalidArgument when one is unknown or stands twice."""
-        keys = sequences.tolist() if isinstance(sequences, np.ndarray) else sequences
+        """int64 [B], to be read only; InvalidArgument when one is unknown or stands twice."""
+        keys = tuple(sequences.tolist() if isinstance(sequences, np.ndarray) else sequences)
+        if keys != self._last_keys:  # a decode batch is the same for many steps
+            self._last_rows = self._look_up(keys)
+            self._last_keys = keys
+        return self._last_rows
+
+    def _look_up(self, keys: tuple[int, ...]) -> Int64Array:
         try:
             rows = [self._rows[sequence] for sequence in keys]
         except KeyError as error:

@@ -32,23 +32,9 @@ class Generation:
 
     async def run(self, placement: Placement, timeout: float) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         """The messages for the client; timeout in seconds bounds both calls."""
-        request, epoch = self._request, placement.decode.epoch
-        sampling = sampling_to_proto(request.params)
         self._timings.queue_seconds = time.perf_counter() - self._arrived
         self._timings.pages = placement.reservation.pages
-        start = worker_pb2.StartGenerateRequest(
-            request_id=request.request_id,
-            epoch=epoch,
-            reservation_id=placement.reservation.reservation_id,
-            sampling=sampling,
-        )
-        send = worker_pb2.RemoteSendRequest(
-            request_id=request.request_id,
-            epoch=epoch,
-            token_ids=request.token_ids,
-            sampling=sampling,
-            reservation=placement.reservation,
-        )
+        send, start = self._calls(placement)
         first = asyncio.ensure_future(_answer(placement.prefill.stub.RemoteSend(send, timeout=timeout)))
         stream = placement.decode.stub.StartGenerate(start, timeout=timeout)
         try:
@@ -71,6 +57,24 @@ class Generation:
         finally:
             first.cancel()
             stream.cancel()
+
+    def _calls(self, placement: Placement) -> tuple[worker_pb2.RemoteSendRequest, worker_pb2.StartGenerateRequest]:
+        request = self._request
+        sampling = sampling_to_proto(request.params)
+        send = worker_pb2.RemoteSendRequest(
+            request_id=request.request_id,
+            epoch=placement.prefill.epoch,
+            token_ids=request.token_ids,
+            sampling=sampling,
+            reservation=placement.reservation,
+        )
+        start = worker_pb2.StartGenerateRequest(
+            request_id=request.request_id,
+            epoch=placement.decode.epoch,
+            reservation_id=placement.reservation.reservation_id,
+            sampling=sampling,
+        )
+        return send, start
 
     def _first_message(self, sent: worker_pb2.RemoteSendResponse) -> inference_pb2.GenerateResponse:
         timings = self._timings

@@ -42,14 +42,14 @@ class PageGather:
         """k and v [sequences, heads, num_keys, head_dim]."""
         both = spans.index_select(0, self.rows).view(*self.shape, head_dim)
         if self.num_keys < self.shape[3]:
-            both = both[:, :, :, : self.num_keys]
+            both = both.narrow(3, 0, self.num_keys)
         k, v = both.unbind(0)
         return k, v
 
 
 @dataclass(frozen=True, eq=False)
 class DecodePart:
-    """Sequences with one new token each. tokens: int64 [n].
+    """Sequences with one new token each. tokens: int32 [n].
 
     mask: float32 [n, 1, 1, num_keys], 0 or -inf; None where all lengths are num_keys.
     """
@@ -62,7 +62,7 @@ class DecodePart:
         return q.index_select(0, self.tokens)
 
     def put(self, output: Tensor, part: Tensor) -> None:
-        output.index_copy_(0, self.tokens, part)
+        output[self.tokens] = part
 
     def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         keys, values = self.gather(spans, q.shape[2])
@@ -130,74 +130,90 @@ class ChunkPart:
 
 def plan_attention(tokens: TokenLayout, tables: PageTables, pool: Tensor) -> tuple[AttentionPart, ...]:
     """Parts that cover every token of the forward once. pool gives shapes and dtype; it is not read."""
-    planner = _Planner(tokens, tables, pool)
-    appends = tokens.qo_indptr[1:] - tokens.qo_indptr[:-1]
-    if int(appends.max()) == 1:
-        return tuple(planner.decodes(np.arange(appends.size)))
+    begins = tokens.qo_indptr[:-1]
+    rows = _Rows(begins, tokens.seq_lens, tables.kv_indptr[:-1], tables.kv_indptr[1:] - tables.kv_indptr[:-1])
+    planner = _Planner(rows, tables.kv_indices, pool)
+    if tokens.positions.size == begins.size:
+        return tuple(planner.decodes(rows))
+    appends = tokens.qo_indptr[1:] - begins
     single = appends == 1
     fresh = ~single & (appends == tokens.seq_lens)
-    parts: list[AttentionPart] = list(planner.decodes(np.flatnonzero(single)))
-    parts += planner.fresh(np.flatnonzero(fresh))
-    parts += [planner.chunk(sequence) for sequence in np.flatnonzero(~single & ~fresh).tolist()]
+    parts: list[AttentionPart] = []
+    if single.any():
+        parts += planner.decodes(rows.take(single))
+    if fresh.any():
+        parts += _fresh(np.flatnonzero(fresh), rows)
+    for sequence in np.flatnonzero(~single & ~fresh):
+        chunk = slice(sequence, sequence + 1)
+        parts.append(planner.chunk(rows.take(chunk), int(appends[sequence])))
     return tuple(parts)
 
 
+def _fresh(sequences: NDArray[np.int64], rows: "_Rows") -> list[FreshPart]:
+    """Neighbours of one length become one part."""
+    cuts = np.flatnonzero((np.diff(sequences) != 1) | (np.diff(rows.lengths[sequences]) != 0)) + 1
+    return [
+        FreshPart(int(rows.tokens[run[0]]), run.size, int(rows.lengths[run[0]])) for run in np.split(sequences, cuts)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Some sequences: first token, length, first place in kv_indices and number of pages of each; int32 [n]."""
+
+    tokens: Int32Array
+    lengths: Int32Array
+    places: Int32Array
+    counts: Int32Array
+
+    def take(self, which: NDArray[np.bool_] | slice) -> "_Rows":
+        return _Rows(self.tokens[which], self.lengths[which], self.places[which], self.counts[which])
+
+
 class _Planner:
-    def __init__(self, tokens: TokenLayout, tables: PageTables, pool: Tensor) -> None:
-        _, layers, _, self._heads, self._page_size, _ = pool.shape
-        self._tokens = tokens
-        self._tables = tables
+    def __init__(self, all_rows: _Rows, kv_indices: Int32Array, pool: Tensor) -> None:
+        _, layers, _, heads, self._page_size, _ = pool.shape
+        self._all_rows = all_rows
+        self._kv_indices = kv_indices
         self._dtype = pool.dtype
-        self._page_rows = layers * 2 * self._heads
-        self._page_counts = tables.kv_indptr[1:] - tables.kv_indptr[:-1]
+        self._heads = heads
+        self._page_rows = np.int32(layers * 2 * heads)
 
-    def decodes(self, sequences: NDArray[np.int64]) -> list[DecodePart]:
+    def decodes(self, rows: _Rows) -> list[DecodePart]:
         """One part, or one for each power of two of pages where that much padding would be read."""
-        if sequences.size == 0:
-            return []
-        counts = self._page_counts[sequences]
-        padding = sequences.size * int(counts.max()) - int(counts.sum())
-        if padding <= max(PADDED_PAGES_ALLOWED, int(counts.sum())):
-            return [self._decode(sequences)]
-        sizes = np.ceil(np.log2(counts))
-        return [self._decode(sequences[sizes == size]) for size in np.unique(sizes)]
+        widest, pages = int(rows.counts.max()), int(rows.counts.sum())
+        if rows.counts.size * widest - pages <= max(PADDED_PAGES_ALLOWED, pages):
+            return [self._decode(rows, widest)]
+        sizes = np.ceil(np.log2(rows.counts))
+        parts = [rows.take(sizes == size) for size in np.unique(sizes)]
+        return [self._decode(part, int(part.counts.max())) for part in parts]
 
-    def fresh(self, sequences: NDArray[np.int64]) -> list[FreshPart]:
-        """Neighbours of one length become one part."""
-        if sequences.size == 0:
-            return []
-        lengths = self._tokens.seq_lens[sequences]
-        cuts = np.flatnonzero((np.diff(sequences) != 1) | (np.diff(lengths) != 0)) + 1
-        return [
-            FreshPart(int(self._tokens.qo_indptr[run[0]]), run.size, int(self._tokens.seq_lens[run[0]]))
-            for run in np.split(sequences, cuts)
-        ]
+    def chunk(self, row: _Rows, append: int) -> ChunkPart:
+        begin, num_keys = int(row.tokens[0]), int(row.lengths[0])
+        visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
+        gather = self._gather(row, int(row.counts[0]), num_keys)
+        return ChunkPart(begin, begin + append, gather, _additive_mask(visible, num_keys).to(self._dtype))
 
-    def chunk(self, sequence: int) -> ChunkPart:
-        begin, end = self._tokens.qo_indptr[sequence : sequence + 2].tolist()
-        gather = self._gather(np.array([sequence]))
-        visible = self._tokens.positions[begin:end] + 1
-        return ChunkPart(begin, end, gather, _additive_mask(visible, gather.num_keys).to(self._dtype))
-
-    def _decode(self, sequences: NDArray[np.int64]) -> DecodePart:
-        gather = self._gather(sequences)
-        lengths = self._tokens.seq_lens[sequences]
+    def _decode(self, rows: _Rows, widest: int) -> DecodePart:
+        num_keys = int(rows.lengths.max())
         mask = None
-        if int(lengths.min()) < gather.num_keys:
-            mask = _additive_mask(lengths, gather.num_keys)[:, None, None]
-        return DecodePart(torch.from_numpy(self._tokens.qo_indptr[sequences].astype(np.int64)), gather, mask)
+        if int(rows.lengths.min()) < num_keys:
+            mask = _additive_mask(rows.lengths, num_keys)[:, None, None]
+        return DecodePart(torch.from_numpy(rows.tokens), self._gather(rows, widest, num_keys), mask)
 
-    def _gather(self, sequences: NDArray[np.int64]) -> PageGather:
+    def _gather(self, rows: _Rows, widest: int, num_keys: int) -> PageGather:
         """Short rows are filled up with their own last page, so that nobody's values meet another's queries."""
-        widest = int(self._page_counts[sequences].max())
-        indptr = self._tables.kv_indptr
-        places = indptr[sequences][:, None] + np.arange(widest, dtype=np.int32)
-        np.minimum(places, (indptr[sequences + 1] - 1)[:, None], out=places)
-        first_rows = self._tables.kv_indices.take(places) * np.int32(self._page_rows)
+        number = rows.counts.size
+        if rows is self._all_rows and number * widest == self._kv_indices.size:  # all have as many
+            pages = self._kv_indices.reshape(number, widest)
+        else:
+            last = rows.places + rows.counts - 1
+            places = np.minimum(rows.places[:, None] + np.arange(widest, dtype=np.int32), last[:, None])
+            pages = self._kv_indices.take(places)
+        first_rows = (pages * self._page_rows)[:, None]
         offsets = np.arange(2 * self._heads, dtype=np.int32).reshape(2, 1, self._heads, 1)
-        rows = (first_rows[:, None] + offsets).reshape(-1)
-        shape = (2, sequences.size, self._heads, widest * self._page_size)
-        return PageGather(torch.from_numpy(rows), shape, int(self._tokens.seq_lens[sequences].max()))
+        shape = (2, number, self._heads, widest * self._page_size)
+        return PageGather(torch.from_numpy((first_rows + offsets).reshape(-1)), shape, num_keys)
 
 
 def _additive_mask(visible: Int32Array, num_keys: int) -> Tensor:

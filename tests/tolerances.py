@@ -23,4 +23,6 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     """`actual`, in the dtype under test, against a reference of higher precision."""
     tolerance = ARITHMETIC[actual.dtype]
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance.rtol, atol=tolerance.atol)
+
+
 BFLOAT16_LOGPROB = 0.25  # natural logarithms of probabilities, after a whole model

@@ -91,8 +91,6 @@ def test_model_info(cluster: Cluster) -> None:
 @pytest.mark.timeout(240)
 def test_two_hundred_requests_a_third_cancelled(cluster: Cluster, small_model: Path) -> None:
     """Pages come back, whoever goes away when; those beside get their tokens; memory stays flat."""
-    complete_all(cluster.grpc_address, [random_prompt(50, 1, VOCABULARY)] * 8, max_tokens=8, **GREEDY)
-    before = {info.pe: info.resident_bytes for info in assert_idle(cluster.grpc_address)}
     rng = random.Random(0)
     oracle = load_oracle(small_model)
     checked = [random_prompt(rng.randrange(1, 180), seed, VOCABULARY) for seed in range(6)]
@@ -120,11 +118,13 @@ def test_two_hundred_requests_a_third_cancelled(cluster: Cluster, small_model: P
         async with AsyncClient(cluster.grpc_address) as client:
             await asyncio.gather(*(one(client, number) for number in range(200)))
 
+    asyncio.run(every())  # once to have allocated what such a storm takes at its height
+    before = {info.pe: info.resident_bytes for info in assert_idle(cluster.grpc_address)}
     asyncio.run(every())
     after = assert_idle(cluster.grpc_address)
     for info in after:
         grown = info.resident_bytes - before[info.pe]
-        assert grown < 48 << 20, f"PE {info.pe} grew by {grown >> 20} MiB"
+        assert grown < 32 << 20, f"PE {info.pe} grew by {grown >> 20} MiB"
 
 
 def test_bad_requests_leave_the_others_alone(cluster: Cluster, small_model: Path) -> None:

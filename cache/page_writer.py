@@ -22,3 +22,10 @@ class PageWriter(Protocol):
     def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         """All layers of the own source_slots (int32 [n]) to the peer's target_slots (int32 [n])."""
         ...
+
+    def peer_pool(self, pe: int, group: int) -> Tensor | None:
+        """The peer's pool where kernels of this process can store into it; None where they cannot.
+
+        Such stores, on the current stream, are covered by quiet() as writes are, and not counted.
+        """
+        ...

@@ -1,14 +1,15 @@
 """One worker's paged KV cache: sequences, the plan of each forward, attention, and both ends of a transfer."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.cache.errors import CacheError, InvalidArgument
-from tandem.cache.kernels.base import Kernels
-from tandem.cache.kernels.torch_kernels import TorchKernels
+from tandem.cache.kernels.base import Kernels, PushingKernels
+from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.layout import KVLayout
 from tandem.cache.page_pools import PageIds, PagePools
 from tandem.cache.page_writer import PageWriter
@@ -16,6 +17,8 @@ from tandem.cache.plan import (
     ForwardPlan,
     GroupPlan,
     Int64Array,
+    PageTables,
+    Send,
     TokenLayout,
     lay_out_tokens,
     look_up_pages,
@@ -49,7 +52,7 @@ class PagedKVCache:
         rope: RopeParameters,
         writer: PageWriter | None,
         scale: float | None = None,
-        kernels: Callable[[Tensor, float], Kernels] = TorchKernels,
+        kernels: Callable[[Tensor, float], Kernels] = choose_kernels,
     ) -> None:
         """pools: per layer group `[num_pages, *layout.page_shape(group)]`, contiguous, the caller's; what they hold at
         first does not matter. scale: of the softmax; None is head_dim ** -0.5. writer: None when nothing is sent.
@@ -160,8 +163,8 @@ class PagedKVCache:
             seq_ids=sequences,
             tokens=tokens,
             groups=tuple(
-                GroupPlan(of_group, to_send, kernels.plan(tokens, of_group))
-                for of_group, to_send, kernels in zip(tables, sends, self._kernels, strict=True)
+                self._plan_group(group, tokens, of_group, to_send)
+                for group, (of_group, to_send) in enumerate(zip(tables, sends, strict=True))
             ),
             rotation=self._plan_rotation(tokens, rope_lengths),
             sent=sent,
@@ -177,9 +180,7 @@ class PagedKVCache:
         work, kernels = plan.groups[group], self._kernels[group]
         if k.shape[0] != plan.num_tokens:
             raise InvalidArgument(f"k has {k.shape[0]} tokens; the plan has {plan.num_tokens}")
-        if plan.rotation is not None:
-            q, k = plan.rotation.apply_both(q, k)
-        kernels.append(index, k, v, work.kernel_plan)
+        q, k = kernels.append(index, q, k, v, plan.rotation, work.kernel_plan)
         for send in work.sends:
             assert self._writer is not None  # mark_send saw to it
             if index == 0 and send.source_slots.size:
@@ -318,6 +319,14 @@ class PagedKVCache:
         return [self._kernels[group].read_slots(index, slots[group]) for group, index in places]
 
     # Checks and parts of the plan
+
+    def _plan_group(self, group: int, tokens: TokenLayout, tables: PageTables, sends: tuple[Send, ...]) -> GroupPlan:
+        kernels = self._kernels[group]
+        plan = kernels.plan(tokens, tables)
+        if sends and isinstance(kernels, PushingKernels):
+            assert self._writer is not None  # mark_send saw to it
+            plan, sends = kernels.push_with_append(plan, sends, partial(self._writer.peer_pool, group=group))
+        return GroupPlan(tables, sends, plan)
 
     def _plan_rotation(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> Rotation | None:
         if self._rotary is None:

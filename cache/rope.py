@@ -110,12 +110,13 @@ class RotaryEmbedding:
         self._table = self._factors(positions, torch.zeros_like(positions))  # [max_positions, 2, 1, rotary_dim]
 
     def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Rotation:
-        """What cos_sin returns, as factors in the dtype given at construction."""
+        """What cos_sin returns, as factors in the dtype and on the device given at construction; arguments on any."""
+        device = self._table.device
         if self._parameters.rope_type == "dynamic":
             lengths = positions + 1 if rope_lengths is None else rope_lengths
             if int(lengths.max()) > self._trained_length:
-                return Rotation(*self._factors(positions, lengths).unbind(1))
-        return Rotation(*self._table.index_select(0, positions).unbind(1))
+                return Rotation(*self._factors(positions.to(device), lengths.to(device)).unbind(1))
+        return Rotation(*self._table.index_select(0, positions.to(device)).unbind(1))
 
     def cos_sin(self, positions: Tensor, rope_lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [T, rotary_dim] each, both halves alike, as transformers' rotary modules return them.

@@ -164,6 +164,16 @@ def make_model(
 
 
 @app.command()
+def doctor() -> None:
+    """Say what this machine has for tandem and what it lacks; always exits with 0."""
+    from tandem.cluster.cli_output import print_findings
+    from tandem.cluster.config import GatewaySection
+    from tandem.cluster.doctor import examine
+
+    print_findings(examine(GatewaySection().port))
+
+
+@app.command()
 def version() -> None:
     """Print tandem's version."""
     print(f"tandem {package_version('tandem')}")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.cluster.client_messages import GenerateUpdate
+from tandem.cluster.doctor import Finding
 from tandem.proto import inference_pb2
 
 PIPE_WIDTH = 140  # columns of a table that no terminal shows
@@ -43,6 +44,13 @@ def print_json(updates: Iterable[GenerateUpdate]) -> None:
     for name in ("token_ids", "logprobs"):
         result[name] = [item for part in map(asdict, parts) for item in part[name]]
     print(json.dumps(result | {"token_seconds": seconds}, ensure_ascii=False))
+
+
+def print_findings(findings: Iterable[Finding]) -> None:
+    """A line each, as soon as it is known: ok or missing, the thing, what was found and what to do."""
+    for finding in findings:
+        line = f"{'ok' if finding.ok else 'missing':8} {finding.name:18} {finding.found}"
+        print(f"{line} → {finding.advice}" if finding.advice else line, flush=True)
 
 
 def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from tandem.cluster.errors import ConfigError
@@ -67,8 +67,13 @@ class SchedulerSection(Section):
 
 
 class IslandSection(Section):
-    transport: Literal["shared_memory"] = Field(
-        default="shared_memory", description="how workers write into each other's pages"
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu", description="where workers compute; on cuda each has a GPU of its own"
+    )
+    transport: Literal["shared_memory", "nvshmem"] = Field(
+        default="shared_memory",
+        description="how workers write into each other's pages: shared_memory between CPUs, nvshmem between GPUs",
+        validate_default=True,
     )
     num_prefill: Count = Field(default=1, le=256, description="prefill workers")
     num_decode: Count = Field(default=1, le=256, description="decode workers")
@@ -78,6 +83,15 @@ class IslandSection(Section):
     threads_per_worker: Count | None = Field(
         default=None, le=1024, description="torch threads of one worker; null shares the machine's cores evenly"
     )
+
+    @field_validator("transport")
+    @classmethod
+    def _fit_device(cls, transport: str, info: ValidationInfo) -> str:
+        device = info.data.get("device")
+        fitting = {"cpu": "shared_memory", "cuda": "nvshmem"}.get(str(device), transport)
+        if transport != fitting:
+            raise ValueError(f"must be {fitting} where island.device is {device}")
+        return transport
 
 
 class GatewaySection(Section):

@@ -122,24 +122,34 @@ class Cluster:
 
     def _place_workers(self, max_model_len: int) -> None:
         configs = worker_configs(self._config, max_model_len)
-        self._group = placement_group([{"CPU": CPU_SHARE}] * (len(configs) + 1), strategy="STRICT_PACK")
+        gpus = 1 if self._config.island.device == "cuda" else 0
+        worker = {"CPU": CPU_SHARE, "GPU": gpus} if gpus else {"CPU": CPU_SHARE}
+        self._group = placement_group([*[worker] * len(configs), {"CPU": CPU_SHARE}], strategy="STRICT_PACK")
         if not self._group.wait(30):
-            raise StartFailed(f"Ray has no node with {CPU_SHARE * (len(configs) + 1):.1f} CPUs free")
+            needed = f"{CPU_SHARE * (len(configs) + 1):.1f} CPUs" + (f" and {len(configs)} GPUs" if gpus else "")
+            raise StartFailed(f"Ray has no node with {needed} free")
         for index, config in enumerate(configs):
             name = f"{self._config.name}-{config.role}-{config.pe}"
-            self._workers.append((config, self._actor(WorkerActor, name, index, config)))
+            self._workers.append((config, self._actor(WorkerActor, name, index, config, gpus)))
 
-    def _actor(self, kind: type, name: str, index: int, argument: object) -> Any:
+    def _actor(self, kind: type, name: str, index: int, argument: object, gpus: int = 0) -> Any:
         assert self._group is not None
         threads = str(threads_per_worker(self._config))
         options = {
             "name": name,
             "num_cpus": CPU_SHARE,
+            "num_gpus": gpus,
             "max_restarts": 0,  # a lone restart cannot rejoin its island
             "max_concurrency": 4,  # wait() and progress() run beside the others
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
             # Threads that spin while idle would take the cores from the other workers of this machine.
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}},
+            "runtime_env": {
+                "env_vars": {
+                    "OMP_NUM_THREADS": threads,
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # who asked for no GPU sees none
+                }
+            },
         }
         try:
             return ray.remote(kind).options(**options).remote(argument)

@@ -22,6 +22,7 @@ def worker_configs(config: ClusterConfig, max_model_len: int) -> list[WorkerConf
             num_pes=len(roles),
             model_path=config.model.path or "",
             dtype=config.model.dtype,
+            device=config.island.device,
             load_format=config.model.load_format,
             max_model_len=max_model_len,
             page_size=config.cache.page_size,

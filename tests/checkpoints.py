@@ -88,11 +88,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(case: str, seed: int = 0) -> PreTrainedModel:
-    """The transformers model of a case in float32, every parameter random: biases and norm weights matter too."""
+def make_model(case: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """The transformers model of a case in float32, every parameter random: biases and norm weights matter too.
+
+    changes: fields of its configuration.
+    """
     family, fields = CASES[case]
     config_class, model_class = FAMILIES[family]
-    model = model_class(config_class(**{**COMMON, **fields})).eval()
+    model = model_class(config_class(**{**COMMON, **fields, **changes})).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

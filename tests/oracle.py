@@ -2,19 +2,21 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
-def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+def load_oracle(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval().to(device)
 
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """num_tokens tokens, the end of sequence ignored."""
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=model.device)
     output = model.generate(  # type: ignore[operator]  # pyright takes it for a tensor
         ids,
         attention_mask=torch.ones_like(ids),

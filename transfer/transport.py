@@ -74,6 +74,10 @@ class Transport(ABC):
         Whole pages travel as such. The source may be read as late as quiet().
         """
 
+    def peer_pool(self, pe: int, group: int) -> Tensor | None:
+        """See PageWriter. None: all goes through write_tokens and write_slots."""
+        return None
+
     @abstractmethod
     def quiet(self, pe: int) -> None:
         """Returns once all earlier writes to that PE are visible there. TransportTimeout at a deadline, never later."""
@@ -101,7 +105,7 @@ class Transport(ABC):
 
     def _check_slots(self, field: str, slots: Int32Array) -> None:
         limit = self.num_pages * self.layout.page_size
-        if slots.size and (int(slots.min()) < 0 or int(slots.max()) >= limit):
+        if slots.size and int(slots.view(np.uint32).max()) >= limit:  # negative ones become large
             raise InvalidArgument(f"{field} are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
 
     def _check_signal(self, slot: int) -> None:

@@ -24,6 +24,7 @@ class WorkerConfig:
     model_path: str
     max_model_len: int
     dtype: str = "auto"
+    device: str = "cpu"
     load_format: str = "safetensors"
     page_size: int = 16
     num_pages: int = 1024

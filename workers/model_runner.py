@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import ForwardPlan
 from tandem.workers.models.decoder import DenseDecoder
@@ -52,11 +53,12 @@ class ModelRunner:
     def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array) -> Tensor:
         """Logits float32 [len(last_rows), vocab] that follow the named rows of token_ids int64 [T]."""
         attend = partial(self._cache.attention, plan)
-        return self._model.forward(torch.from_numpy(token_ids), attend, torch.from_numpy(last_rows))
+        ids, rows = upload([token_ids, last_rows], self._model.device)
+        return self._model.forward(ids, attend, rows)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> Samples:
         """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be drawn."""
         tokens, logprobs = self._sampler.sample(logits, batch, positions)
-        token_ids = tokens.numpy()
+        token_ids = tokens.cpu().numpy()
         return Samples(token_ids, split_logprobs(logprobs, token_ids.tolist()))

@@ -26,3 +26,6 @@ class PushMeter(PageWriter):
         began = time.perf_counter()
         self._writer.write_slots(pe, group, source_slots, target_slots)
         self.seconds += time.perf_counter() - began
+
+    def peer_pool(self, pe: int, group: int) -> Tensor | None:
+        return self._writer.peer_pool(pe, group)

@@ -71,7 +71,11 @@ class Worker:
             self.loaded_bytes, self.total_bytes = loaded, total
 
         self._model = load_decoder(
-            Path(self.config.model_path), self.model_config, load_format=self.config.load_format, report=progress
+            Path(self.config.model_path),
+            self.model_config,
+            load_format=self.config.load_format,
+            device=self.config.device,
+            report=progress,
         )
 
     def open(self) -> bytes:

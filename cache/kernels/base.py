@@ -1,11 +1,13 @@
 """What a backend's kernels do for one layer group of a paged KV cache."""
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from tandem.cache.plan import PageTables, TokenLayout
+from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
+from tandem.cache.rope import Rotation
 
 
 class Kernels(Protocol):
@@ -18,14 +20,20 @@ class Kernels(Protocol):
         """Whatever append and attend need of this forward."""
         ...
 
-    def append(self, layer: int, k: Tensor, v: Tensor, plan: Any) -> None:
-        """k and v [T, num_kv_heads, head_dim] of the new tokens into their slots."""
+    def append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: Any
+    ) -> tuple[Tensor, Tensor]:
+        """q and k rotated; the latter and v go into the new tokens' slots.
+
+        q is [T, num_q_heads, head_dim], k and v are [T, num_kv_heads, head_dim], left as they are. Without rotation q
+        and k may be what is returned.
+        """
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
         """o [T, num_q_heads, head_dim]: each token attends to its sequence's positions up to its own.
 
-        q is [T, num_q_heads, head_dim]; k and v are those appended just before. num_q_heads is a multiple of
+        q and k are what append() returned just before, v is what it was given. num_q_heads is a multiple of
         num_kv_heads, and q head h reads KV head h // (num_q_heads / num_kv_heads).
         """
         ...
@@ -40,4 +48,17 @@ class Kernels(Protocol):
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n]."""
+        ...
+
+
+PeerPool = Callable[[int], Tensor | None]
+"""PageWriter.peer_pool of one layer group."""
+
+
+@runtime_checkable
+class PushingKernels(Kernels, Protocol):
+    """Kernels whose append can also store into pools of peers."""
+
+    def push_with_append(self, plan: Any, sends: Sequence[Send], peer_pool: PeerPool) -> tuple[Any, tuple[Send, ...]]:
+        """A plan whose append also stores into mapped peers, and the sends that are left for the page writer."""
         ...

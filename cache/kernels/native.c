@@ -10,8 +10,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LANES = 8, MAX_VECTORS = 32, MAX_HEADS = 8, CHUNK = 256 };
-enum { PARALLEL_FLOATS = 1 << 15 }; /* below this much work a second thread costs more than it brings */
+enum { LANES = 8, MAX_VECTORS = 32, MAX_HEADS = 8, CHUNK = 256, PAGES_AHEAD = 2 };
+enum { PARALLEL_FLOATS = 1 << 17 }; /* below this, some 50 µs of work, a second thread costs more than it brings */
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -167,17 +167,27 @@ INLINE void weigh(float *scores, int count, int dim, float *top, float *total, f
     for (int i = 0; i < dim; i++) sums[i] *= kept;
 }
 
+/* The tiles of K and V, which are short and far apart: left to itself the processor waits for most of them. */
+INLINE void prefetch(const Pool *pool, const float *keys, const int32_t *page_ids, int place) {
+    const float *const tile = keys + page_ids[place] * pool->page_stride;
+    for (int i = 0; i < pool->page_size * pool->head_dim; i += 64 / (int)sizeof(float)) {
+        __builtin_prefetch(tile + i);
+        __builtin_prefetch(tile + pool->value_offset + i, 0, 2);
+    }
+}
+
 /* Up to MAX_HEADS query heads of one token, which share the K and V head whose tile in page 0 begins at `keys`. */
 INLINE void attend_heads(const Pool *pool, const float *keys, const int32_t *page_ids, int length, const float *q,
                          int num_heads, float *o, const int dim) {
     float queries[MAX_HEADS][LANES * MAX_VECTORS], sums[MAX_HEADS][LANES * MAX_VECTORS];
     float scores[MAX_HEADS][CHUNK], top[MAX_HEADS], total[MAX_HEADS];
-    const int size = pool->page_size;
+    const int size = pool->page_size, num_pages = (length + size - 1) / size;
     const float scale = pool->scale * 1.44269504f; /* weights are powers of 2, not of e */
     for (int head = 0; head < num_heads; head++) {
         for (int i = 0; i < dim; i++) queries[head][i] = q[head * dim + i] * scale, sums[head][i] = 0;
         top[head] = -INFINITY, total[head] = 0;
     }
+    for (int place = 0; place < num_pages && place < PAGES_AHEAD; place++) prefetch(pool, keys, page_ids, place);
     for (int begin = 0; begin < length; begin += CHUNK) {
         const int count = length - begin < CHUNK ? length - begin : CHUNK;
         for (int value = 0; value < 2; value++) {
@@ -185,6 +195,7 @@ INLINE void attend_heads(const Pool *pool, const float *keys, const int32_t *pag
                 const int place = (begin + done) / size, offset = (begin + done) % size;
                 span = size - offset < count - done ? size - offset : count - done;
                 const float *const tile = keys + page_ids[place] * pool->page_stride + (int64_t)offset * dim;
+                if (!value && place + PAGES_AHEAD < num_pages) prefetch(pool, keys, page_ids, place + PAGES_AHEAD);
                 for (int head = 0; head < num_heads; head++) {
                     if (value)
                         accumulate(scores[head] + done, tile + pool->value_offset, span, dim, sums[head]);

@@ -130,23 +130,34 @@ class ChunkPart:
 
 def plan_attention(tokens: TokenLayout, tables: PageTables, pool: Tensor) -> tuple[AttentionPart, ...]:
     """Parts that cover every token of the forward once. pool gives shapes and dtype; it is not read."""
-    begins = tokens.qo_indptr[:-1]
-    rows = _Rows(begins, tokens.seq_lens, tables.kv_indptr[:-1], tables.kv_indptr[1:] - tables.kv_indptr[:-1])
+    rows = _rows(tokens, tables)
     planner = _Planner(rows, tables.kv_indices, pool)
-    if tokens.positions.size == begins.size:
+    if tokens.positions.size == rows.tokens.size:
         return tuple(planner.decodes(rows))
-    appends = tokens.qo_indptr[1:] - begins
+    single = np.diff(tokens.qo_indptr) == 1
+    decodes = planner.decodes(rows.take(single)) if single.any() else []
+    return (*decodes, *plan_prompts(tokens, tables, pool))
+
+
+def plan_prompts(tokens: TokenLayout, tables: PageTables, pool: Tensor) -> tuple[AttentionPart, ...]:
+    """Parts that cover the tokens of sequences with more than one."""
+    rows = _rows(tokens, tables)
+    planner = _Planner(rows, tables.kv_indices, pool)
+    appends = np.diff(tokens.qo_indptr)
     single = appends == 1
     fresh = ~single & (appends == tokens.seq_lens)
     parts: list[AttentionPart] = []
-    if single.any():
-        parts += planner.decodes(rows.take(single))
     if fresh.any():
         parts += _fresh(np.flatnonzero(fresh), rows)
     for sequence in np.flatnonzero(~single & ~fresh):
         chunk = slice(sequence, sequence + 1)
         parts.append(planner.chunk(rows.take(chunk), int(appends[sequence])))
     return tuple(parts)
+
+
+def _rows(tokens: TokenLayout, tables: PageTables) -> "_Rows":
+    places = tables.kv_indptr[:-1]
+    return _Rows(tokens.qo_indptr[:-1], tokens.seq_lens, places, tables.kv_indptr[1:] - places)
 
 
 def _fresh(sequences: NDArray[np.int64], rows: "_Rows") -> list[FreshPart]:
@@ -176,6 +187,7 @@ class _Planner:
         self._all_rows = all_rows
         self._kv_indices = kv_indices
         self._dtype = pool.dtype
+        self._device = pool.device
         self._heads = heads
         self._page_rows = np.int32(layers * 2 * heads)
 
@@ -192,14 +204,15 @@ class _Planner:
         begin, num_keys = int(row.tokens[0]), int(row.lengths[0])
         visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
         gather = self._gather(row, int(row.counts[0]), num_keys)
-        return ChunkPart(begin, begin + append, gather, _additive_mask(visible, num_keys).to(self._dtype))
+        return ChunkPart(begin, begin + append, gather, _additive_mask(visible, num_keys).to(self._device, self._dtype))
 
     def _decode(self, rows: _Rows, widest: int) -> DecodePart:
         num_keys = int(rows.lengths.max())
         mask = None
         if int(rows.lengths.min()) < num_keys:
-            mask = _additive_mask(rows.lengths, num_keys)[:, None, None]
-        return DecodePart(torch.from_numpy(rows.tokens), self._gather(rows, widest, num_keys), mask)
+            mask = _additive_mask(rows.lengths, num_keys).to(self._device)[:, None, None]
+        tokens = torch.from_numpy(rows.tokens).to(self._device)
+        return DecodePart(tokens, self._gather(rows, widest, num_keys), mask)
 
     def _gather(self, rows: _Rows, widest: int, num_keys: int) -> PageGather:
         """Short rows are filled up with their own last page, so that nobody's values meet another's queries."""
@@ -213,7 +226,7 @@ class _Planner:
         first_rows = (pages * self._page_rows)[:, None]
         offsets = np.arange(2 * self._heads, dtype=np.int32).reshape(2, 1, self._heads, 1)
         shape = (2, number, self._heads, widest * self._page_size)
-        return PageGather(torch.from_numpy((first_rows + offsets).reshape(-1)), shape, num_keys)
+        return PageGather(torch.from_numpy((first_rows + offsets).reshape(-1)).to(self._device), shape, num_keys)
 
 
 def _additive_mask(visible: Int32Array, num_keys: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from tandem.cache.kernels.torch_attention import AttentionPart, plan_attention
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
+from tandem.cache.rope import Rotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,35 +49,42 @@ class TorchKernels:
         slots = tables.slot_mapping.astype(np.int64)
         rows = slots + slots // self._page_size * ((self._page_rows - 1) * self._page_size)
         return TorchPlan(
-            append_rows=torch.from_numpy((rows[:, None] + self._head_offsets).reshape(-1)),
+            append_rows=torch.from_numpy((rows[:, None] + self._head_offsets).reshape(-1)).to(self._pool.device),
             parts=plan_attention(tokens, tables, self._pool),
         )
 
-    def append(self, layer: int, k: Tensor, v: Tensor, plan: TorchPlan) -> None:
+    def append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: TorchPlan
+    ) -> tuple[Tensor, Tensor]:
+        if rotation is not None:
+            q, k = rotation.apply_both(q, k)
         size = k.shape[-1]
         self._key_rows[layer].index_copy_(0, plan.append_rows, k.reshape(-1, size))
         self._value_rows[layer].index_copy_(0, plan.append_rows, v.reshape(-1, size))
+        return q, k
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan) -> Tensor:
-        spans = self._spans[layer]
         if len(plan.parts) == 1:
-            return plan.parts[0].attend(spans, q, k, v, self._scale)
+            return self.attend_part(layer, plan.parts[0], q, k, v)
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in plan.parts:
-            part.put(output, part.attend(spans, part.take(q), k, v, self._scale))
+            part.put(output, self.attend_part(layer, part, part.take(q), k, v))
         return output
 
+    def attend_part(self, layer: int, part: AttentionPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """o of the part's tokens from their q and all of k and v."""
+        return part.attend(self._spans[layer], q, k, v, self._scale)
+
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
-        self._pool[_index(targets)] = self._pool[_index(sources)]
+        self._pool[self._index(targets)] = self._pool[self._index(sources)]
 
     def clear_pages(self, pages: Int32Array) -> None:
-        self._pool.index_fill_(0, _index(pages), 0)
+        self._pool.index_fill_(0, self._index(pages), 0)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        index = _index(slots)
+        index = self._index(slots)
         both = self._pool[index // self._page_size, layer, :, :, index % self._page_size]
         return both[:, 0], both[:, 1]
 
-
-def _index(ids: Int32Array) -> Tensor:
-    return torch.from_numpy(ids.astype(np.int64))
+    def _index(self, ids: Int32Array) -> Tensor:
+        return torch.from_numpy(ids.astype(np.int64)).to(self._pool.device)

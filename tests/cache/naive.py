@@ -1,10 +1,13 @@
 """A cache that keeps K and V of every token by itself and computes in float64, to compare the paged one with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from tandem.cache.kernels.base import Kernels
+from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.rope import RopeParameters, RotaryEmbedding
@@ -33,9 +36,20 @@ def pools_of(layout: KVLayout, num_pages: int) -> tuple[Tensor, ...]:
     )
 
 
-def cache_of(layout: KVLayout, num_pages: int = 32, rope: RopeParameters = ROPE) -> PagedKVCache:
+MakeKernels = Callable[[Tensor, float], Kernels]
+
+
+def cache_of(
+    layout: KVLayout, num_pages: int = 32, rope: RopeParameters = ROPE, kernels: MakeKernels = choose_kernels
+) -> PagedKVCache:
     return PagedKVCache(
-        layout, pools_of(layout, num_pages), max_sequences=16, max_sequence_length=MAX_LENGTH, rope=rope, writer=None
+        layout,
+        pools_of(layout, num_pages),
+        max_sequences=16,
+        max_sequence_length=MAX_LENGTH,
+        rope=rope,
+        writer=None,
+        kernels=kernels,
     )
 
 

@@ -36,3 +36,6 @@ class PeerWriter:
         for begin, end in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
             target[end // size, :, :, :, end % size] = source[begin // size, :, :, :, begin % size]
         self.slot_writes.append((pe, group, source_slots.size))
+
+    def peer_pool(self, pe: int, group: int) -> Tensor | None:
+        return None

@@ -87,6 +87,12 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
         ("model.max_model_len=0", ["model.max_model_len is 0", "greater than or equal to 1"]),
         ("island.num_decode=null", ["island.num_decode is null", "integer"]),
         ("island.transport=rdma", ["island.transport is 'rdma'", "shared_memory"]),
+        (
+            "island.transport=nvshmem",
+            ["island.transport is 'nvshmem'", "must be shared_memory", "island.device is cpu"],
+        ),
+        ("island.device=cuda", ["island.transport is 'shared_memory'", "must be nvshmem", "island.device is cuda"]),
+        ("island.device=tpu", ["island.device is 'tpu'", "'cpu' or 'cuda'"]),
         ("gateway.port=65536", ["gateway.port is 65536", "less than or equal to 65535"]),
         ("gateway.queue_seconds=0", ["gateway.queue_seconds is 0", "greater than 0"]),
         ("gateway.queue_seconds=.nan", ["gateway.queue_seconds is nan"]),

@@ -1,6 +1,9 @@
+import importlib.util
+
 import pytest
 
 from tandem.cache.errors import InvalidArgument
+from tandem.transfer.errors import TransportError
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.shared_memory import SharedMemoryTransport
@@ -11,5 +14,11 @@ CONFIG = TransportConfig(pe=0, num_pes=1, layout=two_groups(), num_pages=1, num_
 
 def test_transports_are_known_by_name() -> None:
     assert isinstance(create_transport("shared_memory", CONFIG), SharedMemoryTransport)
-    with pytest.raises(InvalidArgument, match="transport is 'pigeon'; it must be one of shared_memory"):
+    with pytest.raises(InvalidArgument, match="transport is 'pigeon'; it must be one of shared_memory, nvshmem"):
         create_transport("pigeon", CONFIG)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nvshmem") is not None, reason="nvshmem4py is installed")
+def test_what_nvshmem_lacks_is_said() -> None:
+    with pytest.raises(TransportError, match=r"No module named 'nvshmem'; install tandem\[cuda12\]"):
+        create_transport("nvshmem", CONFIG)

@@ -46,6 +46,10 @@ class DenseDecoder:
         while parameters.layers:
             self._layers.append(_prepare(config, parameters.layers.pop(0)))
 
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
     def forward(self, token_ids: Tensor, attend: Attend, last_rows: Tensor) -> Tensor:
         """Logits float32 [n, vocab_size] that follow rows `last_rows` (int64 [n], n may be 0) of the packed tokens.
 

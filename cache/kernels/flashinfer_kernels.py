@@ -1,0 +1,214 @@
+"""Kernels of a pool on a CUDA device: attention by FlashInfer, append by Triton. The only importer of flashinfer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.kernels.base import PeerPool
+from tandem.cache.kernels.triton_append import AppendTargets, append
+from tandem.cache.kernels.upload import upload
+from tandem.cache.plan import PageTables, Send, TokenLayout
+from tandem.cache.position_map import Int32Array
+from tandem.cache.rope import Rotation
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (8, 16, 32, 64)
+WORKSPACE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPart:
+    """Some sequences of a forward, all with one new token each or all with several.
+
+    tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
+    FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device.
+    """
+
+    single: bool
+    tokens: Tensor | None
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_last_page_len: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class FlashInferPlan:
+    """keep_k: whether append returns K rotated, for a writer that takes it from there."""
+
+    targets: AppendTargets
+    keep_k: bool
+    parts: tuple[AttentionPart, ...]
+
+
+class FlashInferKernels:
+    """See Kernels. float16 and bfloat16, head_dim 64, 128 or 256, pages of 8 to 64 positions; else InvalidArgument.
+
+    FlashInfer's wrappers hold the forward that was planned last, so they are planned when its first layer attends:
+    forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
+    """
+
+    def __init__(self, pool: Tensor, scale: float) -> None:
+        """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
+        _check(pool)
+        import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
+
+        self._pool = pool
+        self._scale = scale
+        self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        self._current: FlashInferPlan | None = None
+        self._planned = torch.cuda.Event()
+
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> FlashInferPlan:
+        appends = np.diff(tokens.qo_indptr)
+        single = appends == 1
+        groups = [np.flatnonzero(single), np.flatnonzero(~single)]
+        drafts = [_draft(tokens, tables, appends, sequences) for sequences in groups if sequences.size]
+        arrays = [tables.slot_mapping, *(array for draft in drafts for array in (draft.kv_indices, draft.tokens))]
+        slots, *uploaded = upload(arrays, self._pool.device)
+        parts = tuple(
+            AttentionPart(
+                draft.single,
+                rows if len(drafts) > 1 else None,
+                torch.from_numpy(draft.qo_indptr),
+                torch.from_numpy(draft.kv_indptr),
+                pages,
+                torch.from_numpy(draft.kv_last_page_len),
+            )
+            for draft, pages, rows in zip(drafts, uploaded[::2], uploaded[1::2], strict=True)
+        )
+        return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
+
+    def push_with_append(
+        self, plan: FlashInferPlan, sends: Sequence[Send], peer_pool: PeerPool
+    ) -> tuple[FlashInferPlan, tuple[Send, ...]]:
+        """See PushingKernels: all peers are written to by the one launch."""
+        addresses = np.zeros(plan.targets.slots.shape[0], np.int64)
+        left: list[Send] = []
+        for send in sends:
+            pool = peer_pool(send.target_pe) if send.token_indices.shape[0] else None
+            if pool is None:
+                left.append(send)
+                continue
+            addresses[send.token_indices.numpy()] = _row_addresses(pool, send.token_slots.numpy())
+            if send.source_slots.size:
+                left.append(replace(send, token_indices=send.token_indices[:0], token_slots=send.token_slots[:0]))
+        peer_rows = upload([addresses], self._pool.device)[0] if addresses.any() else None
+        keep_k = any(send.token_indices.shape[0] for send in left)
+        return replace(plan, targets=replace(plan.targets, peer_rows=peer_rows), keep_k=keep_k), tuple(left)
+
+    def append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan
+    ) -> tuple[Tensor, Tensor]:
+        """As Kernels says, but k comes back rotated only where plan.keep_k asks for it: attend reads the pages."""
+        return append(self._pool, layer, q, k, v, rotation, plan.targets, keep_k=plan.keep_k)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: FlashInferPlan) -> Tensor:
+        if plan is not self._current:
+            self._plan_wrappers(plan, q.shape[1])
+        output = torch.empty_like(q)
+        for part in plan.parts:
+            wrapper = self._decode if part.single else self._prefill
+            if part.tokens is None:
+                wrapper.run(q, self._layers[layer], out=output)
+            else:
+                output.index_copy_(0, part.tokens, wrapper.run(q.index_select(0, part.tokens), self._layers[layer]))
+        return output
+
+    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
+        source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._pool.device)
+        self._pool.index_copy_(0, target, self._pool.index_select(0, source))
+
+    def clear_pages(self, pages: Int32Array) -> None:
+        (index,) = upload([pages.astype(np.int64)], self._pool.device)
+        self._pool.index_fill_(0, index, 0)
+
+    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
+        (index,) = upload([slots.astype(np.int64)], self._pool.device)
+        size = self._pool.shape[4]
+        both = self._pool[index // size, layer, :, :, index % size]
+        return both[:, 0], both[:, 1]
+
+    def _plan_wrappers(self, plan: FlashInferPlan, num_q_heads: int) -> None:
+        _, _, _, num_kv_heads, page_size, head_dim = self._pool.shape
+        # FlashInfer copies its plan from pinned memory that the next plan overwrites.
+        self._planned.synchronize()
+        for part in plan.parts:
+            tables = (part.kv_indptr, part.kv_indices, part.kv_last_page_len)
+            sizes = (num_q_heads, num_kv_heads, head_dim, page_size)
+            options = {"q_data_type": self._pool.dtype, "sm_scale": self._scale}
+            if part.single:
+                self._decode.plan(*tables, *sizes, **options)
+            else:
+                self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **options)
+        self._planned.record()
+        self._current = plan
+
+
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    single: bool
+    tokens: NDArray[np.int64]
+    qo_indptr: Int32Array
+    kv_indptr: Int32Array
+    kv_indices: Int32Array
+    kv_last_page_len: Int32Array
+
+
+def _draft(tokens: TokenLayout, tables: PageTables, appends: Int32Array, sequences: NDArray[np.int64]) -> _Draft:
+    """An AttentionPart of `sequences` (int64 [n]), before anything is on the device."""
+    counts = np.diff(tables.kv_indptr)[sequences]
+    appends = appends[sequences]
+    return _Draft(
+        single=bool(appends[0] == 1),
+        tokens=_ragged(tokens.qo_indptr[sequences], appends),
+        qo_indptr=_indptr(appends),
+        kv_indptr=_indptr(counts),
+        kv_indices=tables.kv_indices[_ragged(tables.kv_indptr[sequences], counts)],
+        kv_last_page_len=tables.kv_last_page_len[sequences],
+    )
+
+
+def _indptr(counts: Int32Array) -> Int32Array:
+    indptr = np.zeros(counts.size + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr
+
+
+def _ragged(begins: Int32Array, counts: Int32Array) -> NDArray[np.int64]:
+    """begins[i], begins[i] + 1, … (counts[i] of them), one after another."""
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
+
+
+def _row_addresses(pool: Tensor, slots: Int32Array) -> NDArray[np.int64]:
+    """See AppendTargets.peer_rows."""
+    page_size = pool.shape[4]
+    limit = pool.shape[0] * page_size
+    if int(slots.min()) < 0 or int(slots.max()) >= limit:
+        raise InvalidArgument(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
+    pages, offsets = np.divmod(slots.astype(np.int64), page_size)
+    return pool.data_ptr() + (pages * pool.stride(0) + offsets * pool.stride(4)) * pool.element_size()
+
+
+def _check(pool: Tensor) -> None:
+    _, _, _, _, page_size, head_dim = pool.shape
+    for name, value, accepted in (
+        ("dtype", pool.dtype, DTYPES),
+        ("head_dim", head_dim, HEAD_DIMS),
+        ("page_size", page_size, PAGE_SIZES),
+    ):
+        if value not in accepted:
+            raise InvalidArgument(f"{name} is {value}; on a GPU it must be one of {', '.join(map(str, accepted))}")
+    if pool.device.type != "cuda":
+        raise InvalidArgument(f"the pool is on {pool.device}; it must be on a CUDA device")

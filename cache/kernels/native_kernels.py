@@ -1,0 +1,171 @@
+"""Kernels of native.c for float32 on a CPU; what they do not do, torch's do."""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.kernels.torch_attention import AttentionPart, plan_prompts
+from tandem.cache.kernels.torch_kernels import TorchKernels
+from tandem.cache.plan import PageTables, TokenLayout
+from tandem.cache.position_map import Int32Array
+from tandem.cache.rope import Rotation
+
+LANES, MAX_HEAD_DIM = 8, 256  # as in native.c
+POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+class _Pool(ctypes.Structure):
+    """Pool of native.c."""
+
+    _fields_ = (
+        ("pages", POINTER),
+        ("page_stride", INT64),
+        ("layer_stride", INT64),
+        ("value_offset", INT64),
+        ("num_kv_heads", INT32),
+        ("page_size", INT32),
+        ("head_dim", INT32),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _Step(ctypes.Structure):
+    """Step of native.c."""
+
+    _fields_ = (
+        ("slots", POINTER),
+        ("page_ids", POINTER),
+        ("tokens", POINTER),
+        ("first_page", POINTER),
+        ("lengths", POINTER),
+        ("num_positions", INT64),
+        ("num_tokens", INT32),
+        ("num_decodes", INT32),
+        ("num_threads", INT32),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class NativePlan:
+    """step points into indices, which the plan keeps alive; address is that of step. parts are for torch."""
+
+    num_tokens: int
+    num_decodes: int
+    parts: tuple[AttentionPart, ...]
+    address: int
+    step: _Step
+    indices: Int32Array
+
+
+class NativeKernels:
+    """See Kernels. The pool is float32, on the CPU, contiguous.
+
+    Sequences with one new token attend natively, prompts by torch's parts. A call uses as many threads as torch does.
+    """
+
+    def __init__(self, pool: Tensor, scale: float, library: ctypes.CDLL) -> None:
+        _, layers, _, self._heads, page_size, self._head_dim = pool.shape
+        tiles = self._heads * page_size * self._head_dim
+        self._torch = TorchKernels(pool, scale)
+        self._pages = pool
+        self._pool = _Pool(
+            pool.data_ptr(), 2 * layers * tiles, 2 * tiles, tiles, self._heads, page_size, self._head_dim, scale
+        )
+        self._pool_address = ctypes.addressof(self._pool)
+        q, k, v, factors = (POINTER, INT64, INT32), (POINTER, INT64), (POINTER, INT64), (POINTER, POINTER, INT64, INT32)
+        self._append = library.append
+        self._append.argtypes = (POINTER, POINTER, INT32, *q, *k, *v, *factors, POINTER, POINTER)
+        self._append.restype = None
+        self._attend = library.decode_attention
+        self._attend.argtypes = (POINTER, POINTER, INT32, *q, POINTER)
+        self._attend.restype = None
+
+    @staticmethod
+    def takes_head_dim(head_dim: int) -> bool:
+        return head_dim % LANES == 0 and head_dim <= MAX_HEAD_DIM
+
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> NativePlan:
+        queries, places, lengths = tokens.qo_indptr[:-1], tables.kv_indptr[:-1], tokens.seq_lens
+        parts: tuple[AttentionPart, ...] = ()
+        if tokens.positions.size != queries.size:
+            single = np.diff(tokens.qo_indptr) == 1
+            queries, places, lengths = queries[single], places[single], lengths[single]
+            parts = plan_prompts(tokens, tables, self._pages)
+        arrays = (tables.slot_mapping, tables.kv_indices, queries, places, lengths)
+        indices = np.concatenate(arrays, dtype=np.int32)
+        num_tokens, num_decodes = tables.slot_mapping.size, queries.size
+        page_ids = indices.ctypes.data + 4 * num_tokens
+        first_query = page_ids + 4 * tables.kv_indices.size
+        step = _Step(
+            page_ids - 4 * num_tokens,
+            page_ids,
+            first_query,
+            first_query + 4 * num_decodes,
+            first_query + 8 * num_decodes,
+            int(lengths.sum()),
+            num_tokens,
+            num_decodes,
+            torch.get_num_threads(),
+        )
+        return NativePlan(num_tokens, num_decodes, parts, ctypes.addressof(step), step, indices)
+
+    def append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: NativePlan
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens, num_q_heads = plan.num_tokens, q.shape[1]
+        q = self._rows("q", q, num_tokens, num_q_heads)
+        k = self._rows("k", k, num_tokens, self._heads)
+        v = self._rows("v", v, num_tokens, self._heads)
+        rotated_q, rotated_k, factors = q, k, (0, 0, 0, 0)
+        if rotation is not None:
+            cos, sin = rotation.cos, rotation.signed_sin
+            factors = (cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[-1])
+            rotated_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+            rotated_k = torch.empty_like(k, memory_format=torch.contiguous_format)
+        self._append(
+            *(self._pool_address, plan.address, layer),
+            *(q.data_ptr(), q.stride(0), num_q_heads),
+            *(k.data_ptr(), k.stride(0)),
+            *(v.data_ptr(), v.stride(0)),
+            *factors,
+            *(rotated_q.data_ptr(), rotated_k.data_ptr()),
+        )
+        return rotated_q, rotated_k
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: NativePlan) -> Tensor:
+        num_q_heads = q.shape[1]
+        if num_q_heads % self._heads:
+            raise InvalidArgument(f"q has {num_q_heads} heads; a multiple of {self._heads} is accepted")
+        if not plan.num_decodes and len(plan.parts) == 1:
+            return self._torch.attend_part(layer, plan.parts[0], q, k, v)
+        output = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if plan.num_decodes:
+            q = self._rows("q", q, plan.num_tokens, num_q_heads)
+            self._attend(
+                self._pool_address, plan.address, layer, q.data_ptr(), q.stride(0), num_q_heads, output.data_ptr()
+            )
+        for part in plan.parts:
+            part.put(output, self._torch.attend_part(layer, part, part.take(q), k, v))
+        return output
+
+    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
+        self._torch.copy_pages(sources, targets)
+
+    def clear_pages(self, pages: Int32Array) -> None:
+        """Nothing to do: neither native.c nor the parts of prompts read past the end of a sequence."""
+
+    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
+        return self._torch.read_slots(layer, slots)
+
+    def _rows(self, name: str, x: Tensor, num_tokens: int, num_heads: int) -> Tensor:
+        """x as native.c takes it: the heads of a token side by side. InvalidArgument for another shape or dtype."""
+        if x.shape != (num_tokens, num_heads, self._head_dim) or x.dtype is not torch.float32:
+            raise InvalidArgument(
+                f"{name} is {tuple(x.shape)} of {x.dtype}; "
+                f"{(num_tokens, num_heads, self._head_dim)} of torch.float32 is accepted"
+            )
+        return x if x.stride()[1:] == (self._head_dim, 1) else x.contiguous()

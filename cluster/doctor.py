@@ -1,0 +1,146 @@
+"""What a host has of what tandem can use, and what to do about the rest. Each check looks, and never raises."""
+
+import importlib
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+COMMAND_SECONDS = 20.0
+SHM_BYTES = 8 << 30  # of /dev/shm: Ray's object store and NCCL's buffers
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: `found` is what is there; `advice`, empty when ok, what it is for and how to get it."""
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+
+
+def examine(port: int) -> Iterator[Finding]:
+    """All findings, each as soon as it is known. port: the one a gateway would take."""
+    yield _python()
+    for name in ("torch", "ray", "grpcio"):
+        yield _package(name, "reinstall tandem: it is needed everywhere")
+    yield _driver()
+    yield _gpus()
+    yield _peer_to_peer()
+    for name in ("nvshmem4py", "flashinfer-python", "triton"):
+        yield _package(name, "for a GPU island: pip install 'tandem[cuda13]', or [cuda12] for CUDA 12")
+    yield _tool("nvcc", ("nvcc",), "for FlashInfer's kernels: install the CUDA toolkit of torch's CUDA version")
+    yield _tool("c compiler", ("cc", "gcc", "clang"), "for faster CPU kernels: install gcc")
+    yield _shm()
+    yield _port(port)
+
+
+def _python() -> Finding:
+    ok = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    return Finding("python", ok, platform.python_version(), "" if ok else "tandem needs Python 3.11 to 3.13")
+
+
+def _package(name: str, advice: str) -> Finding:
+    """nvshmem4py's distribution carries its CUDA version in its name."""
+    for distribution in (name, f"{name}-cu13", f"{name}-cu12"):
+        try:
+            return Finding(name, True, version(distribution))
+        except PackageNotFoundError:
+            continue
+    return Finding(name, False, "missing", advice)
+
+
+def _driver() -> Finding:
+    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    if lines:
+        return Finding("nvidia driver", True, lines[0].strip())
+    return Finding("nvidia driver", False, "missing", "for a GPU island: install the NVIDIA driver, 570 or later")
+
+
+def _gpus() -> Finding:
+    """As torch sees them: a driver alone does not help a CPU build of torch."""
+    torch = _torch()
+    if torch is None:
+        return Finding("gpus", False, "not looked for without torch", "install torch")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if names:
+        return Finding("gpus", True, ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)))
+    build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
+    return Finding("gpus", False, f"none; {build}", "for a GPU island: a GPU, its driver and a CUDA build of torch")
+
+
+def _peer_to_peer() -> Finding:
+    """Whether every GPU can write into every other, and by what link where nvidia-smi knows."""
+    torch = _torch()
+    count = torch.cuda.device_count() if torch else 0
+    if torch is None or count < 2:
+        return Finding("peer to peer", False, f"{count} GPUs", "an island of GPUs needs two or more in one host")
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    apart = [f"{i}→{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    if apart:
+        return Finding("peer to peer", False, f"not {', '.join(apart)}", "keep these GPUs out of one island")
+    return Finding("peer to peer", True, f"all {len(pairs)} pairs{_links()}")
+
+
+def _torch() -> ModuleType | None:
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        return None
+
+
+def _links() -> str:
+    """How GPUs are linked, like ' (NV18)', from `nvidia-smi topo -m`; empty when it does not say."""
+    rows = [line.split() for line in _output("nvidia-smi", "topo", "-m").splitlines() if line.startswith("GPU")]
+    count = len(rows)
+    links = sorted({link for row in rows for link in row[1 : count + 1]} - {"X"})
+    return f" ({', '.join(links)})" if links else ""
+
+
+def _tool(name: str, commands: tuple[str, ...], advice: str) -> Finding:
+    for command in commands:
+        path = shutil.which(command)
+        if path:
+            lines = [line for line in _output(path, "--version").splitlines() if line.strip()]
+            release = [line for line in lines if "release" in line] or lines[:1] or [path]
+            return Finding(name, True, release[0].strip())
+    return Finding(name, False, "missing", advice)
+
+
+def _shm() -> Finding:
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError:
+        return Finding("/dev/shm", False, "missing", "mount a tmpfs there")
+    size = stat.f_frsize * stat.f_blocks
+    text = f"{size / (1 << 30):.1f} GiB"
+    if size >= SHM_BYTES:
+        return Finding("/dev/shm", True, text)
+    return Finding("/dev/shm", False, text, f"{SHM_BYTES >> 30} GiB suit Ray and NCCL: in a container, --shm-size")
+
+
+def _port(port: int) -> Finding:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return Finding(
+                f"port {port}", False, f"taken ({error.strerror})", "free it, or set gateway.port or --grpc-port"
+            )
+    return Finding(f"port {port}", True, "free")
+
+
+def _output(*command: str) -> str:
+    """What it printed; nothing when it is not there, fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

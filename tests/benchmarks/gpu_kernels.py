@@ -1,0 +1,134 @@
+"""The cache's GPU kernels in Qwen3-8B's shapes, against roofs measured in the same run; prints JSON.
+
+append: bytes it must move / time ÷ C, a device copy (read and written bytes / time). attention: the time of bare
+FlashInfer on a pool of one layer ÷ ours on a layer of a page-major pool; prefill of one prompt, decode of a batch.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.plan import lay_out_tokens, look_up_pages
+from tandem.cache.rope import RopeParameters, RotaryEmbedding
+
+Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 32, 8, 128, 16, 4
+DTYPE = torch.bfloat16
+PROMPT = 8192
+BATCH, CONTEXT = 64, 4096
+COPY_BYTES = 2 << 30
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Median on the device, caches flushed before each run."""
+    from triton.testing import do_bench
+
+    milliseconds: Any = do_bench(run, warmup=50, rep=300, return_mode="median")
+    return milliseconds / 1e3
+
+
+def copy_roof() -> float:
+    source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / seconds(lambda: target.copy_(source))
+
+
+class Case:
+    """Sequences with `cached` positions each that append `new` ones each, on shuffled pages."""
+
+    def __init__(self, sequences: int, cached: int, new: int) -> None:
+        pages_each = -(-(cached + new) // PAGE_SIZE)
+        generator = np.random.default_rng(0)
+        table = generator.permutation(sequences * pages_each).astype(np.int32).reshape(sequences, -1)
+        self.tokens = lay_out_tokens(np.full(sequences, cached), np.full(sequences, new))
+        self.tables = look_up_pages(table, np.arange(sequences), self.tokens, PAGE_SIZE)
+        self.pool = torch.randn((table.size, LAYERS, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM), dtype=DTYPE, device="cuda")
+        self.kernels = choose_kernels(self.pool, HEAD_DIM**-0.5)
+        self.plan = self.kernels.plan(self.tokens, self.tables)
+        rows = torch.randn(sequences * new, Q_HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
+        self.q, self.k, self.v = rows.split((Q_HEADS, KV_HEADS, KV_HEADS), 1)
+        rotary = RotaryEmbedding(RopeParameters("default", HEAD_DIM), cached + new, "cuda", DTYPE)
+        self.rotation = rotary.rotation(torch.from_numpy(self.tokens.positions))
+
+    def append(self) -> tuple[Tensor, Tensor]:
+        return self.kernels.append(1, self.q, self.k, self.v, self.rotation, self.plan)
+
+    def append_bytes(self) -> int:
+        """q, k and v read; q, K and V written; cos and sin read once."""
+        element = self.q.element_size()
+        return self.q.shape[0] * HEAD_DIM * element * (2 * Q_HEADS + 4 * KV_HEADS + 2)
+
+    def attend(self, q: Tensor) -> Tensor:
+        return self.kernels.attend(1, q, self.k, self.v, self.plan)
+
+
+def bare_flashinfer(case: Case) -> Callable[[Tensor], Tensor]:
+    """The wrapper alone, over layer 1 copied into a pool of its own."""
+    import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
+
+    pool = case.pool[:, 1].contiguous()
+    workspace = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+    tables = [
+        torch.from_numpy(array)
+        for array in (case.tables.kv_indptr, case.tables.kv_indices, case.tables.kv_last_page_len)
+    ]
+    sizes = (Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
+    if case.tokens.positions.size == case.tokens.seq_lens.size:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        wrapper.plan(*tables, *sizes, q_data_type=DTYPE)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        wrapper.plan(torch.from_numpy(case.tokens.qo_indptr), *tables, *sizes, causal=True, q_data_type=DTYPE)
+    output = torch.empty(case.q.shape, dtype=DTYPE, device="cuda")
+    return lambda q: wrapper.run(q, pool, out=output)
+
+
+def measure(case: Case, roof: float) -> dict[str, float]:
+    q, _ = case.append()
+    bare = bare_flashinfer(case)
+    append, ours, theirs = (
+        seconds(case.append),
+        seconds(lambda: case.attend(q)),
+        seconds(lambda: bare(q)),
+    )
+    error = float((case.attend(q).float() - bare(q).float()).abs().max())
+    return {
+        "append_us": round(append * 1e6, 1),
+        "append_to_copy": round(case.append_bytes() / append / roof, 3),
+        "attention_us": round(ours * 1e6, 1),
+        "attention_to_bare": round(theirs / ours, 3),
+        "largest_difference": error,
+    }
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        print(json.dumps({"skipped": "needs a CUDA device"}))
+        return
+    with torch.inference_mode():
+        roof = copy_roof()
+        prefill = measure(Case(1, 0, PROMPT), roof)
+        decode = measure(Case(BATCH, CONTEXT - 1, 1), roof)
+    prefill["tflops"] = round(2 * PROMPT**2 * Q_HEADS * HEAD_DIM / prefill["attention_us"] / 1e6, 1)
+    decode["kv_gb_per_s"] = round(
+        BATCH * CONTEXT * 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize / decode["attention_us"] / 1e3, 1
+    )
+    print(
+        json.dumps(
+            {
+                "device": torch.cuda.get_device_name(),
+                "copy_gb_per_s": round(roof / 1e9, 1),
+                f"prefill of {PROMPT}": prefill,
+                f"decode of {BATCH} at {CONTEXT}": decode,
+            },
+            indent=1,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Page-to-page push of Qwen3-8B KV between two GPUs through the NVSHMEM transport. Prints JSON.
+
+36 layers, 8 KV heads of 128, bf16, page 16: a page is 2.25 MiB. Page tables are random and new in each round, so that
+no two pages are neighbours. GB/s are bytes ÷ seconds from the call to its end on the host, median over the rounds:
+
+    W       one copy of 1 GiB into the peer's memory (the roof)
+    push    write_slots + quiet; `issue_us` is how long write_slots alone takes
+    nccl    one contiguous send of as many bytes
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.position_map import Int32Array
+from tandem.transfer.factory import create_transport
+from tandem.transfer.membership import TransportConfig
+from tandem.transfer.transport import Transport
+
+PAGE, NUM_PAGES = 16, 4096
+LAYOUT = KVLayout((LayerGroup(tuple(range(36)), 8, 128),), PAGE, torch.bfloat16)
+LENGTHS = (1024, 8192, 32_768)
+SENDER, RECEIVER = 0, 1
+WARM_UP = 3
+
+
+def join_island(pe: int) -> Transport:
+    transport = create_transport("nvshmem", TransportConfig(pe, 2, LAYOUT, NUM_PAGES, 8, "bench-push", 1))
+    handles: list[Any] = [None, None]
+    dist.all_gather_object(handles, transport.open())
+    transport.join(handles)
+    return transport
+
+
+def median_seconds(call: Callable[[int], object], rounds: int) -> float:
+    """Of the rounds after the warm-up; call gets the number of the round."""
+    seconds = []
+    for number in range(rounds + WARM_UP):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call(number)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[WARM_UP:])
+
+
+def slots_of(pages: Int32Array) -> Int32Array:
+    return (pages[:, None] * PAGE + np.arange(PAGE, dtype=np.int32)).reshape(-1)
+
+
+def random_pages(length: int, seed: int) -> tuple[Int32Array, Int32Array]:
+    rng = np.random.default_rng(seed)
+    source, target = (rng.permutation(NUM_PAGES)[: length // PAGE].astype(np.int32) for _ in range(2))
+    return source, target
+
+
+def roof_seconds(transport: Transport, rounds: int) -> float:
+    peer = transport.peer_pool(RECEIVER, 0)
+    assert peer is not None
+    elements = (1 << 30) // 2
+    source, target = transport.pools[0].view(-1)[:elements], peer.view(-1)[:elements]
+
+    def copy(_: int) -> None:
+        target.copy_(source)
+        torch.cuda.synchronize()
+
+    return median_seconds(copy, rounds)
+
+
+def push_seconds(transport: Transport, length: int, rounds: int) -> tuple[float, float]:
+    tables = [tuple(map(slots_of, random_pages(length, seed))) for seed in range(rounds + WARM_UP)]
+    issued = []
+
+    def push(number: int) -> None:
+        began = time.perf_counter()
+        transport.write_slots(RECEIVER, 0, *tables[number])
+        issued.append(time.perf_counter() - began)
+        transport.quiet(RECEIVER)
+
+    return median_seconds(push, rounds), statistics.median(issued[WARM_UP:])
+
+
+def nccl_seconds(pe: int, num_bytes: int, rounds: int) -> float:
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+
+    def send(_: int) -> None:
+        dist.send(buffer, RECEIVER) if pe == SENDER else dist.recv(buffer, SENDER)
+        torch.cuda.synchronize()
+
+    return median_seconds(send, rounds)
+
+
+def check_landed(transport: Transport, length: int, seed: int) -> None:
+    """The pages of the last round hold the same bits on both sides, by a checksum of each that heeds the order."""
+    pages = random_pages(length, seed)[transport.pe]
+    words = transport.pools[0].view(NUM_PAGES, -1).view(torch.int64)
+    weights = torch.arange(1, words.shape[1] + 1, device=words.device)
+    sums = [int((words[page] * weights).sum()) for page in pages.tolist()]
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, sums)
+    if both[0] != both[1]:
+        raise SystemExit(f"{length} tokens: pages did not land as sent")
+
+
+def measure(transport: Transport, rounds: int) -> dict[str, Any]:
+    pe, results = transport.pe, {}
+    transport.pools[0].normal_(generator=torch.Generator("cuda").manual_seed(pe))
+    dist.barrier()
+    roof = (1 << 30) / roof_seconds(transport, rounds) / 1e9 if pe == SENDER else 0.0
+    for length in LENGTHS:
+        num_bytes = length * LAYOUT.token_bytes
+        dist.barrier()
+        seconds, issue = push_seconds(transport, length, rounds) if pe == SENDER else (1.0, 0.0)
+        dist.barrier()
+        check_landed(transport, length, rounds + WARM_UP - 1)
+        nccl = num_bytes / nccl_seconds(pe, num_bytes, rounds) / 1e9
+        push = num_bytes / seconds / 1e9
+        results[str(length)] = {
+            "push_gb_s": round(push, 1),
+            "nccl_gb_s": round(nccl, 1),
+            "push_to_W": round(push / roof, 3) if roof else None,
+            "push_to_nccl": round(push / nccl, 3),
+            "push_us": round(seconds * 1e6, 1),
+            "issue_us": round(issue * 1e6, 1),
+        }
+    return {"W_gb_s": round(roof, 1), "rounds": rounds, "tokens": results}
+
+
+def run(pe: int, folder: str, rounds: int) -> None:
+    torch.cuda.set_device(pe)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=pe, world_size=2)
+    transport = join_island(pe)
+    results = measure(transport, rounds)
+    if pe == SENDER:
+        print(json.dumps(results, indent=2), flush=True)
+    transport.close()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    arguments = parser.parse_args()
+    if torch.cuda.device_count() < 2:
+        print(json.dumps({"skipped": "needs two CUDA devices of one host"}))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        pes = [context.Process(target=run, args=(pe, folder, arguments.rounds), daemon=True) for pe in range(2)]
+        for process in pes:
+            process.start()
+        for process in pes:
+            process.join()
+    if any(process.exitcode for process in pes):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

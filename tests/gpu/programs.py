@@ -1,0 +1,100 @@
+"""Forwards through a paged cache on a GPU, beside attention in float64 over plain tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.page_writer import PageWriter
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.rope import RopeParameters, RotaryEmbedding
+
+NUM_LAYERS = 2
+MAX_LENGTH = 1024
+
+Inputs = list[tuple[Tensor, Tensor, Tensor]]
+"""Per layer q, k and v, views of one projection's rows."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    dtype: torch.dtype
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def layout(self) -> KVLayout:
+        return KVLayout(
+            (LayerGroup(tuple(range(NUM_LAYERS)), self.kv_heads, self.head_dim),), self.page_size, self.dtype
+        )
+
+    @property
+    def rope(self) -> RopeParameters:
+        return RopeParameters("default", self.head_dim)
+
+    def pool(self, num_pages: int = 300) -> Tensor:
+        """Full of NaN: what was never written must not matter."""
+        return torch.full((num_pages, *self.layout.page_shape(0)), torch.nan, dtype=self.dtype, device="cuda")
+
+    def cache(self, pool: Tensor, writer: PageWriter | None = None) -> PagedKVCache:
+        return PagedKVCache(
+            self.layout,
+            (pool,),
+            max_sequences=16,
+            max_sequence_length=MAX_LENGTH,
+            rope=self.rope,
+            writer=writer,
+        )
+
+    def draw(self, num_tokens: int, seed: int) -> Inputs:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        heads = (self.q_heads, self.kv_heads, self.kv_heads)
+
+        def rows() -> tuple[Tensor, Tensor, Tensor]:
+            drawn = torch.randn(num_tokens, sum(heads), self.head_dim, generator=generator, device="cuda")
+            q, k, v = drawn.to(self.dtype).split(heads, 1)
+            return q, k, v
+
+        return [rows() for _ in range(NUM_LAYERS)]
+
+
+@torch.inference_mode()
+def run(cache: PagedKVCache, appends: Mapping[int, int], inputs: Inputs) -> list[Tensor]:
+    """One forward; o of each layer."""
+    plan = cache.begin_forward(list(appends), list(appends.values()))
+    outputs = [cache.attention(plan, layer, q, k, v) for layer, (q, k, v) in enumerate(inputs)]
+    cache.end_forward(plan)
+    return outputs
+
+
+class Reference:
+    """The same forwards in float64. K and V of each sequence and layer, [tokens, kv heads, head_dim], K rotated."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._rotary = RotaryEmbedding(shape.rope, MAX_LENGTH, "cuda", torch.float64)
+        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def run(self, appends: Mapping[int, int], inputs: Inputs) -> list[Tensor]:
+        counts = list(appends.values())
+        outputs = []
+        for layer, (q, k, v) in enumerate(inputs):
+            parts = zip(appends, q.split(counts), k.split(counts), v.split(counts), strict=True)
+            outputs.append(torch.cat([self._attend((sequence, layer), *part) for sequence, *part in parts]))
+        return outputs
+
+    def _attend(self, place: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        begin = self._kept[place][0].shape[0] if place in self._kept else 0
+        rotation = self._rotary.rotation(torch.arange(begin, begin + q.shape[0]))
+        q, k, v = rotation.apply(q.double()), rotation.apply(k.double()), v.double()
+        if begin:
+            k, v = torch.cat((self._kept[place][0], k)), torch.cat((self._kept[place][1], v))
+        self._kept[place] = k, v
+        group = q.shape[1] // k.shape[1]
+        keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * q.shape[2] ** -0.5
+        visible = torch.arange(k.shape[0], device="cuda") <= torch.arange(begin, k.shape[0], device="cuda")[:, None]
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), values)

@@ -1,0 +1,124 @@
+"""The paged cache on a GPU: attention, pushes from the append kernel, page copies; FlashInfer and torch kernels."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.kernels.torch_kernels import TorchKernels
+from tests.cache.naive import assert_same_kv
+from tests.cache.peer_writer import PeerWriter
+from tests.gpu.programs import Reference, Shape, run
+from tests.tolerances import assert_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),  # FlashInfer compiles each attention kernel once, which takes up to a minute
+]
+BF16 = torch.bfloat16
+SHAPES = {
+    "bf16-128": Shape(BF16, q_heads=32, kv_heads=8, head_dim=128, page_size=16),
+    "fp16-128": Shape(torch.float16, q_heads=8, kv_heads=8, head_dim=128, page_size=32),
+    "bf16-64-mqa": Shape(BF16, q_heads=8, kv_heads=1, head_dim=64, page_size=8),
+    "bf16-64-group-7": Shape(BF16, q_heads=14, kv_heads=2, head_dim=64, page_size=64),
+    "bf16-256": Shape(BF16, q_heads=4, kv_heads=2, head_dim=256, page_size=16),
+    "fp32": Shape(torch.float32, q_heads=4, kv_heads=2, head_dim=24, page_size=16),
+}
+# What each sequence appends in each forward: prompts, decodes, chunks and all of them at once.
+PROGRAM = [
+    {0: 300, 1: 7, 2: 1, 3: 64},
+    {0: 1, 1: 1, 2: 1, 3: 1},
+    {2: 40, 0: 1, 3: 130, 1: 1, 4: 17},
+    {4: 1, 1: 1, 0: 1},
+    {1: 9, 2: 33},
+]
+QWEN3 = SHAPES["bf16-128"]
+
+
+class MappedWriter(PeerWriter):
+    """Its peers are mapped: nothing of what a forward computes should come through write_tokens."""
+
+    def peer_pool(self, pe: int, group: int) -> Tensor | None:
+        return self._pools[pe][group]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_attention(shape: Shape) -> None:
+    cache, reference = shape.cache(shape.pool()), Reference(shape)
+    known: set[int] = set()
+    for step, appends in enumerate(PROGRAM):
+        for sequence in appends.keys() - known:
+            cache.add_sequence(sequence)
+            known.add(sequence)
+        inputs = shape.draw(sum(appends.values()), seed=step)
+        for actual, expected in zip(run(cache, appends, inputs), reference.run(appends, inputs), strict=True):
+            assert actual.is_contiguous()
+            assert_close(actual, expected)
+
+
+def test_plans_may_be_made_ahead() -> None:
+    """FlashInfer's wrappers keep one plan; the cache keeps as many as were begun."""
+    cache = QWEN3.cache(QWEN3.pool())
+    batches = [({0: 20, 1: 5}, QWEN3.draw(25, seed=0)), ({2: 33}, QWEN3.draw(33, seed=1))]
+    for sequence in range(3):
+        cache.add_sequence(sequence)
+    plans = [cache.begin_forward(list(appends), list(appends.values())) for appends, _ in batches]
+    for layer in range(2):
+        for plan, (appends, inputs) in zip(plans, batches, strict=True):
+            with torch.inference_mode():
+                actual = cache.attention(plan, layer, *inputs[layer])
+            expected = Reference(QWEN3).run(appends, inputs)[layer]
+            assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("writer_class", [MappedWriter, PeerWriter], ids=["from the append kernel", "by the writer"])
+def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter]) -> None:
+    """Two receivers, chunks, cached positions page to page, and a sequence that stays."""
+    pools = [QWEN3.pool(80) for _ in range(3)]
+    writer = writer_class(0, [(pool,) for pool in pools])
+    sender, *receivers = (QWEN3.cache(pool, writer) for pool in pools)
+    for sequence in (0, 1, 2):
+        sender.add_sequence(sequence)
+    run(sender, {0: 21}, QWEN3.draw(21, seed=1))
+    for sequence, receiver in enumerate(receivers):
+        receiver.add_sequence(9)
+        sender.mark_send(sequence, 0, receiver.prepare_receive(9, 60), sequence + 1)
+    run(sender, {1: 30, 2: 8, 0: 20}, QWEN3.draw(58, seed=2))
+    run(sender, {0: 19, 1: 30}, QWEN3.draw(49, seed=3))
+    for sequence, receiver in enumerate(receivers):
+        assert sender.sends_done(sequence)
+        receiver.finish_receive(9)
+        assert_same_kv(sender, receiver, sequence, 9, 0, 60)
+    assert len(writer.slot_writes) == 1
+    assert bool(writer.token_writes) == (writer_class is PeerWriter)
+
+
+def test_a_slot_outside_the_peers_pool_is_refused() -> None:
+    pools = [QWEN3.pool(80), QWEN3.pool(80)]
+    sender, receiver = (QWEN3.cache(pool, MappedWriter(0, [(pools[0],), (pools[1][:1],)])) for pool in pools)
+    sender.add_sequence(0)
+    receiver.add_sequence(0)
+    sender.mark_send(0, 0, receiver.prepare_receive(0, 40), 1)
+    with pytest.raises(InvalidArgument, match="0 … 15 are accepted"):
+        sender.begin_forward([0], [40])
+
+
+def test_forks_share_and_copy() -> None:
+    cache, reference = QWEN3.cache(QWEN3.pool()), Reference(QWEN3)
+    cache.add_sequence(0)
+    inputs = QWEN3.draw(40, seed=0)
+    run(cache, {0: 40}, inputs)
+    reference.run({0: 40}, inputs)
+    cache.fork_sequence(0, 1)
+    run(cache, {1: 3}, QWEN3.draw(3, seed=1))
+    inputs = QWEN3.draw(2, seed=2)
+    for actual, expected in zip(run(cache, {0: 2}, inputs), reference.run({0: 2}, inputs), strict=True):
+        assert_close(actual, expected)
+    assert_same_kv(cache, cache, 0, 1, 0, 40)
+
+
+def test_float32_is_served_by_torch() -> None:
+    shape = SHAPES["fp32"]
+    cache = shape.cache(shape.pool())
+    assert all(isinstance(kernels, TorchKernels) for kernels in cache._kernels)

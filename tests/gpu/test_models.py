@@ -1,0 +1,117 @@
+"""Tiny checkpoints through ModelRunner and the paged cache on a GPU, against transformers on the same GPU."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.workers.model_runner import ModelRunner
+from tandem.workers.models.registry import load_config
+from tandem.workers.sample_batch import SampleBatch
+from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.weights import load_decoder
+from tests.checkpoints import FAMILIES, make_model
+from tests.oracle import greedy, load_oracle, random_prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+]
+ERROR_RATIO = 1.5  # the mean error of logits, ours to that of transformers in the same precision
+MIXED_STEPS = ({0: 60, 1: 33}, {0: 1, 1: 7, 2: 50}, {0: 1, 1: 1, 2: 1}, {2: 20, 0: 1}, {1: 1, 2: 1})
+PROMPTS = {0: random_prompt(45, seed=1), 1: random_prompt(9, seed=2), 2: random_prompt(70, seed=3)}
+CHUNK = 32
+
+
+class Runner:
+    """One model and its cache; step() feeds some tokens of some sequences."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        config = load_config(folder, dtype)
+        group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
+        layout = KVLayout((group,), 16, config.dtype)
+        pool = torch.full((64, *layout.page_shape(0)), torch.nan, dtype=layout.dtype, device="cuda")
+        self.cache = PagedKVCache(
+            layout, (pool,), max_sequences=8, max_sequence_length=256, rope=config.rope, writer=None
+        )
+        self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
+        for sequence in PROMPTS:
+            self.cache.add_sequence(sequence)
+
+    def step(self, tokens: dict[int, list[int]]) -> Tensor:
+        """Logits after the last token of each."""
+        lengths = [len(part) for part in tokens.values()]
+        plan = self.cache.begin_forward(list(tokens), lengths)
+        packed = np.array([token for part in tokens.values() for token in part], np.int64)
+        logits = self.runner.forward(packed, plan, np.cumsum(lengths) - 1)
+        self.cache.end_forward(plan)
+        return logits
+
+    def sample(self, logits: Tensor) -> list[int]:
+        rows = logits.shape[0]
+        batch = SampleBatch.from_params([SamplingParams(temperature=0)] * rows)
+        return self.runner.sample(logits, batch, np.zeros(rows, np.int64)).token_ids.tolist()
+
+
+def chunks(prompts: dict[int, list[int]]) -> list[dict[int, list[int]]]:
+    """Prompts that end together, so that chunks of several and single tokens share forwards."""
+    longest = max(len(prompt) for prompt in prompts.values())
+    steps = []
+    for end in range(CHUNK, longest + CHUNK, CHUNK):
+        window = {s: p[max(0, end - CHUNK) : end] for s, p in prompts.items()}
+        steps.append({sequence: part for sequence, part in window.items() if part})
+    return steps
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
+    make_model(family).save_pretrained(tmp_path)
+    oracle = load_oracle(tmp_path, device="cuda")
+    runner = Runner(tmp_path, "float32")
+    expected = {sequence: greedy(oracle, prompt, 24) for sequence, prompt in PROMPTS.items()}
+    tokens: dict[int, list[int]] = {}
+    for step in chunks(PROMPTS):
+        sampled = runner.sample(runner.step(step))
+        tokens |= {sequence: [token] for sequence, token in zip(step, sampled, strict=True)}
+    for _ in range(23):
+        sampled = runner.sample(runner.step({sequence: [made[-1]] for sequence, made in tokens.items()}))
+        for made, token in zip(tokens.values(), sampled, strict=True):
+            made.append(token)
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_logits_are_as_near_to_float32_as_those_of_transformers(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    """FlashInfer's chunks and decodes, mixed, along given tokens."""
+    make_model(family, head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    given = {sequence: random_prompt(100, seed=sequence) for sequence in PROMPTS}
+    runner, done = Runner(tmp_path, dtype), dict.fromkeys(given, 0)
+    rows: list[tuple[int, int]] = []
+    logits: list[Tensor] = []
+    for lengths in MIXED_STEPS:
+        logits.append(runner.step({s: given[s][done[s] : done[s] + length] for s, length in lengths.items()}))
+        for sequence, length in lengths.items():
+            done[sequence] += length
+            rows.append((sequence, done[sequence] - 1))
+    exact = transformers_logits(tmp_path, torch.float32, given, rows)
+    theirs = (transformers_logits(tmp_path, getattr(torch, dtype), given, rows) - exact).abs().mean()
+    ours = (torch.cat(logits) - exact).abs().mean()
+    assert float(ours) < ERROR_RATIO * float(theirs)
+
+
+@torch.inference_mode()
+def transformers_logits(
+    folder: Path, dtype: torch.dtype, given: dict[int, list[int]], rows: list[tuple[int, int]]
+) -> Tensor:
+    """Float32 [n, vocab]: those after the tokens named by rows, (sequence, position) each."""
+    model = load_oracle(folder, dtype, "cuda")
+    whole = {s: model(torch.tensor([tokens], device="cuda")).logits[0].float() for s, tokens in given.items()}
+    return torch.stack([whole[sequence][position] for sequence, position in rows])

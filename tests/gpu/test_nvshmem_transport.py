@@ -1,0 +1,230 @@
+"""The contract of a transport, over NVSHMEM: two processes, each with a GPU."""
+
+import importlib.util
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.position_map import Int32Array
+from tandem.transfer.completion import SignalBoard, pack_signal
+from tandem.transfer.copy_plan import plan_copy
+from tandem.transfer.membership import TransportConfig
+from tests.gpu.pe_process import PeProcess, join, pe_processes, together
+from tests.transfer.layouts import PAGE_SIZE, two_groups
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 2 or importlib.util.find_spec("nvshmem") is None,
+        reason="needs two CUDA devices and nvshmem4py",
+    ),
+]
+
+NUM_PAGES = 12
+NUM_SLOTS = NUM_PAGES * PAGE_SIZE
+FLOAT32, BF16 = torch.float32, torch.bfloat16
+# Small pages, of 1 KiB and less, go through the kernel, pages of 1 MiB through copy engines.
+LAYOUTS = {
+    "small-float32": two_groups(FLOAT32),
+    "small-bfloat16": two_groups(BF16),
+    "large-bfloat16": KVLayout((LayerGroup((0, 2), 256, 128), LayerGroup((1,), 8, 96)), PAGE_SIZE, BF16),
+}
+Contents = list[np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[PeProcess]]:
+    with pe_processes(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=list(LAYOUTS))
+def layout(request: pytest.FixtureRequest) -> KVLayout:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def island(processes: list[PeProcess], layout: KVLayout) -> Iterator[list[PeProcess]]:
+    """An island anew for each layout, in the same processes."""
+    join(processes, TransportConfig(0, 2, layout, NUM_PAGES, num_signals=4, island="gpu", epoch=7))
+    assert all(together(processes, "are_zero"))
+    assert not any(mail.any() for mail in together(processes, "call", "mailbox"))
+    yield processes
+    together(processes, "call", "close")
+    together(processes, "call", "close")
+
+
+def fill(island: list[PeProcess], seed: int) -> list[Contents]:
+    return [process.do("fill", seed + process.pe) for process in island]
+
+
+def check(island: list[PeProcess], expected: list[Contents]) -> None:
+    for contents, wanted in zip(together(island, "contents"), expected, strict=True):
+        assert all(np.array_equal(pool, want) for pool, want in zip(contents, wanted, strict=True))
+
+
+def copy_slots(source: np.ndarray, target: np.ndarray, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    for s, t in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
+        target[t // PAGE_SIZE, :, :, :, t % PAGE_SIZE] = source[s // PAGE_SIZE, :, :, :, s % PAGE_SIZE]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("target", [0, 1], ids=["self", "peer"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_tokens_land_bit_for_bit_and_nowhere_else(
+    island: list[PeProcess], target: int, dtype: type, on_gpu: bool
+) -> None:
+    expected = fill(island, 0)
+    indices, slots = [6, 0, 3, 4, 5], np.array([0, 47, 17, 18, 30], dtype)
+    for group, layer in ((0, 0), (0, 1), (1, 0)):
+        k, v = island[0].do("push_tokens", target, group, layer, 10 * group + layer, indices, slots, on_gpu)
+        for index, slot in zip(indices, slots.tolist(), strict=True):
+            page = expected[target][group][slot // PAGE_SIZE]
+            page[layer, 0, :, slot % PAGE_SIZE] = k[index]
+            page[layer, 1, :, slot % PAGE_SIZE] = v[index]
+    island[0].do("call", "quiet", target)
+    check(island, expected)
+
+
+@pytest.mark.parametrize("target", [0, 1], ids=["self", "peer"])
+def test_slots_land_bit_for_bit_and_nowhere_else(island: list[PeProcess], target: int) -> None:
+    expected = fill(island, 3)
+    # a run of whole pages, an aligned run with both edges, a run at another offset; sources are apart from targets
+    source = np.concatenate([np.arange(0, 8), np.arange(9, 18), np.arange(20, 23)]).astype(np.int32)
+    where = np.concatenate([np.arange(40, 48), np.arange(25, 34), np.arange(37, 40)]).astype(np.int32)
+    plan = plan_copy(source, where, PAGE_SIZE)
+    assert plan.num_pages.tolist() == [2, 1]
+    assert plan.source_slots.size == 8
+    for group in range(2):
+        island[0].do("call", "write_slots", target, group, source, where)
+        copy_slots(expected[0][group].copy(), expected[target][group], source, where)
+    island[0].do("call", "quiet", target)
+    check(island, expected)
+
+
+def test_pages_in_random_order(island: list[PeProcess]) -> None:
+    expected = fill(island, 5)
+    rng = np.random.default_rng(0)
+    source, where = (
+        (rng.permutation(NUM_PAGES)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1).astype(np.int32)
+        for _ in range(2)
+    )
+    for group in range(2):
+        island[1].do("call", "write_slots", 0, group, source, where)
+        copy_slots(expected[1][group], expected[0][group], source, where)
+    island[1].do("call", "quiet", 0)
+    check(island, expected)
+
+
+def test_stores_of_own_kernels_are_covered_by_quiet(island: list[PeProcess]) -> None:
+    expected = fill(island, 9)
+    island[0].do("store_into_peer", 1, 0, 5)
+    island[0].do("call", "quiet", 1)
+    expected[1][0][5] = expected[0][0][5]
+    check(island, expected)
+
+
+def test_writes_of_nothing_change_nothing(island: list[PeProcess]) -> None:
+    expected = fill(island, 1)
+    before = island[0].do("bytes_written")
+    none = np.empty(0, np.int32)
+    island[0].do("call", "write_slots", 1, 0, none, none)
+    island[0].do("push_tokens", 1, 0, 0, 0, [0], none, True)
+    island[0].do("call", "quiet", 1)
+    check(island, expected)
+    assert island[0].do("bytes_written") == before
+
+
+def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[PeProcess]) -> None:
+    board = SignalBoard(4)
+    held = [board.acquire() for _ in range(4)]
+    slots, generations = (np.array([getattr(signal, name) for signal in held]) for name in ("slot", "generation"))
+    expected = fill(island, 2)
+    everything = np.arange(NUM_SLOTS, dtype=np.int32)
+    mail = np.zeros((4, 2), np.int64)
+    for signal in held:
+        island[0].do("delay")
+        for group in range(2):
+            island[0].do("call", "write_slots", 1, group, everything, everything)
+        island[0].do("call", "quiet", 1)
+        tokens = 100 + signal.slot
+        island[0].do("call", "post", 1, signal.slot, pack_signal(signal.generation, tokens), -(2**40) - signal.slot)
+        mail = wait_for_mail(island[1], signal.slot, pack_signal(signal.generation, tokens))
+        assert int(mail[signal.slot, 1]) == -(2**40) - signal.slot
+        check(island, [expected[0], expected[0]])
+    assert SignalBoard.landed(mail, slots, generations).tolist() == [100, 101, 102, 103]
+    assert not island[0].do("call", "mailbox").any()
+    board.release(held[0])
+    again = board.acquire()  # what stands in its row is of the earlier use
+    assert SignalBoard.landed(mail, np.array([again.slot]), np.array([again.generation])).tolist() == [0]
+    mail[:] = 7  # a copy
+    assert int(island[1].do("call", "mailbox")[0, 0]) == pack_signal(held[0].generation, 100)
+
+
+def wait_for_mail(process: PeProcess, row: int, signal: int) -> np.ndarray:
+    deadline = time.monotonic() + 10
+    while True:
+        mail = process.do("call", "mailbox")
+        if int(mail[row, 0]) == signal:
+            return mail
+        assert time.monotonic() < deadline, f"the signal never came; row {row} is {mail[row]}"
+
+
+def test_a_post_to_oneself(island: list[PeProcess]) -> None:
+    island[1].do("call", "post", 1, 3, pack_signal(9, 9), 5)
+    assert wait_for_mail(island[1], 3, pack_signal(9, 9))[3, 1] == 5
+
+
+def test_any_thread_may_be_the_one(island: list[PeProcess]) -> None:
+    expected = fill(island, 6)
+    slots = np.arange(4, 12, dtype=np.int32)
+    for group in range(2):
+        island[0].do("call_in_new_thread", "write_slots", 1, group, slots, slots)
+        copy_slots(expected[0][group], expected[1][group], slots, slots)
+    island[0].do("call_in_new_thread", "quiet", 1)
+    check(island, expected)
+    island[0].do("call_in_new_thread", "post", 1, 2, pack_signal(3, 8), 5)
+    wait_for_mail(island[1], 2, pack_signal(3, 8))
+    assert island[1].do("call_in_new_thread", "mailbox")[2].tolist() == [pack_signal(3, 8), 5]
+
+
+def test_what_is_out_of_range_is_refused(island: list[PeProcess]) -> None:
+    expected = fill(island, 4)
+    for bad in (np.array([-1, 0], np.int32), np.array([0, NUM_SLOTS], np.int32)):
+        with pytest.raises(RuntimeError, match="InvalidArgument: target_slots are"):
+            island[0].do("call", "write_slots", 1, 0, np.array([2, 3], np.int32), bad)
+        with pytest.raises(RuntimeError, match="IndexError: slots are"):
+            island[0].do("push_tokens", 1, 0, 0, 0, [0, 1], bad, False)
+    with pytest.raises(RuntimeError, match="InvalidArgument: pe is 2; 0 … 1"):
+        island[0].do("call", "quiet", 2)
+    with pytest.raises(RuntimeError, match="InvalidArgument: slot is 4; 0 … 3"):
+        island[0].do("call", "post", 1, 4, 1, 1)
+    check(island, expected)
+    island[0].do("push_tokens", 1, 0, 0, 0, [0, 1], np.array([-1, NUM_SLOTS], np.int32), True)
+    with pytest.raises(RuntimeError, match="IndexError: slots of a write_tokens"):
+        island[0].do("call", "quiet", 1)
+    island[0].do("call", "quiet", 1)
+    check(island, expected)
+
+
+def test_handles_of_others_are_refused_before_anything_is_mapped(processes: list[PeProcess]) -> None:
+    config = TransportConfig(0, 2, two_groups(), NUM_PAGES, num_signals=4, island="gpu", epoch=8)
+    handles = [process.do("open", replace(config, pe=process.pe)) for process in processes]
+    own, other = (json.loads(handle) for handle in handles)
+    for field, change, message in (
+        ("epoch", 9, "PE 1's handle has epoch 9"),
+        ("detail", {**other["detail"], "host": "elsewhere"}, "PE 0 and PE 1 are on different hosts"),
+        ("detail", own["detail"], "PE 0 and PE 1 have the same GPU"),
+    ):
+        changed = json.dumps({**other, field: change}).encode()
+        with pytest.raises(RuntimeError, match=f"MembershipRefused: {message}"):
+            processes[0].do("call", "join", [handles[0], changed])
+    with pytest.raises(RuntimeError, match="TransportClosed"):
+        processes[0].do("call", "mailbox")
+    together(processes, "call", "close")

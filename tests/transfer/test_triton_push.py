@@ -1,0 +1,85 @@
+"""The push kernels against their torch references, bit for bit: on a GPU, else in Triton's interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.layout import LayerGroup
+from tandem.transfer.kernels import torch_push
+
+triton_push = pytest.importorskip("tandem.transfer.kernels.triton_push", reason="needs triton", exc_type=ImportError)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NUM_PAGES = 7
+# num_kv_heads and head_dim that are no powers of two, pages of one and of many tiles
+SHAPES = {
+    "small": ((2, 8), 4, torch.float32),
+    "odd": ((3, 12), 4, torch.bfloat16),
+    "large": ((8, 128), 16, torch.bfloat16),
+}
+
+
+@pytest.fixture(params=SHAPES.values(), ids=list(SHAPES))
+def pools(request: pytest.FixtureRequest) -> list[Tensor]:
+    """Two pools of random bits."""
+    (heads, head_dim), page_size, dtype = request.param
+    shape = LayerGroup((0, 1, 2), heads, head_dim).page_shape(page_size)
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(NUM_PAGES, *shape, generator=generator).to(DEVICE, dtype) for _ in range(2)]
+
+
+def draw(count: int, below: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Distinct numbers."""
+    return torch.randperm(below, generator=torch.Generator().manual_seed(seed))[:count].to(DEVICE, dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("count", [1, 5, 27])
+def test_tokens(pools: list[Tensor], count: int, slot_dtype: torch.dtype) -> None:
+    pool, (_, _, _, heads, page_size, head_dim) = pools[0], pools[0].shape
+    expected = pool.clone()
+    qkv = torch.randn(30, 4 * heads * head_dim, device=DEVICE).to(pool.dtype)
+    k, v = (part.view(30, heads, head_dim) for part in qkv.split(heads * head_dim, 1)[2:])  # strided by token
+    tokens, slots = draw(count, 30, 2, torch.int64), draw(count, NUM_PAGES * page_size, 3, slot_dtype)
+    refused = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    triton_push.push_tokens(pool, 1, k, v, tokens, slots, refused)
+    torch_push.push_tokens(expected, 1, k, v, tokens, slots, refused)
+    assert same_bits(pool, expected)
+    assert not refused.item()
+
+
+@pytest.mark.parametrize("push", [triton_push.push_tokens, torch_push.push_tokens])
+def test_slots_outside_are_left_out_and_told(pools: list[Tensor], push: object) -> None:
+    pool, (_, _, _, heads, page_size, head_dim) = pools[0], pools[0].shape
+    limit = NUM_PAGES * page_size
+    k = torch.randn(3, heads, head_dim, device=DEVICE).to(pool.dtype)
+    expected = pool.clone()
+    expected[0, 0, :, :, 1] = k[1]
+    refused = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([-1, 1, limit], dtype=torch.int32, device=DEVICE)
+    push(pool, 0, k, k, torch.arange(3, device=DEVICE), slots, refused)  # type: ignore[operator]
+    assert same_bits(pool, expected)
+    assert refused.item() == 1
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_slots(pools: list[Tensor], count: int) -> None:
+    source, target = pools
+    expected = target.clone()
+    slots = [draw(count, NUM_PAGES * source.shape[4], seed, torch.int32) for seed in (4, 5)]
+    triton_push.push_slots(source, target, *slots)
+    torch_push.push_slots(source, expected, *slots)
+    assert same_bits(target, expected)
+
+
+@pytest.mark.parametrize(("signal", "payload"), [(0, 0), (1, -1), (2**62 + 1, 16), (5, -(2**40))])
+def test_rows(signal: int, payload: int) -> None:
+    mailbox = torch.arange(8, device=DEVICE).view(2, 4)
+    expected = mailbox.clone()
+    triton_push.post_row(mailbox, 2, signal, payload)
+    torch_push.post_row(expected, 2, signal, payload)
+    assert torch.equal(mailbox, expected)

@@ -1,0 +1,85 @@
+"""Copies between places that one GPU can address, by its copy engines: calls to the driver, with addresses.
+
+The driver's time for a call is the host's; an engine starts with the first copy that it is told of. So a long list of
+copies is handed over in parts that grow.
+"""
+
+import ctypes
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.transfer.errors import TransportError
+
+Int64Array = NDArray[np.int64]
+
+IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, not multiprocessors
+FIRST_BATCH, GROWTH = 4, 4
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+ATTRIBUTES = _Attributes(IN_STREAM_ORDER, (0, 0), (0, 0), OVERLAP_WITH_COMPUTE)
+FOR_ALL = ctypes.c_size_t(0)  # the first copy from which the attributes hold
+
+
+def copy_all(targets: Int64Array, sources: Int64Array, sizes: Int64Array, stream: int) -> None:
+    """Copies sizes[i] bytes from address sources[i] to targets[i], all on a CUDA stream, in any order.
+
+    The source is read in stream order. stream: a handle, not the default stream's. TransportError when the driver
+    refuses, or is older than CUDA 12.8.
+    """
+    begin, count = 0, FIRST_BATCH
+    while begin < sizes.size:
+        part = slice(begin, begin + count)
+        _copy_batch(targets[part], sources[part], sizes[part], stream)
+        begin, count = begin + count, count * GROWTH
+
+
+def copy(target: int, source: int, size: int, stream: int) -> None:
+    """Copies `size` bytes on a CUDA stream; either side may be pinned host memory."""
+    _check("cuMemcpyAsync", _driver().cuMemcpyAsync(target, source, size, stream))
+
+
+def _copy_batch(targets: Int64Array, sources: Int64Array, sizes: Int64Array, stream: int) -> None:
+    failed = ctypes.c_size_t(0)
+    status = _driver().cuMemcpyBatchAsync(
+        targets.ctypes.data,
+        sources.ctypes.data,
+        sizes.ctypes.data,
+        sizes.size,
+        ctypes.byref(ATTRIBUTES),
+        ctypes.byref(FOR_ALL),
+        1,
+        ctypes.byref(failed),
+        stream,
+    )
+    _check("cuMemcpyBatchAsync", status)
+
+
+def _check(name: str, status: int) -> None:
+    if status:
+        raise TransportError(f"{name} failed with CUDA error {status}")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuMemcpyAsync.argtypes = [pointer, pointer, size, pointer]
+        driver.cuMemcpyBatchAsync.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer]
+    except (OSError, AttributeError) as error:
+        raise TransportError(f"the CUDA driver cannot be used: {error}; it must be of CUDA 12.8 or later") from None
+    return driver

@@ -1,0 +1,27 @@
+"""What triton_push does, in torch: the references of its kernels, same signatures."""
+
+import torch
+from torch import Tensor
+
+from tandem.transfer.page_pool import PagePool
+
+
+def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor, refused: Tensor) -> None:
+    """Rows tokens (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to slots (int32 or int64 [n]) of a layer.
+
+    A slot outside the pool is left out, and then refused (int32 [1]) becomes 1.
+    """
+    inside = (slots >= 0) & (slots < pool.shape[0] * pool.shape[4])
+    refused |= (~inside.all()).to(refused)
+    tokens = tokens[inside]
+    PagePool(pool).put_tokens(layer, slots[inside].long(), k.index_select(0, tokens), v.index_select(0, tokens))
+
+
+def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    """All layers of source_slots (int32 [n]) of one pool to target_slots of another; both inside."""
+    PagePool(target).copy_slots(PagePool(source), source_slots.long(), target_slots.long())
+
+
+def post_row(mailbox: Tensor, row: int, signal: int, payload: int) -> None:
+    """Into a mailbox (int64 [2, num_signals]) the payload, then the signal."""
+    mailbox[:, row] = torch.tensor([signal, payload])

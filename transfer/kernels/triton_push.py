@@ -1,0 +1,110 @@
+"""KV into pages of a mapped peer, and a row into its mailbox, in Triton kernels; elements are moved, never computed.
+
+Pools are [num_pages, layers, 2, num_kv_heads, page_size, head_dim], contiguous; a peer's stores like an own one. What
+each function does, torch_push does too. All of them queue on the current stream.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS_PER_PROGRAM = 4096
+
+
+def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor, refused: Tensor) -> None:
+    """Rows tokens (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to slots (int32 or int64 [n]) of a layer.
+
+    k and v: any stride of the tokens, each token contiguous. A slot outside the pool is left out, and then refused
+    (int32 [1], pinned or on the device) becomes 1.
+    """
+    num_pages, layers, _, heads, page_size, head_dim = pool.shape
+    head_pad, dim_pad = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim)
+    block = max(1, ELEMENTS_PER_PROGRAM // (head_pad * dim_pad))
+    _launch(
+        _push_tokens,
+        (triton.cdiv(slots.shape[0], block), 2),
+        *(pool, k, v, tokens, slots, refused),
+        slots.shape[0],
+        num_pages * page_size,
+        k.stride(0),
+        v.stride(0),
+        layers * 2 * heads * page_size * head_dim,
+        layer * 2 * heads * page_size * head_dim,
+        *(heads, page_size, head_dim, head_pad, dim_pad, block),
+    )
+
+
+def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    """All layers of source_slots (int32 [n]) of one pool to target_slots of another; both inside."""
+    _, layers, _, heads, page_size, head_dim = source.shape
+    rows, dim_pad = layers * 2 * heads, triton.next_power_of_2(head_dim)
+    block = min(max(1, ELEMENTS_PER_PROGRAM // dim_pad), triton.next_power_of_2(rows))
+    _launch(
+        _push_slots,
+        (source_slots.shape[0], triton.cdiv(rows, block)),
+        *(source, target, source_slots, target_slots, rows, page_size, head_dim, dim_pad, block),
+    )
+
+
+def post_row(mailbox: Tensor, row: int, signal: int, payload: int) -> None:
+    """Into a mapped mailbox (int64 [2, num_signals]) the payload, then the signal.
+
+    Whoever reads the signal afterwards reads the payload and all that this stream wrote before.
+    """
+    _launch(_post_row, (1,), mailbox, mailbox.shape[1], row, signal, payload, num_warps=1)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> None:
+    """kernel[grid](…), which type checkers take for a call of the function under the decorator."""
+    kernel[grid](*arguments, **options)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _push_tokens(
+    pool, k, v, tokens, slots, refused, num_tokens, num_slots, k_stride, v_stride, page_elements, layer_elements,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    asked = token < num_tokens
+    slot = tl.load(slots + token, mask=asked, other=0).to(tl.int64)
+    inside = (slot >= 0) & (slot < num_slots)
+    tl.store(refused + tl.zeros_like(token), tl.full([BLOCK], 1, tl.int32), mask=asked & ~inside)
+    wanted = asked & inside
+    row = tl.load(tokens + token, mask=wanted, other=0)
+    head, dim = tl.arange(0, HEAD_PAD)[None, :, None], tl.arange(0, DIM_PAD)[None, None, :]
+    mask = wanted[:, None, None] & (head < HEADS) & (dim < HEAD_DIM)
+    within = head * HEAD_DIM + dim
+    target = slot // PAGE_SIZE * page_elements + layer_elements + slot % PAGE_SIZE * HEAD_DIM
+    place = target[:, None, None] + head * (PAGE_SIZE * HEAD_DIM) + dim
+    if tl.program_id(1) == 0:
+        tl.store(pool + place, tl.load(k + row[:, None, None] * k_stride + within, mask=mask), mask=mask)
+    else:
+        place += HEADS * PAGE_SIZE * HEAD_DIM
+        tl.store(pool + place, tl.load(v + row[:, None, None] * v_stride + within, mask=mask), mask=mask)
+
+
+@triton.jit
+def _push_slots(
+    source, target, source_slots, target_slots, num_rows,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    begin = tl.load(source_slots + tl.program_id(0)).to(tl.int64)
+    end = tl.load(target_slots + tl.program_id(0)).to(tl.int64)
+    row = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    dim = tl.arange(0, DIM_PAD)[None, :]
+    mask = (row < num_rows) & (dim < HEAD_DIM)
+    within = row * (PAGE_SIZE * HEAD_DIM) + dim
+    page_elements = num_rows * (PAGE_SIZE * HEAD_DIM)
+    begin = begin // PAGE_SIZE * page_elements + begin % PAGE_SIZE * HEAD_DIM
+    end = end // PAGE_SIZE * page_elements + end % PAGE_SIZE * HEAD_DIM
+    tl.store(target + end + within, tl.load(source + begin + within, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["row", "signal", "payload"])
+# Typed, since Triton would take small numbers for int32.
+def _post_row(mailbox, num_signals, row, signal: tl.int64, payload: tl.int64):  # pyright: ignore[reportInvalidTypeForm]
+    tl.atomic_xchg(mailbox + num_signals + row, payload, sem="relaxed", scope="sys")
+    tl.atomic_xchg(mailbox + row, signal, sem="release", scope="sys")

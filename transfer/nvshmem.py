@@ -5,7 +5,7 @@
     quiet          an event behind both
     post           a Triton kernel that stores payload, then signal, with a release at system scope
 
-Importing this module needs nvshmem4py and Triton; nothing else in tandem imports them but its kernels.
+Importing this module needs nvshmem4py and Triton.
 """
 
 import time
@@ -29,7 +29,7 @@ from tandem.transfer.transport import Int64Array, Transport
 
 NAME = "nvshmem"
 WAIT_SECONDS = 30.0
-COPY_ENGINE_BYTES = 1 << 20  # mean length of a run from which copy engines, told of one at a time, outrun the kernel
+COPY_ENGINE_BYTES = 1 << 20  # mean length of a run from which copy engines outrun the kernel
 
 
 class NvshmemTransport(Transport):

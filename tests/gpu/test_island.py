@@ -1,0 +1,72 @@
+"""1P1D on two GPUs through Ray, NVSHMEM and gRPC: tokens equal transformers' in float32, and no page is lost."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.cluster.client import Client
+from tandem.cluster.config import load_config
+from tandem.cluster.launcher import Cluster
+from tandem.workers.random_checkpoint import make_checkpoint
+from tests.oracle import greedy, load_oracle, random_prompt
+from tests.requests import GREEDY, complete, complete_all, tokens_of
+
+pytest.importorskip("nvshmem")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "gpu-1p1d.yaml"
+VOCABULARY = 512
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu") / "model"
+    make_checkpoint(folder, arch="llama", size="tiny", seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[Cluster]:
+    overrides = {
+        "name": f"gpu-test-{os.getpid()}",
+        "model.path": str(model),
+        "gateway.port": 0,
+        "cache.num_pages": 1024,
+        "ray.num_cpus": 8,
+    }
+    cluster = Cluster(load_config(CONFIG, overrides))
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+def test_tokens_equal_transformers(cluster: Cluster, model: Path) -> None:
+    oracle = load_oracle(model)
+    prompts = [random_prompt(length, length, VOCABULARY) for length in (1, 15, 16, 17, 63, 64, 65, 200, 500) * 2]
+    expected = [greedy(oracle, prompt, 24) for prompt in prompts]
+    assert tokens_of(complete(cluster.grpc_address, prompts[3], max_tokens=24, **GREEDY)) == expected[3]
+    assert complete_all(cluster.grpc_address, prompts, max_tokens=24, **GREEDY) == expected
+
+
+def test_a_thousand_requests_at_once(cluster: Cluster, model: Path) -> None:
+    oracle = load_oracle(model)
+    prompts = [random_prompt(20 + number % 200, number, VOCABULARY) for number in range(1000)]
+    tokens = complete_all(cluster.grpc_address, prompts, max_tokens=8, **GREEDY)
+    assert {len(one) for one in tokens} == {8}
+    for number in range(0, 1000, 50):
+        assert tokens[number] == greedy(oracle, prompts[number], 8)
+    deadline = time.monotonic() + 10
+    with Client(cluster.grpc_address) as client:
+        while True:
+            workers = client.cluster_info().islands[0].workers
+            if all(worker.free_pages == worker.num_pages and not worker.draining_pages for worker in workers):
+                return
+            assert time.monotonic() < deadline, workers
+            time.sleep(0.05)

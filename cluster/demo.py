@@ -62,6 +62,7 @@ def main() -> int:
             seconds = asyncio.run(_run(address, rows, console))
         finally:
             cluster.stop()
+    console.print()
     console.print(_summary(rows))
     tokens = sum(row.usage.output_tokens for row in rows if row.usage)
     console.print(f"{len(rows)} requests, {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s")

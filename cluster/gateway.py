@@ -1,5 +1,6 @@
 """The door: tandem.v1.Inference over gRPC, with health and reflection."""
 
+import itertools
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         )
         self._validator = RequestValidator(limits, self._tokenizer)
         self._active: set[str] = set()
+        self._attempts = itertools.count(1)
         self._started = time.monotonic()
 
     async def start(self) -> str:
@@ -133,7 +135,9 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             self._active.discard(valid.request_id)
 
     async def _generate(self, valid: ValidRequest, arrived: float, context: Context) -> None:
-        placement = await self._router.place(valid.request_id, valid.token_ids, valid.params.max_tokens)
+        # Workers refuse an id once it was aborted; a client may use its own again.
+        attempt_id = f"{valid.request_id}:{next(self._attempts)}"
+        placement = await self._router.place(attempt_id, valid.token_ids, valid.params.max_tokens)
         generation = Generation(valid, arrived, self._tokenizer, self._model.eos_token_ids)
         try:
             async with aclosing(generation.run(placement, self._seconds_left(context))) as messages:

@@ -62,14 +62,14 @@ class Generation:
         request = self._request
         sampling = sampling_to_proto(request.params)
         send = worker_pb2.RemoteSendRequest(
-            request_id=request.request_id,
+            request_id=placement.request_id,
             epoch=placement.prefill.epoch,
             token_ids=request.token_ids,
             sampling=sampling,
             reservation=placement.reservation,
         )
         start = worker_pb2.StartGenerateRequest(
-            request_id=request.request_id,
+            request_id=placement.request_id,
             epoch=placement.decode.epoch,
             reservation_id=placement.reservation.reservation_id,
             sampling=sampling,

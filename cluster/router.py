@@ -19,7 +19,7 @@ PREPARE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Placement:
-    """A pair of workers and the pages that the decode worker set aside."""
+    """A pair of workers and the pages that the decode worker set aside. request_id is the one the workers know."""
 
     request_id: str
     prefill: WorkerLink

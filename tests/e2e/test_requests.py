@@ -187,6 +187,16 @@ def test_request_id_in_use(island: Island) -> None:
         first.close()
 
 
+def test_request_id_may_be_used_again(island: Island) -> None:
+    """Also after a request that the gateway ended, at a stop string, and one whose client went away."""
+    whole = complete(island.address, PROMPT, max_tokens=40, **GREEDY)
+    stop = text_of(whole)[11:14]
+    for _ in range(2):
+        updates = complete(island.address, PROMPT, request_id="again", max_tokens=40, stop=[stop], **GREEDY)
+        assert updates[-1].finish_reason == "stop"
+    assert tokens_of(complete(island.address, PROMPT, request_id="again", max_tokens=40, **GREEDY)) == tokens_of(whole)
+
+
 def test_prompt_larger_than_the_pool(folder: Path) -> None:
     with running_island(folder, {"cache.num_pages": 8}) as island:
         assert "page pool" in refused(island, [3] * 64)

@@ -198,7 +198,7 @@ class DecodeLoop:
     def _forward(self) -> None:
         batch = self._batch
         plan = self._cache.begin_forward(batch.sequence_ids, batch.ones)
-        logits = self._runner.forward(batch.tokens, plan, batch.rows)
+        logits = self._runner.forward(batch.tokens, plan, None)
         self._cache.end_forward(plan)
         samples = self._runner.sample(logits, batch.sampling, batch.lengths + 1)
         reasons = batch.advance(samples.token_ids)

@@ -63,7 +63,6 @@ class DecodeBatch:
         rows = self.requests
         rules = [request.rule for request in rows if request.rule is not None]
         self.sequence_ids = np.array([request.sequence_id for request in rows], np.int64)
-        self.rows = np.arange(len(rows))
         self.ones = np.ones(len(rows), np.int64)
         self.tokens = np.array([request.output[-1] for request in rows], np.int64)
         outputs = np.array([len(request.output) for request in rows], np.int64)

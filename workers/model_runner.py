@@ -50,11 +50,11 @@ class ModelRunner:
         self._cache.remove_sequence(sequence)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array) -> Tensor:
-        """Logits float32 [len(last_rows), vocab] that follow the named rows of token_ids int64 [T]."""
-        attend = partial(self._cache.attention, plan)
-        ids, rows = upload([token_ids, last_rows], self._model.device)
-        return self._model.forward(ids, attend, rows)
+    def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array | None) -> Tensor:
+        """Logits float32 [n, vocab] that follow rows last_rows (int64 [n]; None: all) of token_ids int64 [T]."""
+        arrays = [token_ids] if last_rows is None else [token_ids, last_rows]
+        ids, *rows = upload(arrays, self._model.device)
+        return self._model.forward(ids, partial(self._cache.attention, plan), rows[0] if rows else None)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> Samples:

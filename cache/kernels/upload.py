@@ -1,12 +1,15 @@
 """Index arrays of one step, from the host to a device in one copy."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 
-def upload(arrays: list[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Each of `arrays` (one dimension, any dtype) as a tensor on `device`; on a CPU they are the arrays themselves.
 
     The copy is ordered on the current stream and does not wait for it.

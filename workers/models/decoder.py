@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.workers.kernels.base import LayerKernels
+from tandem.workers.kernels.choice import choose_layer_kernels
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.parameters import DecoderParameters, LayerParameters
 from tandem.workers.models.projection import Projection
@@ -30,14 +32,15 @@ class DecoderLayer:
 
 
 class DenseDecoder:
-    """Call forward under torch.inference_mode.
+    """Call forward under torch.inference_mode."""
 
-    Arithmetic follows transformers: norms in float32, cast before the weight; sums of residuals in config.dtype.
-    """
+    def __init__(self, config: ModelConfig, parameters: DecoderParameters, kernels: LayerKernels | None = None) -> None:
+        """Takes over filled `parameters` and empties their list of layers, so that no weight is held twice.
 
-    def __init__(self, config: ModelConfig, parameters: DecoderParameters) -> None:
-        """Takes over filled `parameters` and empties their list of layers, so that no weight is held twice."""
+        kernels: None takes the fastest for the parameters' device.
+        """
         self.config = config
+        self._kernels = kernels or choose_layer_kernels(parameters.embedding.device, config.dtype)
         self._embedding = parameters.embedding
         self._final_norm = parameters.final_norm
         tied = parameters.lm_head is parameters.embedding  # the embedding needs plain rows; a second copy costs more
@@ -50,24 +53,23 @@ class DenseDecoder:
     def device(self) -> torch.device:
         return self._embedding.device
 
-    def forward(self, token_ids: Tensor, attend: Attend, last_rows: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, attend: Attend, last_rows: Tensor | None) -> Tensor:
         """Logits float32 [n, vocab_size] that follow rows `last_rows` (int64 [n], n may be 0) of the packed tokens.
 
-        token_ids: int64 [T], the new tokens of all sequences of the batch one after another.
+        token_ids: int64 [T], the new tokens of all sequences of the batch one after another. last_rows None: all T.
         """
-        eps = self.config.rms_norm_eps
-        x = F.embedding(token_ids, self._embedding)
+        kernels, eps = self._kernels, self.config.rms_norm_eps
+        x, delta = F.embedding(token_ids, self._embedding), None
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(rms_norm(x, layer.input_norm, eps))
+            qkv = layer.qkv(kernels.add_rms_norm(x, delta, layer.input_norm, eps))
             o = attend(index, *self._split_heads(qkv, layer.qk_norm)).flatten(1)
-            if index == self.config.num_layers - 1:  # all K and V are kept: from here on only last_rows matter
-                if last_rows.shape[0] == 0:
+            if last_rows is not None and index == self.config.num_layers - 1:
+                if last_rows.shape[0] == 0:  # all K and V are kept: from here on only last_rows matter
                     return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=x.device)
                 x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
-            x.add_(layer.o(o))
-            gate, up = layer.gate_up(rms_norm(x, layer.post_norm, eps)).chunk(2, -1)
-            x.add_(layer.down(F.silu(gate).mul_(up)))
-        return self._lm_head(rms_norm(x, self._final_norm, eps)).float()
+            gate_up = layer.gate_up(kernels.add_rms_norm(x, layer.o(o), layer.post_norm, eps))
+            delta = layer.down(kernels.silu_mul(gate_up))
+        return self._lm_head(kernels.add_rms_norm(x, delta, self._final_norm, eps)).float()
 
     def _split_heads(self, qkv: Tensor, qk_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, Hq, D], k and v [T, Hkv, D] of qkv [T, (Hq + 2·Hkv)·D]; views, rows of one stride."""
@@ -77,9 +79,8 @@ class DenseDecoder:
             q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
         else:
             qk, v = heads.split_with_sizes((qk_norm.shape[0], config.num_kv_heads), 1)
-            q, k = rms_norm(qk, qk_norm, eps=config.rms_norm_eps).split_with_sizes(
-                (config.num_heads, config.num_kv_heads), 1
-            )
+            qk = self._kernels.norm_heads(qk, qk_norm, config.rms_norm_eps)
+            q, k = qk.split_with_sizes((config.num_heads, config.num_kv_heads), 1)
         return q, k, v
 
 
@@ -93,11 +94,6 @@ def _prepare(config: ModelConfig, layer: LayerParameters) -> DecoderLayer:
         gate_up=Projection(layer.gate_up, layer.gate_up_bias),
         down=Projection(layer.down, layer.down_bias),
     )
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x over its last axis), in float32, cast to x.dtype, times weight (broadcast). As transformers rounds."""
-    return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
 
 
 def _join_qk_norm(config: ModelConfig, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor | None:

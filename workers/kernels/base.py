@@ -1,0 +1,24 @@
+"""What a backend's kernels do between the projections of a decoder layer."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class LayerKernels(Protocol):
+    """Each call reads and makes tensors of one device; T tokens, H hidden, I intermediate, D head_dim.
+
+    Rounding is transformers': sums in the dtype of x, norms in float32, cast to that dtype before the weight.
+    """
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """x [T, H] += delta [T, H] in place, where there is one; the result / its rms · weight [H], as a new tensor."""
+        ...
+
+    def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Each row of heads [T, heads, D] (rows of tokens may lie apart) / its rms · weight [heads, D]; contiguous."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) · up [T, I] of gate_up [T, 2·I], gate first."""
+        ...

@@ -20,6 +20,7 @@ from tandem.workers.models.errors import ModelError
 
 if TYPE_CHECKING:
     from tandem.cluster.client_messages import Prompt
+    from tandem.cluster.credentials import ClientSecurity
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -33,6 +34,14 @@ app = typer.Typer(
 Address = Annotated[
     str | None, typer.Option(help=f"Gateway's HOST:PORT; else the running cluster's or {DEFAULT_ADDRESS}.")
 ]
+TokenFile = Annotated[
+    Path | None, typer.Option(envvar="TANDEM_TOKEN_FILE", help="File with the token that the gateway asks for.")
+]
+TlsCa = Annotated[
+    Path | None, typer.Option(envvar="TANDEM_TLS_CA", help="Speaks TLS; who signed the gateway's certificate, PEM.")
+]
+TlsCert = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_CERT", help="Own certificate, for mutual TLS.")]
+TlsKey = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_KEY", help="Its key.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -120,6 +129,10 @@ def generate(
     request_id: Annotated[str | None, typer.Option(help="Made by the gateway when left out.")] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Deadline of the request, in seconds.")] = 600.0,
     address: Address = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Stream the answer to one prompt; with --json print its tokens and timings at the end."""
@@ -131,18 +144,27 @@ def generate(
     from tandem.cluster.cli_output import print_json, print_stream
     from tandem.cluster.client import Client
 
-    with Client(address or _running_address()) as client:
+    security = _security(token_file, tls_ca, tls_cert, tls_key)
+    with Client(address or _running_address(), security) as client:
         updates = client.generate(wanted, request_id=request_id, timeout=timeout, **sampling)
         (print_json if as_json else print_stream)(updates)
 
 
 @app.command()
-def status(address: Address = None, as_json: AsJson = False) -> None:
+def status(
+    address: Address = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
+) -> None:
     """Show a cluster's workers, pages and requests."""
     from tandem.cluster.cli_output import print_cluster
     from tandem.cluster.client import Client
 
-    with Client(address or _running_address()) as client:
+    security = _security(token_file, tls_ca, tls_cert, tls_key)
+    with Client(address or _running_address(), security) as client:
         print_cluster(client.cluster_info(), as_json)
 
 
@@ -201,6 +223,15 @@ def _prompt(text: str | None, file: Path | None, token_ids: str | None, chat: bo
     else:
         content = text
     return [{"role": "user", "content": content}] if chat else content
+
+
+def _security(
+    token_file: Path | None, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None
+) -> "ClientSecurity":
+    from tandem.cluster.credentials import ClientSecurity, read_token
+
+    paths = (None if path is None else str(path) for path in (tls_ca, tls_cert, tls_key))
+    return ClientSecurity(None if token_file is None else read_token(token_file), *paths)
 
 
 def _running_address() -> str:

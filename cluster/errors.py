@@ -14,6 +14,7 @@ TandemError
     ├── Overloaded          the queue is full; the same call may succeed later
     ├── DeadlineExceeded    the call's deadline passed
     ├── Unavailable         nothing answers there, or no worker is alive
+    ├── Unauthenticated     the gateway asks for a token, and got none or another
     ├── Cancelled           the call was cancelled
     └── ServerError         a worker or the gateway failed while it served the request
 """
@@ -80,6 +81,10 @@ class DeadlineExceeded(CallError, TimeoutError):
 
 class Unavailable(CallError):
     """Nothing answers there, or no worker is alive."""
+
+
+class Unauthenticated(CallError):
+    """The gateway asks for a token, and got none or another."""
 
 
 class Cancelled(CallError):

@@ -178,7 +178,7 @@ class Cluster:
         for config, actor in self._workers:
             self._watched[actor.wait.remote()] = f"worker {_name(config)}"
         return tuple(
-            WorkerAddress(config.role, config.pe, address)
+            WorkerAddress(config.role, config.pe, address, config.token)
             for (config, _), address in zip(self._workers, addresses, strict=True)
         )
 

@@ -1,17 +1,21 @@
 """What each process of a cluster is told, from the cluster's configuration."""
 
 import os
+import secrets
 
 from tandem.cluster.config import ClusterConfig
+from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.gateway import GatewaySettings
 from tandem.cluster.worker_link import WorkerAddress
 from tandem.workers.config import Role, WorkerConfig
 
 FIRST_EPOCH = 1
+TOKEN_BYTES = 32
 
 
 def worker_configs(config: ClusterConfig, max_model_len: int) -> list[WorkerConfig]:
-    """One for each PE of the island, prefill workers first."""
+    """One for each PE of the island, prefill workers first. They get a token of their own, which is written nowhere."""
+    token = secrets.token_urlsafe(TOKEN_BYTES)
     roles = [Role.PREFILL] * config.island.num_prefill + [Role.DECODE] * config.island.num_decode
     return [
         WorkerConfig(
@@ -25,6 +29,7 @@ def worker_configs(config: ClusterConfig, max_model_len: int) -> list[WorkerConf
             device=config.island.device,
             load_format=config.model.load_format,
             max_model_len=max_model_len,
+            token=token,
             page_size=config.cache.page_size,
             num_pages=config.cache.num_pages,
             prefix_sharing=config.cache.prefix_sharing,
@@ -63,4 +68,6 @@ def gateway_settings(config: ClusterConfig, workers: tuple[WorkerAddress, ...], 
         queue_seconds=config.gateway.queue_seconds,
         request_seconds=config.gateway.request_seconds,
         max_message_bytes=config.gateway.max_message_mib << 20,
+        max_calls=config.gateway.max_calls,
+        security=ServerSecurity(**config.security.model_dump()),
     )

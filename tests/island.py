@@ -54,7 +54,10 @@ def running_island(model: Path, overrides: dict[str, Any] | None = None) -> Iter
         handles = [worker.open() for worker in workers]
         for worker in workers:
             worker.join(handles)
-        addresses = tuple(WorkerAddress(worker.config.role, worker.config.pe, worker.serve()) for worker in workers)
+        addresses = tuple(
+            WorkerAddress(worker.config.role, worker.config.pe, worker.serve(), worker.config.token)
+            for worker in workers
+        )
         gateway = Gateway(gateway_settings(config, addresses, max_model_len))
         yield Island(events.run(gateway.start(), timeout=30), workers, gateway)
     finally:

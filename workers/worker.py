@@ -14,6 +14,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.proto import worker_pb2_grpc
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
+from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
@@ -142,7 +143,9 @@ class Worker:
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
         limit = config.max_message_bytes
         options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
-        self._server = grpc.aio.server(options=[*options, ("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(
+            options=[*options, ("grpc.so_reuseport", 0)], interceptors=[TokenRequired(config.token)]
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         port = self._server.add_insecure_port(f"{config.host}:0")
         await self._server.start()

@@ -59,7 +59,12 @@ def test_a_config_is_frozen() -> None:
     ("key", "unknown", "near", "known"),
     [
         ("cache.num_page", "cache.num_page", "cache.num_pages", "page_size, num_pages, prefix_sharing"),
-        ("schedular.max_sequences", "schedular", "scheduler", "name, model, cache, scheduler, island, gateway, ray"),
+        (
+            "schedular.max_sequences",
+            "schedular",
+            "scheduler",
+            "name, model, cache, scheduler, island, gateway, security, ray",
+        ),
         ("island.num_prefils", "island.num_prefils", "island.num_prefill", "transport, num_prefill"),
     ],
 )
@@ -97,7 +102,9 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
         ("gateway.queue_seconds=0", ["gateway.queue_seconds is 0", "greater than 0"]),
         ("gateway.queue_seconds=.nan", ["gateway.queue_seconds is nan"]),
         ("gateway.host=0.0.0.0", ["gateway.host is '0.0.0.0'", "loopback", "TLS"]),
-        ("gateway.host=example.org", ["gateway.host is 'example.org'", "loopback"]),
+        ("gateway.host=example.org", ["gateway.host is 'example.org'", "loopback", "security.token_file"]),
+        ("security.tls_cert=a.pem", ["security is {'tls_cert': 'a.pem'}", "both tls_cert and tls_key"]),
+        ("security.client_ca=a.pem", ["security is {'client_ca': 'a.pem'}", "where client_ca is set"]),
         ("name=a/b", ["name is 'a/b'", "letters, digits"]),
         ("cache=5", ["cache is 5", "section with keys page_size"]),
     ],
@@ -111,6 +118,13 @@ def test_values_out_of_range_name_field_value_and_limit(override: str, parts: li
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_hosts_are_accepted(host: str) -> None:
     assert load_config(None, {"gateway.host": host}).gateway.host == host
+
+
+def test_any_host_is_accepted_with_a_token_and_tls() -> None:
+    guards = {"security.token_file": "t", "security.tls_cert": "c", "security.tls_key": "k"}
+    assert load_config(None, guards | {"gateway.host": "0.0.0.0"}).gateway.host == "0.0.0.0"
+    with pytest.raises(ConfigError, match=r"gateway\.host is '0\.0\.0\.0'"):
+        load_config(None, {"gateway.host": "0.0.0.0", "security.token_file": "t"})
 
 
 def test_all_findings_come_at_once() -> None:

@@ -4,7 +4,7 @@ import difflib
 import ipaddress
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -50,10 +50,30 @@ class ModelSection(Section):
 
 class CacheSection(Section):
     page_size: Literal[8, 16, 32, 64, 128] = Field(default=16, description="positions in one KV page")
-    num_pages: Count = Field(
-        default=1024, le=1 << 24, description="KV pages in each worker's pool, the same on every worker"
+    num_pages: Count | None = Field(
+        default=None,
+        le=1 << 24,
+        description="KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU "
+        "and what gpu_memory_utilization leaves on a GPU",
+    )
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="fraction of a GPU's memory that weights, KV pages and workspace may take; "
+        "null is 0.9, unless num_pages is given",
     )
     prefix_sharing: bool = Field(default=True, description="whether requests share the pages of equal prefixes")
+
+    @field_validator("gpu_memory_utilization")
+    @classmethod
+    def _alone(cls, utilization: float | None, info: ValidationInfo) -> float | None:
+        num_pages = info.data.get("num_pages")
+        if utilization is not None and num_pages is not None:
+            raise ValueError(
+                f"must be null where cache.num_pages is given, here {num_pages}: one follows from the other"
+            )
+        return utilization
 
 
 class SchedulerSection(Section):
@@ -137,6 +157,16 @@ class ClusterConfig(Section):
     gateway: GatewaySection = Field(default=GatewaySection(), description="the door for clients")
     ray: RaySection = Field(default=RaySection(), description="the Ray that places the workers")
 
+    @model_validator(mode="after")
+    def _fit_device(self) -> Self:
+        utilization = self.cache.gpu_memory_utilization
+        if self.island.device == "cpu" and utilization is not None:
+            raise ValueError(
+                f"cache.gpu_memory_utilization is {utilization}; it must be null where island.device is cpu: "
+                "cache.num_pages says how large the pools are there"
+            )
+        return self
+
 
 def load_config(path: Path | str | None, overrides: Mapping[str, Any] | Sequence[str] = ()) -> ClusterConfig:
     """Reads a cluster's YAML and lays overrides over it; None stands for an empty file.
@@ -193,6 +223,8 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 def _explain(finding: Mapping[str, Any]) -> str:
     """One line for one of pydantic's findings: dotted key, value received, what would be accepted."""
     location = [str(part) for part in finding["loc"]]
+    if not location:  # a validator over all sections, whose message stands by itself
+        return finding["msg"].removeprefix("Value error, ")
     dotted = ".".join(location)
     if finding["type"] in ("extra_forbidden", "invalid_key"):
         section = _section(location[:-1])

@@ -11,10 +11,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Plain values only: it travels to the worker's process.
-
-    num_pages is the same on every PE of an island (pools are symmetric); threads None leaves torch's own choice.
-    """
+    """Plain values only: it travels to the worker's process. threads None leaves torch's own choice."""
 
     role: Role
     island: str
@@ -27,7 +24,6 @@ class WorkerConfig:
     device: str = "cpu"
     load_format: str = "safetensors"
     page_size: int = 16
-    num_pages: int = 1024
     prefix_sharing: bool = True
     max_batch_tokens: int = 1024
     max_sequences: int = 256

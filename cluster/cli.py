@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tandem.cluster.errors import ClusterNotRunning, ConfigError, InvalidRequest, StopTimedOut, TandemError, UsageError
+from tandem.cluster.errors import (
+    BenchmarkFailed,
+    ClusterNotRunning,
+    ConfigError,
+    InvalidRequest,
+    MissingPlots,
+    StopTimedOut,
+    TandemError,
+    UsageError,
+)
 from tandem.workers.models.errors import ModelError
 
 if TYPE_CHECKING:
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
     from tandem.cluster.credentials import ClientSecurity
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+BENCH_FOLDER = Path("build", "bench")
 
 app = typer.Typer(
     help="Serves large language models with prefill and decode on separate workers.",
@@ -193,6 +203,41 @@ def doctor() -> None:
     from tandem.cluster.doctor import examine
 
     print_findings(examine(GatewaySection().port))
+
+
+@app.command()
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="Which; all when left out.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for NAME.json and plots; made when missing.")] = BENCH_FOLDER,
+    only_list: Annotated[bool, typer.Option("--list", help="Only say what there is.")] = False,
+) -> None:
+    """Run the benchmarks of the checkout around the current folder; keep JSON and plots, and print what was reached.
+
+    Exits with 1 when one fails; a target that is missed is no failure.
+    """
+    from tandem.cluster.bench import find_benchmarks, print_outcomes, run_benchmark, write_outcome
+    from tandem.cluster.bench_plots import draw_plots
+
+    found = find_benchmarks(names or [])
+    if only_list:
+        for benchmark in found:
+            print(f"{benchmark.name:20} {benchmark.summary}")
+        return
+    outcomes = []
+    for benchmark in found:
+        print(f"{benchmark.name} …", end=" ", flush=True)
+        outcomes.append(run_benchmark(benchmark))
+        print(f"{outcomes[-1].seconds:g} s", flush=True)
+        write_outcome(outcomes[-1], out)
+    print_outcomes(outcomes)
+    try:
+        written = draw_plots(outcomes, out)
+        print(f"wrote {len(outcomes)} results and {len(written)} plots to {out}")
+    except MissingPlots as error:
+        print(f"wrote {len(outcomes)} results to {out}; {error}")
+    failed = [outcome.benchmark for outcome in outcomes if "failed" in outcome.result]
+    if failed:
+        raise BenchmarkFailed(f"failed: {', '.join(failed)}")
 
 
 @app.command()

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -50,10 +50,30 @@ class ModelSection(Section):
 
 class CacheSection(Section):
     page_size: Literal[8, 16, 32, 64, 128] = Field(default=16, description="positions in one KV page")
-    num_pages: Count = Field(
-        default=1024, le=1 << 24, description="KV pages in each worker's pool, the same on every worker"
+    num_pages: Count | None = Field(
+        default=None,
+        le=1 << 24,
+        description="KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU "
+        "and what gpu_memory_utilization leaves on a GPU",
+    )
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="fraction of a GPU's memory that weights, KV pages and workspace may take; "
+        "null is 0.9, unless num_pages is given",
     )
     prefix_sharing: bool = Field(default=True, description="whether requests share the pages of equal prefixes")
+
+    @field_validator("gpu_memory_utilization")
+    @classmethod
+    def _alone(cls, utilization: float | None, info: ValidationInfo) -> float | None:
+        num_pages = info.data.get("num_pages")
+        if utilization is not None and num_pages is not None:
+            raise ValueError(
+                f"must be null where cache.num_pages is given, here {num_pages}: one follows from the other"
+            )
+        return utilization
 
 
 class SchedulerSection(Section):
@@ -159,6 +179,16 @@ class ClusterConfig(Section):
             raise ValueError(
                 f"gateway.host is {self.gateway.host!r}; it must be a loopback address, 127.0.0.1, ::1 or localhost, "
                 "unless there are a token and TLS: set security.token_file, tls_cert and tls_key"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fit_device(self) -> Self:
+        utilization = self.cache.gpu_memory_utilization
+        if self.island.device == "cpu" and utilization is not None:
+            raise ValueError(
+                f"cache.gpu_memory_utilization is {utilization}; it must be null where island.device is cpu: "
+                "cache.num_pages says how large the pools are there"
             )
         return self
 

@@ -9,6 +9,8 @@ TandemError
 ├── StopTimedOut         a cluster did not end in time
 ├── StartFailed          a worker or the gateway did not start
 ├── WorkerLost           a worker's process ended while the cluster ran
+├── BenchmarkFailed      a benchmark did not run to its end
+├── MissingPlots         matplotlib is not installed
 └── CallError            a call to a gateway failed
     ├── InvalidRequest      the request can never succeed as it is
     ├── Overloaded          the queue is full; the same call may succeed later
@@ -61,6 +63,14 @@ class StartFailed(TandemError):
 
 class WorkerLost(TandemError):
     """A worker's process ended while the cluster ran."""
+
+
+class BenchmarkFailed(TandemError):
+    """A benchmark did not run to its end."""
+
+
+class MissingPlots(TandemError):
+    """matplotlib is not installed."""
 
 
 class CallError(TandemError):

@@ -13,8 +13,7 @@ class Role(StrEnum):
 class WorkerConfig:
     """Plain values only: it travels to the worker's process.
 
-    token: what every call to the worker must carry. num_pages is the same on every PE of an island (pools are
-    symmetric); threads None leaves torch's own choice.
+    token: what every call to the worker must carry. threads None leaves torch's own choice.
     """
 
     role: Role
@@ -29,7 +28,6 @@ class WorkerConfig:
     device: str = "cpu"
     load_format: str = "safetensors"
     page_size: int = 16
-    num_pages: int = 1024
     prefix_sharing: bool = True
     max_batch_tokens: int = 1024
     max_sequences: int = 256

@@ -26,3 +26,7 @@ class Aborted(WorkerError):
 
 class ForwardFailed(WorkerError):
     """The forward that the request was part of raised; the worker goes on."""
+
+
+class WriterNotQuiet(WorkerError):
+    """Writes of a request may still land: its receiver's pages must not be reused. Aborting again asks again."""

@@ -30,3 +30,7 @@ class ForwardFailed(WorkerError):
 
 class GpuTooSmall(WorkerError):
     """The weights leave no room for KV pages in what may be used of the GPU."""
+
+
+class WriterNotQuiet(WorkerError):
+    """Writes of a request may still land: its receiver's pages must not be reused. Aborting again asks again."""

@@ -1,12 +1,11 @@
 """A cache that keeps K and V of every token by itself and computes in float64, to compare the paged one with."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Kernels
+from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
@@ -36,11 +35,8 @@ def pools_of(layout: KVLayout, num_pages: int) -> tuple[Tensor, ...]:
     )
 
 
-MakeKernels = Callable[[Tensor, float], Kernels]
-
-
 def cache_of(
-    layout: KVLayout, num_pages: int = 32, rope: RopeParameters = ROPE, kernels: MakeKernels = choose_kernels
+    layout: KVLayout, num_pages: int = 32, rope: RopeParameters = ROPE, kernels: KernelFactory = choose_kernels
 ) -> PagedKVCache:
     return PagedKVCache(
         layout,

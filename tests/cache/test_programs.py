@@ -292,8 +292,8 @@ class Program:
         for side in self.sides:
             cache = side.cache
             rows = [cache._table.row(sequence) for sequence in side.tokens]
-            for allocator, pages in zip(cache._pools._allocators, cache._table.pages, strict=True):
-                held = [pages[row, : cache._table.num_pages[row]] for row in rows]
+            for allocator, group in zip(cache._pools._allocators, cache._table.groups, strict=True):
+                held = [group.held(row) for row in rows]
                 counts = np.bincount(np.concatenate([np.empty(0, np.int32), *held]), minlength=NUM_PAGES)
                 indexed = allocator.references - counts
                 assert ((indexed == 0) | (indexed == 1)).all()

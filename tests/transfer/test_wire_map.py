@@ -54,7 +54,7 @@ def test_the_layout_of_another_model_is_refused() -> None:
     ("slots", "message"),
     [
         ([20, 21, 22, 23, 39, 40], "pool has 0 … 39"),
-        ([20, 21, SKIP, 23, 4, 5], r"runs\[1\] skips positions"),
+        ([20, 21, SKIP, 23, 4, 5], r"runs\[1\] skips 1 positions; it must skip the first 0 and no others"),
         ([20, 21, 22, 23, 21, 22], r"runs\[1\] holds slot 21 twice"),
         ([4, 20, 21, 22, 23, 4], r"runs\[1\] holds slot 4 twice"),
     ],

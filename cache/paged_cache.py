@@ -235,6 +235,8 @@ class PagedKVCache:
         row = self._settled_row(sequence)
         if length < 1:
             raise InvalidArgument(f"length is {length}; it must be at least 1")
+        if self.layout.has_windows and not self._marks.is_done(sequence):  # what it is to send may leave a window
+            raise InvalidArgument(f"sequence {sequence} is marked to be sent; with windows it receives only afterwards")
         self._check_length(sequence, int(self._table.lengths[row]) + length)
         return self._receptions.begin(sequence, length)
 

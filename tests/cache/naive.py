@@ -69,6 +69,9 @@ class Inputs:
 
     layers: list[tuple[Tensor, Tensor, Tensor]]
 
+    def between(self, begin: int, end: int) -> "Inputs":
+        return Inputs([(q[begin:end], k[begin:end], v[begin:end]) for q, k, v in self.layers])
+
 
 def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
     generator = torch.Generator().manual_seed(seed)

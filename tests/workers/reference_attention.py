@@ -49,7 +49,11 @@ class ReferenceAttention:
         group = self._config.num_heads // self._config.num_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k).float() * self._config.head_dim**-0.5
-        hidden = torch.arange(k.shape[0])[None] > positions[:, None]
+        others = torch.arange(k.shape[0])[None]
+        hidden = others > positions[:, None]
+        window = (self._config.layer_windows or (None,) * self._config.num_layers)[layer]
+        if window is not None:
+            hidden |= others <= positions[:, None] - window
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype)
         return torch.einsum("hqk,khd->qhd", weights, v)
 

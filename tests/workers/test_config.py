@@ -133,11 +133,8 @@ def test_a_bad_value_is_named(tmp_path: Path, fields: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({**MISTRAL, "sliding_window": 4096}, "sliding_window is 4096 and in effect; the cache has no windows yet"),
-        ({**LLAMA, "architectures": ["MistralForCausalLM"]}, "sliding_window is 4096"),
-        ({**QWEN2, "use_sliding_window": True, "sliding_window": 64}, "sliding_window is 64"),
-        ({**QWEN3, "use_sliding_window": True, "sliding_window": 64}, "sliding_window is 64"),
-        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window is in effect"),
+        ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config asks for 'gptq'"),
         ({**LLAMA, "rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'; only default, linear"),
@@ -150,6 +147,22 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, fields: dict[str, An
         load_config(write(tmp_path, fields))
 
 
-def test_a_window_that_is_switched_off_is_accepted(tmp_path: Path) -> None:
-    load_config(write(tmp_path, MISTRAL))
-    load_config(write(tmp_path, {**QWEN2, "use_sliding_window": False, "sliding_window": 64}))
+QWEN2_WINDOW = {**QWEN2, "use_sliding_window": True, "sliding_window": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        (MISTRAL, None),
+        ({**MISTRAL, "sliding_window": 9}, (9, 9)),
+        ({**LLAMA, "architectures": ["MistralForCausalLM"]}, (4096, 4096)),
+        ({**QWEN2_WINDOW, "use_sliding_window": False}, None),
+        (QWEN2_WINDOW, None),
+        ({**QWEN2_WINDOW, "max_window_layers": 1}, (None, 64)),
+        ({**QWEN2_WINDOW, "max_window_layers": 0}, (64, 64)),
+        ({**QWEN2_WINDOW, "architectures": ["Qwen3ForCausalLM"], "max_window_layers": 1}, (None, 64)),
+        ({**QWEN2_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}, (64, None)),
+    ],
+)
+def test_windows_of_the_layers(tmp_path: Path, fields: dict[str, Any], windows: tuple[int | None, ...] | None) -> None:
+    assert load_config(write(tmp_path, fields)).layer_windows == windows

@@ -10,12 +10,18 @@ from tandem.workers.models.errors import UnsupportedFeature
 from tandem.workers.models.fields import Fields
 from tandem.workers.models.rope_fields import read_rope
 
+DEFAULT_WINDOW = 4096  # of a config that has a window but does not say which, as in transformers
+SLIDING = "sliding_attention"
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A dense pre-norm decoder with grouped-query attention, RoPE and a gated SiLU feed-forward.
 
     qkv_bias, o_bias and mlp_bias say which projections carry a bias; qk_norm whether q and k are normalised per head.
+    layer_windows: for each layer how many positions a token sees, its own included, or None for all; None when no layer
+    has a window. attn_softcap, attn_scale: see PagedKVCache. local_rope: that of layers with a window, where theirs is
+    another.
     """
 
     architecture: str
@@ -37,6 +43,10 @@ class ModelConfig:
     dtype: torch.dtype
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    layer_windows: tuple[int | None, ...] | None = None
+    attn_softcap: float | None = None
+    attn_scale: float | None = None
+    local_rope: RopeParameters | None = None
 
     @property
     def max_length(self) -> int:
@@ -55,10 +65,13 @@ def read_dense_config(
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    window: int | None = None,
+    first_window_layer: int = 0,
 ) -> ModelConfig:
     """config.json as the dense families share it; the keywords are what a family fixes or takes when a field is absent.
 
     num_kv_heads None: the field is required. head_dim None: hidden_size / num_attention_heads when absent.
+    window, first_window_layer: see read_layer_windows.
     Raises InvalidConfig and UnsupportedFeature.
     """
     refuse_unsupported(fields)
@@ -83,6 +96,7 @@ def read_dense_config(
         dtype=read_dtype(fields),
         bos_token_id=next(iter(fields.integers("bos_token_id")), None),
         eos_token_ids=fields.integers("eos_token_id"),
+        layer_windows=read_layer_windows(fields, window, first_window_layer),
     )
 
 
@@ -119,19 +133,31 @@ def refuse_unsupported(fields: Fields) -> None:
         raise UnsupportedFeature(
             f"{fields.source}: quantization_config asks for {method!r}; only unquantized checkpoints are implemented"
         )
-    layer_types = fields.raw("layer_types") or ()
-    other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+
+
+def read_window(fields: Fields) -> int | None:
+    """sliding_window; None when it is null. Absent is not null: transformers then takes 4096."""
+    if "sliding_window" in fields.names() and fields.raw("sliding_window") is None:
+        return None
+    return fields.integer("sliding_window", DEFAULT_WINDOW, minimum=1)
+
+
+def read_layer_windows(fields: Fields, window: int | None, first: int = 0) -> tuple[int | None, ...] | None:
+    """ModelConfig.layer_windows: `window` for the layers that layer_types calls sliding_attention or, without
+    layer_types, from layer `first` on. Raises InvalidConfig, and UnsupportedFeature for other kinds of layers."""
+    num_layers = fields.integer("num_hidden_layers", minimum=1)
+    kinds = fields.raw("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if window is None or layer < first else SLIDING for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise fields.invalid("layer_types", f"a list of {num_layers}, num_hidden_layers")
+    other = sorted({str(kind) for kind in kinds} - {"full_attention", SLIDING})
     if other:
         raise UnsupportedFeature(
-            f"{fields.source}: layer_types has {', '.join(other)}; the cache has only full_attention as yet"
+            f"{fields.source}: layer_types has {', '.join(other)}; the cache has no such layers yet"
         )
-
-
-def refuse_sliding_window(fields: Fields) -> None:
-    """UnsupportedFeature unless sliding_window is null. Absent is not null: transformers then takes 4096."""
-    window = fields.raw("sliding_window") if "sliding_window" in fields.names() else 4096
-    if window is not None:
-        raise UnsupportedFeature(
-            f"{fields.source}: sliding_window is {window!r} and in effect; the cache has no windows yet, "
-            "so only null is accepted"
-        )
+    if SLIDING not in kinds:
+        return None
+    if window is None:
+        raise UnsupportedFeature(f"{fields.source}: layer_types has {SLIDING}, but no sliding_window is in effect")
+    return tuple(window if kind == SLIDING else None for kind in kinds)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 
-ROPE_TYPES = ("none", "default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("none", "default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,9 @@ class RopeParameters:
     """How q and k are rotated. Fields are named as in config.json; those that rope_type does not read are ignored.
 
     rotary_dim: the leading elements of a head that are rotated, all or, with a partial_rotary_factor, fewer.
-    max_position_embeddings is read by "dynamic", original_max_position_embeddings by "llama3" and "yarn".
+    max_position_embeddings is read by "dynamic", original_max_position_embeddings by "llama3", "yarn" and "longrope".
+    short_factor: rotary_dim / 2 numbers for "longrope" up to original_max_position_embeddings, which is as far as it
+    goes: with a longer sequence transformers changes the factors and computes all K anew.
     Raises InvalidArgument when a field is out of range or one that rope_type needs is missing.
     """
 
@@ -34,6 +36,7 @@ class RopeParameters:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -56,12 +59,22 @@ class RopeParameters:
                 raise InvalidArgument(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
         if self.rope_type == "yarn":
             self._require("original_max_position_embeddings")
+        if self.rope_type == "longrope":
+            self._check_longrope()
 
     def _require(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
             if value is None or not 0 < value < math.inf:
                 raise InvalidArgument(f"{name} is {value}; rope_type {self.rope_type!r} needs a number above 0")
+
+    def _check_longrope(self) -> None:
+        self._require("original_max_position_embeddings")
+        needed = self.rotary_dim // 2
+        if len(self.short_factor) != needed or not all(0 < one < math.inf for one in self.short_factor):
+            raise InvalidArgument(
+                f"short_factor is {self.short_factor}; rope_type 'longrope' needs {needed} numbers above 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -154,6 +167,9 @@ def inverse_frequencies(parameters: RopeParameters) -> tuple[Tensor, float]:
         return _llama3(parameters, base), 1.0
     if parameters.rope_type == "yarn":
         return _yarn(parameters), _yarn_attention_factor(parameters)
+    if parameters.rope_type == "longrope":
+        stretched = torch.tensor(parameters.short_factor) * _powers(parameters)
+        return 1.0 / stretched, _longrope_attention_factor(parameters)
     return base, 1.0
 
 
@@ -216,3 +232,13 @@ def _yarn_attention_factor(parameters: RopeParameters) -> float:
     if parameters.mscale and parameters.mscale_all_dim:
         return magnitude(parameters.mscale) / magnitude(parameters.mscale_all_dim)
     return magnitude(1.0)
+
+
+def _longrope_attention_factor(parameters: RopeParameters) -> float:
+    """LongRoPE (Ding et al., 2024): grows with the factor by which the model was stretched."""
+    assert parameters.original_max_position_embeddings is not None
+    if parameters.attention_factor is not None:
+        return parameters.attention_factor
+    if parameters.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(parameters.factor) / math.log(parameters.original_max_position_embeddings))

@@ -51,6 +51,31 @@ def test_as_transformers(rope_type: str, fields: dict[str, Any], length: int) ->
         assert_close(actual, reference)
 
 
+@pytest.mark.parametrize("fields", [{}, {"factor": 1.0}, {"factor": 3.0}, {"factor": 3.0, "attention_factor": 1.7}])
+def test_longrope_below_its_length_is_as_transformers(fields: dict[str, Any]) -> None:
+    factors = [1 + index / 4 for index in range(HEAD_DIM // 2)]
+    scaling = {"rope_type": "longrope", "rope_theta": THETA, "short_factor": factors, "long_factor": factors[::-1]}
+    config = LlamaConfig(
+        hidden_size=HEAD_DIM * 2,
+        num_attention_heads=2,
+        max_position_embeddings=4 * TRAINED,
+        rope_parameters={**scaling, "original_max_position_embeddings": TRAINED, **fields},
+    )
+    ours = RopeParameters(
+        "longrope",
+        HEAD_DIM,
+        theta=THETA,
+        original_max_position_embeddings=TRAINED,
+        short_factor=tuple(factors),
+        **{"factor": 4.0, **fields},
+    )
+    positions = torch.arange(TRAINED)
+    expected = LlamaRotaryEmbedding(config)(torch.empty(1), positions[None])
+    actual = RotaryEmbedding(ours, TRAINED, "cpu", torch.float32).cos_sin(positions)
+    for one, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, reference[0], rtol=0, atol=2e-6)
+
+
 def test_dynamic_follows_the_length_of_each_forward() -> None:
     """A prompt longer than the trained length, then decode steps: transformers changes frequencies at each."""
     ours, theirs = pair("dynamic", {"factor": 2.0})
@@ -111,12 +136,13 @@ def test_the_rotation_has_the_dtype_of_q_and_k() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_type": "longrope"}, "rope_type is 'longrope'; it must be one of none, default"),
+        ({"rope_type": "proportional"}, "rope_type is 'proportional'; it must be one of none, default"),
         ({"rotary_dim": 7}, "rotary_dim is 7; it must be even"),
         ({"theta": 0.0}, "theta is 0.0"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor is nan"),
         ({"rope_type": "dynamic"}, "max_position_embeddings is None"),
         ({"rope_type": "yarn"}, "original_max_position_embeddings is None"),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 8}, r"short_factor is \(\); .* needs 4 numbers"),
         ({"rope_type": "llama3", "original_max_position_embeddings": 8}, "low_freq_factor is None"),
     ],
 )

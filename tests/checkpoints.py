@@ -127,7 +127,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "phi3": ("phi3", {}),
-    # Longer than the tests' sequences: beyond it the factors change.
+    # Between the tests' sequences: those that are longer have other factors.
     "phi3-longrope": (
         "phi3",
         {
@@ -136,10 +136,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "short_factor": [1.0, 1.1, 1.3, 1.9, 2.5, 3.0],
                 "long_factor": [2.0, 3.0, 5.0, 9.0, 12.0, 14.0],
                 "partial_rotary_factor": 0.75,
-                "original_max_position_embeddings": 192,
+                "original_max_position_embeddings": 100,
                 **THETA,
             },
-            "original_max_position_embeddings": 192,
+            "original_max_position_embeddings": 100,
         },
     ),
     "qwen2": ("qwen2", {}),

@@ -52,7 +52,8 @@ def test_as_transformers(rope_type: str, fields: dict[str, Any], length: int) ->
 
 
 @pytest.mark.parametrize("fields", [{}, {"factor": 1.0}, {"factor": 3.0}, {"factor": 3.0, "attention_factor": 1.7}])
-def test_longrope_below_its_length_is_as_transformers(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("length", [TRAINED, TRAINED + 1, 3 * TRAINED])
+def test_longrope_is_as_transformers(fields: dict[str, Any], length: int) -> None:
     factors = [1 + index / 4 for index in range(HEAD_DIM // 2)]
     scaling = {"rope_type": "longrope", "rope_theta": THETA, "short_factor": factors, "long_factor": factors[::-1]}
     config = LlamaConfig(
@@ -67,13 +68,19 @@ def test_longrope_below_its_length_is_as_transformers(fields: dict[str, Any]) ->
         theta=THETA,
         original_max_position_embeddings=TRAINED,
         short_factor=tuple(factors),
+        long_factor=tuple(factors[::-1]),
         **{"factor": 4.0, **fields},
     )
-    positions = torch.arange(TRAINED)
-    expected = LlamaRotaryEmbedding(config)(torch.empty(1), positions[None])
-    actual = RotaryEmbedding(ours, TRAINED, "cpu", torch.float32).cos_sin(positions)
-    for one, reference in zip(actual, expected, strict=True):
+    positions, lengths = torch.arange(length), torch.full((length,), length)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.empty(1), positions[None])
+    embedding = RotaryEmbedding(ours, 3 * TRAINED, "cpu", torch.float32)
+    for one, reference in zip(embedding.cos_sin(positions, lengths), (cos, sin), strict=True):
         torch.testing.assert_close(one, reference[0], rtol=0, atol=2e-6)
+    rotation = embedding.rotation(positions, lengths)
+    torch.testing.assert_close(rotation.cos[:, 0], cos[0], rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        rotation.signed_sin[:, 0, HEAD_DIM // 2 :], sin[0, :, HEAD_DIM // 2 :], rtol=0, atol=2e-6
+    )
 
 
 def test_dynamic_follows_the_length_of_each_forward() -> None:
@@ -86,8 +93,17 @@ def test_dynamic_follows_the_length_of_each_forward() -> None:
             torch.testing.assert_close(actual, reference[0], rtol=0, atol=2e-6)
 
 
-def test_dynamic_mixes_lengths_in_one_call() -> None:
-    ours, _ = pair("dynamic", {"factor": 2.0})
+LONGROPE = {
+    "original_max_position_embeddings": 80,
+    "short_factor": tuple(1 + index / 4 for index in range(HEAD_DIM // 2)),
+    "long_factor": tuple(5 + index / 4 for index in range(HEAD_DIM // 2)),
+}
+
+
+@pytest.mark.parametrize(("rope_type", "fields"), [("dynamic", {"factor": 2.0}), ("longrope", LONGROPE)])
+def test_lengths_may_differ_in_one_call(rope_type: str, fields: dict[str, Any]) -> None:
+    parameters = RopeParameters(rope_type, HEAD_DIM, theta=THETA, max_position_embeddings=TRAINED, **fields)
+    ours = RotaryEmbedding(parameters, POSITIONS, "cpu", torch.float32)
     positions = torch.tensor([3, 3, 70, 70])
     lengths = torch.tensor([TRAINED, TRAINED + 30, 71, 150])
     together = ours.rotation(positions, lengths)

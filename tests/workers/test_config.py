@@ -146,7 +146,10 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor is missing; it must be a list of numbers"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1, "2"]}}, "it must be a list of numbers"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 2.0]}}, "'longrope' needs 8 numbers above 0"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]}},
+            "'longrope' needs 8 numbers above 0",
+        ),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
     ],
 )
@@ -216,13 +219,13 @@ def test_bad_experts_are_named(tmp_path: Path, fields: dict[str, Any], message: 
         load_config(write(tmp_path, fields))
 
 
-def test_longrope_ends_where_its_factors_change(tmp_path: Path) -> None:
+def test_longrope(tmp_path: Path) -> None:
     """The names of the first checkpoints, and a part of each head."""
     scaling = {"type": "su", "short_factor": [1.0, 2.0, 3.0, 4.0], "long_factor": [8.0] * 4}
     fields = {**PHI3, "rope_scaling": scaling, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 32}
     config = load_config(write(tmp_path, fields))
     assert (config.rope.rope_type, config.rope.rotary_dim, config.rope.factor) == ("longrope", 8, 4.0)
-    assert config.max_length == 32
+    assert (config.rope_switch, config.max_length) == (32, 128)
 
 
 def test_gemma_2_without_most_fields_is_that_of_transformers(tmp_path: Path) -> None:

@@ -67,14 +67,14 @@ class ModelConfig:
 
     @property
     def max_length(self) -> int:
-        """Most positions of a sequence. With dynamic RoPE max_position_embeddings is where the scaling begins.
-
-        With longrope it is where the factors change, which would ask for all K anew.
-        """
-        if self.rope.rope_type == "longrope" and self.rope.original_max_position_embeddings is not None:
-            return min(self.max_position_embeddings, self.rope.original_max_position_embeddings)
+        """Most positions of a sequence. With dynamic RoPE max_position_embeddings is where the scaling begins."""
         stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
         return int(self.max_position_embeddings * stretch)
+
+    @property
+    def rope_switch(self) -> int | None:
+        """The length beyond which longrope takes other factors: a sequence that grew over it would need all K anew."""
+        return self.rope.original_max_position_embeddings if self.rope.rope_type == "longrope" else None
 
 
 def read_dense_config(

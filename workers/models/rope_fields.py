@@ -51,6 +51,7 @@ def read_rope(
             mscale_all_dim=_optional(scaling, "mscale_all_dim"),
             truncate=scaling.boolean("truncate", True),
             short_factor=scaling.numbers("short_factor") if rope_type == "longrope" else (),
+            long_factor=scaling.numbers("long_factor") if rope_type == "longrope" else (),
         )
     except InvalidArgument as error:
         raise InvalidConfig(f"{scaling.source}: {error}") from None

@@ -179,9 +179,10 @@ class Worker:
 
     @property
     def _sharing(self) -> bool:
-        # Dynamic RoPE rotates a prompt by its own length: K of one prompt is not K of another with the same prefix.
+        # With RoPE by length a prompt is rotated by its own: K of one prompt is not K of another with the same prefix.
         model = self.model_config
-        return self.config.prefix_sharing and model.rope.rope_type != "dynamic" and model.layer_windows is None
+        by_length = model.rope.by_length and self.config.max_model_len > (model.rope_switch or 0)
+        return self.config.prefix_sharing and not by_length and model.layer_windows is None
 
     def _make_cache(self) -> PagedKVCache:
         model, config = self.model_config, self.config

@@ -35,8 +35,8 @@ PROMPT = random_prompt(6 * PAGE + 5, 0)
 ISLANDS = {
     "bf16-128-mapped": ("bfloat16", 128, True),
     "bf16-128-puts": ("bfloat16", 128, False),
-    "fp16-128-mapped": ("float16", 128, True),
     "bf16-64-mapped": ("bfloat16", 64, True),
+    "fp16-128-mapped": ("float16", 128, True),
 }
 
 

@@ -20,11 +20,11 @@ class WorkerPe:
     def __init__(self, pe: int) -> None:
         torch.cuda.set_device(pe)
 
-    def open(self, config: WorkerConfig, peer_access: bool) -> bytes:
+    def open(self, config: WorkerConfig, num_pages: int, peer_access: bool) -> bytes:
         worker_module.create_transport = partial(_create, peer_access=peer_access)
         self.worker = Worker(config)
         self.worker.load()
-        return self.worker.open()
+        return self.worker.open(num_pages)
 
     def join(self, handles: list[bytes]) -> None:
         self.worker.join(handles)

@@ -43,8 +43,14 @@ class DenseDecoder:
         self._kernels = kernels or choose_layer_kernels(parameters.embedding.device, config.dtype)
         self._embedding = parameters.embedding
         self._final_norm = parameters.final_norm
-        tied = parameters.lm_head is parameters.embedding  # the embedding needs plain rows; a second copy costs more
-        self._lm_head = partial(F.linear, weight=parameters.lm_head) if tied else Projection(parameters.lm_head, None)
+        tied = (
+            parameters.lm_head is parameters.embedding
+        )  # the embedding needs plain rows; a CPU would make a second copy
+        self._lm_head = (
+            partial(F.linear, weight=parameters.lm_head)
+            if tied and self.device.type == "cpu"
+            else Projection(parameters.lm_head, None)
+        )
         self._layers: list[DecoderLayer] = []
         while parameters.layers:
             self._layers.append(_prepare(config, parameters.layers.pop(0)))

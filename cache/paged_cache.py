@@ -7,9 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.cache.construction import check_construction
 from tandem.cache.errors import CacheError, InvalidArgument
-from tandem.cache.kernels.base import Kernels, PushingKernels
+from tandem.cache.fixed_batch import FixedBatch
+from tandem.cache.kernels.base import GraphKernels, Kernels, PushingKernels
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.staging import Staging
 from tandem.cache.layout import KVLayout
 from tandem.cache.page_pools import PageIds, PagePools
 from tandem.cache.page_writer import PageWriter
@@ -57,8 +60,9 @@ class PagedKVCache:
         """pools: per layer group `[num_pages, *layout.page_shape(group)]`, contiguous, the caller's; what they hold at
         first does not matter. scale: of the softmax; None is head_dim ** -0.5. writer: None when nothing is sent.
         """
-        _check_construction(layout, pools, rope, max_sequence_length)
+        check_construction(layout, pools, rope, max_sequence_length)
         self.layout = layout
+        self._device = pools[0].device
         self._page_size = layout.page_size
         self._max_length = max_sequence_length
         self._writer = writer
@@ -150,13 +154,7 @@ class PagedKVCache:
         rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the
         whole prompt where it comes in chunks. None, or where smaller: the length after this append.
         """
-        rows = self._table.rows(seq_ids)
-        lengths = self._table.lengths[rows]
-        appends = np.asarray(append_lengths, np.int64)
-        self._check_appends(seq_ids, rows, lengths, appends)
-        self._pages.grow(rows, lengths, lengths + appends)
-        tokens = lay_out_tokens(lengths, appends)
-        tables = [look_up_pages(pages, rows, tokens, self._page_size) for pages in self._table.pages]
+        rows, tokens, tables = self._grow(seq_ids, np.asarray(append_lengths, np.int64))
         sequences = tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
         sends, sent = self._marks.plan(sequences, rows, tokens, self._table.pages, self._page_size)
         return ForwardPlan(
@@ -192,6 +190,26 @@ class PagedKVCache:
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
         self._marks.commit(plan.sent)
+
+    def fixed_batches(self, sizes: Sequence[int], num_q_heads: int, num_inputs: int) -> list[FixedBatch]:
+        """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them.
+
+        They share their device memory: one is filled and replayed before the next is filled.
+        """
+        kernels = [one for one in self._kernels if isinstance(one, GraphKernels)]
+        if len(kernels) < len(self._kernels) or self._rope_by_length or not sizes:
+            return []
+        pages = self._table.pages[0].shape[1]
+        staging = Staging(FixedBatch.num_bytes(max(sizes), len(kernels), num_inputs, pages), self._device)
+        options = {"num_q_heads": num_q_heads, "num_inputs": num_inputs, "max_pages": pages}
+        return [FixedBatch(size, kernels, self._rotary, **options, staging=staging) for size in sizes]
+
+    def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
+        """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward."""
+        if self._marks.any_open(seq_ids):
+            raise InvalidArgument("seq_ids has a sequence that is being sent; a fixed batch sends nothing")
+        _, tokens, tables = self._grow(seq_ids, np.ones(len(seq_ids), np.int64))
+        batch.fill(tokens, tables, inputs)
 
     # Transfers
 
@@ -320,6 +338,17 @@ class PagedKVCache:
 
     # Checks and parts of the plan
 
+    def _grow(
+        self, seq_ids: Sequence[int] | Int64Array, appends: Int64Array
+    ) -> tuple[Int64Array, TokenLayout, list[PageTables]]:
+        """The sequences' rows, and what look_up_pages says of each group once they have grown."""
+        rows = self._table.rows(seq_ids)
+        lengths = self._table.lengths[rows]
+        self._check_appends(seq_ids, rows, lengths, appends)
+        self._pages.grow(rows, lengths, lengths + appends)
+        tokens = lay_out_tokens(lengths, appends)
+        return rows, tokens, [look_up_pages(pages, rows, tokens, self._page_size) for pages in self._table.pages]
+
     def _plan_group(self, group: int, tokens: TokenLayout, tables: PageTables, sends: tuple[Send, ...]) -> GroupPlan:
         kernels = self._kernels[group]
         plan = kernels.plan(tokens, tables)
@@ -361,21 +390,3 @@ class PagedKVCache:
         if self._incoming and self._table.receiving[rows].any():
             receiving = int(np.flatnonzero(self._table.receiving[rows])[0])
             raise InvalidArgument(f"sequence {seq_ids[receiving]} is being received; finish_receive ends that")
-
-
-def _check_construction(
-    layout: KVLayout, pools: Sequence[Tensor], rope: RopeParameters, max_sequence_length: int
-) -> None:
-    if len(pools) != len(layout.groups):
-        raise InvalidArgument(f"{len(pools)} pools were given; the layout has {len(layout.groups)} groups")
-    for group, pool in enumerate(pools):
-        shape = ("num_pages ≥ 1", *layout.page_shape(group))
-        if pool.shape[1:] != shape[1:] or pool.shape[0] < 1 or pool.dtype != layout.dtype or not pool.is_contiguous():
-            raise InvalidArgument(
-                f"pool {group} is {tuple(pool.shape)} of {pool.dtype}; it must be {shape} of {layout.dtype}, contiguous"
-            )
-    if max_sequence_length < 1:
-        raise InvalidArgument(f"max_sequence_length is {max_sequence_length}; it must be at least 1")
-    head_dim = min(group.head_dim for group in layout.groups)
-    if rope.rope_type != "none" and rope.rotary_dim > head_dim:
-        raise InvalidArgument(f"rotary_dim is {rope.rotary_dim}; the smallest head_dim is {head_dim}")

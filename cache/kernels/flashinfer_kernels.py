@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
-from tandem.cache.kernels.base import PeerPool
+from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.triton_append import AppendTargets, append
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan import PageTables, Send, TokenLayout
@@ -21,6 +21,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 WORKSPACE_BYTES = 256 << 20
+GRAPH_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +49,19 @@ class FlashInferPlan:
     parts: tuple[AttentionPart, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class FixedPlan:
+    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand."""
+
+    targets: AppendTargets
+    wrapper: Any
+    num_q_heads: int
+    keep_k: bool = False
+
+
 class FlashInferKernels:
-    """See Kernels. float16 and bfloat16, head_dim 64, 128 or 256, pages of 8 to 64 positions; else InvalidArgument.
+    """See Kernels and GraphKernels. float16 and bfloat16, head_dim 64, 128 or 256, pages of 8 to 64 positions; else
+    InvalidArgument.
 
     FlashInfer's wrappers hold the forward that was planned last, so they are planned when its first layer attends:
     forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
@@ -61,11 +73,14 @@ class FlashInferKernels:
         import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
 
         self._pool = pool
-        self._scale = scale
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        self._flashinfer: Any = flashinfer
+        self._workspace = workspace
+        self._graph_workspace = torch.empty(GRAPH_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        self._options = {"q_data_type": pool.dtype, "sm_scale": scale}
         self._current: FlashInferPlan | None = None
         self._planned = torch.cuda.Event()
 
@@ -107,13 +122,45 @@ class FlashInferKernels:
         keep_k = any(send.token_indices.shape[0] for send in left)
         return replace(plan, targets=replace(plan.targets, peer_rows=peer_rows), keep_k=keep_k), tuple(left)
 
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
+        size = tables.slots.shape[0]
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=tables.kv_indptr,
+            paged_kv_indices_buffer=tables.kv_indices,
+            paged_kv_last_page_len_buffer=tables.kv_last_page_len,
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._graph_workspace)
+        ones = torch.ones(size, dtype=torch.int32)
+        indptr = torch.arange(size + 1, dtype=torch.int32)
+        wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._options)
+        return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads)
+
+    def refill(self, plan: FixedPlan, tables: PageTables) -> None:
+        """The full plan() of fixed_plan() chose the kernel; this only shares out the work anew."""
+        indptr, indices, last_page_len = (
+            torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
+        )
+        self._planned.synchronize()
+        self._flashinfer.decode.fast_decode_plan(
+            *(plan.wrapper, indptr, indices, last_page_len, *self._sizes(plan.num_q_heads)),
+            **self._options,
+            global_override_indptr_cpu=indptr,
+        )
+        self._planned.record()
+
     def append(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan | FixedPlan
     ) -> tuple[Tensor, Tensor]:
         """As Kernels says, but k comes back rotated only where plan.keep_k asks for it: attend reads the pages."""
         return append(self._pool, layer, q, k, v, rotation, plan.targets, keep_k=plan.keep_k)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: FlashInferPlan) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: FlashInferPlan | FixedPlan) -> Tensor:
+        if isinstance(plan, FixedPlan):
+            return plan.wrapper.run(q, self._layers[layer])
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
         output = torch.empty_like(q)
@@ -139,18 +186,20 @@ class FlashInferKernels:
         both = self._pool[index // size, layer, :, :, index % size]
         return both[:, 0], both[:, 1]
 
-    def _plan_wrappers(self, plan: FlashInferPlan, num_q_heads: int) -> None:
+    def _sizes(self, num_q_heads: int) -> tuple[int, int, int, int]:
         _, _, _, num_kv_heads, page_size, head_dim = self._pool.shape
+        return num_q_heads, num_kv_heads, head_dim, page_size
+
+    def _plan_wrappers(self, plan: FlashInferPlan, num_q_heads: int) -> None:
         # FlashInfer copies its plan from pinned memory that the next plan overwrites.
         self._planned.synchronize()
         for part in plan.parts:
             tables = (part.kv_indptr, part.kv_indices, part.kv_last_page_len)
-            sizes = (num_q_heads, num_kv_heads, head_dim, page_size)
-            options = {"q_data_type": self._pool.dtype, "sm_scale": self._scale}
+            sizes = self._sizes(num_q_heads)
             if part.single:
-                self._decode.plan(*tables, *sizes, **options)
+                self._decode.plan(*tables, *sizes, **self._options)
             else:
-                self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **options)
+                self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._options)
         self._planned.record()
         self._current = plan
 

@@ -20,8 +20,9 @@ HEADS_PER_PROGRAM = 8
 class AppendTargets:
     """Where T new tokens go.
 
-    slots: int32 [T], own slots. peer_rows: int64 [T], the address in a mapped pool of the row of head_dim elements
-    that takes the K of layer 0, head 0, or 0 for a token that stays here; None where all stay.
+    slots: int32 [T], own slots, negative for a token that is not stored here. peer_rows: int64 [T], the address in a
+    mapped pool of the row of head_dim elements that takes the K of layer 0, head 0, or 0 for a token that stays here;
+    None where all stay.
     """
 
     slots: Tensor
@@ -129,9 +130,10 @@ def _append(
         slot = tl.load(slots + token)
         in_layer = layer_elements + heads * (PAGE_SIZE * HEAD_DIM)
         value = num_kv_heads * (PAGE_SIZE * HEAD_DIM)
-        rows = pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements + (slot % PAGE_SIZE) * HEAD_DIM + in_layer
-        _store(rows, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
-        _store(rows + value, va, vb, vc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+        if slot >= 0:
+            rows = pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements + (slot % PAGE_SIZE) * HEAD_DIM + in_layer
+            _store(rows, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+            _store(rows + value, va, vb, vc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
         if HAS_PEER:
             address = tl.load(peer_rows + token)
             if address != 0:

@@ -61,6 +61,13 @@ class FixedBatch:
             sent=(),
         )
 
+    def clear(self) -> None:
+        """Makes all rows padding."""
+        nothing = np.empty(0, np.int64)
+        empty = np.empty(0, np.int32)
+        tables = PageTables(empty, np.zeros(1, np.int32), empty, empty)
+        self.fill(lay_out_tokens(nothing, nothing), [tables] * len(self._kernels), [nothing] * len(self.inputs))
+
     def fill(self, tokens: TokenLayout, tables: Sequence[PageTables], inputs: Sequence[Int64Array]) -> None:
         """The step that the next replay computes: one token each of n ≤ size sequences; inputs int64 [n]."""
         missing = self.size - tokens.positions.size

@@ -41,6 +41,6 @@ class PendingSamples:
 
 def _to_host(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
-        return tensor
+        return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

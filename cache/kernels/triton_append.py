@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.cache.kernels.dependent_launch import launch_options
 from tandem.cache.rope import Rotation
 
 HEADS_PER_PROGRAM = 8
@@ -73,6 +74,7 @@ def append(
         ROTATE=rotation is not None,
         KEEP_K=keep_k,
         HAS_PEER=targets.peer_rows is not None,
+        **launch_options(pool.device),
     )
     return q_out, k_out
 
@@ -93,8 +95,12 @@ def _append(
     ROTATE: tl.constexpr,
     KEEP_K: tl.constexpr,
     HAS_PEER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has some heads of q, or of k and v, of one token; a token's programs are neighbours."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     cos += token * cos_token

@@ -1,7 +1,7 @@
 """Prefill and decode steps of Qwen3 shapes on one GPU, no cluster, against roofs of the same run; prints JSON.
 
-C: a device copy, bytes read and written a second. F: FLOP a second of an 8192³ bf16 product. decode: wall time of a step,
-run ahead as a decode worker does; floor: (weights + KV bytes) / C; idle: what a step takes longer than its graph alone.
+C: a device copy, bytes read and written a second. F: FLOP a second of an 8192³ bf16 product. decode: wall time of a
+step, run ahead as a decode worker does; floor: (weights + KV bytes) / C; idle: what it takes longer than its graph.
 prefill: chunks of 8192 up to the first token, FLOP counted with half of the attention square, ÷ time ÷ F.
 Random weights and KV. Beside them vLLM 0.23.0 on the same kind of GPU, CUDA graphs, prefix cache off.
 """

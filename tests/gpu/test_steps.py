@@ -1,6 +1,7 @@
 """Decode steps in CUDA graphs against the eager path: batches that grow, shrink and cross buckets, step after step."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +52,8 @@ class Steps:
 
     def run(self, params: SamplingParams) -> list[dict[int, int]]:
         """The tokens of each step by sequence; a step is launched before the tokens of the one before are read."""
-        tokens, launched, flights = dict.fromkeys(range(NUM_SEQUENCES), 7), -1, []
+        tokens = dict.fromkeys(range(NUM_SEQUENCES), 7)
+        flights: list[Any] = []
         made: list[dict[int, int]] = []
         for step, count in enumerate(PROGRAM):
             rows = np.arange(count) if step % 2 else np.arange(count)[::-1].copy()
@@ -67,15 +69,14 @@ class Steps:
             sampling = SampleBatch.from_params([params] * count)
             positions = np.array([self.cache.num_tokens(int(sequence)) + 1 for sequence in rows])
             flights.append((rows, self.runner.step(rows, inputs, sources, sampling, positions)))
-            launched += 1
             if not self.runner.runs_ahead:
                 self._learn(flights[-1], tokens, made)
         if self.runner.runs_ahead:
-            for known in flights[-2 if len(made) == len(flights) - 2 else -1 :]:
+            for known in flights[-2:]:
                 self._learn(known, tokens, made)
         return made
 
-    def _learn(self, flight: tuple, tokens: dict[int, int], made: list[dict[int, int]]) -> None:
+    def _learn(self, flight: Any, tokens: dict[int, int], made: list[dict[int, int]]) -> None:
         rows, pending = flight
         sampled = dict(zip(rows.tolist(), pending.wait().token_ids.tolist(), strict=True))
         tokens.update(sampled)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.cache.kernels.dependent_launch import launch_options
+
 HEADS_PER_PROGRAM = 8
 SILU_BLOCK = 1024
 
@@ -28,6 +30,7 @@ class TritonLayerKernels:
             BLOCK=block,
             ADD=delta is not None,
             num_warps=min(max(block // 512, 4), 16),
+            **launch_options(x.device),
         )
         return output
 
@@ -42,6 +45,7 @@ class TritonLayerKernels:
             HEADS=HEADS_PER_PROGRAM,
             HEAD_DIM=head_dim,
             BLOCK=triton.next_power_of_2(head_dim),
+            **launch_options(heads.device),
         )
         return output
 
@@ -50,13 +54,22 @@ class TritonLayerKernels:
         output = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
         parts = triton.cdiv(width // 2, SILU_BLOCK)
         kernel: Any = _silu_mul[(tokens * parts,)]
-        kernel(gate_up, output, PARTS=parts, WIDTH=width // 2, BLOCK=SILU_BLOCK)
+        kernel(gate_up, output, PARTS=parts, WIDTH=width // 2, BLOCK=SILU_BLOCK, **launch_options(gate_up.device))
         return output
 
 
 @triton.jit
-def _add_rms_norm(x, delta, weight, output, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _add_rms_norm(
+    x, delta, weight, output, eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """A program a token."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * HIDDEN
     column = tl.arange(0, BLOCK)
     there = column < HIDDEN
@@ -80,8 +93,12 @@ def _norm_heads(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has HEADS heads of one token; a token's programs are neighbours."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     head = tl.program_id(0) % PARTS * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -95,7 +112,12 @@ def _norm_heads(
 
 
 @triton.jit
-def _silu_mul(gate_up, output, PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(
+    gate_up, output, PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     column = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     there = column < WIDTH

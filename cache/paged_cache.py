@@ -206,6 +206,8 @@ class PagedKVCache:
 
     def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
         """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward."""
+        if len(seq_ids) > batch.size:
+            raise InvalidArgument(f"seq_ids has {len(seq_ids)} sequences; the batch has room for {batch.size}")
         if self._marks.any_open(seq_ids):
             raise InvalidArgument("seq_ids has a sequence that is being sent; a fixed batch sends nothing")
         _, tokens, tables = self._grow(seq_ids, np.ones(len(seq_ids), np.int64))

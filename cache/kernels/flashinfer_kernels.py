@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.triton_append import AppendTargets, append
+from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
@@ -21,6 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 WORKSPACE_BYTES = 256 << 20
+GATHER_FROM = 1024  # new tokens from which attention over gathered K and V is faster, the gathering included
 GRAPH_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
 
 
@@ -29,7 +31,8 @@ class AttentionPart:
     """Some sequences of a forward, all with one new token each or all with several.
 
     tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
-    FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device.
+    FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device. kv_slots: int32,
+    on the device, of all positions that they attend to, where these are gathered first; kv_indptr then counts them.
     """
 
     single: bool
@@ -38,6 +41,7 @@ class AttentionPart:
     kv_indptr: Tensor
     kv_indices: Tensor
     kv_last_page_len: Tensor
+    kv_slots: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +83,7 @@ class FlashInferKernels:
         self._workspace = workspace
         self._graph_workspace = torch.empty(GRAPH_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        self._gathered: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
         self._options = {"q_data_type": pool.dtype, "sm_scale": scale}
         self._current: FlashInferPlan | None = None
@@ -88,8 +93,10 @@ class FlashInferKernels:
         appends = np.diff(tokens.qo_indptr)
         single = appends == 1
         groups = [np.flatnonzero(single), np.flatnonzero(~single)]
-        drafts = [_draft(tokens, tables, appends, sequences) for sequences in groups if sequences.size]
-        arrays = [tables.slot_mapping, *(array for draft in drafts for array in (draft.kv_indices, draft.tokens))]
+        page_size = self._pool.shape[4]
+        drafts = [_draft(tokens, tables, appends, sequences, page_size) for sequences in groups if sequences.size]
+        of_parts = [(draft.kv_indices, draft.tokens, draft.kv_slots) for draft in drafts]
+        arrays = [tables.slot_mapping, *(array for of_part in of_parts for array in of_part)]
         slots, *uploaded = upload(arrays, self._pool.device)
         parts = tuple(
             AttentionPart(
@@ -99,8 +106,9 @@ class FlashInferKernels:
                 torch.from_numpy(draft.kv_indptr),
                 pages,
                 torch.from_numpy(draft.kv_last_page_len),
+                kv_slots if draft.kv_slots.size else None,
             )
-            for draft, pages, rows in zip(drafts, uploaded[::2], uploaded[1::2], strict=True)
+            for draft, pages, rows, kv_slots in zip(drafts, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True)
         )
         return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
 
@@ -163,14 +171,19 @@ class FlashInferKernels:
             return plan.wrapper.run(q, self._layers[layer])
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
+        if len(plan.parts) == 1:
+            return self._attend_part(layer, plan.parts[0], q)
         output = torch.empty_like(q)
         for part in plan.parts:
-            wrapper = self._decode if part.single else self._prefill
-            if part.tokens is None:
-                wrapper.run(q, self._layers[layer], out=output)
-            else:
-                output.index_copy_(0, part.tokens, wrapper.run(q.index_select(0, part.tokens), self._layers[layer]))
+            assert part.tokens is not None  # of several parts, each has some
+            output.index_copy_(0, part.tokens, self._attend_part(layer, part, q.index_select(0, part.tokens)))
         return output
+
+    def _attend_part(self, layer: int, part: AttentionPart, q: Tensor) -> Tensor:
+        if part.kv_slots is not None:
+            k, v = gather(self._pool, layer, part.kv_slots).unbind(1)
+            return self._gathered.run(q, k, v)
+        return (self._decode if part.single else self._prefill).run(q, self._layers[layer])
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._pool.device)
@@ -181,10 +194,8 @@ class FlashInferKernels:
         self._pool.index_fill_(0, index, 0)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        (index,) = upload([slots.astype(np.int64)], self._pool.device)
-        size = self._pool.shape[4]
-        both = self._pool[index // size, layer, :, :, index % size]
-        return both[:, 0], both[:, 1]
+        k, v = gather(self._pool, layer, upload([slots], self._pool.device)[0]).unbind(1)
+        return k, v
 
     def _sizes(self, num_q_heads: int) -> tuple[int, int, int, int]:
         _, _, _, num_kv_heads, page_size, head_dim = self._pool.shape
@@ -196,6 +207,9 @@ class FlashInferKernels:
         for part in plan.parts:
             tables = (part.kv_indptr, part.kv_indices, part.kv_last_page_len)
             sizes = self._sizes(num_q_heads)
+            if part.kv_slots is not None:
+                self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
+                continue
             if part.single:
                 self._decode.plan(*tables, *sizes, **self._options)
             else:
@@ -212,19 +226,26 @@ class _Draft:
     kv_indptr: Int32Array
     kv_indices: Int32Array
     kv_last_page_len: Int32Array
+    kv_slots: Int32Array
 
 
-def _draft(tokens: TokenLayout, tables: PageTables, appends: Int32Array, sequences: NDArray[np.int64]) -> _Draft:
-    """An AttentionPart of `sequences` (int64 [n]), before anything is on the device."""
+def _draft(
+    tokens: TokenLayout, tables: PageTables, appends: Int32Array, sequences: NDArray[np.int64], page_size: int
+) -> _Draft:
+    """An AttentionPart of `sequences` (int64 [n]), before anything is on the device; no kv_slots: not gathered."""
     counts = np.diff(tables.kv_indptr)[sequences]
     appends = appends[sequences]
+    pages = tables.kv_indices[_ragged(tables.kv_indptr[sequences], counts)]
+    gathered = int(appends.max()) > 1 and int(appends.sum()) >= GATHER_FROM
+    lengths = tokens.seq_lens[sequences]
     return _Draft(
         single=bool(appends[0] == 1),
         tokens=_ragged(tokens.qo_indptr[sequences], appends),
         qo_indptr=_indptr(appends),
-        kv_indptr=_indptr(counts),
-        kv_indices=tables.kv_indices[_ragged(tables.kv_indptr[sequences], counts)],
+        kv_indptr=_indptr(lengths if gathered else counts),
+        kv_indices=pages,
         kv_last_page_len=tables.kv_last_page_len[sequences],
+        kv_slots=_all_slots(pages, counts, lengths, page_size) if gathered else pages[:0],
     )
 
 
@@ -238,6 +259,13 @@ def _ragged(begins: Int32Array, counts: Int32Array) -> NDArray[np.int64]:
     """begins[i], begins[i] + 1, … (counts[i] of them), one after another."""
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
+
+
+def _all_slots(pages: Int32Array, counts: Int32Array, lengths: Int32Array, page_size: int) -> Int32Array:
+    """Slots of the first lengths[i] positions on counts[i] of `pages`, sequence after sequence."""
+    slots = (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1)
+    begins = ((np.cumsum(counts) - counts) * page_size).astype(np.int32)
+    return slots[_ragged(begins, lengths)]
 
 
 def _row_addresses(pool: Tensor, slots: Int32Array) -> NDArray[np.int64]:

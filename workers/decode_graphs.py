@@ -83,7 +83,8 @@ class GraphCapture:
     def __call__(self, compute: Callable[[], Tensor]) -> Replay:
         compute()  # kernels are built and loaded outside the capture
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of the process may use the device meanwhile: a worker's own do not, a test's may.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = compute()
 
         def replay() -> Tensor:

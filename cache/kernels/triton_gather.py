@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.dependent_launch import launch_options
 
@@ -44,8 +45,8 @@ def _gather(
 ):  # fmt: skip
     """A program a position: its lines, a head of K or of V each, lie a page's positions apart."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     position = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + position)
     line = tl.arange(0, LINES_BLOCK)[:, None]

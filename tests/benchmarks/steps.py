@@ -160,7 +160,8 @@ class Bench:
                 plan = self.cache.begin_forward([0], [chunk.size])
                 logits = self.runner.forward(chunk, plan, last)
                 self.cache.end_forward(plan)
-            self.runner.sample(logits, greedy, np.array([length]))
+                if last.size:
+                    self.runner.sample(logits, greedy, np.array([length]))
             times.append(time.perf_counter() - began)
             self.cache.remove_sequence(0)
         return sorted(times[1:])[1]

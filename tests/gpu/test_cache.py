@@ -61,7 +61,7 @@ def test_attention(shape: Shape) -> None:
 def test_long_prompts(name: str) -> None:
     """As many tokens as make the kernels gather K and V first: fresh, behind others, and beside single tokens."""
     shape = SHAPES[name]
-    cache, reference = shape.cache(shape.pool()), Reference(shape)
+    cache, reference = shape.cache(shape.pool(400)), Reference(shape)
     for sequence in range(4):
         cache.add_sequence(sequence)
     for step, appends in enumerate(({0: 700, 1: 601}, {0: 300, 3: 1, 1: 393, 2: 500}, {2: 1, 0: 1})):

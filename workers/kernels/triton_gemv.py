@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.dependent_launch import launch_options
 
@@ -50,14 +51,14 @@ def _gemv(
 ):  # fmt: skip
     """A program has ROWS rows of the weight, whose first tiles it fetches before x is there."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     lines = weight + row[:, None].to(tl.int64) * COLUMNS
     there = row < num_rows
     tile = _load_tile(lines, there, column, 0, COLUMNS, EVEN)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
     sums = tile * tl.load(x + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
     for begin in range(BLOCK, COLUMNS, BLOCK):
         if EVEN:

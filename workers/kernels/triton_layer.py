@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.dependent_launch import launch_options
 
@@ -68,8 +69,8 @@ def _add_rms_norm(
 ):  # fmt: skip
     """A program a token."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * HIDDEN
     column = tl.arange(0, BLOCK)
     there = column < HIDDEN
@@ -97,8 +98,8 @@ def _norm_heads(
 ):  # fmt: skip
     """Each program has HEADS heads of one token; a token's programs are neighbours."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     head = tl.program_id(0) % PARTS * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -116,8 +117,8 @@ def _silu_mul(
     gate_up, output, PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     column = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     there = column < WIDTH

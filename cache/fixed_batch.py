@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tandem.cache.kernels.base import DeviceTables, GraphKernels
+from tandem.cache.kernels.base import DeviceTables, GraphKernels, Kernels
 from tandem.cache.kernels.staging import ArraySize, FixedArrays, Staging
 from tandem.cache.plan import ForwardPlan, GroupPlan, Int64Array, PageTables, TokenLayout, lay_out_tokens
-from tandem.cache.rope import RotaryEmbedding
+from tandem.cache.rotations import Rotations
 
 SKIP_SLOT = -1  # append leaves such a token out
 
@@ -25,7 +25,7 @@ class FixedBatch:
         self,
         size: int,
         kernels: Sequence[GraphKernels],
-        rotary: RotaryEmbedding | None,
+        rotations: Rotations,
         *,
         num_q_heads: int,
         num_inputs: int,
@@ -35,7 +35,7 @@ class FixedBatch:
         """max_pages: of one sequence. staging: of at least FixedBatch.num_bytes(…); batches may share one."""
         self.size = size
         self._kernels = kernels
-        self._rotary = rotary
+        self._rotations = rotations
         self._arrays = FixedArrays(staging, _sizes(size, len(kernels), num_inputs, max_pages))
         heads, tables = self._arrays.tensors[: num_inputs + 1], self._arrays.tensors[num_inputs + 1 :]
         self._positions, *self.inputs = heads
@@ -52,12 +52,14 @@ class FixedBatch:
     def plan(self) -> ForwardPlan:
         """What attention() takes; it computes the rotation of the positions that stand in the arrays now."""
         empty = np.empty(0, np.int32)
-        tables = PageTables(empty, empty, empty, empty)
+        tables = PageTables(empty, empty, empty, empty, empty)
+        rotations = self._rotations.at(self._positions)
         return ForwardPlan(
             seq_ids=(),
             tokens=self._layout,
-            groups=tuple(GroupPlan(tables, (), plan) for plan in self._plans),
-            rotation=None if self._rotary is None else self._rotary.rotation(self._positions),
+            groups=tuple(
+                GroupPlan(tables, rotation, (), plan) for rotation, plan in zip(rotations, self._plans, strict=True)
+            ),
             sent=(),
         )
 
@@ -65,7 +67,7 @@ class FixedBatch:
         """Makes all rows padding."""
         nothing = np.empty(0, np.int64)
         empty = np.empty(0, np.int32)
-        tables = PageTables(empty, np.zeros(1, np.int32), empty, empty)
+        tables = PageTables(empty, np.zeros(1, np.int32), empty, empty, empty)
         self.fill(lay_out_tokens(nothing, nothing), [tables] * len(self._kernels), [nothing] * len(self.inputs))
 
     def fill(self, tokens: TokenLayout, tables: Sequence[PageTables], inputs: Sequence[Int64Array]) -> None:
@@ -80,6 +82,34 @@ class FixedBatch:
         self._arrays.fill(arrays)
 
 
+def make_fixed_batches(
+    sizes: Sequence[int],
+    kernels: Sequence[Kernels],
+    rotations: Rotations,
+    *,
+    num_q_heads: int,
+    num_inputs: int,
+    max_pages: int,
+) -> list[FixedBatch]:
+    """See PagedKVCache.fixed_batches; max_pages as in FixedBatch."""
+    fit = [one for one in kernels if isinstance(one, GraphKernels)]
+    if len(fit) < len(kernels) or rotations.by_length or not sizes:
+        return []
+    staging = Staging(FixedBatch.num_bytes(max(sizes), len(fit), num_inputs, max_pages), rotations.device)
+    return [
+        FixedBatch(
+            size,
+            fit,
+            rotations,
+            num_q_heads=num_q_heads,
+            num_inputs=num_inputs,
+            max_pages=max_pages,
+            staging=staging,
+        )
+        for size in sizes
+    ]
+
+
 def pad_tables(tables: PageTables, count: int) -> PageTables:
     """`count` more sequences, which store nothing and attend to one position of page 0."""
     if count == 0:
@@ -90,6 +120,7 @@ def pad_tables(tables: PageTables, count: int) -> PageTables:
         kv_indptr=np.concatenate((tables.kv_indptr, ends)),
         kv_indices=np.pad(tables.kv_indices, (0, count)),
         kv_last_page_len=np.pad(tables.kv_last_page_len, (0, count), constant_values=1),
+        kv_lens=np.pad(tables.kv_lens, (0, count), constant_values=1),
     )
 
 

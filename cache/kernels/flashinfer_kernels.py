@@ -1,5 +1,6 @@
 """Kernels of a pool on a CUDA device: attention by FlashInfer, append by Triton. The only importer of flashinfer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,12 +72,18 @@ class FlashInferKernels:
     forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
     """
 
-    def __init__(self, pool: Tensor, scale: float) -> None:
+    def __init__(self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         _check(pool)
         import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
 
         self._pool = pool
+        self._options = {
+            "q_data_type": pool.dtype,
+            "sm_scale": scale,
+            "window_left": -1 if window is None else window - 1,  # without the token itself
+            "logits_soft_cap": softcap,
+        }
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._flashinfer: Any = flashinfer
@@ -85,7 +92,6 @@ class FlashInferKernels:
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         self._gathered: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-        self._options = {"q_data_type": pool.dtype, "sm_scale": scale}
         self._current: FlashInferPlan | None = None
         self._planned = torch.cuda.Event()
 
@@ -166,24 +172,32 @@ class FlashInferKernels:
         """As Kernels says, but k comes back rotated only where plan.keep_k asks for it: attend reads the pages."""
         return append(self._pool, layer, q, k, v, rotation, plan.targets, keep_k=plan.keep_k)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: FlashInferPlan | FixedPlan) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: FlashInferPlan | FixedPlan,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if isinstance(plan, FixedPlan):
-            return plan.wrapper.run(q, self._layers[layer])
+            return _run(plan.wrapper, (q, self._layers[layer]), sinks)
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
         if len(plan.parts) == 1:
-            return self._attend_part(layer, plan.parts[0], q)
+            return self._attend_part(layer, plan.parts[0], q, sinks)
         output = torch.empty_like(q)
         for part in plan.parts:
             assert part.tokens is not None  # of several parts, each has some
-            output.index_copy_(0, part.tokens, self._attend_part(layer, part, q.index_select(0, part.tokens)))
+            of_part = self._attend_part(layer, part, q.index_select(0, part.tokens), sinks)
+            output.index_copy_(0, part.tokens, of_part)
         return output
 
-    def _attend_part(self, layer: int, part: AttentionPart, q: Tensor) -> Tensor:
+    def _attend_part(self, layer: int, part: AttentionPart, q: Tensor, sinks: Tensor | None) -> Tensor:
         if part.kv_slots is not None:
-            k, v = gather(self._pool, layer, part.kv_slots).unbind(1)
-            return self._gathered.run(q, k, v)
-        return (self._decode if part.single else self._prefill).run(q, self._layers[layer])
+            return _run(self._gathered, (q, *gather(self._pool, layer, part.kv_slots).unbind(1)), sinks)
+        return _run(self._decode if part.single else self._prefill, (q, self._layers[layer]), sinks)
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._pool.device)
@@ -218,6 +232,18 @@ class FlashInferKernels:
         self._current = plan
 
 
+def _run(wrapper: Any, inputs: tuple[Any, ...], sinks: Tensor | None) -> Tensor:
+    """What the planned wrapper gives for its inputs: q and the pair of paged K and V, or q, K and V.
+
+    A sink scales a head's output by the share of the softmax that the keys keep: e^lse / (e^lse + e^sink).
+    """
+    if sinks is None:
+        return wrapper.run(*inputs)
+    output, lse = wrapper.run(*inputs, return_lse=True)  # lse: float32 [n, num_q_heads], of base 2
+    kept = torch.sigmoid(lse * math.log(2) - sinks.float())
+    return output.mul_(kept.unsqueeze(-1).to(output.dtype))
+
+
 @dataclass(frozen=True, eq=False)
 class _Draft:
     single: bool
@@ -237,7 +263,7 @@ def _draft(
     appends = appends[sequences]
     pages = tables.kv_indices[_ragged(tables.kv_indptr[sequences], counts)]
     gathered = int(appends.max()) > 1 and int(appends.sum()) >= GATHER_FROM
-    lengths = tokens.seq_lens[sequences]
+    lengths = tables.kv_lens[sequences]
     return _Draft(
         single=bool(appends[0] == 1),
         tokens=_ragged(tokens.qo_indptr[sequences], appends),
@@ -262,7 +288,7 @@ def _ragged(begins: Int32Array, counts: Int32Array) -> NDArray[np.int64]:
 
 
 def _all_slots(pages: Int32Array, counts: Int32Array, lengths: Int32Array, page_size: int) -> Int32Array:
-    """Slots of the first lengths[i] positions on counts[i] of `pages`, sequence after sequence."""
+    """Slots of the lengths[i] positions on counts[i] of `pages`, sequence after sequence."""
     slots = (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1)
     begins = ((np.cumsum(counts) - counts) * page_size).astype(np.int32)
     return slots[_ragged(begins, lengths)]

@@ -32,13 +32,21 @@ class TableKernels(TorchKernels):
             super().append(layer, q[rows], k[rows], v[rows], None, self._stored(rows, plan))
         return q, k
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan | DeviceTables) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: TorchPlan | DeviceTables,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if isinstance(plan, TorchPlan):
-            return super().attend(layer, q, k, v, plan)
+            return super().attend(layer, q, k, v, plan, sinks)
         output = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
         rows = np.flatnonzero(plan.slots.numpy() >= 0)
         if rows.size:
-            output[rows] = super().attend(layer, q[rows], k[rows], v[rows], self._stored(rows, plan))
+            output[rows] = super().attend(layer, q[rows], k[rows], v[rows], self._stored(rows, plan), sinks)
         return output
 
     def _stored(self, rows: NDArray[np.int64], tables: DeviceTables) -> TorchPlan:
@@ -48,6 +56,12 @@ class TableKernels(TorchKernels):
         assert rows.tolist() == list(range(rows.size))  # padding comes last
         lengths = (np.diff(indptr)[rows] - 1) * self._page_size + last[rows]
         end = int(indptr[rows.size])
-        own = PageTables(slots[rows].copy(), indptr[: rows.size + 1].copy(), indices[:end].copy(), last[rows].copy())
+        own = PageTables(
+            slots[rows].copy(),
+            indptr[: rows.size + 1].copy(),
+            indices[:end].copy(),
+            last[rows].copy(),
+            lengths.astype(np.int32),
+        )
         tokens = lay_out_tokens(lengths.astype(np.int64) - 1, np.ones(rows.size, np.int64))
         return self.plan(tokens, own)

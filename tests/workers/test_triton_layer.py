@@ -45,6 +45,13 @@ def test_add_rms_norm(dtype: torch.dtype, hidden: int) -> None:
     assert torch.equal(x, kept)
 
 
+def test_a_float32_weight_is_multiplied_before_rounding() -> None:
+    x, weight = draw(3, 200, dtype=torch.float16), draw(200, dtype=torch.float32, seed=2)
+    assert_one_rounding(TRITON.add_rms_norm(x, None, weight, 1e-6), REFERENCE.add_rms_norm(x, None, weight, 1e-6))
+    heads, weight = draw(3, 4, 24, dtype=torch.float16), draw(4, 24, dtype=torch.float32, seed=2)
+    assert_one_rounding(TRITON.norm_heads(heads, weight, 1e-6), REFERENCE.norm_heads(heads, weight, 1e-6))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "head_dim"), [(40, 16), (6, 24), (3, 128)])
 def test_norm_heads(dtype: torch.dtype, heads: int, head_dim: int) -> None:

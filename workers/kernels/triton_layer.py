@@ -30,6 +30,7 @@ class TritonLayerKernels:
             HIDDEN=hidden,
             BLOCK=block,
             ADD=delta is not None,
+            ROUND=weight.dtype == x.dtype,
             num_warps=min(max(block // 512, 4), 16),
             **launch_options(x.device),
         )
@@ -46,6 +47,7 @@ class TritonLayerKernels:
             HEADS=HEADS_PER_PROGRAM,
             HEAD_DIM=head_dim,
             BLOCK=triton.next_power_of_2(head_dim),
+            ROUND=weight.dtype == heads.dtype,
             **launch_options(heads.device),
         )
         return output
@@ -65,6 +67,7 @@ def _add_rms_norm(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a token."""
@@ -83,7 +86,9 @@ def _add_rms_norm(
     scale = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
     exact = value.to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(exact * exact, 0) / HIDDEN + eps)
-    normed = (exact * inverse).to(dtype).to(tl.float32)
+    normed = exact * inverse
+    if ROUND:
+        normed = normed.to(dtype).to(tl.float32)
     tl.store(output + row + column, (normed * scale).to(dtype), mask=there)
 
 
@@ -94,6 +99,7 @@ def _norm_heads(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has HEADS heads of one token; a token's programs are neighbours."""
@@ -108,7 +114,9 @@ def _norm_heads(
     exact = tl.load(heads + token * token_stride + head * HEAD_DIM + column, mask=there, other=0.0).to(tl.float32)
     scale = tl.load(weight + head * HEAD_DIM + column, mask=there, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(exact * exact, 1) / HEAD_DIM + eps)
-    normed = (exact * inverse[:, None]).to(dtype).to(tl.float32)
+    normed = exact * inverse[:, None]
+    if ROUND:
+        normed = normed.to(dtype).to(tl.float32)
     tl.store(output + (token * num_heads + head) * HEAD_DIM + column, (normed * scale).to(dtype), mask=there)
 
 

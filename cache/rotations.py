@@ -37,6 +37,17 @@ class Rotations:
             if kind.rope_type != "none"
         }
 
+    @property
+    def by_length(self) -> bool:
+        """Whether a token's rotation depends on the length of its sequence."""
+        return any(kind.rope_type == "dynamic" for kind in self._of_groups)
+
+    def of_places(self, count: int) -> list[Rotation | None]:
+        """Per group the rotation of places 0 … count - 1."""
+        places = torch.arange(count)
+        rotations = {kind: embedding.rotation(places) for kind, embedding in self._embeddings.items()}
+        return [rotations.get(kind) for kind in self._of_groups]
+
     def plan(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> list[Rotation | None]:
         """Per group the rotation of a forward's tokens; see PagedKVCache.begin_forward for rope_lengths."""
         positions = torch.from_numpy(tokens.positions.astype(np.int64))

@@ -13,7 +13,7 @@ help:
 	@echo "make check   ruff, pyright, layering, generated protobuf up to date"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make proto   generate the protobuf modules"
-	@echo "make bench   tests/benchmarks/*.py, one after the other"
+	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"
 	@echo "make clean   remove the virtual environment and all caches"
 
 demo: .venv/.base
@@ -37,7 +37,7 @@ proto: .venv/.dev
 	@$(BIN)/python proto/generate.py
 
 bench: .venv/.dev
-	@set -e; for script in tests/benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@$(BIN)/tandem bench
 
 clean:
 	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

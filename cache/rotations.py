@@ -53,7 +53,7 @@ class Rotations:
         positions = torch.from_numpy(tokens.positions.astype(np.int64))
         rotations: dict[RopeParameters, Rotation] = {}
         for kind, embedding in self._embeddings.items():
-            if kind.rope_type != "dynamic":
+            if not kind.by_length:
                 rotations[kind] = embedding.rotation(positions)
                 continue
             lengths = tokens.seq_lens.astype(np.int64)

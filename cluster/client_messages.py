@@ -14,6 +14,7 @@ from tandem.cluster.errors import (
     InvalidRequest,
     Overloaded,
     ServerError,
+    Unauthenticated,
     Unavailable,
 )
 from tandem.proto import inference_pb2
@@ -132,6 +133,7 @@ def call_error(address: str, error: grpc.RpcError) -> CallError:
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
         grpc.StatusCode.UNAVAILABLE: Unavailable,
         grpc.StatusCode.CANCELLED: Cancelled,
+        grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     }
     if code in kinds:
         return kinds[code](details if code == grpc.StatusCode.INVALID_ARGUMENT else f"{address}: {details}")

@@ -9,11 +9,14 @@ TandemError
 ├── StopTimedOut         a cluster did not end in time
 ├── StartFailed          a worker or the gateway did not start
 ├── WorkerLost           a worker's process ended while the cluster ran
+├── BenchmarkFailed      a benchmark did not run to its end
+├── MissingPlots         matplotlib is not installed
 └── CallError            a call to a gateway failed
     ├── InvalidRequest      the request can never succeed as it is
     ├── Overloaded          the queue is full; the same call may succeed later
     ├── DeadlineExceeded    the call's deadline passed
     ├── Unavailable         nothing answers there, or no worker is alive
+    ├── Unauthenticated     the gateway asks for a token, and got none or another
     ├── Cancelled           the call was cancelled
     └── ServerError         a worker or the gateway failed while it served the request
 """
@@ -62,6 +65,14 @@ class WorkerLost(TandemError):
     """A worker's process ended while the cluster ran."""
 
 
+class BenchmarkFailed(TandemError):
+    """A benchmark did not run to its end."""
+
+
+class MissingPlots(TandemError):
+    """matplotlib is not installed."""
+
+
 class CallError(TandemError):
     """A call to a gateway failed."""
 
@@ -80,6 +91,10 @@ class DeadlineExceeded(CallError, TimeoutError):
 
 class Unavailable(CallError):
     """Nothing answers there, or no worker is alive."""
+
+
+class Unauthenticated(CallError):
+    """The gateway asks for a token, and got none or another."""
 
 
 class Cancelled(CallError):

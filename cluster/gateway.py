@@ -1,5 +1,6 @@
 """The door: tandem.v1.Inference over gRPC, with health and reflection."""
 
+import asyncio
 import itertools
 import time
 from contextlib import aclosing
@@ -13,12 +14,14 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServerError, StartFailed, TandemError
 from tandem.cluster.generation import Generation
 from tandem.cluster.request import ModelLimits, RequestValidator, ValidRequest
 from tandem.cluster.router import Placement, Router
 from tandem.cluster.worker_link import WorkerAddress, WorkerLink
 from tandem.proto import inference_pb2, inference_pb2_grpc
+from tandem.workers.authentication import TokenRequired
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
 from tandem.workers.worker import kv_layout
@@ -62,6 +65,8 @@ class GatewaySettings:
     queue_seconds: float
     request_seconds: float
     max_message_bytes: int
+    max_calls: int
+    security: ServerSecurity
 
 
 class Gateway(inference_pb2_grpc.InferenceServicer):
@@ -75,6 +80,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             vocab_size=self._model.vocab_size,
             max_model_len=settings.max_model_len,
             pool_tokens=settings.num_pages * settings.page_size,
+            rope_switch=self._model.rope_switch,
         )
         self._validator = RequestValidator(limits, self._tokenizer)
         self._active: set[str] = set()
@@ -90,14 +96,23 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._router = Router(self._links, max_queued=settings.max_queued, queue_seconds=settings.queue_seconds)
         limit = settings.max_message_bytes
         options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
-        # Without so_reuseport 0 a second gateway could share a port that is in use.
-        self._server = grpc.aio.server(options=[*options, ("grpc.so_reuseport", 0)])
+        token, credentials = settings.security.token(), settings.security.credentials()
+        self._server = grpc.aio.server(
+            options=[*options, ("grpc.so_reuseport", 0)],  # else a second gateway could share a port that is in use
+            interceptors=[] if token is None else [TokenRequired(token)],
+            maximum_concurrent_rpcs=settings.max_calls,
+        )
         inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         try:
-            port = self._server.add_insecure_port(f"{settings.host}:{settings.port}")
+            address = f"{settings.host}:{settings.port}"
+            port = (
+                self._server.add_insecure_port(address)
+                if credentials is None
+                else self._server.add_secure_port(address, credentials)
+            )
         except RuntimeError as error:
             raise StartFailed(
                 f"gateway.port {settings.port} on {settings.host} cannot be opened; "
@@ -119,7 +134,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         arrived = time.perf_counter()
         try:
-            valid = self._validator.validate(request)
+            valid = await self._validate(request)
             if valid.request_id in self._active:
                 raise InvalidRequest(f"request_id {valid.request_id!r} is in use by a request that still runs")
             self._active.add(valid.request_id)
@@ -133,6 +148,11 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             await _pass_on(context, error)
         finally:
             self._active.discard(valid.request_id)
+
+    async def _validate(self, request: inference_pb2.GenerateRequest) -> ValidRequest:
+        if request.HasField("chat"):  # a template may run for a while, and other requests must not wait for it
+            return await asyncio.to_thread(self._validator.validate, request)
+        return self._validator.validate(request)
 
     async def _generate(self, valid: ValidRequest, arrived: float, context: Context) -> None:
         # Workers refuse an id once it was aborted; a client may use its own again.

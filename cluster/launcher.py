@@ -16,7 +16,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tandem.cluster.actors import GatewayActor, WorkerActor
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.errors import ClusterRunning, ConfigError, StartFailed, TandemError, WorkerLost
-from tandem.cluster.process_settings import gateway_settings, threads_per_worker, worker_configs
+from tandem.cluster.process_settings import (
+    agreed_pages,
+    gateway_settings,
+    threads_per_worker,
+    utilization_to_fill,
+    worker_configs,
+)
+from tandem.cluster.start_clock import StartClock
 from tandem.cluster.worker_link import WorkerAddress
 from tandem.workers.config import WorkerConfig
 from tandem.workers.models.errors import ModelError
@@ -48,6 +55,7 @@ class Cluster:
         self._gateway: Any = None
         self._watched: dict[Any, str] = {}
         self.grpc_address = ""
+        self.clock = StartClock()
 
     def start(self, progress: Progress | None = None) -> str:
         """HOST:PORT of the gateway. progress is called a few times a second while weights are read."""
@@ -62,11 +70,19 @@ class Cluster:
             )
         _check_port(self._config.gateway.host, self._config.gateway.port)
         try:
-            self._start_ray()
-            self._place_workers(max_model_len)
-            self._load(progress)
-            addresses = self._form_island()
-            self._start_gateway(addresses, max_model_len)
+            with self.clock.phase("ray"):
+                self._start_ray()
+            with self.clock.phase("processes, imports"):
+                self._place_workers(max_model_len)
+            with self.clock.phase("weights"):
+                self._load(progress)
+            with self.clock.phase("island"):
+                num_pages = self._agree_on_pages(max_model_len)
+                self._join_island(num_pages)
+            with self.clock.phase("kernels"):
+                addresses = self._serve()
+            with self.clock.phase("gateway"):
+                self._start_gateway(addresses, max_model_len, num_pages)
         except BaseException:
             self.stop()
             raise
@@ -96,6 +112,11 @@ class Cluster:
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
+
+    @property
+    def worker_token(self) -> str:
+        """What the workers ask for; for who speaks to them past the gateway, as benchmarks do."""
+        return self._workers[0][0].token
 
     def _start_ray(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -131,6 +152,7 @@ class Cluster:
         for index, config in enumerate(configs):
             name = f"{self._config.name}-{config.role}-{config.pe}"
             self._workers.append((config, self._actor(WorkerActor, name, index, config, gpus)))
+        _results([actor.progress.remote() for _, actor in self._workers])  # answered once the process has its imports
 
     def _actor(self, kind: type, name: str, index: int, argument: object, gpus: int = 0) -> Any:
         assert self._group is not None
@@ -169,21 +191,31 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise StartFailed(f"weights were not read within {START_SECONDS:.0f} s")
 
-    def _form_island(self) -> tuple[WorkerAddress, ...]:
+    def _agree_on_pages(self, max_model_len: int) -> int:
+        utilization = utilization_to_fill(self._config)
+        fitting: list[int] = []
+        if utilization is not None:
+            fitting = _results([actor.pages_that_fit.remote(utilization) for _, actor in self._workers])
+        return agreed_pages(self._config, fitting, max_model_len)
+
+    def _join_island(self, num_pages: int) -> None:
         """Handles travel by way of this process: every PE opens its memory, then every PE maps all the others'."""
         actors = [actor for _, actor in self._workers]
-        handles = _results([actor.open.remote() for actor in actors])
+        handles = _results([actor.open.remote(num_pages) for actor in actors])
         _results([actor.join.remote(handles) for actor in actors])
-        addresses = _results([actor.serve.remote() for actor in actors])
+
+    def _serve(self) -> tuple[WorkerAddress, ...]:
+        """Every worker runs a prompt and a step, for which kernels are built or loaded, and opens its port."""
+        addresses = _results([actor.serve.remote() for _, actor in self._workers])
         for config, actor in self._workers:
             self._watched[actor.wait.remote()] = f"worker {_name(config)}"
         return tuple(
-            WorkerAddress(config.role, config.pe, address)
+            WorkerAddress(config.role, config.pe, address, config.token)
             for (config, _), address in zip(self._workers, addresses, strict=True)
         )
 
-    def _start_gateway(self, workers: tuple[WorkerAddress, ...], max_model_len: int) -> None:
-        settings = gateway_settings(self._config, workers, max_model_len)
+    def _start_gateway(self, workers: tuple[WorkerAddress, ...], max_model_len: int, num_pages: int) -> None:
+        settings = gateway_settings(self._config, workers, max_model_len, num_pages)
         self._gateway = self._actor(GatewayActor, f"{self._config.name}-gateway", len(self._workers), settings)
         (self.grpc_address,) = _results([self._gateway.serve.remote()])
         self._watched[self._gateway.wait.remote()] = "the gateway"

@@ -6,6 +6,7 @@ import grpc
 import grpc.aio
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from tandem.workers.authentication import authorized
 from tandem.workers.config import Role
 
 STATUS_SECONDS = 2.0
@@ -19,6 +20,7 @@ class WorkerAddress:
     role: Role
     pe: int
     address: str
+    token: str = field(repr=False)
 
 
 @dataclass(eq=False)
@@ -30,11 +32,8 @@ class WorkerLink:
     address: str
     epoch: int
     channel: grpc.aio.Channel
-    stub: worker_pb2_grpc.WorkerStub = field(init=False)
+    stub: worker_pb2_grpc.WorkerStub
     load: int = 0
-
-    def __post_init__(self) -> None:
-        self.stub = worker_pb2_grpc.WorkerStub(self.channel)
 
     @classmethod
     def connect(cls, worker: WorkerAddress, epoch: int, max_message_bytes: int) -> "WorkerLink":
@@ -44,7 +43,8 @@ class WorkerLink:
             ("grpc.enable_http_proxy", 0),
         ]
         channel = grpc.aio.insecure_channel(worker.address, options=options)
-        return cls(worker.role, worker.pe, worker.address, epoch, channel)
+        stub = authorized(worker_pb2_grpc.WorkerStub(channel), worker.token)
+        return cls(worker.role, worker.pe, worker.address, epoch, channel, stub)
 
     async def abort(self, request_id: str, writer_quiet: bool = False) -> bool:
         """True when the worker has said that it neither computes nor writes for the request any more."""

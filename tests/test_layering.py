@@ -23,6 +23,8 @@ HOMES = {
         "cluster/gateway.py",
         "cluster/router.py",
         "cluster/worker_link.py",
+        "cluster/credentials.py",
+        "workers/authentication.py",
         "workers/service.py",
         "workers/worker.py",
     },

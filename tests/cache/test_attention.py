@@ -101,8 +101,8 @@ def test_dynamic_rope_goes_by_the_whole_prompt() -> None:
         begin += count
     stored = (cache.gather_kv(0, 0, 20) for cache in (whole, chunked, ignorant))
     for (k, _), (same, _), (other, _) in zip(*stored, strict=True):
-        assert torch.equal(k, same)
-        assert not torch.equal(k, other)
+        assert_close(k, same)  # powers and sines of arrays of other lengths may differ in their last bit
+        assert not torch.allclose(k, other, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels])

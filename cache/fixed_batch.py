@@ -58,7 +58,7 @@ class FixedBatch:
             seq_ids=(),
             tokens=self._layout,
             groups=tuple(
-                GroupPlan(tables, rotation, (), plan) for rotation, plan in zip(rotations, self._plans, strict=True)
+                GroupPlan(tables, rotation, (), (), plan) for rotation, plan in zip(rotations, self._plans, strict=True)
             ),
             sent=(),
         )

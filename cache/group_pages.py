@@ -83,7 +83,7 @@ class GroupPages:
         opened = last_places * size >= lengths
         if self.window is None:
             begins, gone, starts = None, np.empty(0, np.int32), ends
-            wanted = last_places + 1
+            wanted = np.maximum(last_places + 1, reserved_places)  # a stream gives pages back before it takes some
         else:
             held = table.begins[rows]
             begins = np.maximum(first_places(self.window, queries, size), held)

@@ -1,33 +1,30 @@
 """One worker's paged KV cache: sequences, the plan of each forward, attention, and both ends of a transfer."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from tandem.cache.errors import CacheError, InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
+from tandem.cache.group_attention import GroupAttention
 from tandem.cache.group_pages import GroupPages
-from tandem.cache.growth import Grown, Growth
-from tandem.cache.kernels.base import KernelFactory, PushingKernels
+from tandem.cache.growth import Growth
+from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.layout import KVLayout
 from tandem.cache.page_pools import PagePools
 from tandem.cache.page_writer import PageWriter
-from tandem.cache.plan import (
-    ForwardPlan,
-    GroupPlan,
-    Send,
-    slots_of,
-)
+from tandem.cache.plan import ForwardPlan
 from tandem.cache.position_map import PositionMap
 from tandem.cache.receptions import Receptions
-from tandem.cache.rope import RopeParameters, Rotation
+from tandem.cache.rope import RopeParameters
 from tandem.cache.rotations import Rotations
 from tandem.cache.send_marks import SendMarks
 from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.streams import Streams
 from tandem.cache.window import Int64Array
 
 
@@ -71,24 +68,20 @@ class PagedKVCache:
         self._max_length = max_sequence_length
         self._writer = writer
         self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
-        self._table = SequenceTable(len(pools), max_sequences, -(-max_sequence_length // layout.page_size))
+        self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
         self._marks = SendMarks()
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
-        self._kernels = tuple(
-            kernels(pool, group.head_dim**-0.5 if scale is None else scale, group.window, softcap)
-            for pool, group in zip(pools, layout.groups, strict=True)
-        )
-        self._pages = SequencePages(
-            self._table,
-            self._pools,
-            [
-                GroupPages(index, group.window, self._table.groups[index], self._pools, kernels, layout.page_size)
-                for index, (group, kernels) in enumerate(zip(layout.groups, self._kernels, strict=True))
-            ],
-            layout.page_size,
-        )
-        self._receptions = Receptions(self._table, self._pages, self._pools, layout.page_size)
-        self._growth = Growth(layout, self._table, self._pages, self._receptions, max_sequence_length)
+        self._streams = Streams(self._table, self._rotations, layout.page_size)
+        self._groups: list[GroupAttention] = []
+        of_groups: list[GroupPages] = []
+        for index, (pool, group, table) in enumerate(zip(pools, layout.groups, self._table.groups, strict=True)):
+            scoring = Scoring(group.head_dim**-0.5 if scale is None else scale, group.window, softcap)
+            own = kernels(pool, scoring.scale, group.window, softcap)
+            of_groups.append(GroupPages(index, group.window, table, self._pools, own, layout.page_size))
+            self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring))
+        self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
+        self._receptions = Receptions(self._table, self._pages, self._pools, self._streams, layout.page_size)
+        self._growth = Growth(self._table, self._pages, self._receptions, self._streams, max_sequence_length)
         self._places = {
             layer: (group, index)
             for group, members in enumerate(layout.groups)
@@ -114,13 +107,17 @@ class PagedKVCache:
     def fork_sequence(self, parent: int, child: int, position: int = -1) -> None:
         """A new sequence with the first `position` positions of `parent` (-1: all): shares full pages, copies a
         partial one. With windows, what a query at `position` sees must be there yet."""
-        row = self._settled_row(parent)
-        length = int(self._table.lengths[row])
-        if not -1 <= position <= length:
-            raise InvalidArgument(f"position is {position}; -1 and 0 … {length} are accepted")
+        row, streams = self._settled_row(parent), self._table.streams
+        window, sink = int(streams.windows[row]), int(streams.sinks[row])
+        length = self._table.num_positions(row)
+        at, most = (length if position == -1 else position), (min(sink, length) if window else length)
+        if not 0 <= at <= most:
+            raise InvalidArgument(f"position is {position}; -1 (all {length}) and 0 … {most} are accepted")
         self.add_sequence(child)
         try:
-            self._pages.fork(row, self._table.row(child), length if position == -1 else position)
+            self._pages.fork(row, self._table.row(child), at)
+            if window:
+                streams.enable(self._table.row(child), window, sink)
         except CacheError:
             self._table.remove(child)
             raise
@@ -135,8 +132,9 @@ class PagedKVCache:
         length = int(self._table.lengths[row]) - count
         if count < 0 or length < 0:
             raise InvalidArgument(f"count is {count}; 0 … {length + count} are accepted")
+        self._streams.check_cut(row, length)
         self._pages.cut(row, length)
-        self._marks.rewind(sequence, length)
+        self._marks.rewind(sequence, self._table.num_positions(row))
 
     def reserve(self, sequence: int, num_tokens: int, longest_append: int | None = None) -> None:
         """Sets pages aside, so that the sequence can always grow to num_tokens positions; takes the place of an
@@ -146,8 +144,26 @@ class PagedKVCache:
         less; what prepare_receive adds may be longer.
         """
         row = self._table.row(sequence)
+        longest = num_tokens if longest_append is None else longest_append
+        if self._table.streams.windows[row]:
+            num_tokens = min(num_tokens, self._table.streams.longest(row, longest))
         self._growth.check_length(sequence, num_tokens)
-        self._pages.reserve(row, num_tokens, num_tokens if longest_append is None else longest_append)
+        self._pages.reserve(row, num_tokens, longest)
+
+    def enable_sliding_window(self, sequence: int, window: int, sink: int) -> None:
+        """From now on an empty sequence keeps, after what a forward appends, its first `sink` positions and the last
+        window - sink (more while a forward appends more), and may grow for ever (StreamingLLM).
+
+        K is stored before RoPE and rotated by its place among what is kept. The sequence can be forked within its sink,
+        and child slides as it does; pop takes back what is kept. Whoever receives it must slide alike.
+        """
+        row = self._settled_row(sequence)
+        if self.layout.has_windows:
+            raise InvalidArgument("the layout has groups with a window; sequences slide only in layouts without")
+        if self._table.lengths[row]:
+            raise InvalidArgument(f"sequence {sequence} holds positions; only an empty one can begin to slide")
+        self._streams.check_window(window, sink, self._max_length)
+        self._table.streams.enable(row, window, sink)
 
     def num_pages_needed(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, ...]:
         """Per layer group the pages that reserve() takes for a sequence that is empty."""
@@ -178,20 +194,16 @@ class PagedKVCache:
         rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the
         whole prompt where it comes in chunks. None, or where smaller: the length after this append.
         """
-        grown = self._growth.grow(seq_ids, np.asarray(append_lengths, np.int64))
+        rows, tokens = self._growth.grow(seq_ids, np.asarray(append_lengths, np.int64))
         sequences = tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
         pages = tuple(group.pages for group in self._table.groups)
-        sends, sent = self._marks.plan(sequences, grown.rows, grown.tokens, pages, self._page_size)
-        rotations = self._rotations.plan(grown.tokens, rope_lengths)
-        return ForwardPlan(
-            seq_ids=sequences,
-            tokens=grown.tokens,
-            groups=tuple(
-                self._plan_group(group, grown, rotation, to_send)
-                for group, (rotation, to_send) in enumerate(zip(rotations, sends, strict=True))
-            ),
-            sent=sent,
+        sends, sent = self._marks.plan(sequences, rows, tokens, pages, self._page_size, self._table.streams)
+        rotations, streams = self._streams.plan(rows, tokens, self._rotations.plan(tokens, rope_lengths))
+        groups = tuple(
+            group.plan(rows, tokens, rotation, to_send, sliding)
+            for group, rotation, to_send, sliding in zip(self._groups, rotations, sends, streams, strict=True)
         )
+        return ForwardPlan(sequences, tokens, groups, sent)
 
     def attention(
         self, plan: ForwardPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
@@ -203,17 +215,9 @@ class PagedKVCache:
         Call it once for each layer, in order, under torch.inference_mode.
         """
         group, index = self._places[layer]
-        work, kernels = plan.groups[group], self._kernels[group]
         if k.shape[0] != plan.num_tokens:
             raise InvalidArgument(f"k has {k.shape[0]} tokens; the plan has {plan.num_tokens}")
-        q, k = kernels.append(index, q, k, v, work.rotation, work.kernel_plan)
-        for send in work.sends:
-            assert self._writer is not None  # mark_send saw to it
-            if index == 0 and send.source_slots.size:
-                self._writer.write_slots(send.target_pe, group, send.source_slots, send.target_slots)
-            if send.token_indices.shape[0]:
-                self._writer.write_tokens(send.target_pe, group, index, k, v, send.token_indices, send.token_slots)
-        return kernels.attend(index, q, k, v, work.kernel_plan, sinks)
+        return self._groups[group].attend(plan.groups[group], index, q, k, v, sinks)
 
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
@@ -226,7 +230,7 @@ class PagedKVCache:
         """
         return make_fixed_batches(
             sizes,
-            self._kernels,
+            [group.kernels for group in self._groups],
             self._rotations,
             num_q_heads=num_q_heads,
             num_inputs=num_inputs,
@@ -242,8 +246,10 @@ class PagedKVCache:
             raise InvalidArgument(f"seq_ids has {len(seq_ids)} sequences; the batch has room for {batch.size}")
         if self._marks.any_open(seq_ids):
             raise InvalidArgument("seq_ids has a sequence that is being sent; a fixed batch sends nothing")
-        grown = self._growth.grow(seq_ids, np.ones(len(seq_ids), np.int64), in_flight=1)
-        batch.fill(grown.tokens, grown.tables, inputs)
+        if self._table.streams.count and self._table.streams.windows[self._table.rows(seq_ids)].any():
+            raise InvalidArgument("seq_ids has a sequence that slides; a fixed batch takes only others")
+        rows, tokens = self._growth.grow(seq_ids, np.ones(len(seq_ids), np.int64), in_flight=1)
+        batch.fill(tokens, [group.look_up(rows, tokens) for group in self._groups], inputs)
 
     # Transfers
 
@@ -258,7 +264,8 @@ class PagedKVCache:
             raise InvalidArgument(f"length is {length}; it must be at least 1")
         if self.layout.has_windows and not self._marks.is_done(sequence):  # what it is to send may leave a window
             raise InvalidArgument(f"sequence {sequence} is marked to be sent; with windows it receives only afterwards")
-        self._growth.check_length(sequence, int(self._table.lengths[row]) + length)
+        if self._table.streams.windows[row] == 0:  # a stream has room for any number
+            self._growth.check_length(sequence, int(self._table.lengths[row]) + length)
         return self._receptions.begin(sequence, length)
 
     def finish_receive(self, sequence: int) -> None:
@@ -277,7 +284,8 @@ class PagedKVCache:
         if begin != position_map.start_position:
             raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
         held = [int(group.begins[row]) * self._page_size for group in self._table.groups]
-        self._marks.add(sequence, position_map, target_pe, int(self._table.lengths[row]), held)
+        self._streams.check_map(row, position_map)
+        self._marks.add(sequence, position_map, target_pe, self._table.num_positions(row), held)
 
     def num_sent(self, sequence: int) -> int:
         """Positions of its map that forwards have issued; less again after pop."""
@@ -299,7 +307,7 @@ class PagedKVCache:
 
         At least one token is left over to be computed.
         """
-        self._check_sharing()
+        self._check_sharing(sequence)
         row = self._table.row(sequence)
         if any(pages.size for pages in self._table.held_pages(row)):
             raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
@@ -309,7 +317,7 @@ class PagedKVCache:
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed."""
-        self._check_sharing()
+        self._check_sharing(sequence)
         row = self._settled_row(sequence)
         length = int(self._table.lengths[row])
         if len(token_ids) > length:
@@ -324,7 +332,8 @@ class PagedKVCache:
     # Counters and contents
 
     def num_tokens(self, sequence: int) -> int:
-        return int(self._table.lengths[self._table.row(sequence)])
+        """Positions appended; a sliding window has evicted some of them."""
+        return self._table.num_positions(self._table.row(sequence))
 
     def first_position(self, sequence: int) -> int:
         """The first position that all layers hold: 0 without windows."""
@@ -366,25 +375,22 @@ class PagedKVCache:
         if begin < min(self.first_position(sequence), end):
             first = self.first_position(sequence)
             raise InvalidArgument(f"begin is {begin}; positions before {first} have left the window of some layers")
-        positions = np.arange(begin, end)
-        slots = [slots_of(group.pages[row], positions, self._page_size) for group in self._table.groups]
-        places = [self._places[layer] for layer in range(self.layout.num_layers)]
-        return [self._kernels[group].read_slots(index, slots[group]) for group, index in places]
+        indices = self._streams.indices(row, begin, end)
+        found = {
+            layer: kv
+            for group, members in zip(self._groups, self.layout.groups, strict=True)
+            for layer, kv in zip(members.layers, group.gather(range(len(members.layers)), row, indices), strict=True)
+        }
+        return [found[layer] for layer in range(self.layout.num_layers)]
 
-    # Checks and parts of the plan
-
-    def _plan_group(self, group: int, grown: Grown, rotation: Rotation | None, sends: tuple[Send, ...]) -> GroupPlan:
-        kernels, tables = self._kernels[group], grown.tables[group]
-        plan = kernels.plan(grown.tokens, tables)
-        if sends and isinstance(kernels, PushingKernels):
-            assert self._writer is not None  # mark_send saw to it
-            plan, sends = kernels.push_with_append(plan, sends, partial(self._writer.peer_pool, group=group))
-        return GroupPlan(tables, rotation, sends, plan)
+    # Checks
 
     def _settled_row(self, sequence: int) -> int:
         self._receptions.check_settled(sequence)
         return self._table.row(sequence)
 
-    def _check_sharing(self) -> None:
+    def _check_sharing(self, sequence: int) -> None:
+        if self._table.streams.windows[self._table.row(sequence)]:
+            raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
         if self.layout.has_windows:
             raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.cache.position_map import SKIP, Int32Array, SlotRuns
 from tandem.cache.rope import Rotation
+from tandem.cache.stream_attention import StreamPart
 from tandem.cache.window import Int64Array
 
 
@@ -16,7 +17,7 @@ class TokenLayout:
     """How T new tokens of B sequences are packed.
 
     qo_indptr: int32 [B + 1], tokens qo_indptr[i] … qo_indptr[i + 1] - 1 are those of sequence i.
-    seq_lens: int32 [B], positions of each sequence after the append. positions: int32 [T].
+    seq_lens: int32 [B], positions stored of each sequence after the append. positions: int32 [T], among those.
     owners: int64 [T], the sequence, 0 … B - 1, of each token.
     """
 
@@ -62,12 +63,13 @@ class Send:
 class GroupPlan:
     """One layer group of a forward. kernel_plan is what the group's kernels made of tables; only they read it.
 
-    rotation is None without RoPE.
+    rotation is None without RoPE. streams: the sequences with a sliding window.
     """
 
     tables: PageTables
     rotation: Rotation | None
     sends: tuple[Send, ...]
+    streams: tuple[StreamPart, ...]
     kernel_plan: Any
 
 

@@ -4,19 +4,24 @@ import numpy as np
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.page_pools import PageIds, PagePools
-from tandem.cache.plan import runs_of
-from tandem.cache.position_map import PositionMap
+from tandem.cache.plan import runs_of, slots_of
+from tandem.cache.position_map import SKIP, PositionMap, SlotRuns
 from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.streams import Streams
+from tandem.cache.window import Int64Array
 
 
 class Receptions:
     """Who is being received, by sequence: a sequence may be removed meanwhile, and its pages drain."""
 
-    def __init__(self, table: SequenceTable, pages: SequencePages, pools: PagePools, page_size: int) -> None:
+    def __init__(
+        self, table: SequenceTable, pages: SequencePages, pools: PagePools, streams: Streams, page_size: int
+    ) -> None:
         self._table = table
         self._pages = pages
         self._pools = pools
+        self._streams = streams
         self._page_size = page_size
         self._incoming: dict[int, PageIds] = {}
 
@@ -30,15 +35,26 @@ class Receptions:
         """Grows a sequence by `length` ≥ 1 positions; where each of them goes. OutOfPages changes nothing."""
         table, size = self._table, self._page_size
         row = table.row(sequence)
-        begin = int(table.lengths[row])
-        end = begin + length
-        self._pages.grow(np.array([row]), np.array([begin]), np.array([end]), queries=np.array([end]))
-        pages = table.held_pages(row, begin // size, -(-end // size))
+        begin, stored = table.num_positions(row), int(table.lengths[row])
+        rows = np.array([row])
+        with self._streams.slid(rows, np.array([length]), receive=True) as gone:
+            end = begin + length - int(table.streams.dropped[row])
+            ends = np.array([end])
+            self._pages.grow(rows, table.lengths[rows], ends, queries=ends, gone=gone)
+        pages = table.held_pages(row, min(stored, end) // size, -(-end // size))
         self._pools.hold(pages)
         self._incoming[sequence] = pages
         table.receiving[row] = True
-        runs = (runs_of(group.pages[row], begin, end, size, int(group.begins[row])) for group in table.groups)
-        return PositionMap(begin, tuple(runs))
+        return PositionMap(begin, self._runs(row, begin, begin + length))
+
+    def _runs(self, row: int, begin: int, end: int) -> tuple[SlotRuns, ...]:
+        groups, size = self._table.groups, self._page_size
+        if self._table.streams.windows[row] == 0:
+            return tuple(runs_of(group.pages[row], begin, end, size, int(group.begins[row])) for group in groups)
+        indices = self._table.streams.find(row, begin, end)
+        wanted = indices >= 0
+        slots = (np.where(wanted, slots_of(group.pages[row], np.maximum(indices, 0), size), SKIP) for group in groups)
+        return tuple(map(SlotRuns.from_slots, slots))
 
     def finish(self, sequence: int) -> None:
         """The writer is quiet. Idempotent."""
@@ -48,6 +64,12 @@ class Receptions:
         self._pools.settle(pages)
         if sequence in self._table:
             self._table.receiving[self._table.row(sequence)] = False
+
+    def check_settled_rows(self, rows: Int64Array) -> None:
+        """As check_settled, by the rows of sequences."""
+        for sequence in self._incoming:
+            if sequence in self._table and self._table.row(sequence) in rows:
+                self.check_settled(sequence)
 
     def check_settled(self, sequence: int) -> None:
         """InvalidArgument while the sequence is being received."""

@@ -93,6 +93,10 @@ class Rotation:
     cos: Tensor
     signed_sin: Tensor
 
+    def first(self, count: int) -> "Rotation":
+        """The rotation of the first `count` tokens."""
+        return Rotation(self.cos[:count], self.signed_sin[:count])
+
     def apply(self, x: Tensor) -> Tensor:
         """x [T, heads, head_dim] rotated; the elements from rotary_dim on are kept."""
         size = self.cos.shape[-1]

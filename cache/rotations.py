@@ -39,6 +39,20 @@ class Rotations:
             if kind.rope_type != "none"
         }
 
+    @property
+    def by_length(self) -> bool:
+        """Whether the rotation of a position depends on the length of its sequence, in some group."""
+        return any(kind.by_length for kind in self._embeddings)
+
+    def at(self, positions: Tensor) -> list[Rotation | None]:
+        """Per group the rotation of positions, int64 [T] on the device; not by_length."""
+        rotations = {kind: embedding.rotation(positions) for kind, embedding in self._embeddings.items()}
+        return [rotations.get(kind) for kind in self._of_groups]
+
+    def of_places(self, count: int) -> list[Rotation | None]:
+        """Per group the rotation of places 0 … count - 1."""
+        return self.at(torch.arange(count))
+
     def plan(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> list[Rotation | None]:
         """Per group the rotation of a forward's tokens; see PagedKVCache.begin_forward for rope_lengths."""
         positions = torch.from_numpy(tokens.positions.astype(np.int64))
@@ -51,14 +65,4 @@ class Rotations:
             if rope_lengths is not None:
                 lengths = np.maximum(lengths, np.asarray(rope_lengths, np.int64))
             rotations[kind] = embedding.rotation(positions, torch.from_numpy(lengths[tokens.owners]))
-        return [rotations.get(kind) for kind in self._of_groups]
-
-    @property
-    def by_length(self) -> bool:
-        """Whether the rotation of a position depends on the length of its sequence, in some group."""
-        return any(kind.by_length for kind in self._embeddings)
-
-    def at(self, positions: Tensor) -> list[Rotation | None]:
-        """Per group the rotation of positions, int64 [T] on the device; not by_length."""
-        rotations = {kind: embedding.rotation(positions) for kind, embedding in self._embeddings.items()}
         return [rotations.get(kind) for kind in self._of_groups]

@@ -9,6 +9,7 @@ import torch
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.plan import Send, TokenLayout, slots_of
 from tandem.cache.position_map import SKIP, Int32Array, PositionMap
+from tandem.cache.stream_table import StreamTable
 from tandem.cache.window import Int64Array
 
 
@@ -116,6 +117,7 @@ class SendMarks:
         tokens: TokenLayout,
         pages: tuple[Int32Array, ...],
         page_size: int,
+        streams: StreamTable,
     ) -> tuple[list[tuple[Send, ...]], tuple[tuple[int, int], ...]]:
         """Sends of one forward, per group, and for each marked sequence the position up to which it will be sent.
 
@@ -129,13 +131,15 @@ class SendMarks:
             mark = self._marks.get(sequence)
             if mark is None or mark.planned == mark.end:
                 continue
-            length, first = int(tokens.seq_lens[index]), int(tokens.qo_indptr[index])
+            row, first = int(rows[index]), int(tokens.qo_indptr[index])
+            length = int(tokens.seq_lens[index] + streams.dropped[row])
             cached = length - (int(tokens.qo_indptr[index + 1]) - first)
             end = min(length, mark.end)
             for group, batch in enumerate(batches):
                 into = batch.setdefault(mark.target_pe, _Batch())
-                own = pages[group][rows[index]]
-                _add_cached(into, mark, group, np.arange(mark.planned, min(cached, end)), own, page_size)
+                positions = np.arange(mark.planned, min(cached, end))
+                indices = np.where(positions < streams.sinks[row], positions, positions - streams.dropped[row])
+                _add_cached(into, mark, group, positions, indices, pages[group][row], page_size)
                 _add_tokens(into, mark, group, np.arange(max(cached, mark.begin), end), first - cached)
             mark.planned = max(mark.planned, end)
             sent.append((sequence, mark.planned))
@@ -143,11 +147,18 @@ class SendMarks:
 
 
 def _add_cached(
-    batch: _Batch, mark: SendMark, group: int, positions: np.ndarray, pages: Int32Array, page_size: int
+    batch: _Batch,
+    mark: SendMark,
+    group: int,
+    positions: np.ndarray,
+    indices: np.ndarray,
+    pages: Int32Array,
+    page_size: int,
 ) -> None:
+    """indices: where the sequence, whose page ids are `pages`, stores the positions."""
     targets = mark.slots[group][positions - mark.begin]
     wanted = targets != SKIP
-    batch.source_slots.append(slots_of(pages, positions[wanted], page_size))
+    batch.source_slots.append(slots_of(pages, indices[wanted], page_size))
     batch.target_slots.append(targets[wanted])
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from tandem.cache.errors import InvalidArgument, OutOfPages
 from tandem.cache.group_pages import GroupPages, Ownership
 from tandem.cache.page_pools import PageIds, PagePools
@@ -38,16 +40,21 @@ class SequencePages:
                     f"window of layer group {index}; at least {least} are accepted"
                 )
 
-    def grow(self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array) -> None:
+    def grow(
+        self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array, gone: PageIds
+    ) -> None:
         """Gives rows of `lengths` the pages for new_lengths, writable from `lengths` on, and takes those away that no
         query at positions `queries` or later sees; OutOfPages changes nothing.
 
-        All int64 [B]; rows are distinct.
+        All int64 [B]; rows are distinct. gone: further pages to be released.
         """
         reserved = self._table.reserved_places[rows]
         growths = [group.plan_growth(rows, lengths, new_lengths, queries, reserved) for group in self._groups]
-        if any(growth.num_pages or growth.gone.size for growth in growths):
-            gone = tuple(growth.gone for growth in growths)
+        gone = tuple(
+            np.concatenate((growth.gone, ids)) if ids.size else growth.gone
+            for growth, ids in zip(growths, gone, strict=True)
+        )
+        if any(growth.num_pages or ids.size for growth, ids in zip(growths, gone, strict=True)):
             pages = self._pools.exchange(gone, [growth.num_pages for growth in growths])
         else:
             pages = self._pools.none

@@ -7,24 +7,27 @@ import numpy as np
 from tandem.cache.errors import InvalidArgument, OutOfSequences
 from tandem.cache.group_table import GroupTable
 from tandem.cache.position_map import Int32Array
+from tandem.cache.stream_table import StreamTable
 from tandem.cache.window import Int64Array
 
 
 class SequenceTable:
     """One row a sequence; its caller knows it by any int, the arrays by its row.
 
-    lengths: positions appended. reserved_places: those that a reservation reaches to. receiving: a remote writer fills
-    the last positions. groups: the pages, per layer group.
+    lengths: positions stored, which are those appended except in a stream: a sequence with a sliding window, of which
+    `streams` knows what was evicted. reserved_places: those that a reservation reaches to. receiving: a remote writer
+    fills the last positions. groups: the pages, per layer group.
     """
 
-    def __init__(self, num_groups: int, max_sequences: int, max_pages: int) -> None:
+    def __init__(self, num_groups: int, max_sequences: int, max_length: int, page_size: int) -> None:
         if max_sequences < 1:
             raise InvalidArgument(f"max_sequences is {max_sequences}; it must be at least 1")
         self.max_sequences = max_sequences
         self.lengths = np.zeros(max_sequences, np.int64)
         self.reserved_places = np.zeros(max_sequences, np.int64)
         self.receiving = np.zeros(max_sequences, np.bool_)
-        self.groups = tuple(GroupTable(max_sequences, max_pages) for _ in range(num_groups))
+        self.streams = StreamTable(max_sequences, page_size)
+        self.groups = tuple(GroupTable(max_sequences, -(-max_length // page_size)) for _ in range(num_groups))
         self._rows: dict[int, int] = {}
         self._vacant = list(range(max_sequences - 1, -1, -1))
         self._last_keys: tuple[int, ...] = ()
@@ -54,7 +57,9 @@ class SequenceTable:
         return row
 
     def remove(self, sequence: int) -> None:
-        self._vacant.append(self._rows.pop(sequence))
+        row = self._rows.pop(sequence)
+        self.streams.reset(row)
+        self._vacant.append(row)
         self._last_keys, self._last_rows = (), np.empty(0, np.int64)
 
     def row(self, sequence: int) -> int:
@@ -62,6 +67,10 @@ class SequenceTable:
             return self._rows[sequence]
         except KeyError:
             raise InvalidArgument(f"sequence {sequence} is not there; add_sequence makes one") from None
+
+    def num_positions(self, row: int) -> int:
+        """Positions appended to a row."""
+        return int(self.lengths[row] + self.streams.dropped[row])
 
     def rows(self, sequences: Sequence[int] | Int64Array) -> Int64Array:
         """int64 [B], to be read only; InvalidArgument when one is unknown or stands twice."""

@@ -41,11 +41,17 @@ SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
 BOTH = layout_of(2, 1)
 
 
-def check(layout: KVLayout, kernels: KernelFactory, program: list[dict[int, int]], **options: float) -> None:
+def check(
+    layout: KVLayout,
+    kernels: KernelFactory,
+    program: list[dict[int, int]],
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> None:
     ropes = [ROPE, RopeParameters("default", HEAD_DIM, theta=1000.0)][: len(layout.groups)]
     for sinks in (None, SINKS):
-        cache = cache_of(layout, 160, ropes, kernels, **options)
-        naive = NaiveCache(layout, ropes, sinks=sinks, **options)
+        cache = cache_of(layout, 160, ropes, kernels, scale, softcap)
+        naive = NaiveCache(layout, ropes, scale, softcap, sinks)
         for step, appends in enumerate(program):
             for sequence in appends:
                 if sequence not in naive.sequences:

@@ -40,7 +40,7 @@ class Rotations:
     @property
     def by_length(self) -> bool:
         """Whether a token's rotation depends on the length of its sequence."""
-        return any(kind.rope_type == "dynamic" for kind in self._of_groups)
+        return any(kind.by_length for kind in self._of_groups)
 
     def of_places(self, count: int) -> list[Rotation | None]:
         """Per group the rotation of places 0 … count - 1."""

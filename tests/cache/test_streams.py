@@ -299,5 +299,5 @@ def test_wrong_use_is_refused() -> None:
         with_windows.enable_sliding_window(0, 8, 2)
     dynamic = cache_of(LAYOUT, rope=RopeParameters("dynamic", HEAD_DIM, factor=2.0, max_position_embeddings=8))
     dynamic.add_sequence(0)
-    with pytest.raises(InvalidArgument, match="dynamic RoPE"):
+    with pytest.raises(InvalidArgument, match="RoPE is dynamic"):
         dynamic.enable_sliding_window(0, 8, 2)

@@ -155,12 +155,12 @@ class PagedKVCache:
         window - sink (more while a forward appends more), and may grow for ever (StreamingLLM).
 
         K is stored before RoPE and rotated by its place among what is kept. The sequence can be forked within its sink,
-        and child slides as it does; pop takes back what is kept. Whoever receives it must slide alike.
+        and the child slides as it does; pop takes back what is kept. Whoever receives it must slide alike.
         """
         row = self._settled_row(sequence)
         if self.layout.has_windows:
             raise InvalidArgument("the layout has groups with a window; sequences slide only in layouts without")
-        if self._table.lengths[row]:
+        if self._table.num_positions(row):
             raise InvalidArgument(f"sequence {sequence} holds positions; only an empty one can begin to slide")
         self._streams.check_window(window, sink, self._max_length)
         self._table.streams.enable(row, window, sink)

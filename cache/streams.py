@@ -45,7 +45,9 @@ class Streams:
         if not 0 <= sink < window:
             raise InvalidArgument(f"sink is {sink}; 0 … {window - 1}, less than the window, are accepted")
         if self._rotations.by_length:
-            raise InvalidArgument("a sliding window is not for dynamic RoPE, which knows no place in the cache")
+            raise InvalidArgument(
+                "RoPE is dynamic or longrope, by the length of a sequence; those with a sliding window need another"
+            )
 
     @contextmanager
     def slid(self, rows: Int64Array, appends: Int64Array, *, receive: bool = False) -> Iterator[PageIds]:

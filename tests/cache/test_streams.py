@@ -283,6 +283,13 @@ def test_wrong_use_is_refused() -> None:
     run(cache, [0], [2], draw_inputs(LAYOUT, 2, seed=0))
     with pytest.raises(InvalidArgument, match="only an empty one can begin to slide"):
         cache.enable_sliding_window(0, 8, 2)
+    cache.add_sequence(2)
+    cache.enable_sliding_window(2, 4, 0)
+    for step in range(9):
+        run(cache, [2], [1], draw_inputs(LAYOUT, 1, seed=step))
+    cache.pop(2, 4)
+    with pytest.raises(InvalidArgument, match="sequence 2 holds positions"):  # none is there, but there were five
+        cache.enable_sliding_window(2, 8, 2)
     cache.add_sequence(1)
     cache.enable_sliding_window(1, 8, 2)
     for call in (lambda: cache.match_prefix(1, [1] * 9), lambda: cache.publish_prefix(1, [])):
@@ -299,5 +306,5 @@ def test_wrong_use_is_refused() -> None:
         with_windows.enable_sliding_window(0, 8, 2)
     dynamic = cache_of(LAYOUT, rope=RopeParameters("dynamic", HEAD_DIM, factor=2.0, max_position_embeddings=8))
     dynamic.add_sequence(0)
-    with pytest.raises(InvalidArgument, match="dynamic RoPE"):
+    with pytest.raises(InvalidArgument, match="RoPE is dynamic"):
         dynamic.enable_sliding_window(0, 8, 2)

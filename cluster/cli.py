@@ -41,6 +41,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+Family = Literal[
+    "gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"
+]
 Address = Annotated[
     str | None, typer.Option(help=f"Gateway's HOST:PORT; else the running cluster's or {DEFAULT_ADDRESS}.")
 ]
@@ -181,7 +184,7 @@ def status(
 @app.command()
 def make_model(
     folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint; made when missing.")],
-    arch: Annotated[Literal["llama", "mistral", "qwen2", "qwen3"], typer.Option(help="The model's family.")] = "llama",
+    arch: Annotated[Family, typer.Option(help="The model's family.")] = "llama",
     size: Annotated[Literal["tiny", "small"], typer.Option(help="2 layers of 64 or 4 layers of 256.")] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
 ) -> None:

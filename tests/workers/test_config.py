@@ -238,6 +238,12 @@ def test_gemma_2_without_most_fields_is_that_of_transformers(tmp_path: Path) -> 
     assert (config.attn_softcap, config.final_softcap, config.layer_windows) == (None, None, None)
 
 
+@pytest.mark.parametrize("name", ["query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"])
+def test_gemma_divides_by_no_zero(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"{name} is 0.0; it must be a finite number above 0"):
+        load_config(write(tmp_path, {**GEMMA2, name: 0.0}))
+
+
 def test_gemma_3_old_and_new_spelling_agree(tmp_path: Path) -> None:
     linear = {"rope_type": "linear", "factor": 8.0}
     old = {"rope_theta": 2e6, "rope_local_base_freq": 5e3, "rope_scaling": linear, "sliding_window_pattern": 3}

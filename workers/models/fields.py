@@ -47,17 +47,19 @@ class Fields:
             raise self.invalid(name, f"an integer of at least {minimum}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
         value = self._get(name, default, "a number")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise self.invalid(name, "a finite number of at least 0")
+        if positive and value == 0:
+            raise self.invalid(name, "a finite number above 0")
         return float(value)
 
     def number_or_null(self, name: str, default: float | None) -> float | None:
-        """For a field where null says that there is none, and that may differ from absence."""
+        """Above 0, for a field where null says that there is none, and that may differ from absence."""
         if name in self._values and self._values[name] is None:
             return None
-        return None if default is None and name not in self else self.number(name, default)
+        return None if default is None and name not in self else self.number(name, default, positive=True)
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
         value = self._get(name, default, "true or false")

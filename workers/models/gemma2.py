@@ -47,5 +47,5 @@ def read_gemma(fields: Fields, architecture: str, *, full_every: int, **options:
         norm_offset=1.0,
         out_norms=True,
         embedding_scale=math.sqrt(config.hidden_size),
-        attn_scale=fields.number("query_pre_attn_scalar", QUERY_SCALAR) ** -0.5,
+        attn_scale=fields.number("query_pre_attn_scalar", QUERY_SCALAR, positive=True) ** -0.5,
     )

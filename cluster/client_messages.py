@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 import grpc
 
 from tandem.cluster.errors import (
+    AttemptsExhausted,
     CallError,
     Cancelled,
     DeadlineExceeded,
@@ -20,7 +21,11 @@ from tandem.proto import inference_pb2
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
-CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.enable_http_proxy", 0))
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_reconnect_backoff_ms", 1000),  # a gateway that is started again is back within seconds
+)
 
 
 class Sampling(TypedDict, total=False):
@@ -67,6 +72,7 @@ class Timings:
     bytes_pushed: int
     total_seconds: float
     pages: int
+    attempts: int
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,7 @@ def call_error(address: str, error: grpc.RpcError) -> CallError:
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
         grpc.StatusCode.UNAVAILABLE: Unavailable,
         grpc.StatusCode.CANCELLED: Cancelled,
+        grpc.StatusCode.ABORTED: AttemptsExhausted,
     }
     if code in kinds:
         return kinds[code](details if code == grpc.StatusCode.INVALID_ARGUMENT else f"{address}: {details}")

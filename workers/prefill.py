@@ -120,6 +120,11 @@ class PrefillLoop:
         request.result.set_exception(Aborted(f"request {request_id!r} was aborted"))
         return True
 
+    def abort_all(self, prefix: str) -> None:
+        """abort() for every request whose id begins with `prefix`."""
+        for request_id in [known for known in self._by_id if known.startswith(prefix)]:
+            self.abort(request_id)
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)

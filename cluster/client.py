@@ -77,6 +77,8 @@ class Client:
                     yield update(message)
                 return
             except grpc.RpcError as error:
+                if resumption.finished:
+                    return
                 pause = resumption.pause(error, self._answered)
                 if pause is None:
                     raise call_error(self.address, error) from None
@@ -146,6 +148,8 @@ class AsyncClient:
                     yield update(message)
                 return
             except grpc.RpcError as error:
+                if resumption.finished:
+                    return
                 pause = resumption.pause(error, self._answered)
                 if pause is None:
                     raise call_error(self.address, error) from None

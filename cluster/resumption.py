@@ -25,6 +25,7 @@ class Resumption:
         self._resume_seconds = resume_seconds
         self._broken_since: float | None = None
         self._tokens: list[int] = []
+        self.finished = False  # the last message has come; the status that follows it adds nothing
         request.request_id = request.request_id or uuid.uuid4().hex
         if not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(63)
@@ -36,6 +37,7 @@ class Resumption:
     def add(self, message: inference_pb2.GenerateResponse) -> None:
         self._broken_since = None
         self._tokens += message.token_ids
+        self.finished = message.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
 
     def pause(self, error: grpc.RpcError, answered: bool) -> float | None:
         """Seconds to wait before the request, by then changed to resume, is sent again; None when it has failed.

@@ -59,7 +59,12 @@ def test_a_config_is_frozen() -> None:
     ("key", "unknown", "near", "known"),
     [
         ("cache.num_page", "cache.num_page", "cache.num_pages", "page_size, num_pages, prefix_sharing"),
-        ("schedular.max_sequences", "schedular", "scheduler", "name, model, cache, scheduler, island, gateway, ray"),
+        (
+            "schedular.max_sequences",
+            "schedular",
+            "scheduler",
+            "cache, scheduler, num_islands, island, gateway, recovery, ray",
+        ),
         ("island.num_prefils", "island.num_prefils", "island.num_prefill", "transport, num_prefill"),
     ],
 )

@@ -14,7 +14,7 @@ help:
 	@echo "make format  let ruff rewrite the code"
 	@echo "make proto   generate the protobuf modules"
 	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
-	@echo "make bench   tests/benchmarks/*.py, one after the other"
+	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"
 	@echo "make clean   remove the virtual environment and all caches"
 
 demo: .venv/.base
@@ -41,7 +41,7 @@ chaos: .venv/.dev
 	@$(BIN)/python -m tests.chaos
 
 bench: .venv/.dev
-	@set -e; for script in tests/benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@$(BIN)/tandem bench
 
 clean:
 	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -22,8 +22,11 @@ class WorkerActor:
     def progress(self) -> tuple[int, int]:
         return self._worker.loaded_bytes, self._worker.total_bytes
 
-    def open(self) -> bytes:
-        return self._worker.open()
+    def pages_that_fit(self, utilization: float) -> int:
+        return self._worker.pages_that_fit(utilization)
+
+    def open(self, num_pages: int) -> bytes:
+        return self._worker.open(num_pages)
 
     def join(self, handles: list[bytes]) -> None:
         self._worker.join(handles)

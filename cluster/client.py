@@ -21,23 +21,32 @@ from tandem.cluster.client_messages import (
     call_error,
     update,
 )
+from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.resumption import Resumption
 from tandem.proto import inference_pb2, inference_pb2_grpc
 
 GENERATE_SECONDS = 600.0
 RESUME_SECONDS = 60.0
 INFO_SECONDS = 10.0
+NO_SECURITY = ClientSecurity()
 
 
 class Client:
     """A gateway at HOST:PORT, for use from any thread: `with Client(address) as client: …`."""
 
-    def __init__(self, address: str, resume_seconds: float = RESUME_SECONDS) -> None:
+    def __init__(
+        self, address: str, security: ClientSecurity = NO_SECURITY, resume_seconds: float = RESUME_SECONDS
+    ) -> None:
         self.address = address
         self._resume_seconds = resume_seconds
         self._answered = False
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        credentials = security.credentials(address)
+        self._channel = (
+            grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        )
+        self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
 
     def generate(
         self,
@@ -101,12 +110,19 @@ class Client:
 class AsyncClient:
     """As Client, for one asyncio loop: `async with AsyncClient(address) as client: …`."""
 
-    def __init__(self, address: str, resume_seconds: float = RESUME_SECONDS) -> None:
+    def __init__(
+        self, address: str, security: ClientSecurity = NO_SECURITY, resume_seconds: float = RESUME_SECONDS
+    ) -> None:
         self.address = address
         self._resume_seconds = resume_seconds
         self._answered = False
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        credentials = security.credentials(address)
+        self._channel = (
+            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        )
+        self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
 
     def generate(
         self,

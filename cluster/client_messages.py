@@ -15,6 +15,7 @@ from tandem.cluster.errors import (
     InvalidRequest,
     Overloaded,
     ServerError,
+    Unauthenticated,
     Unavailable,
 )
 from tandem.proto import inference_pb2
@@ -139,6 +140,7 @@ def call_error(address: str, error: grpc.RpcError) -> CallError:
         grpc.StatusCode.UNAVAILABLE: Unavailable,
         grpc.StatusCode.CANCELLED: Cancelled,
         grpc.StatusCode.ABORTED: AttemptsExhausted,
+        grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     }
     if code in kinds:
         return kinds[code](details if code == grpc.StatusCode.INVALID_ARGUMENT else f"{address}: {details}")

@@ -10,11 +10,14 @@ TandemError
 ├── StartFailed          a worker or the gateway did not start
 ├── ProcessEnded         a process ended before it had answered a call
 ├── WorkerLost           a process ended, or fell silent, more often than a cluster may restart it
+├── BenchmarkFailed      a benchmark did not run to its end
+├── MissingPlots         matplotlib is not installed
 └── CallError            a call to a gateway failed
     ├── InvalidRequest      the request can never succeed as it is
     ├── Overloaded          the queue is full; the same call may succeed later
     ├── DeadlineExceeded    the call's deadline passed
     ├── Unavailable         nothing answers there, or no worker is alive
+    ├── Unauthenticated     the gateway asks for a token, and got none or another
     ├── Cancelled           the call was cancelled
     ├── AttemptsExhausted   the request was placed as often as it may be, and its workers were lost each time
     └── ServerError         a worker or the gateway failed while it served the request
@@ -73,6 +76,14 @@ class WorkerLost(TandemError):
     """A process ended, or fell silent, more often than a cluster may restart it."""
 
 
+class BenchmarkFailed(TandemError):
+    """A benchmark did not run to its end."""
+
+
+class MissingPlots(TandemError):
+    """matplotlib is not installed."""
+
+
 class CallError(TandemError):
     """A call to a gateway failed."""
 
@@ -91,6 +102,10 @@ class DeadlineExceeded(CallError, TimeoutError):
 
 class Unavailable(CallError):
     """Nothing answers there, or no worker is alive."""
+
+
+class Unauthenticated(CallError):
+    """The gateway asks for a token, and got none or another."""
 
 
 class Cancelled(CallError):

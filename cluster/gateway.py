@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tandem.cluster.attempts import Attempts
+from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import (
     AttemptsExhausted,
     DeadlineExceeded,
@@ -29,6 +30,7 @@ from tandem.cluster.membership import IslandState
 from tandem.cluster.request import ModelLimits, RequestValidator, ValidRequest
 from tandem.cluster.router import Router
 from tandem.proto import inference_pb2, inference_pb2_grpc
+from tandem.workers.authentication import TokenRequired
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
 from tandem.workers.worker import kv_layout
@@ -75,6 +77,8 @@ class GatewaySettings:
     queue_seconds: float
     request_seconds: float
     max_message_bytes: int
+    max_calls: int
+    security: ServerSecurity
 
 
 class Gateway(inference_pb2_grpc.InferenceServicer):
@@ -108,14 +112,23 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         )
         limit = settings.max_message_bytes
         options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
-        # Without so_reuseport 0 a second gateway could share a port that is in use.
-        self._server = grpc.aio.server(options=[*options, ("grpc.so_reuseport", 0)])
+        token, credentials = settings.security.token(), settings.security.credentials()
+        self._server = grpc.aio.server(
+            options=[*options, ("grpc.so_reuseport", 0)],  # else a second gateway could share a port that is in use
+            interceptors=[] if token is None else [TokenRequired(token)],
+            maximum_concurrent_rpcs=settings.max_calls,
+        )
         inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         try:
-            port = self._server.add_insecure_port(f"{settings.host}:{settings.port}")
+            address = f"{settings.host}:{settings.port}"
+            port = (
+                self._server.add_insecure_port(address)
+                if credentials is None
+                else self._server.add_secure_port(address, credentials)
+            )
         except RuntimeError as error:
             raise StartFailed(
                 f"gateway.port {settings.port} on {settings.host} cannot be opened; "
@@ -147,7 +160,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         arrived = time.perf_counter()
         try:
-            valid = self._validator.validate(request)
+            valid = await self._validate(request)
             generation = Generation(valid, arrived, self._tokenizer, self._model.eos_token_ids)
             self._make_way(valid)
         except InvalidRequest as error:
@@ -178,6 +191,11 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             raise InvalidRequest(f"request_id {valid.request_id!r} is in use by a request that still runs")
         del self._active[valid.request_id]
         work.cancel()
+
+    async def _validate(self, request: inference_pb2.GenerateRequest) -> ValidRequest:
+        if request.HasField("chat"):  # a template may run for a while, and other requests must not wait for it
+            return await asyncio.to_thread(self._validator.validate, request)
+        return self._validator.validate(request)
 
     async def _generate(self, generation: Generation, context: Context) -> None:
         deadline = asyncio.get_running_loop().time() + self._seconds_left(context)

@@ -21,6 +21,7 @@ from tandem.workers.tokenizer import Tokenizer
 WORKER_LOST = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.FAILED_PRECONDITION,  # another epoch
+    grpc.StatusCode.UNAUTHENTICATED,  # another process, which got the port of a lost one
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNKNOWN,

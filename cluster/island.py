@@ -6,9 +6,12 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from tandem.cluster.actors import WorkerActor
+from tandem.cluster.config import ClusterConfig
 from tandem.cluster.errors import StartFailed, TandemError
 from tandem.cluster.liveness import Liveness
+from tandem.cluster.process_settings import agreed_pages, utilization_to_fill, worker_configs
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
+from tandem.cluster.start_clock import StartClock
 from tandem.cluster.stop_signal import Stopping, StopSignal
 from tandem.cluster.worker_link import WorkerAddress
 from tandem.workers.config import Role, WorkerConfig
@@ -28,35 +31,43 @@ class Island:
     StartFailed and ProcessEnded say that it did not come about.
     """
 
-    def __init__(
-        self, processes: Processes, cluster: str, configs: Sequence[WorkerConfig], unresponsive_seconds: float
-    ) -> None:
+    def __init__(self, processes: Processes, config: ClusterConfig, max_model_len: int, name: str, epoch: int) -> None:
         self._processes = processes
-        self._cluster = cluster
-        self._configs = configs
-        self._unresponsive_seconds = unresponsive_seconds
+        self._config = config
+        self._max_model_len = max_model_len
+        self._workers = worker_configs(config, max_model_len, name, epoch)
         self._group: ProcessGroup | None = None
+        self.clock = StartClock()
+        self.num_pages = 0  # of each worker, once the island is formed
 
     def launch(self, stop: StopSignal) -> None:
-        """Starts the processes; their constructors may still run when it returns."""
-        specs = [ActorSpec(self._process_name(config), WorkerActor, config) for config in self._configs]
-        first = self._configs[0]
+        """Starts the processes."""
+        specs = [ActorSpec(self._process_name(worker), WorkerActor, worker) for worker in self._workers]
+        first = self._workers[0]
         gpus = 1 if first.device == "cuda" else 0
-        self._group = self._processes.start_group(specs, gpus=gpus, threads=first.threads or 1)
-        self._liveness = Liveness(self._group.members, self._unresponsive_seconds, stop)
+        with self.clock.phase("processes, imports"):
+            self._group = self._processes.start_group(specs, gpus=gpus, threads=first.threads or 1)
+            self._liveness = Liveness(self._group.members, self._config.recovery.unresponsive_seconds, stop)
+            self._all("progress")  # answered once the process has its imports
 
     def load(self) -> None:
         """Reads the weights; progress() tells how far."""
-        self._all("load")
+        with self.clock.phase("weights"):
+            self._all("load")
 
     def form(self) -> tuple[WorkerAddress, ...]:
         """Handles travel by way of this process: every PE opens its memory, then every PE maps all the others'."""
-        handles = self._all("open")
-        self._all("join", handles)
-        addresses = self._all("serve")
+        with self.clock.phase("island"):
+            utilization = utilization_to_fill(self._config)
+            fitting = [] if utilization is None else self._all("pages_that_fit", utilization)
+            self.num_pages = agreed_pages(self._config, fitting, self._max_model_len)
+            handles = self._all("open", self.num_pages)
+            self._all("join", handles)
+        with self.clock.phase("kernels"):
+            addresses = self._all("serve")
         return tuple(
-            WorkerAddress(config.role, config.pe, address)
-            for config, address in zip(self._configs, addresses, strict=True)
+            WorkerAddress(worker.role, worker.pe, address, worker.token)
+            for worker, address in zip(self._workers, addresses, strict=True)
         )
 
     def watch(self) -> NoReturn:
@@ -70,7 +81,7 @@ class Island:
             states = StopSignal().results(calls, PROGRESS_SECONDS)
         except (TandemError, TimeoutError):
             return []
-        names = (f"{config.island} {_name(config)}" for config in self._configs)
+        names = (f"{worker.island} {_name(worker)}" for worker in self._workers)
         return [(name, *state) for name, state in zip(names, states, strict=False)]
 
     def release(self, prefix: str) -> None:
@@ -91,12 +102,17 @@ class Island:
             self._group = None
 
     @property
+    def worker_token(self) -> str:
+        """What the workers ask for; for who speaks to them past the gateway, as benchmarks do."""
+        return self._workers[0].token
+
+    @property
     def _members(self) -> Sequence[ActorProcess]:
         group = self._group
         return () if group is None else group.members
 
-    def _process_name(self, config: WorkerConfig) -> str:
-        return f"{self._cluster}/{config.island}.{config.epoch}/{_name(config)}"
+    def _process_name(self, worker: WorkerConfig) -> str:
+        return f"{self._config.name}/{worker.island}.{worker.epoch}/{_name(worker)}"
 
     def _all(self, method: str, *arguments: object) -> list[Any]:
         """What all workers returned; a TandemError that one raised comes out as it is, others as StartFailed."""
@@ -110,8 +126,8 @@ class Island:
 
     def _try(self, role: Role, method: str, *arguments: object) -> bool:
         """Whether all members of the role did it in time."""
-        workers = zip(self._configs, self._members, strict=False)
-        calls = [member.call(method, *arguments) for config, member in workers if config.role == role]
+        members = zip(self._workers, self._members, strict=False)
+        calls = [member.call(method, *arguments) for worker, member in members if worker.role == role]
         try:
             StopSignal().results(calls, RELEASE_SECONDS)
         except (TandemError, TimeoutError, RuntimeError):
@@ -119,5 +135,5 @@ class Island:
         return True
 
 
-def _name(config: WorkerConfig) -> str:
-    return f"{config.role} (PE {config.pe})"
+def _name(worker: WorkerConfig) -> str:
+    return f"{worker.role} (PE {worker.pe})"

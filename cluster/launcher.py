@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,10 @@ from tandem.cluster.gateway_supervisor import GatewaySupervisor
 from tandem.cluster.island import Island, LoadState
 from tandem.cluster.island_supervisor import IslandSupervisor
 from tandem.cluster.membership import Membership
-from tandem.cluster.process_settings import gateway_settings, island_names, worker_configs
+from tandem.cluster.process_settings import gateway_settings, island_names
 from tandem.cluster.processes import Processes
 from tandem.cluster.ray_processes import RayProcesses
+from tandem.cluster.start_clock import StartClock
 from tandem.cluster.supervisor import Supervisor
 from tandem.workers.models.errors import ModelError
 from tandem.workers.models.registry import load_config
@@ -43,16 +44,20 @@ class Cluster:
         self._gateway: GatewaySupervisor | None = None
         self._failure: Future[None] = Future()
         self.grpc_address = ""
+        self.clock = StartClock()  # of several islands, the slowest one's phases
 
     def start(self, progress: Progress | None = None) -> str:
         """HOST:PORT of the gateway. progress is called a few times a second while weights are read."""
         max_model_len = self._max_model_len()
         _check_port(self._config.gateway.host, self._config.gateway.port)
         try:
-            self._processes.start(self._config.name, self._config.ray.num_cpus)
+            with self.clock.phase("ray"):
+                self._processes.start(self._config.name, self._config.ray.num_cpus)
             self._start_islands(max_model_len)
             self._wait_until_ready(self._islands, progress)
-            self.grpc_address = self._start_gateway(max_model_len)
+            self.clock.seconds |= max((island.island.clock.seconds for island in self._islands), key=_sum)
+            with self.clock.phase("gateway"):
+                self.grpc_address = self._start_gateway(max_model_len)
         except BaseException:
             self.stop()
             raise
@@ -79,6 +84,11 @@ class Cluster:
         self._gateway, self._islands = None, []
         self._processes.stop()
 
+    @property
+    def worker_token(self) -> str:
+        """As Island.worker_token, of the first island."""
+        return self._islands[0].island.worker_token
+
     def _max_model_len(self) -> int:
         try:
             model = load_config(Path(self._config.model.path or ""), self._config.model.dtype)
@@ -93,17 +103,14 @@ class Cluster:
 
     def _start_islands(self, max_model_len: int) -> None:
         for name in island_names(self._config):
-            island_of = partial(self._island, max_model_len, name)
+            island_of = partial(Island, self._processes, self._config, max_model_len, name)
             island = IslandSupervisor(name, island_of, self._membership, self._config.recovery, self._fail)
             self._islands.append(island)
             island.start()
 
-    def _island(self, max_model_len: int, name: str, epoch: int) -> Island:
-        configs = worker_configs(self._config, max_model_len, name, epoch)
-        return Island(self._processes, self._config.name, configs, self._config.recovery.unresponsive_seconds)
-
     def _start_gateway(self, max_model_len: int) -> str:
-        settings = gateway_settings(self._config, max_model_len)
+        num_pages = min(island.island.num_pages for island in self._islands)
+        settings = gateway_settings(self._config, max_model_len, num_pages)
         self._gateway = GatewaySupervisor(
             self._processes, settings, self._membership, self._release, self._config.recovery, self._fail
         )
@@ -130,6 +137,10 @@ class Cluster:
     def _fail(self, error: TandemError) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
+
+
+def _sum(seconds: Mapping[str, float]) -> float:
+    return sum(seconds.values())
 
 
 def _check_port(host: str, port: int) -> None:

@@ -21,6 +21,7 @@ WORKER_LOST = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,  # it may be stopped, and may answer all the same when it goes on
     grpc.StatusCode.FAILED_PRECONDITION,  # another epoch
+    grpc.StatusCode.UNAUTHENTICATED,  # another process, which got the port of a lost one
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNKNOWN,
 }

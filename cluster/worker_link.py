@@ -7,6 +7,7 @@ import grpc
 import grpc.aio
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from tandem.workers.authentication import authorized
 from tandem.workers.config import Role
 
 STATUS_SECONDS = 2.0
@@ -21,6 +22,7 @@ class WorkerAddress:
     role: Role
     pe: int
     address: str
+    token: str = field(repr=False)
 
 
 @dataclass(eq=False)
@@ -32,12 +34,9 @@ class WorkerLink:
     address: str
     epoch: int
     channel: grpc.aio.Channel
-    stub: worker_pb2_grpc.WorkerStub = field(init=False)
+    stub: worker_pb2_grpc.WorkerStub
     load: int = 0
     _avoid_until: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.stub = worker_pb2_grpc.WorkerStub(self.channel)
 
     @classmethod
     def connect(cls, worker: WorkerAddress, epoch: int, max_message_bytes: int) -> "WorkerLink":
@@ -48,7 +47,8 @@ class WorkerLink:
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
         channel = grpc.aio.insecure_channel(worker.address, options=options)
-        return cls(worker.role, worker.pe, worker.address, epoch, channel)
+        stub = authorized(worker_pb2_grpc.WorkerStub(channel), worker.token)
+        return cls(worker.role, worker.pe, worker.address, epoch, channel, stub)
 
     @property
     def reachable(self) -> bool:

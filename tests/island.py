@@ -14,7 +14,7 @@ from tandem.cluster.client import Client
 from tandem.cluster.config import load_config as load_cluster_config
 from tandem.cluster.gateway import Gateway
 from tandem.cluster.membership import IslandState
-from tandem.cluster.process_settings import gateway_settings, worker_configs
+from tandem.cluster.process_settings import agreed_pages, gateway_settings, worker_configs
 from tandem.cluster.worker_link import WorkerAddress
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.models.registry import load_config
@@ -52,11 +52,15 @@ def running_island(model: Path, overrides: dict[str, Any] | None = None) -> Iter
     try:
         for worker in workers:
             worker.load()
-        handles = [worker.open() for worker in workers]
+        num_pages = agreed_pages(config, (), max_model_len)
+        handles = [worker.open(num_pages) for worker in workers]
         for worker in workers:
             worker.join(handles)
-        addresses = tuple(WorkerAddress(worker.config.role, worker.config.pe, worker.serve()) for worker in workers)
-        gateway = Gateway(gateway_settings(config, max_model_len))
+        addresses = tuple(
+            WorkerAddress(worker.config.role, worker.config.pe, worker.serve(), worker.config.token)
+            for worker in workers
+        )
+        gateway = Gateway(gateway_settings(config, max_model_len, num_pages))
         address = events.run(gateway.start(), timeout=30)
         state = IslandState(workers[0].config.island, workers[0].config.epoch, 0, addresses, version=1)
         events.run(gateway.update_island(state), timeout=30)

@@ -26,6 +26,8 @@ HOMES = {
         "cluster/resumption.py",
         "cluster/router.py",
         "cluster/worker_link.py",
+        "cluster/credentials.py",
+        "workers/authentication.py",
         "workers/service.py",
         "workers/worker.py",
     },

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -17,7 +17,7 @@ from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.transfer.errors import TransferError
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.decode import DecodeLoop
-from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, NoRoom, StaleEpoch
+from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, NoRoom, StaleEpoch, WriterNotQuiet
 from tandem.workers.finish import FinishReason
 from tandem.workers.messages import (
     logprobs_to_proto,
@@ -26,6 +26,7 @@ from tandem.workers.messages import (
     sampling_from_proto,
 )
 from tandem.workers.prefill import PrefillLoop
+from tandem.workers.prefill_request import PrefillResult
 from tandem.workers.step_thread import StepThread
 from tandem.workers.token_stream import Tokens, TokenStream
 
@@ -39,6 +40,7 @@ STATUS_OF_ERROR: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (Aborted, grpc.StatusCode.ABORTED),
     (InvalidCall, grpc.StatusCode.INVALID_ARGUMENT),
     (ForwardFailed, grpc.StatusCode.INTERNAL),
+    (WriterNotQuiet, grpc.StatusCode.UNAVAILABLE),
     (CacheError, grpc.StatusCode.INVALID_ARGUMENT),
     (TransferError, grpc.StatusCode.INVALID_ARGUMENT),
 )
@@ -50,6 +52,14 @@ async def _refuse(context: Context, error: Exception) -> NoReturn:
             await context.abort(status, str(error))
     log.exception("a call failed", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+async def _outcome(context: Context, future: "Future[T]") -> T:
+    """What the step thread will put there. The caller's cancellation must not cancel it: others may wait for it too."""
+    try:
+        return await asyncio.shield(asyncio.wrap_future(future))
+    except Exception as error:
+        await _refuse(context, error)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -101,17 +111,12 @@ class PrefillService(WorkerService):
     async def RemoteSend(
         self, request: worker_pb2.RemoteSendRequest, context: Context
     ) -> worker_pb2.RemoteSendResponse:
-        def submit() -> Future[Any]:
+        def submit() -> Future[PrefillResult]:
             reservation = reservation_from_proto(request.reservation)
             params = sampling_from_proto(request.sampling)
             return self._prefill.submit(request.request_id, list(request.token_ids), params, reservation)
 
-        future = await self._on_step_thread(context, request.epoch, submit)
-        try:
-            # Shielded: the caller's cancellation must not cancel what an idempotent second call may wait for.
-            result = await asyncio.shield(asyncio.wrap_future(future))
-        except Exception as error:
-            await _refuse(context, error)
+        result = await _outcome(context, await self._on_step_thread(context, request.epoch, submit))
         return worker_pb2.RemoteSendResponse(
             first_token=result.first_token,
             logprobs=None if result.logprobs is None else logprobs_to_proto(result.logprobs),
@@ -123,8 +128,8 @@ class PrefillService(WorkerService):
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
-        known = await self._on_step_thread(context, request.epoch, lambda: self._prefill.abort(request.request_id))
-        return worker_pb2.AbortResponse(known=known)
+        future = await self._on_step_thread(context, request.epoch, lambda: self._prefill.abort(request.request_id))
+        return worker_pb2.AbortResponse(known=await _outcome(context, future))
 
 
 class DecodeService(WorkerService):

@@ -14,9 +14,12 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.proto import worker_pb2_grpc
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
+from tandem.transfer.transport import Transport
+from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.memory_budget import measure_budget
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.registry import load_config
@@ -37,7 +40,7 @@ def kv_layout(model: ModelConfig, page_size: int) -> KVLayout:
 
 
 class Worker:
-    """Lifecycle: load() → open() → join(handles) → serve() → stop(). stop() may come at any time, and twice."""
+    """Lifecycle: load() → open(pages) → join(handles) → serve() → stop(). stop() may come at any time, and twice."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
@@ -47,19 +50,7 @@ class Worker:
         self.loaded_bytes = 0
         self.total_bytes = 0
         self.address = ""
-        self._transport = create_transport(
-            config.transport,
-            TransportConfig(
-                pe=config.pe,
-                num_pes=config.num_pes,
-                layout=kv_layout(self.model_config, config.page_size),
-                num_pages=config.num_pages,
-                num_signals=config.num_signals,
-                island=config.island,
-                epoch=config.epoch,
-            ),
-        )
-        self._meter = PushMeter(self._transport)
+        self._opened: Transport | None = None
         self._events = EventLoopThread("grpc")
         self._loop: PrefillLoop | DecodeLoop | None = None
         self._step_thread: StepThread | None = None
@@ -79,9 +70,34 @@ class Worker:
             report=progress,
         )
 
-    def open(self) -> bytes:
-        """This PE's half of the membership handshake."""
-        return self._transport.open()
+    def pages_that_fit(self, utilization: float) -> int:
+        """Between load() and open(), on a GPU: how many pages this part of its memory has room for; or GpuTooSmall."""
+        config = self.config
+        budget = measure_budget(
+            self._model,
+            utilization,
+            max_batch_tokens=config.max_batch_tokens,
+            max_sequences=config.max_sequences,
+        )
+        return budget.num_pages(kv_layout(self.model_config, config.page_size).token_bytes * config.page_size)
+
+    def open(self, num_pages: int) -> bytes:
+        """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric."""
+        config = self.config
+        self._opened = create_transport(
+            config.transport,
+            TransportConfig(
+                pe=config.pe,
+                num_pes=config.num_pes,
+                layout=kv_layout(self.model_config, config.page_size),
+                num_pages=num_pages,
+                num_signals=config.num_signals,
+                island=config.island,
+                epoch=config.epoch,
+            ),
+        )
+        self._meter = PushMeter(self._opened)
+        return self._opened.open()
 
     def join(self, handles: Sequence[bytes]) -> None:
         """Maps the peers; after it returned on every PE the island is formed."""
@@ -123,7 +139,13 @@ class Worker:
         self._events.stop()
         if self._step_thread is not None:
             self._step_thread.stop()
-        self._transport.close()
+        if self._opened is not None:
+            self._opened.close()
+
+    @property
+    def _transport(self) -> Transport:
+        assert self._opened is not None, "open() comes first"
+        return self._opened
 
     async def _start(self) -> str:
         config = self.config
@@ -157,7 +179,9 @@ class Worker:
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
         limit = config.max_message_bytes
         options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
-        self._server = grpc.aio.server(options=[*options, ("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(
+            options=[*options, ("grpc.so_reuseport", 0)], interceptors=[TokenRequired(config.token)]
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         port = self._server.add_insecure_port(f"{config.host}:0")
         await self._server.start()

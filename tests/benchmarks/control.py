@@ -32,6 +32,7 @@ from tandem.cluster.worker_link import WorkerAddress
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.transfer.completion import Signal
 from tandem.transfer.wire_map import WireMap, decode_map, encode_map
+from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import Role
 from tandem.workers.decode_batch import DecodeBatch, DecodeRequest
 from tandem.workers.finish import FinishRule
@@ -149,13 +150,14 @@ class AtOnce(worker_pb2_grpc.WorkerServicer):
 
 
 async def call_costs(rounds: int = 400) -> dict[str, float]:
-    server = grpc.aio.server()
+    token = "a token of the workers"
+    server = grpc.aio.server(interceptors=[TokenRequired(token)])
     worker_pb2_grpc.add_WorkerServicer_to_server(AtOnce(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     address = f"127.0.0.1:{port}"
     islands = Islands(16 << 20)
-    workers = tuple(WorkerAddress(role, pe, address) for pe, role in enumerate((Role.PREFILL, Role.DECODE)))
+    workers = tuple(WorkerAddress(role, pe, address, token) for pe, role in enumerate((Role.PREFILL, Role.DECODE)))
     await islands.update(IslandState("i", epoch=1, restarts=0, workers=workers, version=1))
     router = Router(islands, id_prefix="1.", max_queued=8, queue_seconds=5)
     prompt = list(range(1024))
@@ -168,7 +170,11 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
             pass
         await router.give_back(placement, generation.complete)
 
-    bare_stub = worker_pb2_grpc.WorkerStub(grpc.aio.insecure_channel(address))
+    bare_server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(AtOnce(), bare_server)
+    bare_port = bare_server.add_insecure_port("127.0.0.1:0")
+    await bare_server.start()
+    bare_stub = worker_pb2_grpc.WorkerStub(grpc.aio.insecure_channel(f"127.0.0.1:{bare_port}"))
     prepare = worker_pb2.PrepareReceiveRequest(request_id="r", epoch=1, token_ids=prompt, max_tokens=2)
     reservation = await bare_stub.PrepareReceive(prepare)
     send = worker_pb2.RemoteSendRequest(request_id="r", epoch=1, token_ids=prompt, reservation=reservation)
@@ -190,6 +196,7 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
                 times.append(time.perf_counter() - began)
     await islands.close()
     await server.stop(0)
+    await bare_server.stop(0)
     return {
         "request_us": round(statistics.median(ours) * 1e6, 1),
         "bare_us": round(statistics.median(theirs) * 1e6, 1),

@@ -38,7 +38,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         await self._server.stop(0)
 
     def state(self, name: str, epoch: int, version: int) -> IslandState:
-        workers = (WorkerAddress(Role.PREFILL, 0, self.address), WorkerAddress(Role.DECODE, 1, self.address))
+        workers = tuple(
+            WorkerAddress(role, pe, self.address, "") for pe, role in enumerate((Role.PREFILL, Role.DECODE))
+        )
         return IslandState(name, epoch, restarts=epoch - 1, workers=workers, version=version)
 
     async def PrepareReceive(self, request: worker_pb2.PrepareReceiveRequest, context: Any) -> worker_pb2.Reservation:

@@ -38,7 +38,7 @@ def with_gateway(model: Path, worker: FakeWorker, body: Body, **options: object)
 
     async def run() -> None:
         await worker.start()
-        gateway = Gateway(gateway_settings(config, 256))
+        gateway = Gateway(gateway_settings(config, 256, 64))
         address = await gateway.start()
         await gateway.update_island(worker.state("i", epoch=1, version=1))
         try:
@@ -56,7 +56,7 @@ async def ask(client: AsyncClient) -> list[GenerateUpdate]:
     return [update async for update in stream]
 
 
-LOST = ["UNAVAILABLE", "FAILED_PRECONDITION", "ABORTED", "CANCELLED", "UNKNOWN"]
+LOST = ["UNAVAILABLE", "FAILED_PRECONDITION", "UNAUTHENTICATED", "ABORTED", "CANCELLED", "UNKNOWN"]
 
 
 @pytest.mark.parametrize("status", LOST)

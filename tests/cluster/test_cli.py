@@ -130,7 +130,7 @@ class TestGenerate:
     def test_streams_text_from_the_running_cluster(self, capsys: Capture) -> None:
         gateway = FakeGateway()
         with serving(gateway) as address, ClusterLock("mine") as lock:
-            lock.publish(address)
+            lock.publish(address, {})
             assert (
                 run("generate", "hello", "--max-tokens", "5", "--temperature", "0", "--stop", "a", "--stop", "b") == 0
             )

@@ -14,7 +14,7 @@ from tandem.cluster.island import Island
 from tandem.cluster.island_supervisor import IslandSupervisor
 from tandem.cluster.liveness import POLL_SECONDS, Heartbeat, Liveness
 from tandem.cluster.membership import Membership
-from tandem.cluster.process_settings import gateway_settings, island_names, worker_configs
+from tandem.cluster.process_settings import gateway_settings, island_names
 from tandem.cluster.restart_budget import RestartBudget
 from tandem.cluster.stop_signal import Stopping, StopSignal
 from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses
@@ -122,8 +122,7 @@ class Cluster:
         self.supervisor = IslandSupervisor("i", self._island, self.membership, recovery, self.failure.set_result)
 
     def _island(self, epoch: int) -> Island:
-        configs = worker_configs(load_config(None, {"model.path": "."}), 64, "i", epoch)
-        return Island(self.processes, "c", configs, RECOVERY.unresponsive_seconds)
+        return Island(self.processes, load_config(None, {"name": "c", "model.path": "."}), 64, "i", epoch)
 
     @property
     def told(self) -> list[tuple[int, int, int]]:
@@ -214,7 +213,7 @@ class TestGateway:
         config = load_config(None, {"model.path": ".", "gateway.port": 0})
         failure: Future[TandemError] = Future()
         supervisor = GatewaySupervisor(
-            processes, gateway_settings(config, 64), membership, released.append, RECOVERY, failure.set_result
+            processes, gateway_settings(config, 64, 8), membership, released.append, RECOVERY, failure.set_result
         )
         supervisor.start()
         supervisor.ready.result(30)

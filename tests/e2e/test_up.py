@@ -16,11 +16,13 @@ import psutil
 import pytest
 
 from tandem.cluster.client import Client
+from tandem.cluster.runtime_dir import running_cluster
 from tandem.proto import inference_pb2
 from tests.oracle import greedy, load_oracle
 from tests.requests import GREEDY
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
+PHASES = ["command, imports", "ray", "processes, imports", "weights", "island", "kernels", "gateway"]
 TANDEM = [sys.executable, "-m", "tandem.cluster.cli"]
 
 
@@ -104,9 +106,17 @@ def test_a_session_at_the_command_line(small_model: Path) -> None:
         assert str(process.pid) in second.stderr
         assert "Traceback" not in second.stderr
 
+        state = running_cluster(name)
+        assert state is not None
+        assert list(state.start_seconds) == PHASES
+        assert min(state.start_seconds.values()) > 0
+
         stopped = run("down", name)
         assert stopped.returncode == 0, stopped.stderr
         assert process.wait(timeout=10) == 0
+        assert process.stderr is not None
+        printed = re.findall(r"^(.+?) +(\d+\.\d\d) s$", process.stderr.read(), re.MULTILINE)
+        assert [phase for phase, _ in printed] == [*PHASES, "in all"]
     assert_nothing_left(started, shm)
 
 

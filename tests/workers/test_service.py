@@ -1,12 +1,14 @@
 """The worker service itself, as the gateway speaks to it: idempotence, epochs, bad maps, draining."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from tandem.workers.authentication import authorized
 from tests.checkpoints import save_checkpoint
 from tests.island import running_island
 from tests.oracle import greedy, load_oracle, random_prompt
@@ -60,8 +62,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pair(checkpoint: Path) -> Iterator[Pair]:
     with running_island(checkpoint, {"cache.num_pages": 16, "cache.prefix_sharing": False}) as island:
         addresses = [worker.address for worker in island.workers]
+        token = island.workers[0].config.token
         with grpc.insecure_channel(addresses[0]) as one, grpc.insecure_channel(addresses[1]) as other:
-            yield Pair(Stub(one), Stub(other))
+            yield Pair(authorized(Stub(one), token), authorized(Stub(other), token))
         assert all(worker.cache.num_free_pages == 16 for worker in island.workers)
 
 
@@ -87,8 +90,9 @@ def test_a_doubled_remote_send_is_computed_once(pair: Pair) -> None:
     request = worker_pb2.RemoteSendRequest(
         request_id="r", epoch=EPOCH, token_ids=PROMPT, sampling=GREEDY, reservation=reservation
     )
-    both = [pair.prefill.RemoteSend.future(request, timeout=10) for _ in range(2)]
-    one, other = (call.result() for call in both)
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(pair.prefill.RemoteSend, request, timeout=10) for _ in range(2)]
+    one, other = (call.result() for call in calls)
     assert one.first_token == other.first_token
     assert len(pair.generate("r", reservation)) == 3
 

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from tandem.cluster.errors import WorkerLost
 from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2
 from tests.local_processes import LocalProcesses
-from tests.oracle import greedy, load_oracle, random_prompt
-from tests.requests import GREEDY, complete, tokens_of
+from tests.oracle import random_prompt
+from tests.requests import complete, tokens_of
 
 VOCABULARY = 512
+NUM_TOKENS = 400
+DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 11, "ignore_eos": True}  # replays must draw the same numbers
 OVERRIDES: dict[str, Any] = {
     "num_islands": 2,
     "island.threads_per_worker": 1,
@@ -35,16 +38,10 @@ OVERRIDES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A request that takes long enough for something to happen meanwhile, and what transformers gives."""
+    """A request that takes long enough for something to happen meanwhile, and what comes of it undisturbed."""
 
     prompt: list[int]
     tokens: list[int]
-
-
-@pytest.fixture(scope="module")
-def case(small_model: Path) -> Case:
-    prompt = random_prompt(50, 1, VOCABULARY)
-    return Case(prompt, greedy(load_oracle(small_model), prompt, 400))
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +54,12 @@ def served(small_model: Path, processes: LocalProcesses) -> Iterator[str]:
     cluster = Cluster(load_config(None, {"model.path": str(small_model), **OVERRIDES}), processes)
     yield cluster.start()
     cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def case(served: str) -> Case:
+    prompt = random_prompt(50, 1, VOCABULARY)
+    return Case(prompt, tokens_of(complete(served, prompt, max_tokens=NUM_TOKENS, **DRAWN)))
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -93,7 +96,7 @@ def disturbed(address: str, case: Case, disturb: Callable[[], None]) -> list[Gen
     """A request during which, once three messages have come, something happens."""
     updates = []
     with Client(address) as client:
-        for update in client.generate(case.prompt, timeout=100, max_tokens=len(case.tokens), **GREEDY):
+        for update in client.generate(case.prompt, timeout=100, max_tokens=len(case.tokens), **DRAWN):
             updates.append(update)
             if len(updates) == 3:
                 disturb()
@@ -130,7 +133,7 @@ def test_a_prefill_worker_dies_before_the_first_token(served: str, case: Case, p
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(complete, served, case.prompt, max_tokens=20, **GREEDY)
+        answer = pool.submit(complete, served, case.prompt, max_tokens=20, **DRAWN)
         try:
             decodes: dict[int, str] = {}
             until(lambda: decodes.update(_waiting(served)) or decodes)
@@ -139,7 +142,8 @@ def test_a_prefill_worker_dies_before_the_first_token(served: str, case: Case, p
             os.kill(lost, signal.SIGKILL)
         finally:
             for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
         updates = answer.result(100)
     assert tokens_of(updates) == case.tokens[:20]
     assert attempts(updates) == 2
@@ -163,7 +167,7 @@ def test_the_gateway_dies_and_the_client_goes_on(served: str, case: Case, proces
     assert tokens_of(updates) == case.tokens
     last = updates[-1].usage
     assert last is not None
-    assert (last.prompt_tokens, last.output_tokens) == (50)
+    assert (last.prompt_tokens, last.output_tokens) == (50, NUM_TOKENS)
     assert info(served).gateway_restarts == before.gateway_restarts + 1
     assert epochs(served) == [island.epoch for island in before.islands]
     until(lambda: whole(served))

@@ -55,12 +55,18 @@ class Island:
         with self.clock.phase("weights"):
             self._all("load")
 
-    def form(self) -> tuple[WorkerAddress, ...]:
-        """Handles travel by way of this process: every PE opens its memory, then every PE maps all the others'."""
+    def form(self, num_pages: int | None = None) -> tuple[WorkerAddress, ...]:
+        """Handles travel by way of this process: every PE opens its memory, then every PE maps all the others'.
+
+        num_pages: what an earlier epoch had; the gateway admits requests by it, so with less there is no island.
+        """
         with self.clock.phase("island"):
             utilization = utilization_to_fill(self._config)
             fitting = [] if utilization is None else self._all("pages_that_fit", utilization)
-            self.num_pages = agreed_pages(self._config, fitting, self._max_model_len)
+            fitting_all = agreed_pages(self._config, fitting, self._max_model_len)
+            if num_pages is not None and fitting_all < num_pages:
+                raise StartFailed(f"there is room for {fitting_all} pages; the island had {num_pages} before")
+            self.num_pages = num_pages or fitting_all
             handles = self._all("open", self.num_pages)
             self._all("join", handles)
         with self.clock.phase("kernels"):

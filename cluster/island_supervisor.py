@@ -31,12 +31,14 @@ class IslandSupervisor(Supervisor):
         self._island_of = island_of
         self._membership = membership
         self._epoch = FIRST_EPOCH
+        self._num_pages: int | None = None
         self.island = island_of(FIRST_EPOCH)
 
     def _begin(self) -> None:
         self.island.launch(self._stop)
         self.island.load()
-        workers = self.island.form()
+        workers = self.island.form(self._num_pages)
+        self._num_pages = self.island.num_pages
         self._membership.update(self._island_name, self._epoch, self._budget.used, workers)
 
     def _watch(self) -> NoReturn:

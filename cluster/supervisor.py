@@ -14,6 +14,7 @@ from tandem.cluster.restart_budget import RestartBudget
 from tandem.cluster.stop_signal import Stopping, StopSignal
 
 JOIN_SECONDS = 120.0
+RETRY_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +48,7 @@ class Supervisor(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Starts the processes until they serve. StartFailed or ProcessEnded when they do not."""
+        """Starts the processes until they serve. A TandemError when they do not."""
 
     @abstractmethod
     def _watch(self) -> NoReturn:
@@ -95,5 +96,6 @@ class Supervisor(ABC):
             try:
                 self._begin()
                 return
-            except (StartFailed, ProcessEnded) as error:
+            except TandemError as error:
                 lost = error
+                self._stop.wait_any((), RETRY_SECONDS)  # what the lost processes held may not all be free yet

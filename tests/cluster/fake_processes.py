@@ -1,6 +1,6 @@
 """Processes that are no processes: a test says when they answer, fail and end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +11,16 @@ from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, Process
 ANSWERS: dict[str, Any] = {"progress": (1, 2), "open": b"handle", "serve": "127.0.0.1:1", "placed_tokens": 0}
 
 
+def no_answer(method: str) -> None:
+    """What most methods return."""
+
+
 class FakeProcess(ActorProcess):
     """Answers every call at once, but for wait() and the methods in `silent`; `fails` has what others raise."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, answers: Callable[[str], Any] = no_answer) -> None:
         self.name = name
+        self._answers = answers
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         self.silent: set[str] = {"wait"}
         self.fails: dict[str, Exception] = {}
@@ -32,7 +37,7 @@ class FakeProcess(ActorProcess):
         elif method in self.silent:
             self._pending.append(answer)
         else:
-            answer.set_result(ANSWERS.get(method))
+            answer.set_result(ANSWERS[method] if method in ANSWERS else self._answers(method))
         return answer
 
     def kill(self) -> None:
@@ -57,17 +62,18 @@ class FakeGroup(ProcessGroup):
 
 @dataclass
 class FakeProcesses(Processes):
-    """fails has, by the name of a process, what its load() raises."""
+    """fails has, by the name of a process, what its load() raises; answers gives what ANSWERS has not."""
 
     fails: dict[str, Exception] = field(default_factory=dict)
     groups: list[FakeGroup] = field(default_factory=list)
     specs: list[list[ActorSpec]] = field(default_factory=list)
+    answers: Callable[[str], Any] = no_answer
 
     def start(self, cluster: str, num_cpus: int | None) -> None:
         pass
 
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> FakeGroup:
-        members = [FakeProcess(spec.name) for spec in specs]
+        members = [FakeProcess(spec.name, self.answers) for spec in specs]
         for member in members:
             if member.name in self.fails:
                 member.fails["load"] = self.fails[member.name]

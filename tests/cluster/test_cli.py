@@ -209,6 +209,8 @@ class TestStatus:
         assert "decode" in printed
         assert "63" in printed
         assert "lost" in printed
+        assert "gateway restarts 2" in printed
+        assert "island j  epoch 7  shared_memory  restarts 6  is started again" in printed
 
     def test_json(self, capsys: Capture) -> None:
         with serving(FakeGateway()) as address:

@@ -113,8 +113,11 @@ class TestLiveness:
 class Cluster:
     """One supervised island of a prefill and a decode worker, and a gateway that notes what it is told."""
 
-    def __init__(self, processes: FakeProcesses, recovery: RecoverySection = RECOVERY) -> None:
+    def __init__(self, processes: FakeProcesses, recovery: RecoverySection = RECOVERY, device: str = "cpu") -> None:
         self.processes = processes
+        transport = {"cpu": "shared_memory", "cuda": "nvshmem"}[device]
+        values = {"name": "c", "model.path": ".", "island.device": device, "island.transport": transport}
+        self._config = load_config(None, values)
         self.membership = Membership()
         self.gateway = FakeProcess("gateway")
         self.membership.attach(self.gateway)
@@ -122,7 +125,7 @@ class Cluster:
         self.supervisor = IslandSupervisor("i", self._island, self.membership, recovery, self.failure.set_result)
 
     def _island(self, epoch: int) -> Island:
-        return Island(self.processes, load_config(None, {"name": "c", "model.path": "."}), 64, "i", epoch)
+        return Island(self.processes, self._config, 64, "i", epoch)
 
     @property
     def told(self) -> list[tuple[int, int, int]]:
@@ -189,6 +192,23 @@ class TestIsland:
         cluster.supervisor.join()
         assert len(processes.groups) == 1
         assert not cluster.failure.done()
+
+    def test_an_epoch_has_no_fewer_pages_than_the_one_before(self) -> None:
+        """A lost process may still hold memory of its GPU when the next one asks how much is free."""
+        cluster = Cluster(FakeProcesses(), device="cuda")
+        rooms = iter([64, 64, 40, 64, 90, 90])
+        cluster.processes.answers = lambda method: next(rooms) if method == "pages_that_fit" else None
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        cluster.last.members[0].kill()
+        until(lambda: cluster.told[-1] == (3, 2, 2))
+        opened = [
+            [arguments for method, arguments in group.members[0].calls if method == "open"]
+            for group in cluster.processes.groups
+        ]
+        assert opened == [[(64,)], [], [(64,)]]
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
 
     def test_called_off_while_it_starts(self) -> None:
         cluster = Cluster(FakeProcesses())

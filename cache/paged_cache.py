@@ -1,35 +1,35 @@
 """One worker's paged KV cache: sequences, the plan of each forward, attention, and both ends of a transfer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tandem.cache.errors import CacheError, InvalidArgument
-from tandem.cache.kernels.base import Kernels, PushingKernels
+from tandem.cache.group_pages import GroupPages
+from tandem.cache.kernels.base import KernelFactory, PushingKernels
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.layout import KVLayout
-from tandem.cache.page_pools import PageIds, PagePools
+from tandem.cache.page_pools import PagePools
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.plan import (
     ForwardPlan,
     GroupPlan,
-    Int64Array,
-    PageTables,
     Send,
     TokenLayout,
     lay_out_tokens,
     look_up_pages,
-    runs_of,
     slots_of,
 )
 from tandem.cache.position_map import PositionMap
-from tandem.cache.rope import RopeParameters, RotaryEmbedding, Rotation
+from tandem.cache.receptions import Receptions
+from tandem.cache.rope import RopeParameters, Rotation
+from tandem.cache.rotations import Rotations
 from tandem.cache.send_marks import SendMarks
 from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.window import Int64Array
 
 
 class PagedKVCache:
@@ -37,6 +37,10 @@ class PagedKVCache:
 
     Each forward: begin_forward → attention for every layer → end_forward. Sequences share pages with each other and
     with the prefix index; none notices what another does with its own.
+
+    A layer group with a window keeps of each sequence the pages that later queries can see. What is behind is let go of
+    when the next forward is begun, so that forward comes, on the device, after the one before; it is out of reach for
+    pop, fork_sequence and gather_kv. Layouts with windows share no prefixes.
 
     Calls raise InvalidArgument for an unknown sequence or a value out of range, OutOfPages when the pool and what can
     be evicted from the prefix index do not suffice; either leaves everything as it was.
@@ -49,15 +53,20 @@ class PagedKVCache:
         *,
         max_sequences: int,
         max_sequence_length: int,
-        rope: RopeParameters,
+        rope: RopeParameters | Sequence[RopeParameters],
         writer: PageWriter | None,
         scale: float | None = None,
-        kernels: Callable[[Tensor, float], Kernels] = choose_kernels,
+        softcap: float | None = None,
+        kernels: KernelFactory = choose_kernels,
     ) -> None:
         """pools: per layer group `[num_pages, *layout.page_shape(group)]`, contiguous, the caller's; what they hold at
-        first does not matter. scale: of the softmax; None is head_dim ** -0.5. writer: None when nothing is sent.
+        first does not matter. rope: one for all groups, or one for each. writer: None when nothing is sent.
+
+        scale: of the softmax; None is head_dim ** -0.5. softcap: scores become softcap · tanh(score / softcap).
         """
-        _check_construction(layout, pools, rope, max_sequence_length)
+        layout.check_pools(pools)
+        if max_sequence_length < 1:
+            raise InvalidArgument(f"max_sequence_length is {max_sequence_length}; it must be at least 1")
         self.layout = layout
         self._page_size = layout.page_size
         self._max_length = max_sequence_length
@@ -65,29 +74,32 @@ class PagedKVCache:
         self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
         self._table = SequenceTable(len(pools), max_sequences, -(-max_sequence_length // layout.page_size))
         self._marks = SendMarks()
-        self._incoming: dict[int, PageIds] = {}  # what a remote writer may still write, by sequence
+        self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._kernels = tuple(
-            kernels(pool, group.head_dim**-0.5 if scale is None else scale)
+            kernels(pool, group.head_dim**-0.5 if scale is None else scale, group.window, softcap)
             for pool, group in zip(pools, layout.groups, strict=True)
         )
-        self._pages = SequencePages(self._table, self._pools, self._kernels, layout.page_size)
+        self._pages = SequencePages(
+            self._table,
+            self._pools,
+            [
+                GroupPages(index, group.window, self._table.groups[index], self._pools, kernels, layout.page_size)
+                for index, (group, kernels) in enumerate(zip(layout.groups, self._kernels, strict=True))
+            ],
+            layout.page_size,
+        )
+        self._receptions = Receptions(self._table, self._pages, self._pools, layout.page_size)
         self._places = {
             layer: (group, index)
             for group, members in enumerate(layout.groups)
             for index, layer in enumerate(members.layers)
         }
-        self._rope_by_length = rope.rope_type == "dynamic"
-        self._rotary = (
-            None
-            if rope.rope_type == "none"
-            else RotaryEmbedding(rope, max_sequence_length, pools[0].device, layout.dtype)
-        )
 
     # Sequences
 
     def add_sequence(self, sequence: int) -> None:
         """An empty sequence. OutOfSequences when max_sequences are there; an id that still drains is refused."""
-        if sequence in self._incoming:
+        if sequence in self._receptions:
             raise InvalidArgument(f"sequence {sequence} still drains; finish_receive ends that")
         self._table.add(sequence)
 
@@ -101,7 +113,7 @@ class PagedKVCache:
 
     def fork_sequence(self, parent: int, child: int, position: int = -1) -> None:
         """A new sequence with the first `position` positions of `parent` (-1: all): shares full pages, copies a
-        partial one."""
+        partial one. With windows, what a query at `position` sees must be there yet."""
         row = self._settled_row(parent)
         length = int(self._table.lengths[row])
         if not -1 <= position <= length:
@@ -114,7 +126,11 @@ class PagedKVCache:
             raise
 
     def pop(self, sequence: int, count: int) -> None:
-        """Takes back the last `count` positions; pages of a reservation stay. Those popped may be appended anew."""
+        """Takes back the last `count` positions; pages of a reservation stay. Those popped may be appended anew.
+
+        With windows, what a query at the new length sees must be there yet; after a forward it is, as long as no more
+        is popped than it appended.
+        """
         row = self._settled_row(sequence)
         length = int(self._table.lengths[row]) - count
         if count < 0 or length < 0:
@@ -122,14 +138,26 @@ class PagedKVCache:
         self._pages.cut(row, length)
         self._marks.rewind(sequence, length)
 
-    def reserve(self, sequence: int, num_tokens: int) -> None:
+    def reserve(self, sequence: int, num_tokens: int, longest_append: int | None = None) -> None:
         """Sets pages aside, so that the sequence can always grow to num_tokens positions; takes the place of an
-        earlier reservation."""
+        earlier reservation.
+
+        longest_append: the most that one forward will append (None: num_tokens), by which groups with a window need
+        less; what prepare_receive adds may be longer.
+        """
         row = self._table.row(sequence)
         self._check_length(sequence, num_tokens)
-        pages = -(-num_tokens // self._page_size)
-        self._pages.own(row, int(self._table.lengths[row]), pages)
-        self._table.reserved_pages[row] = pages
+        self._pages.reserve(row, num_tokens, num_tokens if longest_append is None else longest_append)
+
+    def num_pages_needed(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, ...]:
+        """Per layer group the pages that reserve() takes for a sequence that is empty."""
+        return self._pages.needed(num_tokens, num_tokens if longest_append is None else longest_append)
+
+    def has_room(self, num_tokens: int, longest_append: int | None = None, *, ever: bool = False) -> bool:
+        """Whether reserve() would work for one more sequence now, or (ever) if it were the only one."""
+        have = self._pools.num_pages if ever else self._pools.num_free
+        needed = self.num_pages_needed(num_tokens, longest_append)
+        return all(pages <= limit for pages, limit in zip(needed, have, strict=True))
 
     def clear(self) -> None:
         """Removes all sequences and prefixes; pages that drain go on doing so."""
@@ -154,40 +182,43 @@ class PagedKVCache:
         lengths = self._table.lengths[rows]
         appends = np.asarray(append_lengths, np.int64)
         self._check_appends(seq_ids, rows, lengths, appends)
-        self._pages.grow(rows, lengths, lengths + appends)
+        self._pages.grow(rows, lengths, lengths + appends, queries=lengths)
         tokens = lay_out_tokens(lengths, appends)
-        tables = [look_up_pages(pages, rows, tokens, self._page_size) for pages in self._table.pages]
         sequences = tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
-        sends, sent = self._marks.plan(sequences, rows, tokens, self._table.pages, self._page_size)
+        pages = tuple(group.pages for group in self._table.groups)
+        sends, sent = self._marks.plan(sequences, rows, tokens, pages, self._page_size)
+        rotations = self._rotations.plan(tokens, rope_lengths)
         return ForwardPlan(
             seq_ids=sequences,
             tokens=tokens,
             groups=tuple(
-                self._plan_group(group, tokens, of_group, to_send)
-                for group, (of_group, to_send) in enumerate(zip(tables, sends, strict=True))
+                self._plan_group(group, rows, tokens, rotation, to_send)
+                for group, (rotation, to_send) in enumerate(zip(rotations, sends, strict=True))
             ),
-            rotation=self._plan_rotation(tokens, rope_lengths),
             sent=sent,
         )
 
-    def attention(self, plan: ForwardPlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(
+        self, plan: ForwardPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """o [T, num_q_heads, head_dim]: rotates q and k, stores K and V here and with receivers, attends causally.
 
         q is [T, num_q_heads, head_dim], k and v are [T, num_kv_heads, head_dim], not rotated, left as they are.
+        sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss).
         Call it once for each layer, in order, under torch.inference_mode.
         """
         group, index = self._places[layer]
         work, kernels = plan.groups[group], self._kernels[group]
         if k.shape[0] != plan.num_tokens:
             raise InvalidArgument(f"k has {k.shape[0]} tokens; the plan has {plan.num_tokens}")
-        q, k = kernels.append(index, q, k, v, plan.rotation, work.kernel_plan)
+        q, k = kernels.append(index, q, k, v, work.rotation, work.kernel_plan)
         for send in work.sends:
             assert self._writer is not None  # mark_send saw to it
             if index == 0 and send.source_slots.size:
                 self._writer.write_slots(send.target_pe, group, send.source_slots, send.target_slots)
             if send.token_indices.shape[0]:
                 self._writer.write_tokens(send.target_pe, group, index, k, v, send.token_indices, send.token_slots)
-        return kernels.attend(index, q, k, v, work.kernel_plan)
+        return kernels.attend(index, q, k, v, work.kernel_plan, sinks)
 
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
@@ -198,55 +229,43 @@ class PagedKVCache:
     def prepare_receive(self, sequence: int, length: int) -> PositionMap:
         """Grows a sequence by length ≥ 1 positions that a remote writer will fill; where each of them goes.
 
-        Until finish_receive the pages stay out of use whatever happens to the sequence, and it may only be removed.
+        Positions in pages that no later query sees, by the groups' windows, are skipped. Until finish_receive the pages
+        stay out of use whatever happens to the sequence, and it may only be removed.
         """
         row = self._settled_row(sequence)
-        begin = int(self._table.lengths[row])
         if length < 1:
             raise InvalidArgument(f"length is {length}; it must be at least 1")
-        self._check_length(sequence, begin + length)
-        self._pages.grow(np.array([row]), np.array([begin]), np.array([begin + length]))
-        end = begin + length
-        pages = self._table.held_pages(row, begin // self._page_size, -(-end // self._page_size))
-        self._pools.hold(pages)
-        self._incoming[sequence] = pages
-        self._table.receiving[row] = True
-        held = self._table.held_pages(row)
-        return PositionMap(begin, tuple(runs_of(ids, begin, end, self._page_size) for ids in held))
+        if self.layout.has_windows and not self._marks.is_done(sequence):  # what it is to send may leave a window
+            raise InvalidArgument(f"sequence {sequence} is marked to be sent; with windows it receives only afterwards")
+        self._check_length(sequence, int(self._table.lengths[row]) + length)
+        return self._receptions.begin(sequence, length)
 
     def finish_receive(self, sequence: int) -> None:
         """The writer is quiet: no write into the sequence's pages can come any more. Idempotent."""
-        pages = self._incoming.pop(sequence, None)
-        if pages is None:
-            return
-        self._pools.settle(pages)
-        if sequence in self._table:
-            self._table.receiving[self._table.row(sequence)] = False
+        self._receptions.finish(sequence)
 
     def mark_send(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
         """Positions `begin` (where the map starts) … end of the map go to target_pe while they are computed.
 
         Cached ones go page to page in the next forward, which must have one more to compute than they are.
+        InvalidArgument when the map asks for some that have left a window here.
         """
-        length = self.num_tokens(sequence)
+        row = self._table.row(sequence)
         if self._writer is None:
             raise InvalidArgument(f"sequence {sequence} cannot be sent: the cache was made without a writer")
         if begin != position_map.start_position:
             raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
-        if len(position_map.runs) != len(self.layout.groups):
-            raise InvalidArgument(
-                f"the position map has {len(position_map.runs)} layer groups; the layout has {len(self.layout.groups)}"
-            )
-        if position_map.end_position <= length:
-            raise InvalidArgument(
-                f"the position map ends at {position_map.end_position}; it must reach further than the {length} "
-                f"positions of sequence {sequence} that are cached"
-            )
-        self._marks.add(sequence, begin, position_map, target_pe)
+        held = [int(group.begins[row]) * self._page_size for group in self._table.groups]
+        self._marks.add(sequence, position_map, target_pe, int(self._table.lengths[row]), held)
 
     def num_sent(self, sequence: int) -> int:
         """Positions of its map that forwards have issued; less again after pop."""
         return self._marks.num_sent(sequence)
+
+    def bytes_sent(self, sequence: int) -> int:
+        """Bytes of those, without what the map skips."""
+        counts = self._marks.num_slots_sent(sequence)
+        return sum(n * self.layout.page_bytes(group) // self._page_size for group, n in enumerate(counts))
 
     def sends_done(self, sequence: int) -> bool:
         """Whether all of its map has been issued; True without one."""
@@ -259,8 +278,9 @@ class PagedKVCache:
 
         At least one token is left over to be computed.
         """
+        self._check_sharing()
         row = self._table.row(sequence)
-        if self._table.num_pages[row]:
+        if any(pages.size for pages in self._table.held_pages(row)):
             raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
         pages = self._pools.prefixes.match(token_ids, max(len(token_ids) - 1, 0) // self._page_size)
         self._pages.share(row, pages)
@@ -268,6 +288,7 @@ class PagedKVCache:
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed."""
+        self._check_sharing()
         row = self._settled_row(sequence)
         length = int(self._table.lengths[row])
         if len(token_ids) > length:
@@ -284,6 +305,10 @@ class PagedKVCache:
     def num_tokens(self, sequence: int) -> int:
         return int(self._table.lengths[self._table.row(sequence)])
 
+    def first_position(self, sequence: int) -> int:
+        """The first position that all layers hold: 0 without windows."""
+        return self._pages.first_position(self._table.row(sequence))
+
     @property
     def is_empty(self) -> bool:
         """Whether there is no sequence; pages may still drain or hold prefixes."""
@@ -291,12 +316,13 @@ class PagedKVCache:
 
     @property
     def num_pages(self) -> int:
-        return self._pools.num_pages
+        """Pages of the smallest layer group."""
+        return min(self._pools.num_pages)
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be allocated: free ones, and those that only the prefix index uses."""
-        return self._pools.num_free
+        """Pages of the scarcest group that can be allocated: free ones, and those that only the prefix index uses."""
+        return min(self._pools.num_free)
 
     @property
     def num_cached_pages(self) -> int:
@@ -306,44 +332,50 @@ class PagedKVCache:
     @property
     def num_draining_pages(self) -> int:
         """Pages that nobody uses but a remote writer may still hit."""
-        return self._pools.num_draining
+        return max(self._pools.num_draining)
 
     def gather_kv(self, sequence: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K is rotated."""
+        """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K is rotated.
+
+        begin is at least first_position(sequence), unless nothing is asked for.
+        """
         row, length = self._table.row(sequence), self.num_tokens(sequence)
         if not 0 <= begin <= end <= length:
             raise InvalidArgument(f"begin and end are {begin} and {end}; 0 ≤ begin ≤ end ≤ {length} is accepted")
+        if begin < min(self.first_position(sequence), end):
+            first = self.first_position(sequence)
+            raise InvalidArgument(f"begin is {begin}; positions before {first} have left the window of some layers")
         positions = np.arange(begin, end)
-        slots = [slots_of(pages[row], positions, self._page_size) for pages in self._table.pages]
+        slots = [slots_of(group.pages[row], positions, self._page_size) for group in self._table.groups]
         places = [self._places[layer] for layer in range(self.layout.num_layers)]
         return [self._kernels[group].read_slots(index, slots[group]) for group, index in places]
 
     # Checks and parts of the plan
 
-    def _plan_group(self, group: int, tokens: TokenLayout, tables: PageTables, sends: tuple[Send, ...]) -> GroupPlan:
-        kernels = self._kernels[group]
+    def _plan_group(
+        self,
+        group: int,
+        rows: Int64Array,
+        tokens: TokenLayout,
+        rotation: Rotation | None,
+        sends: tuple[Send, ...],
+    ) -> GroupPlan:
+        kernels, table = self._kernels[group], self._table.groups[group]
+        begins = None if self.layout.groups[group].window is None else table.begins[rows]
+        tables = look_up_pages(table.pages, rows, tokens, self._page_size, begins)
         plan = kernels.plan(tokens, tables)
         if sends and isinstance(kernels, PushingKernels):
             assert self._writer is not None  # mark_send saw to it
             plan, sends = kernels.push_with_append(plan, sends, partial(self._writer.peer_pool, group=group))
-        return GroupPlan(tables, sends, plan)
-
-    def _plan_rotation(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> Rotation | None:
-        if self._rotary is None:
-            return None
-        positions = torch.from_numpy(tokens.positions.astype(np.int64))
-        if not self._rope_by_length:
-            return self._rotary.rotation(positions)
-        lengths = tokens.seq_lens.astype(np.int64)
-        if rope_lengths is not None:
-            lengths = np.maximum(lengths, np.asarray(rope_lengths, np.int64))
-        return self._rotary.rotation(positions, torch.from_numpy(lengths[tokens.owners]))
+        return GroupPlan(tables, rotation, sends, plan)
 
     def _settled_row(self, sequence: int) -> int:
-        row = self._table.row(sequence)
-        if self._table.receiving[row]:
-            raise InvalidArgument(f"sequence {sequence} is being received; finish_receive ends that")
-        return row
+        self._receptions.check_settled(sequence)
+        return self._table.row(sequence)
+
+    def _check_sharing(self) -> None:
+        if self.layout.has_windows:
+            raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")
 
     def _check_length(self, sequence: int, length: int) -> None:
         if not 0 <= length <= self._max_length:
@@ -358,24 +390,5 @@ class PagedKVCache:
             raise InvalidArgument(f"append_lengths has {int(appends.min())}; lengths must be at least 1")
         longest = int((lengths + appends).argmax())
         self._check_length(seq_ids[longest], int(lengths[longest] + appends[longest]))
-        if self._incoming and self._table.receiving[rows].any():
-            receiving = int(np.flatnonzero(self._table.receiving[rows])[0])
-            raise InvalidArgument(f"sequence {seq_ids[receiving]} is being received; finish_receive ends that")
-
-
-def _check_construction(
-    layout: KVLayout, pools: Sequence[Tensor], rope: RopeParameters, max_sequence_length: int
-) -> None:
-    if len(pools) != len(layout.groups):
-        raise InvalidArgument(f"{len(pools)} pools were given; the layout has {len(layout.groups)} groups")
-    for group, pool in enumerate(pools):
-        shape = ("num_pages ≥ 1", *layout.page_shape(group))
-        if pool.shape[1:] != shape[1:] or pool.shape[0] < 1 or pool.dtype != layout.dtype or not pool.is_contiguous():
-            raise InvalidArgument(
-                f"pool {group} is {tuple(pool.shape)} of {pool.dtype}; it must be {shape} of {layout.dtype}, contiguous"
-            )
-    if max_sequence_length < 1:
-        raise InvalidArgument(f"max_sequence_length is {max_sequence_length}; it must be at least 1")
-    head_dim = min(group.head_dim for group in layout.groups)
-    if rope.rope_type != "none" and rope.rotary_dim > head_dim:
-        raise InvalidArgument(f"rotary_dim is {rope.rotary_dim}; the smallest head_dim is {head_dim}")
+        if len(self._receptions) and self._table.receiving[rows].any():
+            self._receptions.check_settled(int(seq_ids[int(np.argmax(self._table.receiving[rows]))]))

@@ -1,14 +1,15 @@
 """Sequences whose KV also goes to another worker, and what each forward has to send for them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from tandem.cache.errors import InvalidArgument
-from tandem.cache.plan import Int64Array, Send, TokenLayout, slots_of
+from tandem.cache.plan import Send, TokenLayout, slots_of
 from tandem.cache.position_map import SKIP, Int32Array, PositionMap
+from tandem.cache.window import Int64Array
 
 
 @dataclass(eq=False)
@@ -42,8 +43,29 @@ class SendMarks:
     def __init__(self) -> None:
         self._marks: dict[int, SendMark] = {}
 
-    def add(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
-        """Marks a sequence; replaces a mark that is used up, InvalidArgument when it has one that is not."""
+    def add(
+        self, sequence: int, position_map: PositionMap, target_pe: int, length: int, held_from: Sequence[int]
+    ) -> None:
+        """Marks a sequence of `length` positions, of which each group holds those from held_from on.
+
+        Replaces a mark that is used up; InvalidArgument when it has one that is not, and for a map that does not fit.
+        """
+        if len(position_map.runs) != len(held_from):
+            raise InvalidArgument(
+                f"the position map has {len(position_map.runs)} layer groups; the layout has {len(held_from)}"
+            )
+        if position_map.end_position <= length:
+            raise InvalidArgument(
+                f"the position map ends at {position_map.end_position}; it must reach further than the {length} "
+                f"positions of sequence {sequence} that are cached"
+            )
+        begin = position_map.start_position
+        for group, (runs, held) in enumerate(zip(position_map.runs, held_from, strict=True)):
+            if begin + runs.num_skipped < held:
+                raise InvalidArgument(
+                    f"the position map asks for position {begin + runs.num_skipped} of layer group {group}; "
+                    f"those before {held} have left its window"
+                )
         old = self._marks.get(sequence)
         if old is not None and old.planned < old.end:
             raise InvalidArgument(f"sequence {sequence} is marked already, up to position {old.end}; it may be once")
@@ -56,6 +78,13 @@ class SendMarks:
     def num_sent(self, sequence: int) -> int:
         mark = self._marks.get(sequence)
         return mark.issued - mark.begin if mark else 0
+
+    def num_slots_sent(self, sequence: int) -> list[int]:
+        """Per group how many of these positions have a slot; [] for a sequence that was never marked."""
+        mark = self._marks.get(sequence)
+        if mark is None:
+            return []
+        return [int(np.count_nonzero(slots[: mark.issued - mark.begin] != SKIP)) for slots in mark.slots]
 
     def is_done(self, sequence: int) -> bool:
         """Whether every position of the map was issued; True for a sequence that was never marked."""

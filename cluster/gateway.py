@@ -95,6 +95,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             vocab_size=self._model.vocab_size,
             max_model_len=settings.max_model_len,
             pool_tokens=settings.num_pages * settings.page_size,
+            rope_switch=self._model.rope_switch,
         )
         self._validator = RequestValidator(limits, self._tokenizer)
         self._active: dict[str, asyncio.Task[None]] = {}

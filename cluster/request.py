@@ -25,6 +25,7 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     pool_tokens: int  # positions that one decode worker's pages hold
+    rope_switch: int | None = None  # see ModelConfig
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,13 @@ class RequestValidator:
             raise InvalidRequest(
                 f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; "
                 f"{which} of {limit} leaves at most {limit - prompt}"
+            )
+        switch = self._limits.rope_switch
+        if switch is not None and prompt <= switch < prompt + max_tokens - 1:  # the last token is never fed back
+            raise InvalidRequest(
+                f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; the model rotates positions "
+                f"otherwise in sequences beyond {switch} tokens, and none may grow over that: at most "
+                f"{switch - prompt + 1}, or a prompt of more than {switch} tokens"
             )
 
 

@@ -21,6 +21,7 @@ from tandem.workers.token_stream import StreamFanout, StreamUpdate, TokenStream
 log = logging.getLogger(__name__)
 
 LANDING_POLL_SECONDS = 0.0003
+LONGEST_APPEND = 1  # tokens of one sequence in one forward
 
 
 class DecodeLoop:
@@ -66,8 +67,8 @@ class DecodeLoop:
         if request_id in self._draining:
             raise InvalidCall(f"request {request_id!r} was aborted")
         capacity = len(token_ids) + max_tokens - 1  # the last token is never fed back
-        pages = -(-capacity // self._cache.layout.page_size)
-        if pages > self._cache.num_pages:
+        pages = max(self._cache.num_pages_needed(capacity, LONGEST_APPEND))
+        if not self._cache.has_room(capacity, LONGEST_APPEND, ever=True):
             raise InvalidCall(
                 f"prompt and max_tokens need {pages} pages; this worker has {self._cache.num_pages} "
                 f"of {self._cache.layout.page_size} tokens"
@@ -140,7 +141,7 @@ class DecodeLoop:
         cache.add_sequence(sequence_id)
         try:
             matched = cache.match_prefix(sequence_id, token_ids) if self._sharing else 0
-            cache.reserve(sequence_id, capacity)
+            cache.reserve(sequence_id, capacity, LONGEST_APPEND)
             signal = self._signals.acquire()
         except (OutOfPages, NoFreeSignal) as error:
             cache.remove_sequence(sequence_id)

@@ -144,8 +144,8 @@ class PrefillLoop:
             raise InvalidCall(
                 f"matched_tokens is {reservation.matched_tokens} of a prompt of {len(token_ids)}; one must be left"
             )
-        pages = self._pages_of(len(token_ids))
-        if pages > self._cache.num_pages:
+        if not self._cache.has_room(len(token_ids), self._max_batch_tokens, ever=True):
+            pages = max(self._cache.num_pages_needed(len(token_ids), self._max_batch_tokens))
             raise InvalidCall(f"the prompt needs {pages} pages; this worker has {self._cache.num_pages}")
         return decode_map(
             reservation.wire_map,
@@ -155,13 +155,10 @@ class PrefillLoop:
             expected_tokens=len(token_ids) - reservation.matched_tokens,
         )
 
-    def _pages_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._cache.layout.page_size)
-
     def _admit(self) -> None:
         while self._waiting:
             request = self._waiting[0]
-            if self._cache.num_free_pages < self._pages_of(request.num_tokens):
+            if not self._cache.has_room(request.num_tokens, self._max_batch_tokens):
                 return
             self._waiting.popleft()
             self._begin(request)
@@ -171,7 +168,7 @@ class PrefillLoop:
         cache.add_sequence(request.sequence_id)
         if self._sharing:
             request.cached_tokens = request.computed = cache.match_prefix(request.sequence_id, request.token_ids)
-        cache.reserve(request.sequence_id, request.num_tokens)
+        cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
         cache.mark_send(request.sequence_id, reservation.matched_tokens, request.position_map, reservation.target_pe)
         request.started = time.perf_counter()
         self._running.append(request)
@@ -218,8 +215,7 @@ class PrefillLoop:
 
     def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
         """Shares out, by bytes, the seconds that a forward spent in calls that write."""
-        layout = self._cache.layout
-        sent = [self._cache.num_sent(request.sequence_id) * layout.token_bytes for request in requests]
+        sent = [self._cache.bytes_sent(request.sequence_id) for request in requests]
         pushed = sum(sent) - sum(request.bytes_pushed for request in requests)
         for request, total in zip(requests, sent, strict=True):
             if pushed:

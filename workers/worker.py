@@ -34,9 +34,14 @@ T = TypeVar("T")
 
 
 def kv_layout(model: ModelConfig, page_size: int) -> KVLayout:
-    """One group of all layers: every layer of a dense model keeps the same kind of entry."""
-    group = LayerGroup(tuple(range(model.num_layers)), model.num_kv_heads, model.head_dim)
-    return KVLayout((group,), page_size, model.dtype)
+    """A group for each kind of window among the layers, in the order of their first layers."""
+    layers_of: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
+        layers_of.setdefault(window, []).append(layer)
+    groups = (
+        LayerGroup(tuple(layers), model.num_kv_heads, model.head_dim, window) for window, layers in layers_of.items()
+    )
+    return KVLayout(tuple(groups), page_size, model.dtype)
 
 
 class Worker:
@@ -189,16 +194,22 @@ class Worker:
 
     @property
     def _sharing(self) -> bool:
-        # Dynamic RoPE rotates a prompt by its own length: K of one prompt is not K of another with the same prefix.
-        return self.config.prefix_sharing and self.model_config.rope.rope_type != "dynamic"
+        # With RoPE by length a prompt is rotated by its own: K of one prompt is not K of another with the same prefix.
+        model = self.model_config
+        by_length = model.rope.by_length and self.config.max_model_len > (model.rope_switch or 0)
+        return self.config.prefix_sharing and not by_length and model.layer_windows is None
 
     def _make_cache(self) -> PagedKVCache:
         model, config = self.model_config, self.config
+        layout = kv_layout(model, config.page_size)
+        local_rope = model.local_rope or model.rope
         return PagedKVCache(
-            kv_layout(model, config.page_size),
+            layout,
             self._transport.pools,
             max_sequences=config.max_sequences * 2,
             max_sequence_length=config.max_model_len,
-            rope=model.rope,
+            rope=[model.rope if group.window is None else local_rope for group in layout.groups],
             writer=self._meter,
+            scale=model.attn_scale,
+            softcap=model.attn_softcap,
         )

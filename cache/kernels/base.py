@@ -30,11 +30,12 @@ class Kernels(Protocol):
         """
         ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
-        """o [T, num_q_heads, head_dim]: each token attends to its sequence's positions up to its own.
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Any, sinks: Tensor | None = None) -> Tensor:
+        """o [T, num_q_heads, head_dim]: each token attends to its sequence's positions up to its own, in its window.
 
         q and k are what append() returned just before, v is what it was given. num_q_heads is a multiple of
-        num_kv_heads, and q head h reads KV head h // (num_q_heads / num_kv_heads).
+        num_kv_heads, and q head h reads KV head h // (num_q_heads / num_kv_heads). sinks: [num_q_heads], any float
+        dtype: a logit per head that is added to the softmax's denominator.
         """
         ...
 
@@ -49,6 +50,17 @@ class Kernels(Protocol):
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n]."""
         ...
+
+
+class KernelFactory(Protocol):
+    """Kernels for a pool. scale: of the scores. window: positions that a token sees, its own included; None: all.
+
+    softcap: scaled scores become softcap · tanh(score / softcap); None: they stay.
+    """
+
+    def __call__(
+        self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Kernels: ...
 
 
 PeerPool = Callable[[int], Tensor | None]

@@ -1,5 +1,6 @@
 """Kernels of a pool on a CUDA device: attention by FlashInfer, append by Triton. The only importer of flashinfer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,13 +56,17 @@ class FlashInferKernels:
     forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
     """
 
-    def __init__(self, pool: Tensor, scale: float) -> None:
+    def __init__(self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         _check(pool)
         import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
 
         self._pool = pool
-        self._scale = scale
+        self._scoring = {
+            "sm_scale": scale,
+            "window_left": -1 if window is None else window - 1,  # without the token itself
+            "logits_soft_cap": softcap,
+        }
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
@@ -113,16 +118,19 @@ class FlashInferKernels:
         """As Kernels says, but k comes back rotated only where plan.keep_k asks for it: attend reads the pages."""
         return append(self._pool, layer, q, k, v, rotation, plan.targets, keep_k=plan.keep_k)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: FlashInferPlan) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: FlashInferPlan, sinks: Tensor | None = None
+    ) -> Tensor:
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
         output = torch.empty_like(q)
         for part in plan.parts:
             wrapper = self._decode if part.single else self._prefill
             if part.tokens is None:
-                wrapper.run(q, self._layers[layer], out=output)
+                _run(wrapper, q, self._layers[layer], sinks, output)
             else:
-                output.index_copy_(0, part.tokens, wrapper.run(q.index_select(0, part.tokens), self._layers[layer]))
+                of_part = q.index_select(0, part.tokens)
+                output.index_copy_(0, part.tokens, _run(wrapper, of_part, self._layers[layer], sinks, None))
         return output
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
@@ -146,13 +154,25 @@ class FlashInferKernels:
         for part in plan.parts:
             tables = (part.kv_indptr, part.kv_indices, part.kv_last_page_len)
             sizes = (num_q_heads, num_kv_heads, head_dim, page_size)
-            options = {"q_data_type": self._pool.dtype, "sm_scale": self._scale}
+            options = {"q_data_type": self._pool.dtype, **self._scoring}
             if part.single:
                 self._decode.plan(*tables, *sizes, **options)
             else:
                 self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **options)
         self._planned.record()
         self._current = plan
+
+
+def _run(wrapper: Any, q: Tensor, kv: tuple[Tensor, ...], sinks: Tensor | None, out: Tensor | None) -> Tensor:
+    """What the planned wrapper gives for q, in `out` if there is one.
+
+    A sink scales a head's output by the share of the softmax that the keys keep: e^lse / (e^lse + e^sink).
+    """
+    if sinks is None:
+        return wrapper.run(q, kv, out=out)
+    output, lse = wrapper.run(q, kv, out=out, return_lse=True)  # lse: float32 [n, num_q_heads], of base 2
+    kept = torch.sigmoid(lse * math.log(2) - sinks.float())
+    return output.mul_(kept.unsqueeze(-1).to(output.dtype))
 
 
 @dataclass(frozen=True, eq=False)

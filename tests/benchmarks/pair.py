@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from tandem.cluster.client import Client
-from tandem.cluster.client_messages import CHANNEL_OPTIONS
+from tandem.cluster.client_messages import CHANNEL_OPTIONS, Timings
 from tandem.cluster.config import load_config
 from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
@@ -32,6 +32,14 @@ class Prefill:
     worker_seconds: float
     bytes_pushed: int
     first_token: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request through the gateway. arrivals: seconds from the call to each token; timings: the gateway's."""
+
+    arrivals: list[float]
+    timings: Timings
 
 
 @contextmanager
@@ -73,15 +81,18 @@ class Pair:
         rng = np.random.default_rng((os.getpid(), next(self._numbers)))
         return rng.integers(LOWEST_TOKEN, self.vocab_size, length).tolist()
 
-    def token_seconds(self, prompt: Sequence[int], count: int) -> list[float]:
-        """From the call to the arrival of each of `count` tokens, through the gateway."""
+    def request(self, prompt: Sequence[int], count: int) -> Request:
+        """One request for `count` tokens through the gateway."""
         arrivals: list[float] = []
+        timings = None
         began = time.perf_counter()
         for update in self._client.generate(
             prompt, timeout=CALL_SECONDS, max_tokens=count, temperature=0, ignore_eos=True
         ):
             arrivals += [time.perf_counter() - began] * len(update.token_ids)
-        return arrivals
+            timings = update.timings
+        assert timings is not None, "the last message has them"
+        return Request(arrivals, timings)
 
     def prefill(self, prompt: Sequence[int], *, push: bool) -> Prefill:
         """The prefill worker alone: computes the whole prompt and answers with the first token.

@@ -11,6 +11,7 @@ import torch
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.transfer.codec import decode_runs
+from tandem.workers.authentication import authorized
 from tandem.workers.config import Role, WorkerConfig
 from tests.checkpoints import make_model
 from tests.gpu.pe_process import PeProcess, pe_processes, together
@@ -26,6 +27,7 @@ pytestmark = [
     ),
 ]
 
+TOKEN = "a token of the workers"
 EPOCH, PAGE, NUM_PAGES, LAYERS = 1, 16, 64, 3
 GREEDY = inference_pb2.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, seed=1)
 PROMPT = random_prompt(6 * PAGE + 5, 0)
@@ -33,8 +35,8 @@ PROMPT = random_prompt(6 * PAGE + 5, 0)
 ISLANDS = {
     "bf16-128-mapped": ("bfloat16", 128, True),
     "bf16-128-puts": ("bfloat16", 128, False),
-    "fp16-128-mapped": ("float16", 128, True),
     "bf16-64-mapped": ("bfloat16", 64, True),
+    "fp16-128-mapped": ("float16", 128, True),
 }
 
 
@@ -84,20 +86,20 @@ def pair(
             num_pes=2,
             model_path=str(folder),
             max_model_len=256,
+            token=TOKEN,
             dtype=dtype,
             device="cuda",
             page_size=PAGE,
-            num_pages=NUM_PAGES,
             prefix_sharing=role == Role.PREFILL,  # what the sender keeps goes page to page
             max_batch_tokens=32,
             transport="nvshmem",
         )
-        process.begin("open", config, mapped)
+        process.begin("open", config, NUM_PAGES, mapped)
     handles = [process.finish() for process in processes]
     together(processes, "join", handles)
     prefill, decode = together(processes, "serve")
     with grpc.insecure_channel(prefill) as one, grpc.insecure_channel(decode) as other:
-        stubs = worker_pb2_grpc.WorkerStub(one), worker_pb2_grpc.WorkerStub(other)
+        stubs = [authorized(worker_pb2_grpc.WorkerStub(channel), TOKEN) for channel in (one, other)]
         yield Pair(processes[0], processes[1], *stubs, token_bytes=LAYERS * 2 * 2 * head_dim * 2)
     together(processes, "stop")
 

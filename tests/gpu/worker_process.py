@@ -1,5 +1,6 @@
 """Whole workers in processes of their own, each with a GPU, and a look into their pages."""
 
+import os
 from functools import partial
 
 import numpy as np
@@ -18,13 +19,13 @@ class WorkerPe:
     """See Pe: every public method can be called by name."""
 
     def __init__(self, pe: int) -> None:
-        torch.cuda.set_device(pe)
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(pe)  # as Ray does: a worker has one GPU, in all its threads
 
-    def open(self, config: WorkerConfig, peer_access: bool) -> bytes:
+    def open(self, config: WorkerConfig, num_pages: int, peer_access: bool) -> bytes:
         worker_module.create_transport = partial(_create, peer_access=peer_access)
         self.worker = Worker(config)
         self.worker.load()
-        return self.worker.open()
+        return self.worker.open(num_pages)
 
     def join(self, handles: list[bytes]) -> None:
         self.worker.join(handles)

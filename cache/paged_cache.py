@@ -7,7 +7,9 @@ import numpy as np
 from torch import Tensor
 
 from tandem.cache.errors import CacheError, InvalidArgument
+from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
 from tandem.cache.group_pages import GroupPages
+from tandem.cache.growth import Grown, Growth
 from tandem.cache.kernels.base import KernelFactory, PushingKernels
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.layout import KVLayout
@@ -17,9 +19,6 @@ from tandem.cache.plan import (
     ForwardPlan,
     GroupPlan,
     Send,
-    TokenLayout,
-    lay_out_tokens,
-    look_up_pages,
     slots_of,
 )
 from tandem.cache.position_map import PositionMap
@@ -89,6 +88,7 @@ class PagedKVCache:
             layout.page_size,
         )
         self._receptions = Receptions(self._table, self._pages, self._pools, layout.page_size)
+        self._growth = Growth(layout, self._table, self._pages, self._receptions, max_sequence_length)
         self._places = {
             layer: (group, index)
             for group, members in enumerate(layout.groups)
@@ -146,7 +146,7 @@ class PagedKVCache:
         less; what prepare_receive adds may be longer.
         """
         row = self._table.row(sequence)
-        self._check_length(sequence, num_tokens)
+        self._growth.check_length(sequence, num_tokens)
         self._pages.reserve(row, num_tokens, num_tokens if longest_append is None else longest_append)
 
     def num_pages_needed(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, ...]:
@@ -178,21 +178,16 @@ class PagedKVCache:
         rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the
         whole prompt where it comes in chunks. None, or where smaller: the length after this append.
         """
-        rows = self._table.rows(seq_ids)
-        lengths = self._table.lengths[rows]
-        appends = np.asarray(append_lengths, np.int64)
-        self._check_appends(seq_ids, rows, lengths, appends)
-        self._pages.grow(rows, lengths, lengths + appends, queries=lengths)
-        tokens = lay_out_tokens(lengths, appends)
+        grown = self._growth.grow(seq_ids, np.asarray(append_lengths, np.int64))
         sequences = tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
         pages = tuple(group.pages for group in self._table.groups)
-        sends, sent = self._marks.plan(sequences, rows, tokens, pages, self._page_size)
-        rotations = self._rotations.plan(tokens, rope_lengths)
+        sends, sent = self._marks.plan(sequences, grown.rows, grown.tokens, pages, self._page_size)
+        rotations = self._rotations.plan(grown.tokens, rope_lengths)
         return ForwardPlan(
             seq_ids=sequences,
-            tokens=tokens,
+            tokens=grown.tokens,
             groups=tuple(
-                self._plan_group(group, rows, tokens, rotation, to_send)
+                self._plan_group(group, grown, rotation, to_send)
                 for group, (rotation, to_send) in enumerate(zip(rotations, sends, strict=True))
             ),
             sent=sent,
@@ -224,6 +219,32 @@ class PagedKVCache:
         """All layers of the plan were computed: what it had to send counts as issued."""
         self._marks.commit(plan.sent)
 
+    def fixed_batches(self, sizes: Sequence[int], num_q_heads: int, num_inputs: int) -> list[FixedBatch]:
+        """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them.
+
+        They share their device memory: one is filled and replayed before the next is filled.
+        """
+        return make_fixed_batches(
+            sizes,
+            self._kernels,
+            self._rotations,
+            num_q_heads=num_q_heads,
+            num_inputs=num_inputs,
+            max_pages=self._table.groups[0].pages.shape[1],
+        )
+
+    def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
+        """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward.
+
+        The step before may still run: pages that it sees stay.
+        """
+        if len(seq_ids) > batch.size:
+            raise InvalidArgument(f"seq_ids has {len(seq_ids)} sequences; the batch has room for {batch.size}")
+        if self._marks.any_open(seq_ids):
+            raise InvalidArgument("seq_ids has a sequence that is being sent; a fixed batch sends nothing")
+        grown = self._growth.grow(seq_ids, np.ones(len(seq_ids), np.int64), in_flight=1)
+        batch.fill(grown.tokens, grown.tables, inputs)
+
     # Transfers
 
     def prepare_receive(self, sequence: int, length: int) -> PositionMap:
@@ -237,7 +258,7 @@ class PagedKVCache:
             raise InvalidArgument(f"length is {length}; it must be at least 1")
         if self.layout.has_windows and not self._marks.is_done(sequence):  # what it is to send may leave a window
             raise InvalidArgument(f"sequence {sequence} is marked to be sent; with windows it receives only afterwards")
-        self._check_length(sequence, int(self._table.lengths[row]) + length)
+        self._growth.check_length(sequence, int(self._table.lengths[row]) + length)
         return self._receptions.begin(sequence, length)
 
     def finish_receive(self, sequence: int) -> None:
@@ -352,18 +373,9 @@ class PagedKVCache:
 
     # Checks and parts of the plan
 
-    def _plan_group(
-        self,
-        group: int,
-        rows: Int64Array,
-        tokens: TokenLayout,
-        rotation: Rotation | None,
-        sends: tuple[Send, ...],
-    ) -> GroupPlan:
-        kernels, table = self._kernels[group], self._table.groups[group]
-        begins = None if self.layout.groups[group].window is None else table.begins[rows]
-        tables = look_up_pages(table.pages, rows, tokens, self._page_size, begins)
-        plan = kernels.plan(tokens, tables)
+    def _plan_group(self, group: int, grown: Grown, rotation: Rotation | None, sends: tuple[Send, ...]) -> GroupPlan:
+        kernels, tables = self._kernels[group], grown.tables[group]
+        plan = kernels.plan(grown.tokens, tables)
         if sends and isinstance(kernels, PushingKernels):
             assert self._writer is not None  # mark_send saw to it
             plan, sends = kernels.push_with_append(plan, sends, partial(self._writer.peer_pool, group=group))
@@ -376,19 +388,3 @@ class PagedKVCache:
     def _check_sharing(self) -> None:
         if self.layout.has_windows:
             raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")
-
-    def _check_length(self, sequence: int, length: int) -> None:
-        if not 0 <= length <= self._max_length:
-            raise InvalidArgument(f"sequence {sequence} would have {length} positions; 0 … {self._max_length} fit")
-
-    def _check_appends(
-        self, seq_ids: Sequence[int] | Int64Array, rows: Int64Array, lengths: Int64Array, appends: Int64Array
-    ) -> None:
-        if rows.size == 0 or appends.shape != rows.shape:
-            raise InvalidArgument(f"append_lengths has shape {appends.shape}; it must be [B], B = {rows.size} ≥ 1")
-        if int(appends.min()) < 1:
-            raise InvalidArgument(f"append_lengths has {int(appends.min())}; lengths must be at least 1")
-        longest = int((lengths + appends).argmax())
-        self._check_length(seq_ids[longest], int(lengths[longest] + appends[longest]))
-        if len(self._receptions) and self._table.receiving[rows].any():
-            self._receptions.check_settled(int(seq_ids[int(np.argmax(self._table.receiving[rows]))]))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.layout import KVLayout
@@ -31,6 +32,7 @@ class Rotations:
         for kind, group in zip(self._of_groups, layout.groups, strict=True):
             if kind.rope_type != "none" and kind.rotary_dim > group.head_dim:
                 raise InvalidArgument(f"rotary_dim is {kind.rotary_dim}; the head_dim of its group is {group.head_dim}")
+        self.device = device
         self._embeddings = {
             kind: RotaryEmbedding(kind, max_positions, device, layout.dtype)
             for kind in self._of_groups
@@ -49,4 +51,14 @@ class Rotations:
             if rope_lengths is not None:
                 lengths = np.maximum(lengths, np.asarray(rope_lengths, np.int64))
             rotations[kind] = embedding.rotation(positions, torch.from_numpy(lengths[tokens.owners]))
+        return [rotations.get(kind) for kind in self._of_groups]
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the rotation of a position depends on the length of its sequence, in some group."""
+        return any(kind.by_length for kind in self._embeddings)
+
+    def at(self, positions: Tensor) -> list[Rotation | None]:
+        """Per group the rotation of positions, int64 [T] on the device; not by_length."""
+        rotations = {kind: embedding.rotation(positions) for kind, embedding in self._embeddings.items()}
         return [rotations.get(kind) for kind in self._of_groups]

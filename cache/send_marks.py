@@ -91,6 +91,10 @@ class SendMarks:
         mark = self._marks.get(sequence)
         return mark is None or mark.issued == mark.end
 
+    def any_open(self, sequences: Iterable[int]) -> bool:
+        """Whether a map of one of them is not used up."""
+        return bool(self._marks) and not all(self.is_done(int(sequence)) for sequence in sequences)
+
     def rewind(self, sequence: int, length: int) -> None:
         """Positions from `length` on were popped: what replaces them is sent again, unless the map was used up."""
         mark = self._marks.get(sequence)

@@ -10,10 +10,10 @@ from tandem.transfer.completion import SignalBoard
 from tandem.transfer.errors import NoFreeSignal
 from tandem.transfer.transport import Int64Array, Transport
 from tandem.transfer.wire_map import encode_map
-from tandem.workers.decode_batch import DecodeBatch, DecodeRequest
+from tandem.workers.decode_batch import DecodeBatch, DecodeRequest, Flight
 from tandem.workers.errors import InvalidCall, NoRoom
 from tandem.workers.finish import FinishReason, FinishRule
-from tandem.workers.model_runner import ModelRunner, Samples
+from tandem.workers.model_runner import ModelRunner
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.token_stream import StreamFanout, StreamUpdate, TokenStream
@@ -21,7 +21,7 @@ from tandem.workers.token_stream import StreamFanout, StreamUpdate, TokenStream
 log = logging.getLogger(__name__)
 
 LANDING_POLL_SECONDS = 0.0003
-LONGEST_APPEND = 1  # tokens of one sequence in one forward
+LONGEST_APPEND = 2  # tokens of one sequence in forwards not known to be done: the next step, and the one in flight
 
 
 class DecodeLoop:
@@ -30,6 +30,10 @@ class DecodeLoop:
     A request is in _requests from its reservation to its last token, and in _batch while it is stepped. One that is
     cancelled before its sender is known to be quiet leaves _requests for _draining: its pages stay out of use until
     abort(writer_quiet=True) says that no write can hit them any more.
+
+    Where the runner runs ahead, a step is launched before the tokens of the one before it, _flight, are read. Who stops
+    at one of those has a row too many in the step launched since: it is ignored, and the pages are released when that
+    step is done.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class DecodeLoop:
         self._draining: dict[str, DecodeRequest] = {}
         self._landing: list[DecodeRequest] = []
         self._batch = DecodeBatch()
+        self._flight: Flight | None = None
         self._next_sequence = 1
 
     # Commands
@@ -97,8 +102,7 @@ class DecodeLoop:
         """Ends a request; its pages return now if no write can come any more, else they drain. Idempotent."""
         request = self._requests.get(request_id)
         if request is not None:
-            if request in self._batch.requests:
-                self._batch.change([], [request])
+            self._batch.leave([request])
             self._leave(request, settled=writer_quiet or self._has_landed(request))
             if request.stream is not None:
                 update = StreamUpdate(request.stream, None, None, FinishReason.ABORT)
@@ -127,7 +131,7 @@ class DecodeLoop:
     def step(self) -> float | None:
         if self._landing:
             self._take_landed()
-        if len(self._batch):
+        if len(self._batch) or self._flight is not None:
             try:
                 self._forward()
             except Exception as error:
@@ -191,7 +195,7 @@ class DecodeLoop:
                 updates.append(StreamUpdate(request.stream, None, None, reason))
                 self._leave(request, settled=True)
         if joining:
-            self._batch.change(joining, [])
+            self._batch.join(joining)
         self._fanout.publish(updates)
 
     def _mark_landed(self, request: DecodeRequest) -> None:
@@ -202,32 +206,55 @@ class DecodeLoop:
             self._cache.publish_prefix(request.sequence_id, request.prompt)
 
     def _forward(self) -> None:
-        batch = self._batch
-        plan = self._cache.begin_forward(batch.sequence_ids, batch.ones)
-        logits = self._runner.forward(batch.tokens, plan, None)
-        self._cache.end_forward(plan)
-        samples = self._runner.sample(logits, batch.sampling, batch.lengths + 1)
-        reasons = batch.advance(samples.token_ids)
-        self._deliver(samples, reasons)
+        flight = self._launch() if len(self._batch) else None
+        if self._runner.runs_ahead:
+            flight, self._flight = self._flight, flight
+        if flight is not None:
+            self._deliver(flight)
 
-    def _deliver(self, samples: Samples, reasons: np.ndarray) -> None:
+    def _launch(self) -> Flight:
+        batch = self._batch
+        return batch.launched(
+            self._runner.step(batch.sequence_ids, batch.tokens, batch.sources, batch.sampling, batch.lengths + 1)
+        )
+
+    def _deliver(self, flight: Flight) -> None:
+        """Waits for the tokens of a step and hands them out."""
+        try:
+            samples = flight.pending.wait()
+        finally:
+            self._release(flight.released)
+        if not self._runner.runs_ahead:
+            self._batch.learn(samples.token_ids)
+        reasons = flight.reasons(samples.token_ids).tolist()
         updates, leaving = [], []
-        rows = zip(self._batch.requests, samples.token_ids.tolist(), samples.logprobs, reasons.tolist(), strict=True)
-        for request, token, logprob, reason in rows:
+        for request, token, logprob, reason in zip(
+            flight.requests, samples.token_ids.tolist(), samples.logprobs, reasons, strict=True
+        ):
+            if request.left:
+                continue
             request.output.append(token)
             assert request.stream is not None
             updates.append(StreamUpdate(request.stream, token, logprob, FinishReason(reason)))
             if reason != FinishReason.RUNNING:
                 leaving.append(request)
         if leaving:
-            self._batch.change([], leaving)
+            self._batch.leave(leaving)
             for request in leaving:
                 self._leave(request, settled=True)
         self._fanout.publish(updates)
 
     def _fail_batch(self, error: Exception) -> None:
-        requests = self._batch.requests
-        self._batch.change([], requests)
+        """Ends every request that has a token on its way, also those whose last one a step before was to bring."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            try:
+                flight.pending.wait()  # it may still write to their pages
+            except Exception:
+                log.exception("the step in flight failed, too")
+            self._release(flight.released)
+        requests = [request for request in self._requests.values() if request.landed]
+        self._batch.leave(requests)
         for request in requests:
             if request.stream is not None:
                 self._fanout.fail(request.stream, f"decode of {request.request_id!r} failed: {error}")
@@ -245,7 +272,11 @@ class DecodeLoop:
     def _leave(self, request: DecodeRequest, settled: bool) -> None:
         if self._sharing and request.landed and len(request.output) > 1:
             self._cache.publish_prefix(request.sequence_id, request.prompt + request.output[:-1])
-        self._cache.remove_sequence(request.sequence_id)
+        if self._flight is not None and request in self._flight.requests:
+            self._flight.released.append(request.sequence_id)
+        else:
+            self._release([request.sequence_id])
+        request.left = True
         del self._requests[request.request_id]
         del self._reservations[request.request_id]
         if request in self._landing:
@@ -254,6 +285,10 @@ class DecodeLoop:
             self._settle(request)
         else:
             self._draining[request.request_id] = request
+
+    def _release(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._cache.remove_sequence(sequence_id)
 
     def _settle(self, request: DecodeRequest) -> None:
         """No write for this request can come any more."""

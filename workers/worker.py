@@ -182,6 +182,8 @@ class Worker:
         self._loop = loop
         self._step_thread.start()
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
+        if config.role == Role.DECODE:
+            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
         limit = config.max_message_bytes
         options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
         self._server = grpc.aio.server(

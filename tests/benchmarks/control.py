@@ -37,6 +37,7 @@ from tandem.workers.config import Role
 from tandem.workers.decode_batch import DecodeBatch, DecodeRequest
 from tandem.workers.finish import FinishRule
 from tandem.workers.messages import reservation_to_proto
+from tandem.workers.pending_samples import PendingSamples
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.token_stream import TokenStream
@@ -111,13 +112,16 @@ def decode_step_us(batch_size: int = 256, context: int = 1024) -> float:
         request.params, request.rule, request.stream = params, FinishRule.of(params, (2,)), TokenStream()
         request.output.append(5)
         requests.append(request)
-    batch.change(requests, [])
-    sampled = np.full(batch_size, 5, np.int64)
+    batch.join(requests)
+    drawn = torch.full((batch_size,), 5)
 
     def step() -> None:
-        plan = cache.begin_forward(batch.sequence_ids, batch.ones)
+        plan = cache.begin_forward(batch.sequence_ids, np.ones(batch_size, np.int64))
         cache.end_forward(plan)
-        batch.advance(sampled)
+        flight = batch.launched(PendingSamples(drawn, None))
+        sampled = flight.pending.wait().token_ids
+        batch.learn(sampled)
+        flight.reasons(sampled)
 
     return median_us(step, rounds=100)
 

@@ -57,6 +57,19 @@ def test_attention(shape: Shape) -> None:
             assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("name", ["bf16-128", "bf16-64-mqa"])
+def test_long_prompts(name: str) -> None:
+    """As many tokens as make the kernels gather K and V first: fresh, behind others, and beside single tokens."""
+    shape = SHAPES[name]
+    cache, reference = shape.cache(shape.pool(400)), Reference(shape)
+    for sequence in range(4):
+        cache.add_sequence(sequence)
+    for step, appends in enumerate(({0: 700, 1: 601}, {0: 300, 3: 1, 1: 393, 2: 500}, {2: 1, 0: 1})):
+        inputs = shape.draw(sum(appends.values()), seed=step)
+        for actual, expected in zip(run(cache, appends, inputs), reference.run(appends, inputs), strict=True):
+            assert_close(actual, expected)
+
+
 def test_plans_may_be_made_ahead() -> None:
     """FlashInfer's wrappers keep one plan; the cache keeps as many as were begun."""
     cache = QWEN3.cache(QWEN3.pool())

@@ -55,7 +55,8 @@ class DenseDecoder:
         self._final_norm = parameters.final_norm
         for norm in parameters.norms():
             norm.add_(config.norm_offset)
-        tied = parameters.lm_head is parameters.embedding  # the embedding needs plain rows; a second copy costs more
+        # The embedding needs plain rows: a projection that repacks would hold the tied weight twice.
+        tied = parameters.lm_head is parameters.embedding and self.device.type == "cpu"
         self._lm_head = partial(F.linear, weight=parameters.lm_head) if tied else Projection(parameters.lm_head, None)
         self._layers: list[DecoderLayer] = []
         while parameters.layers:

@@ -5,7 +5,7 @@ PACKAGES := cache transfer workers cluster proto
 TREE := build/import-root/tandem
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format proto bench clean
+.PHONY: help demo test check format proto chaos bench clean
 
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
@@ -13,6 +13,7 @@ help:
 	@echo "make check   ruff, pyright, layering, generated protobuf up to date"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make proto   generate the protobuf modules"
+	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
 	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"
 	@echo "make clean   remove the virtual environment and all caches"
 
@@ -35,6 +36,9 @@ format: .venv/.dev
 
 proto: .venv/.dev
 	@$(BIN)/python proto/generate.py
+
+chaos: .venv/.dev
+	@$(BIN)/python -m tests.chaos
 
 bench: .venv/.dev
 	@$(BIN)/tandem bench

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 import grpc
 
 from tandem.cluster.errors import (
+    AttemptsExhausted,
     CallError,
     Cancelled,
     DeadlineExceeded,
@@ -21,7 +22,11 @@ from tandem.proto import inference_pb2
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
-CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.enable_http_proxy", 0))
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_reconnect_backoff_ms", 1000),  # a gateway that is started again is back within seconds
+)
 
 
 class Sampling(TypedDict, total=False):
@@ -68,6 +73,7 @@ class Timings:
     bytes_pushed: int
     total_seconds: float
     pages: int
+    attempts: int
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,7 @@ def call_error(address: str, error: grpc.RpcError) -> CallError:
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
         grpc.StatusCode.UNAVAILABLE: Unavailable,
         grpc.StatusCode.CANCELLED: Cancelled,
+        grpc.StatusCode.ABORTED: AttemptsExhausted,
         grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     }
     if code in kinds:

@@ -118,6 +118,9 @@ class GatewaySection(Section):
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=50051, ge=0, le=65535, description="gRPC port; 0 takes any free one")
     max_queued: Count = Field(default=1024, le=1 << 20, description="most requests that wait for room")
+    max_attempts: Count = Field(
+        default=5, le=1000, description="how often a request is placed when workers are lost while they serve it"
+    )
     queue_seconds: float = Field(default=60.0, gt=0, le=86400, description="longest wait for room")
     request_seconds: float = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
     max_message_mib: Count = Field(default=16, le=1024, description="largest message that the gateway takes, in MiB")
@@ -150,6 +153,19 @@ class SecuritySection(Section):
         return self
 
 
+class RecoverySection(Section):
+    unresponsive_seconds: float = Field(
+        default=60.0, gt=0, le=86400, description="a process that is silent for so long is ended and started again"
+    )
+    drain_seconds: float = Field(
+        default=10.0, ge=0, le=86400, description="longest wait for what a broken island's other workers can finish"
+    )
+    max_restarts: int = Field(
+        default=10, ge=0, le=1 << 20, description="most restarts of an island, or of the gateway, in window_seconds"
+    )
+    window_seconds: float = Field(default=600.0, gt=0, le=86400, description="the time in which restarts are counted")
+
+
 class RaySection(Section):
     num_cpus: Count | None = Field(
         default=None, le=1 << 16, description="CPUs that a Ray started here offers; null is all"
@@ -167,8 +183,12 @@ class ClusterConfig(Section):
     model: ModelSection = Field(default=ModelSection(), description="what is served")
     cache: CacheSection = Field(default=CacheSection(), description="each worker's KV")
     scheduler: SchedulerSection = Field(default=SchedulerSection(), description="limits of one forward")
+    num_islands: Count = Field(default=1, le=256, description="islands of the shape that `island` gives")
     island: IslandSection = Field(default=IslandSection(), description="the workers that can write into each other")
     gateway: GatewaySection = Field(default=GatewaySection(), description="the door for clients")
+    recovery: RecoverySection = Field(
+        default=RecoverySection(), description="what happens when a process ends or falls silent"
+    )
     security: SecuritySection = Field(default=SecuritySection(), description="who may call the gateway")
     ray: RaySection = Field(default=RaySection(), description="the Ray that places the workers")
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.launcher import Cluster
+from tandem.cluster.ray_processes import RayProcesses
 from tandem.cluster.runtime_dir import ClusterLock
 from tandem.cluster.start_clock import phase_lines, process_age
 
@@ -23,7 +24,7 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     """
     age = process_age()
     with ClusterLock(config.name) as lock, _signals_interrupt() as catch_signals:
-        cluster = Cluster(config, ray_address)
+        cluster = Cluster(config, RayProcesses(ray_address))
         try:
             with _Loading() as loading:
                 address = cluster.start(loading.show)

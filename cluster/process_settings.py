@@ -8,7 +8,6 @@ from tandem.cluster.config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.gateway import GatewaySettings
-from tandem.cluster.worker_link import WorkerAddress
 from tandem.workers.config import Role, WorkerConfig
 
 FIRST_EPOCH = 1
@@ -17,15 +16,27 @@ CPU_PAGES = 1024
 GPU_MEMORY_UTILIZATION = 0.9
 
 
-def worker_configs(config: ClusterConfig, max_model_len: int) -> list[WorkerConfig]:
-    """One for each PE of the island, prefill workers first. They get a token of their own, which is written nowhere."""
+def island_names(config: ClusterConfig) -> list[str]:
+    """The cluster's own name when it has one island, else numbered."""
+    if config.num_islands == 1:
+        return [config.name]
+    return [f"{config.name}-{number}" for number in range(config.num_islands)]
+
+
+def worker_configs(
+    config: ClusterConfig, max_model_len: int, island: str | None = None, epoch: int = FIRST_EPOCH
+) -> list[WorkerConfig]:
+    """One for each PE of the island (by default the first), prefill workers first.
+
+    They get a token of their own, which is written nowhere.
+    """
     token = secrets.token_urlsafe(TOKEN_BYTES)
     roles = [Role.PREFILL] * config.island.num_prefill + [Role.DECODE] * config.island.num_decode
     return [
         WorkerConfig(
             role=role,
-            island=config.name,
-            epoch=FIRST_EPOCH,
+            island=island or island_names(config)[0],
+            epoch=epoch,
             pe=pe,
             num_pes=len(roles),
             model_path=config.model.path or "",
@@ -49,7 +60,7 @@ def worker_configs(config: ClusterConfig, max_model_len: int) -> list[WorkerConf
 
 def threads_per_worker(config: ClusterConfig) -> int:
     """As configured, or an even share of this machine's cores: with more threads, workers wait for each other."""
-    workers = config.island.num_prefill + config.island.num_decode
+    workers = config.num_islands * (config.island.num_prefill + config.island.num_decode)
     return config.island.threads_per_worker or max(1, (os.cpu_count() or 1) // workers)
 
 
@@ -78,14 +89,13 @@ def agreed_pages(config: ClusterConfig, fitting: Sequence[int], max_model_len: i
 
 
 def gateway_settings(
-    config: ClusterConfig, workers: tuple[WorkerAddress, ...], max_model_len: int, num_pages: int
+    config: ClusterConfig, max_model_len: int, num_pages: int, incarnation: int = 1
 ) -> GatewaySettings:
+    """incarnation counts the gateway's starts: it keeps apart what two of them have asked of the workers."""
     return GatewaySettings(
         cluster=config.name,
-        island=config.name,
-        epoch=FIRST_EPOCH,
+        incarnation=incarnation,
         transport=config.island.transport,
-        workers=workers,
         model_path=config.model.path or "",
         dtype=config.model.dtype,
         max_model_len=max_model_len,
@@ -94,6 +104,7 @@ def gateway_settings(
         host=config.gateway.host,
         port=config.gateway.port,
         max_queued=config.gateway.max_queued,
+        max_attempts=config.gateway.max_attempts,
         queue_seconds=config.gateway.queue_seconds,
         request_seconds=config.gateway.request_seconds,
         max_message_bytes=config.gateway.max_message_mib << 20,

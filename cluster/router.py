@@ -1,6 +1,7 @@
 """Which prefill and which decode worker serve a request, and when."""
 
 import asyncio
+import itertools
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,11 +11,20 @@ import grpc
 import grpc.aio
 
 from tandem.cluster.errors import DeadlineExceeded, Overloaded
+from tandem.cluster.islands import Islands
 from tandem.cluster.worker_link import WorkerLink
 from tandem.proto import worker_pb2
 
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
-PREPARE_SECONDS = 30.0
+PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
+WORKER_LOST = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,  # it may be stopped, and may answer all the same when it goes on
+    grpc.StatusCode.FAILED_PRECONDITION,  # another epoch
+    grpc.StatusCode.UNAUTHENTICATED,  # another process, which got the port of a lost one
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+}
 
 
 @dataclass(frozen=True)
@@ -33,11 +43,13 @@ class Router:
     """Least loaded pair; a request without a place waits its turn, first come, first served, until its deadline.
 
     Nothing is computed without landing space: a request is placed when a decode worker has answered PrepareReceive.
+    id_prefix tells apart what different gateways ask of the workers.
     """
 
-    def __init__(self, workers: list[WorkerLink], *, max_queued: int, queue_seconds: float) -> None:
-        self._prefill = [worker for worker in workers if worker.role == "prefill"]
-        self._decode = [worker for worker in workers if worker.role == "decode"]
+    def __init__(self, islands: Islands, *, id_prefix: str, max_queued: int, queue_seconds: float) -> None:
+        self._islands = islands
+        self._id_prefix = id_prefix
+        self._asked = itertools.count(1)
         self._max_queued = max_queued
         self._queue_seconds = queue_seconds
         self._turn = asyncio.Lock()  # asyncio's lock wakes its waiters in the order in which they came
@@ -45,13 +57,17 @@ class Router:
         self._cleanup: set[asyncio.Task[None]] = set()
         self.queued = 0
 
-    async def place(self, request_id: str, token_ids: list[int], max_tokens: int) -> Placement:
-        """Raises Overloaded (queue full), DeadlineExceeded (no place in time) or the worker's AioRpcError."""
+    async def place(self, request_id: str, token_ids: list[int], max_tokens: int, *, again: bool = False) -> Placement:
+        """Finds a pair of workers; one that cannot be reached is passed over. `again`: the request was admitted before,
+        and a full queue does not turn it away.
+
+        Raises Overloaded (queue full), DeadlineExceeded (no place in time) or the worker's AioRpcError.
+        """
         if not self.queued:
             placement = await self._try(request_id, token_ids, max_tokens)
             if placement is not None:
                 return placement
-        if self.queued >= self._max_queued:
+        if self.queued >= self._max_queued and not again:
             raise Overloaded(f"{self.queued} requests are queued; gateway.max_queued is {self._max_queued}")
         self.queued += 1
         try:
@@ -89,20 +105,21 @@ class Router:
                 await asyncio.wait_for(self._given_back.wait(), RETRY_SECONDS)
 
     async def _try(self, request_id: str, token_ids: list[int], max_tokens: int) -> Placement | None:
-        """The least loaded decode worker that has room, with the least loaded prefill worker; None if none has."""
+        """The least loaded decode worker that has room, with its island's least loaded prefill worker; else None."""
         total = len(token_ids) + max_tokens
-        for decode in sorted(self._decode, key=lambda worker: worker.load):
+        for decode, prefill in self._islands.pairs():
+            # Never twice the same: a late Abort of what one worker was asked before must not meet what it is asked now.
+            worker_id = f"{self._id_prefix}{next(self._asked)}/{request_id}"
             decode.load += total
             reservation = None
             try:
-                reservation = await self._prepare(decode, request_id, token_ids, max_tokens)
+                reservation = await self._prepare(decode, worker_id, token_ids, max_tokens)
             finally:
                 if reservation is None:
                     decode.load -= total
             if reservation is not None:
-                prefill = min(self._prefill, key=lambda worker: worker.load)
                 prefill.load += len(token_ids)
-                return Placement(request_id, prefill, decode, reservation, len(token_ids), total)
+                return Placement(worker_id, prefill, decode, reservation, len(token_ids), total)
         return None
 
     async def _prepare(
@@ -111,7 +128,7 @@ class Router:
         request = worker_pb2.PrepareReceiveRequest(
             request_id=request_id, epoch=decode.epoch, token_ids=token_ids, max_tokens=max_tokens
         )
-        call = asyncio.ensure_future(_unary(decode, request))
+        call = asyncio.ensure_future(self._ask(decode, request))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -125,6 +142,23 @@ class Router:
         await asyncio.wait([call])
         await decode.abort(request_id, writer_quiet=True)
 
+    async def _ask(
+        self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
+    ) -> worker_pb2.Reservation | None:
+        """None when the worker has no room, or does not answer: others may, and the supervisor sees to it."""
+        try:
+            return await decode.stub.PrepareReceive(request, timeout=PREPARE_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return None
+            if error.code() not in WORKER_LOST:
+                raise
+            decode.avoid()
+            self.in_background(_end_unanswered(decode, request.request_id))
+        except (asyncio.CancelledError, grpc.aio.UsageError):
+            pass  # nobody cancels this task: the connection was closed, for the island has a new epoch
+        return None
+
     def in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Work that must be done even when the call that wanted it is gone; close() waits for it."""
         task = asyncio.create_task(coroutine)
@@ -132,10 +166,5 @@ class Router:
         task.add_done_callback(self._cleanup.discard)
 
 
-async def _unary(decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest) -> worker_pb2.Reservation | None:
-    try:
-        return await decode.stub.PrepareReceive(request, timeout=PREPARE_SECONDS)
-    except grpc.aio.AioRpcError as error:
-        if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return None
-        raise
+async def _end_unanswered(decode: WorkerLink, request_id: str) -> None:
+    await decode.abort(request_id, writer_quiet=True)  # no sender has heard of it

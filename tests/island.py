@@ -13,6 +13,7 @@ from typing import Any
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config as load_cluster_config
 from tandem.cluster.gateway import Gateway
+from tandem.cluster.membership import IslandState
 from tandem.cluster.process_settings import agreed_pages, gateway_settings, worker_configs
 from tandem.cluster.worker_link import WorkerAddress
 from tandem.workers.event_loop import EventLoopThread
@@ -59,8 +60,11 @@ def running_island(model: Path, overrides: dict[str, Any] | None = None) -> Iter
             WorkerAddress(worker.config.role, worker.config.pe, worker.serve(), worker.config.token)
             for worker in workers
         )
-        gateway = Gateway(gateway_settings(config, addresses, max_model_len, num_pages))
-        yield Island(events.run(gateway.start(), timeout=30), workers, gateway)
+        gateway = Gateway(gateway_settings(config, max_model_len, num_pages))
+        address = events.run(gateway.start(), timeout=30)
+        state = IslandState(workers[0].config.island, workers[0].config.epoch, 0, addresses, version=1)
+        events.run(gateway.update_island(state), timeout=30)
+        yield Island(address, workers, gateway)
     finally:
         if gateway is not None:
             events.run(gateway.stop(0.5), timeout=30)

@@ -113,6 +113,11 @@ class DecodeLoop:
             self._settle(draining)
         return draining is not None
 
+    def abort_all(self, prefix: str, writer_quiet: bool) -> None:
+        """abort() for every request whose id begins with `prefix`, draining ones included."""
+        for request_id in [known for known in (*self._requests, *self._draining) if known.startswith(prefix)]:
+            self.abort(request_id, writer_quiet)
+
     @property
     def num_waiting(self) -> int:
         return len(self._requests) - len(self._batch)

@@ -102,6 +102,11 @@ class PrefillLoop:
             self._land(request, _aborted(request))
         return self._landing[request_id].abort()
 
+    def abort_all(self, prefix: str) -> None:
+        """abort() for every request whose id begins with `prefix`."""
+        for request_id in [known for known in self._by_id if known.startswith(prefix)]:
+            self.abort(request_id)
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)

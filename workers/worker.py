@@ -57,6 +57,7 @@ class Worker:
         self.address = ""
         self._opened: Transport | None = None
         self._events = EventLoopThread("grpc")
+        self._loop: PrefillLoop | DecodeLoop | None = None
         self._step_thread: StepThread | None = None
         self._server: grpc.aio.Server | None = None
 
@@ -122,6 +123,19 @@ class Worker:
         assert self._step_thread is not None, "serve() comes first"
         return self._step_thread.call(command).result(timeout)
 
+    def ping(self) -> None:
+        """Returns once the step thread takes commands; at once before serve(). TimeoutError when it hangs."""
+        if self.address:
+            self.on_step_thread(lambda: None)
+
+    def release(self, prefix: str, writer_quiet: bool) -> None:
+        """Aborts every request whose id begins with `prefix`; writer_quiet as in Abort, for a decode worker."""
+        loop = self._loop
+        if isinstance(loop, DecodeLoop):
+            self.on_step_thread(lambda: loop.abort_all(prefix, writer_quiet))
+        elif loop is not None:
+            self.on_step_thread(lambda: loop.abort_all(prefix))
+
     def stop(self) -> None:
         """Ends calls, the step thread and the transport, in this order."""
         if self._server is not None:
@@ -165,6 +179,7 @@ class Worker:
             )
             self._step_thread = StepThread(loop, "step")
             service = DecodeService(config, self._step_thread, loop, cache)
+        self._loop = loop
         self._step_thread.start()
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
         if config.role == Role.DECODE:

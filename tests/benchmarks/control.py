@@ -24,9 +24,11 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import PositionMap, SlotRuns
 from tandem.cache.rope import RopeParameters
 from tandem.cluster.generation import Generation
+from tandem.cluster.islands import Islands
+from tandem.cluster.membership import IslandState
 from tandem.cluster.request import ValidRequest
 from tandem.cluster.router import Router
-from tandem.cluster.worker_link import WorkerAddress, WorkerLink
+from tandem.cluster.worker_link import WorkerAddress
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.transfer.completion import Signal
 from tandem.transfer.wire_map import WireMap, decode_map, encode_map
@@ -158,11 +160,10 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     address = f"127.0.0.1:{port}"
-    links = [
-        WorkerLink.connect(WorkerAddress(role, pe, address, token), 1, 16 << 20)
-        for pe, role in enumerate((Role.PREFILL, Role.DECODE))
-    ]
-    router = Router(links, max_queued=8, queue_seconds=5)
+    islands = Islands(16 << 20)
+    workers = tuple(WorkerAddress(role, pe, address, token) for pe, role in enumerate((Role.PREFILL, Role.DECODE)))
+    await islands.update(IslandState("i", epoch=1, restarts=0, workers=workers, version=1))
+    router = Router(islands, id_prefix="1.", max_queued=8, queue_seconds=5)
     prompt = list(range(1024))
     params = SamplingParams(max_tokens=2, temperature=0, seed=1)
 
@@ -197,8 +198,7 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
             await call()
             if number >= 20:
                 times.append(time.perf_counter() - began)
-    for link in links:
-        await link.channel.close()
+    await islands.close()
     await server.stop(0)
     await bare_server.stop(0)
     return {

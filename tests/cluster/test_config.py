@@ -67,7 +67,7 @@ def test_a_config_is_frozen() -> None:
             "schedular.max_sequences",
             "schedular",
             "scheduler",
-            "name, model, cache, scheduler, island, gateway, security, ray",
+            "cache, scheduler, num_islands, island, gateway, recovery, security, ray",
         ),
         ("island.num_prefils", "island.num_prefils", "island.num_prefill", "transport, num_prefill"),
     ],

@@ -10,6 +10,7 @@ from tandem.transfer.completion import SignalBoard
 from tandem.transfer.errors import NoFreeSignal
 from tandem.transfer.transport import Int64Array, Transport
 from tandem.transfer.wire_map import encode_map
+from tandem.workers.core_share import CoreShare
 from tandem.workers.decode_batch import DecodeBatch, DecodeRequest
 from tandem.workers.errors import InvalidCall, NoRoom
 from tandem.workers.finish import FinishReason, FinishRule
@@ -37,6 +38,7 @@ class DecodeLoop:
         cache: PagedKVCache,
         transport: Transport,
         fanout: StreamFanout,
+        cores: CoreShare,
         *,
         eos_token_ids: tuple[int, ...],
         max_sequences: int,
@@ -46,6 +48,7 @@ class DecodeLoop:
         self._cache = cache
         self._transport = transport
         self._fanout = fanout
+        self._cores = cores
         self._eos_token_ids = eos_token_ids
         self._max_sequences = max_sequences
         self._sharing = sharing
@@ -197,6 +200,7 @@ class DecodeLoop:
 
     def _forward(self) -> None:
         batch = self._batch
+        self._cores.take(alone=self.num_waiting == 0)
         plan = self._cache.begin_forward(batch.sequence_ids, batch.ones)
         logits = self._runner.forward(batch.tokens, plan, None)
         self._cache.end_forward(plan)

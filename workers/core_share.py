@@ -12,7 +12,7 @@ class CoreShare:
     """
 
     def __init__(self, crew: Crew | None, own: int | None, alone: int | None = None) -> None:
-        """crew: None where there are no native kernels. own: None takes as many as torch does; alone: None takes own."""
+        """crew: None where there are no native kernels. own None: as many as torch has; alone None: as many as own."""
         self._crew = crew
         self._own = own or torch.get_num_threads()
         self._alone = alone or self._own

@@ -124,6 +124,7 @@ class DecodeLoop:
     def step(self) -> float | None:
         if self._landing:
             self._take_landed()
+        self._cores.take(alone=self.num_waiting == 0)
         if len(self._batch):
             try:
                 self._forward()
@@ -200,7 +201,6 @@ class DecodeLoop:
 
     def _forward(self) -> None:
         batch = self._batch
-        self._cores.take(alone=self.num_waiting == 0)
         plan = self._cache.begin_forward(batch.sequence_ids, batch.ones)
         logits = self._runner.forward(batch.tokens, plan, None)
         self._cache.end_forward(plan)

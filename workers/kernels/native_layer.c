@@ -12,6 +12,7 @@
 #include <math.h>
 
 enum { PANEL = 2 * LANES, MAX_ROWS = 6, ROW_BLOCK = 16 * MAX_ROWS, DEPTH = 1024 };
+enum { AHEAD = 16 }; /* inputs, whose weights are fetched before they are needed */
 enum { PIECE_WORK = 400000 }; /* multiplications that take some 10 µs, below which a piece is not worth handing out */
 enum { LEAST_ROWS = 5 };      /* fewer take as long: the weights come from far */
 enum { ELEMENTS_APIECE = 1 << 13 };
@@ -41,6 +42,7 @@ INLINE void multiply(const Product *p, int row, const int rows, int panel, const
     for (int k = 0; k < depth; k++) {
 #pragma GCC unroll 8
         for (int i = 0; i < panels; i++) {
+            __builtin_prefetch(w + i * next_panel + (k + AHEAD) * PANEL);
             const Vector low = load(w + i * next_panel + k * PANEL), high = load(w + i * next_panel + k * PANEL + LANES);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {

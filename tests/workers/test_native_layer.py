@@ -1,6 +1,7 @@
 """The kernels of native_layer.c against torch's."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -99,6 +100,21 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     crew.threads = own
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+def test_callers_on_several_threads_do_not_disturb_each_other() -> None:
+    """Jobs of many sizes follow each other at once, so that a helper that is late for one meets the next."""
+    cases = [
+        (Projection(normal(outputs, 64), None), normal(rows, 64)) for outputs in (700, 5000) for rows in (1, 9, 60)
+    ]
+    expected = [projection(x) for projection, x in cases]
+
+    def many(first: int) -> bool:
+        order = [(first + number) % len(cases) for number in range(200)]
+        return all(torch.equal(cases[i][0](cases[i][1]), expected[i]) for i in order)
+
+    with ThreadPoolExecutor(3) as callers:
+        assert all(callers.map(many, range(3)))
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])

@@ -3,7 +3,7 @@
  * native_layer.py states what callers must see to; nothing is checked here. Rows lie `stride` floats apart.
  *
  *   packed  a weight [outputs, inputs] cut into panels of PANEL outputs: [ceil(outputs / PANEL), inputs, PANEL], the
- *           last one filled up with zeros. One row streams through it, many rows share apiece panel while it is in the
+ *           last one filled up with zeros. One row streams through it, many rows share each panel while it is in the
  *           cache nearest to the core.
  */
 #include "crew.h"
@@ -13,8 +13,8 @@
 
 enum { PANEL = 2 * LANES, MAX_ROWS = 6, ROW_BLOCK = 16 * MAX_ROWS, DEPTH = 1024 };
 enum { AHEAD = 16 }; /* inputs, whose weights are fetched before they are needed */
-enum { PIECE_WORK = 400000 }; /* multiplications that take some 10 µs, below which a piece is not worth handing out */
-enum { LEAST_ROWS = 5 };      /* fewer take as long: the weights come from far */
+/* A piece of a crew's work takes some 10 µs; the products of one row of a small model are less. */
+enum { PRODUCTS_APIECE = 400000 };
 enum { ELEMENTS_APIECE = 1 << 13 };
 
 typedef struct {
@@ -22,7 +22,7 @@ typedef struct {
     float *y;
     int64_t x_stride;
     int32_t rows, inputs, outputs;
-    int32_t panels_apiece; /* of a piece */
+    int32_t panels_apiece;
 } Product;
 
 /* The sums of `count` <= PANEL outputs go to y; those of earlier inputs stand there already unless `first`. */
@@ -101,12 +101,11 @@ static void multiply_piece(const void *job, int32_t index) {
 void linear(Crew *crew, const float *x, int64_t x_stride, int32_t rows, int32_t inputs, const float *packed,
             int32_t outputs, const float *bias, float *y) {
     const int all = (outputs + PANEL - 1) / PANEL;
-    const int64_t work = (int64_t)inputs * PANEL * (rows > LEAST_ROWS ? rows : LEAST_ROWS);
-    int64_t apiece = (PIECE_WORK + work - 1) / work;
-    apiece = (apiece + 3) / 4 * 4;
-    if (apiece > all) apiece = all;
-    const Product product = {x, packed, bias, y, x_stride, rows, inputs, outputs, (int32_t)apiece};
-    RUN(crew, multiply_piece, &product, (all + (int32_t)apiece - 1) / (int32_t)apiece);
+    const int64_t of_panel = (int64_t)inputs * PANEL * (rows ? rows : 1);
+    const int64_t wanted = (PRODUCTS_APIECE / of_panel + 4) / 4 * 4; /* one row takes four panels at a time */
+    const int apiece = wanted < all ? (int)wanted : all;
+    const Product product = {x, packed, bias, y, x_stride, rows, inputs, outputs, apiece};
+    RUN(crew, multiply_piece, &product, (all + apiece - 1) / apiece);
 }
 
 typedef struct {

@@ -52,6 +52,7 @@ def worker_configs(
             transport=config.island.transport,
             num_signals=config.island.num_signals,
             threads=threads_per_worker(config),
+            threads_alone=threads_alone(config) if role == Role.DECODE else None,
             max_stream_messages_per_second=config.scheduler.stream_messages_per_second,
         )
         for pe, role in enumerate(roles)
@@ -62,6 +63,12 @@ def threads_per_worker(config: ClusterConfig) -> int:
     """As configured, or an even share of this machine's cores: with more threads, workers wait for each other."""
     workers = config.num_islands * (config.island.num_prefill + config.island.num_decode)
     return config.island.threads_per_worker or max(1, (os.cpu_count() or 1) // workers)
+
+
+def threads_alone(config: ClusterConfig) -> int:
+    """Of a decode worker while prefill workers idle: it has their threads then, shared with other decode workers."""
+    workers = config.island.num_prefill + config.island.num_decode
+    return threads_per_worker(config) * workers // config.island.num_decode
 
 
 def utilization_to_fill(config: ClusterConfig) -> float | None:

@@ -31,6 +31,7 @@ class RayProcesses(Processes):
 
     def start(self, cluster: str, num_cpus: int | None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other process of the machine go first
         if not ray.is_initialized():
             self._connect(num_cpus)
         # Names end with an epoch: a cluster that has restarted something would not clash with a second one by itself.

@@ -13,7 +13,8 @@ class Role(StrEnum):
 class WorkerConfig:
     """Plain values only: it travels to the worker's process.
 
-    token: what every call to the worker must carry. threads None leaves torch's own choice.
+    token: what every call to the worker must carry. threads None leaves torch's own choice. threads_alone: of a decode
+    worker while no prompt is on its way to it; None is as many as otherwise.
     """
 
     role: Role
@@ -34,6 +35,7 @@ class WorkerConfig:
     transport: str = "shared_memory"
     num_signals: int = 256
     threads: int | None = None
+    threads_alone: int | None = None
     host: str = "127.0.0.1"
     max_message_bytes: int = 16 << 20
     max_stream_messages_per_second: float = 2000.0

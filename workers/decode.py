@@ -10,6 +10,7 @@ from tandem.transfer.completion import SignalBoard
 from tandem.transfer.errors import NoFreeSignal
 from tandem.transfer.transport import Int64Array, Transport
 from tandem.transfer.wire_map import encode_map
+from tandem.workers.core_share import CoreShare
 from tandem.workers.decode_batch import DecodeBatch, DecodeRequest, Flight
 from tandem.workers.errors import InvalidCall, NoRoom
 from tandem.workers.finish import FinishReason, FinishRule
@@ -42,6 +43,7 @@ class DecodeLoop:
         cache: PagedKVCache,
         transport: Transport,
         fanout: StreamFanout,
+        cores: CoreShare,
         *,
         eos_token_ids: tuple[int, ...],
         max_sequences: int,
@@ -51,6 +53,7 @@ class DecodeLoop:
         self._cache = cache
         self._transport = transport
         self._fanout = fanout
+        self._cores = cores
         self._eos_token_ids = eos_token_ids
         self._max_sequences = max_sequences
         self._sharing = sharing
@@ -131,6 +134,7 @@ class DecodeLoop:
     def step(self) -> float | None:
         if self._landing:
             self._take_landed()
+        self._cores.take(alone=self.num_waiting == 0)
         if len(self._batch) or self._flight is not None:
             try:
                 self._forward()

@@ -9,6 +9,7 @@ import grpc.aio
 import torch
 from torch import Tensor
 
+from tandem.cache.kernels.crew import load_crew
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.proto import worker_pb2_grpc
@@ -17,6 +18,7 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
 from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.core_share import CoreShare
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.memory_budget import measure_budget
@@ -51,6 +53,8 @@ class Worker:
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        crew = load_crew() if config.device == "cpu" else None
+        self._cores = CoreShare(crew, config.threads, config.threads_alone)
         self.model_config = load_config(Path(config.model_path), config.dtype)
         self.loaded_bytes = 0
         self.total_bytes = 0
@@ -173,6 +177,7 @@ class Worker:
                 cache,
                 self._transport,
                 StreamFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second),
+                self._cores,
                 eos_token_ids=self.model_config.eos_token_ids,
                 max_sequences=config.max_sequences,
                 sharing=self._sharing,

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Kernels
-from tandem.cache.kernels.native_build import load_native
-from tandem.cache.kernels.native_kernels import NativeKernels
+from tandem.cache.kernels.crew import load_crew
+from tandem.cache.kernels.native_build import load_library
+from tandem.cache.kernels.native_kernels import SOURCE, NativeKernels
 from tandem.cache.kernels.torch_kernels import TorchKernels
 
 
@@ -19,7 +20,8 @@ def choose_kernels(pool: Tensor, scale: float, window: int | None = None, softca
 
         return FlashInferKernels(pool, scale, window, softcap)
     if pool.device.type == "cpu" and pool.dtype == torch.float32 and NativeKernels.takes_head_dim(pool.shape[-1]):
-        library = load_native()
-        if library is not None:
-            return NativeKernels(pool, scale, library, window, softcap)
+        library = load_library(SOURCE)
+        crew = None if library is None else load_crew()
+        if library is not None and crew is not None:
+            return NativeKernels(pool, scale, library, crew, window, softcap)
     return TorchKernels(pool, scale, window, softcap)

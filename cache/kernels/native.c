@@ -6,15 +6,14 @@
  *          LANES * MAX_VECTORS; a tile is what one page holds of one K or V head: page_size rows, side by side
  *   q, k, v  rows of `stride` floats, one a token; the heads of a row follow each other
  */
+#include "crew.h"
+#include "vectors.h"
+
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 
-enum { LANES = 8, MAX_VECTORS = 32, MAX_HEADS = 8, CHUNK = 256, PAGES_AHEAD = 2 };
-enum { PARALLEL_FLOATS = 1 << 17 }; /* below this, some 50 µs of work, a second thread costs more than it brings */
-
-typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+enum { MAX_VECTORS = 32, MAX_HEADS = 8, CHUNK = 256, PAGES_AHEAD = 2 };
+enum { FLOATS_APIECE = 1 << 16 }; /* of a piece of a crew's work: some 20 µs */
 
 typedef struct {
     float *pages;
@@ -30,11 +29,10 @@ typedef struct {
     const int32_t *tokens;     /* [num_decodes], the row of q and o of each single query */
     const int32_t *first_page; /* [num_decodes], where its sequence begins in page_ids */
     const int32_t *lengths;    /* [num_decodes], positions in those pages, the query's own last */
-    int64_t num_positions;     /* sum of those attended to */
-    int32_t num_tokens, num_decodes, num_threads;
+    Crew *crew;
+    int64_t num_positions; /* sum of those attended to */
+    int32_t num_tokens, num_decodes;
 } Step;
-
-#define INLINE static inline __attribute__((always_inline))
 
 /* x * cos + roll(x, rotary / 2) * signed_sin; from `rotary` on x as it is. */
 INLINE void rotate(const float *restrict x, const float *restrict cos, const float *restrict sin, int rotary, int dim,
@@ -47,63 +45,55 @@ INLINE void rotate(const float *restrict x, const float *restrict cos, const flo
     for (int i = rotary; i < dim; i++) out[i] = x[i];
 }
 
+typedef struct {
+    const Pool *pool;
+    const Step *step;
+    const float *q, *k, *v, *cos, *sin;
+    float *q_out, *k_out;
+    int64_t q_stride, k_stride, v_stride, factor_stride;
+    int32_t layer, num_q_heads, rotary, tokens_apiece;
+} Append;
+
+static void append_token(const Append *a, int t) {
+    const Pool *const pool = a->pool;
+    const int dim = pool->head_dim, kv_heads = pool->num_kv_heads, size = pool->page_size, slot = a->step->slots[t];
+    const size_t bytes = sizeof(float) * dim;
+    const float *const row_k = a->k + t * a->k_stride, *const row_v = a->v + t * a->v_stride;
+    const float *const cos = a->cos ? a->cos + t * a->factor_stride : 0, *const sin = a->sin + t * a->factor_stride;
+    float *const key = pool->pages + a->layer * pool->layer_stride + (slot / size) * pool->page_stride +
+                       (int64_t)(slot % size) * dim;
+    for (int head = 0; head < kv_heads; head++) {
+        float *const to = key + (int64_t)head * size * dim;
+        const float *from = row_k + head * dim;
+        if (cos) {
+            float *const rotated = a->k_out + ((int64_t)t * kv_heads + head) * dim;
+            rotate(from, cos, sin, a->rotary, dim, rotated);
+            from = rotated;
+        }
+        memcpy(to, from, bytes);
+        memcpy(to + pool->value_offset, row_v + head * dim, bytes);
+    }
+    for (int head = 0; cos && head < a->num_q_heads; head++)
+        rotate(a->q + t * a->q_stride + head * dim, cos, sin, a->rotary, dim,
+               a->q_out + ((int64_t)t * a->num_q_heads + head) * dim);
+}
+
+static void append_piece(const void *job, int32_t index) {
+    const Append *const a = job;
+    const int first = index * a->tokens_apiece, end = first + a->tokens_apiece;
+    for (int t = first; t < end && t < a->step->num_tokens; t++) append_token(a, t);
+}
+
 /* K and V of every token into its slot. With cos and signed_sin (rows of factor_stride floats, one a token) q and k are
  * rotated first, and also go to q_out [T, num_q_heads, dim] and k_out [T, num_kv_heads, dim]; without (NULL) these are
  * left alone. */
 void append(const Pool *pool, const Step *step, int32_t layer, const float *q, int64_t q_stride, int32_t num_q_heads,
             const float *k, int64_t k_stride, const float *v, int64_t v_stride, const float *cos, const float *sin,
             int64_t factor_stride, int32_t rotary, float *q_out, float *k_out) {
-    const int dim = pool->head_dim, kv_heads = pool->num_kv_heads, size = pool->page_size;
-    const size_t bytes = sizeof(float) * dim;
-    float *const base = pool->pages + layer * pool->layer_stride;
-    const int64_t work = (int64_t)step->num_tokens * (num_q_heads + 2 * kv_heads) * dim;
-    (void)work;
-#pragma omp parallel for schedule(static) num_threads(step->num_threads) if (work > PARALLEL_FLOATS)
-    for (int t = 0; t < step->num_tokens; t++) {
-        const int slot = step->slots[t];
-        float *const key = base + (slot / size) * pool->page_stride + (int64_t)(slot % size) * dim;
-        const float *const row_k = k + t * k_stride, *const row_v = v + t * v_stride;
-        for (int head = 0; head < kv_heads; head++) {
-            float *const to = key + (int64_t)head * size * dim;
-            const float *from = row_k + head * dim;
-            if (cos) {
-                float *const rotated = k_out + ((int64_t)t * kv_heads + head) * dim;
-                rotate(from, cos + t * factor_stride, sin + t * factor_stride, rotary, dim, rotated);
-                from = rotated;
-            }
-            memcpy(to, from, bytes);
-            memcpy(to + pool->value_offset, row_v + head * dim, bytes);
-        }
-        for (int head = 0; cos && head < num_q_heads; head++)
-            rotate(q + t * q_stride + head * dim, cos + t * factor_stride, sin + t * factor_stride, rotary, dim,
-                   q_out + ((int64_t)t * num_q_heads + head) * dim);
-    }
-}
-
-INLINE Vector load(const float *from) { return *(const Vector *)from; }
-
-INLINE Vector broadcast(float x) { return x - (Vector){}; }
-
-/* b where it is NaN. */
-INLINE Vector larger(Vector a, Vector b) {
-    const Integers is_a = a > b;
-    return (Vector)(((Integers)a & is_a) | ((Integers)b & ~is_a));
-}
-
-INLINE float sum_lanes(Vector s) { return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7])); }
-
-/* 2^x for x <= 0, at least 2^-126; NaN stays NaN. The Taylor polynomial of 2^f on [-1/2, 1/2] is exact to 2e-7. */
-INLINE Vector exp2_of_negative(Vector x) {
-    x = larger(broadcast(-126.0f), x);
-    const Integers whole = __builtin_convertvector(x - 0.5f, Integers);
-    const Vector f = x - __builtin_convertvector(whole, Vector);
-    Vector p = f * 1.54035304e-4f + 1.33335581e-3f;
-    p = p * f + 9.61812911e-3f;
-    p = p * f + 5.55041087e-2f;
-    p = p * f + 2.40226507e-1f;
-    p = p * f + 6.93147181e-1f;
-    p = p * f + 1.0f;
-    return p * (Vector)((whole + 127) << 23);
+    const int apiece = 1 + FLOATS_APIECE / ((num_q_heads + 2 * pool->num_kv_heads) * pool->head_dim);
+    const Append job = {pool,     step,     q,        k,             v,     cos,         sin,    q_out, k_out,
+                        q_stride, k_stride, v_stride, factor_stride, layer, num_q_heads, rotary, apiece};
+    RUN(step->crew, append_piece, &job, (step->num_tokens + apiece - 1) / apiece);
 }
 
 INLINE Vector products(const float *a, const float *b, int dim) {
@@ -241,24 +231,43 @@ static void attend_sized(const Pool *pool, const float *keys, const int32_t *pag
     }
 }
 
+typedef struct {
+    const Pool *pool;
+    const Step *step;
+    const float *q, *sinks;
+    float *o;
+    int64_t q_stride;
+    int32_t layer, num_q_heads, units_apiece;
+} Attention;
+
+static void attend_piece(const void *job, int32_t index) {
+    const Attention *const a = job;
+    const Pool *const pool = a->pool;
+    const Step *const step = a->step;
+    const int dim = pool->head_dim, kv_heads = pool->num_kv_heads, group = a->num_q_heads / kv_heads;
+    const float *const base = pool->pages + a->layer * pool->layer_stride;
+    const int first = index * a->units_apiece, end = first + a->units_apiece;
+    for (int unit = first; unit < end && unit < step->num_decodes * kv_heads; unit++) {
+        const int decode = unit / kv_heads, kv_head = unit % kv_heads;
+        const int64_t token = step->tokens[decode];
+        const float *const keys = base + (int64_t)kv_head * pool->page_size * dim;
+        for (int done = 0; done < group; done += MAX_HEADS) {
+            const int head = kv_head * group + done, count = group - done < MAX_HEADS ? group - done : MAX_HEADS;
+            attend_sized(pool, keys, step->page_ids + step->first_page[decode], step->lengths[decode],
+                         a->q + token * a->q_stride + head * dim, count, a->sinks ? a->sinks + head : NULL,
+                         a->o + (token * a->num_q_heads + head) * dim);
+        }
+    }
+}
+
 /* Rows `tokens` of o [T, num_q_heads, dim] from those of q, already rotated; q head h reads K and V head
  * h / (num_q_heads / num_kv_heads). sinks: [num_q_heads] logits that only add to the softmax's denominator, or NULL. */
 void decode_attention(const Pool *pool, const Step *step, int32_t layer, const float *q, int64_t q_stride,
                       int32_t num_q_heads, const float *sinks, float *o) {
-    const int dim = pool->head_dim, kv_heads = pool->num_kv_heads, group = num_q_heads / kv_heads;
-    const float *const base = pool->pages + layer * pool->layer_stride;
-    const int64_t work = step->num_positions * kv_heads * dim;
-    (void)work;
-#pragma omp parallel for schedule(dynamic) num_threads(step->num_threads) if (work > PARALLEL_FLOATS)
-    for (int unit = 0; unit < step->num_decodes * kv_heads; unit++) {
-        const int decode = unit / kv_heads, kv_head = unit % kv_heads;
-        const int64_t token = step->tokens[decode];
-        const float *const keys = base + (int64_t)kv_head * pool->page_size * dim;
-        for (int first = 0; first < group; first += MAX_HEADS) {
-            const int head = kv_head * group + first, count = group - first < MAX_HEADS ? group - first : MAX_HEADS;
-            attend_sized(pool, keys, step->page_ids + step->first_page[decode], step->lengths[decode],
-                         q + token * q_stride + head * dim, count, sinks ? sinks + head : NULL,
-                         o + (token * num_q_heads + head) * dim);
-        }
-    }
+    const int units = step->num_decodes * pool->num_kv_heads; /* a sequence's K and V head each */
+    const int64_t floats = 2 * step->num_positions * pool->head_dim / (step->num_decodes ? step->num_decodes : 1) + 1;
+    const int64_t wanted = (FLOATS_APIECE + floats - 1) / floats;
+    const int apiece = wanted < units ? (int)wanted : units;
+    const Attention job = {pool, step, q, sinks, o, q_stride, layer, num_q_heads, apiece};
+    if (units) RUN(step->crew, attend_piece, &job, (units + apiece - 1) / apiece);
 }

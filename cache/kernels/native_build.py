@@ -1,4 +1,4 @@
-"""Compiles native.c with the system's C compiler, once per machine and user, and loads it."""
+"""Compiles C sources with the system's compiler, once per machine and user, and loads them."""
 
 import ctypes
 import hashlib
@@ -11,53 +11,45 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("native.c")
+HEADERS = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 # What -ffast-math has that sums in vectors need; NaN and infinity keep their meaning.
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
-FLAGS += ("-fno-signed-zeros", "-fassociative-math")
+FLAGS += ("-fno-signed-zeros", "-fassociative-math", "-pthread")
 SECONDS_TO_COMPILE = 60
 
 log = logging.getLogger(__name__)
 
 
 @cache
-def load_native() -> ctypes.CDLL | None:
-    """build_native() in the user's cache folder, once in a process; None after one warning in the log."""
+def load_library(source: Path) -> ctypes.CDLL | None:
+    """build_library() in the user's cache folder, once in a process; None after one warning in the log."""
     try:
-        return build_native(cache_folder())
+        return build_library(source, cache_folder())
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:  # RuntimeError: there is no home
         reason = getattr(error, "stderr", None) or error
-        log.warning("native CPU kernels are not there, torch's serve instead: %s", str(reason).strip())
+        log.warning("%s is not there, torch serves instead: %s", source.name, str(reason).strip())
         return None
 
 
-def build_native(folder: Path) -> ctypes.CDLL:
-    """The library from `folder`, compiled unless it is there. Several processes may do so at once.
+def build_library(source: Path, folder: Path) -> ctypes.CDLL:
+    """The library of one C file, which may include this folder's headers, from `folder`; compiled unless it is there.
 
-    Raises OSError without a compiler, or when the folder cannot be written or the library not be loaded;
-    subprocess.SubprocessError when compiling fails.
+    Several processes may do so at once. Raises OSError without a compiler, or when the folder cannot be written or the
+    library not be loaded; subprocess.SubprocessError when compiling fails.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise FileNotFoundError(f"no C compiler on PATH; one of {', '.join(COMPILERS)} is needed")
-    try:
-        # Where torch has loaded an OpenMP runtime, its symbols come first: one pool of threads serves both.
-        return _load(compiler, (*FLAGS, "-fopenmp"), folder)
-    except (OSError, subprocess.SubprocessError):
-        return _load(compiler, FLAGS, folder)
-
-
-def _load(compiler: str, flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-    version = _run([compiler, "--version"])
-    parts = (SOURCE.read_text(encoding="utf-8"), *flags, compiler, version, _processor())
-    library = folder / f"native-{hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()}.so"
+    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(HEADERS.glob("*.h")))]
+    parts = (*texts, *FLAGS, compiler, _run([compiler, "--version"]), _processor())
+    library = folder / f"{source.stem}-{hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()}.so"
     if library.exists():
         return ctypes.CDLL(str(library))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as own:
         made = Path(own) / library.name
-        _run([compiler, *flags, str(SOURCE), "-o", str(made)])
+        _run([compiler, *FLAGS, "-I", str(HEADERS), str(source), "-o", str(made)])
         loaded = ctypes.CDLL(str(made))
         made.replace(library)  # only what can be loaded
     return loaded

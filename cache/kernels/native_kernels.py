@@ -2,18 +2,21 @@
 
 import ctypes
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.kernels.crew import Crew
 from tandem.cache.kernels.torch_attention import AttentionPart, plan_prompts
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
 
+SOURCE = Path(__file__).with_name("native.c")
 LANES, MAX_HEAD_DIM = 8, 256  # as in native.c
 NO_WINDOW = 2**31 - 1
 POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -45,10 +48,10 @@ class _Step(ctypes.Structure):
         ("tokens", POINTER),
         ("first_page", POINTER),
         ("lengths", POINTER),
+        ("crew", POINTER),
         ("num_positions", INT64),
         ("num_tokens", INT32),
         ("num_decodes", INT32),
-        ("num_threads", INT32),
     )
 
 
@@ -67,7 +70,7 @@ class NativePlan:
 class NativeKernels:
     """See Kernels. The pool is float32, on the CPU, contiguous.
 
-    Sequences with one new token attend natively, prompts by torch's parts. A call uses as many threads as torch does.
+    Sequences with one new token attend natively, by the threads of `crew`; prompts by torch's parts.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class NativeKernels:
         pool: Tensor,
         scale: float,
         library: ctypes.CDLL,
+        crew: Crew,
         window: int | None = None,
         softcap: float | None = None,
     ) -> None:
@@ -82,6 +86,7 @@ class NativeKernels:
         tiles = self._heads * page_size * self._head_dim
         self._torch = TorchKernels(pool, scale, window, softcap)
         self._pages = pool
+        self._crew = crew
         self._window = window or NO_WINDOW
         sizes = (self._heads, page_size, self._head_dim, self._window)
         self._pool = _Pool(pool.data_ptr(), 2 * layers * tiles, 2 * tiles, tiles, *sizes, scale, softcap or 0.0)
@@ -116,10 +121,10 @@ class NativeKernels:
             first_query,
             first_query + 4 * num_decodes,
             first_query + 8 * num_decodes,
+            self._crew.address,
             int(np.minimum(lengths, self._window).sum()),
             num_tokens,
             num_decodes,
-            torch.get_num_threads(),
         )
         return NativePlan(num_tokens, num_decodes, parts, ctypes.addressof(step), step, indices)
 

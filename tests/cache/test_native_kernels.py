@@ -18,8 +18,9 @@ from torch import Tensor
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import Kernels
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.kernels.native_build import build_native, load_native
-from tandem.cache.kernels.native_kernels import NativeKernels
+from tandem.cache.kernels.crew import load_crew
+from tandem.cache.kernels.native_build import build_library, load_library
+from tandem.cache.kernels.native_kernels import SOURCE, NativeKernels
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.plan import PageTables, TokenLayout, lay_out_tokens, look_up_pages
 from tandem.cache.rope import RopeParameters, RotaryEmbedding, Rotation
@@ -32,9 +33,14 @@ HEAD_DIMS = (8, 16, 32, 40, 64, 80, 96, 128, 256)
 
 @pytest.fixture(autouse=True)
 def restored_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(threads)
+    set_threads(1)
+
+
+def set_threads(threads: int) -> None:
+    crew = load_crew()
+    assert crew is not None, "the tests need a C compiler"
+    crew.threads = threads
 
 
 def native(pool: Tensor) -> NativeKernels:
@@ -138,7 +144,7 @@ def test_decodes_of_any_shape(data: st.DataObject) -> None:
     head_dim = data.draw(st.sampled_from(HEAD_DIMS), "head_dim")
     rotary_dims = [None, head_dim, head_dim // 2]
     lengths = data.draw(st.lists(st.integers(0, 400), min_size=1, max_size=5), "lengths")
-    torch.set_num_threads(data.draw(st.integers(1, 3), "threads"))
+    set_threads(data.draw(st.integers(1, 3), "threads"))
     check(
         case_of(
             lengths,
@@ -159,21 +165,21 @@ def test_decodes_of_any_shape(data: st.DataObject) -> None:
     threads=st.integers(1, 2),
 )
 def test_prompts_chunks_and_decodes_in_one_forward(sequences: list[tuple[int, int]], threads: int) -> None:
-    torch.set_num_threads(threads)
+    set_threads(threads)
     lengths, appends = zip(*sequences, strict=True)
     check(case_of(list(lengths), list(appends), rotary_dim=32))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_many_tokens_are_appended_alike_by_any_number_of_threads(threads: int) -> None:
-    torch.set_num_threads(threads)
+    set_threads(threads)
     check(case_of([0, 3], [150, 150], head_dim=64, rotary_dim=64))
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     outputs = []
     for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+        set_threads(threads)
         case = case_of([900, 1200, 3, 800], [1, 1, 1, 1], rotary_dim=32)
         outputs.append(case.run(native(case.pool))[2])
     assert torch.equal(outputs[0], outputs[1])
@@ -249,9 +255,11 @@ def test_torch_serves_what_native_code_does_not(dtype: torch.dtype, head_dim: in
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache folder, and nothing loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    load_native.cache_clear()
+    for loaded in (load_library, load_crew):
+        loaded.cache_clear()
     yield tmp_path
-    load_native.cache_clear()
+    for loaded in (load_library, load_crew):
+        loaded.cache_clear()
 
 
 def fake_compiler(folder: Path, script: str) -> str:
@@ -305,10 +313,10 @@ def test_a_folder_that_cannot_be_written(
 
 def test_processes_that_build_at_once(tmp_path: Path) -> None:
     code = (
-        "import pathlib, sys; from tandem.cache.kernels.native_build import build_native;"
-        "build_native(pathlib.Path(sys.argv[1])).append"
+        "import pathlib, sys; from tandem.cache.kernels.native_build import build_library;"
+        "build_library(*map(pathlib.Path, sys.argv[1:])).append"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "new")]
+    command = [sys.executable, "-c", code, str(SOURCE), str(tmp_path / "new")]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     errors = [process.communicate(timeout=100)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
@@ -316,7 +324,7 @@ def test_processes_that_build_at_once(tmp_path: Path) -> None:
 
 
 def test_the_library_is_built_once(tmp_path: Path) -> None:
-    build_native(tmp_path)
+    build_library(SOURCE, tmp_path)
     made = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    build_native(tmp_path)
+    build_library(SOURCE, tmp_path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == made

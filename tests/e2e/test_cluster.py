@@ -52,6 +52,12 @@ def test_tokens_equal_transformers_across_processes(cluster: Cluster, small_mode
     assert os.getpid() not in pids
 
 
+def test_workers_run_at_the_priority_of_their_launcher(cluster: Cluster) -> None:
+    """Not at Ray's nice 15, where any other process of the machine goes first."""
+    priorities = {os.getpriority(os.PRIO_PROCESS, info.pid) for info in workers(cluster.grpc_address)}
+    assert priorities == {os.getpriority(os.PRIO_PROCESS, 0)}
+
+
 def test_text_in_text_out(cluster: Cluster) -> None:
     updates = complete(cluster.grpc_address, "The cache keeps keys", max_tokens=12, temperature=0)
     assert text_of(updates)

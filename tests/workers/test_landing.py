@@ -13,6 +13,7 @@ from tandem.proto import inference_pb2, inference_pb2_grpc, worker_pb2
 from tandem.transfer.fake import FakeFabric, FakeTransport
 from tandem.transfer.membership import TransportConfig
 from tandem.workers import landing
+from tandem.workers.authentication import authorized
 from tests.checkpoints import save_checkpoint
 from tests.island import running_island
 from tests.oracle import greedy, load_oracle
@@ -20,7 +21,12 @@ from tests.workers.test_service import EPOCH, GREEDY, PROMPT, Pair, Stub, code_o
 
 PREFILL, DECODE = 0, 1
 NUM_PAGES, NUM_LAYERS, CHUNK = 16, 2, 8
-SETTINGS = {"cache.num_pages": NUM_PAGES, "cache.prefix_sharing": False, "scheduler.max_batch_tokens": CHUNK}
+SETTINGS = {
+    "cache.num_pages": NUM_PAGES,
+    "cache.prefix_sharing": False,
+    "scheduler.max_batch_tokens": CHUNK,
+    "gateway.max_attempts": 1,
+}
 
 
 @dataclass
@@ -67,8 +73,11 @@ def fake_pair(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
     monkeypatch.setattr("tandem.workers.worker.create_transport", create)
     with running_island(checkpoint, SETTINGS) as island:
         addresses = [worker.address for worker in island.workers]
+        token = island.workers[0].config.token
         with grpc.insecure_channel(addresses[0]) as one, grpc.insecure_channel(addresses[1]) as other:
-            yield FakePair(fabrics[0], Pair(Stub(one), Stub(other)), island.address)
+            yield FakePair(
+                fabrics[0], Pair(authorized(Stub(one), token), authorized(Stub(other), token)), island.address
+            )
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -156,11 +165,11 @@ def test_the_gateway_frees_no_page_that_may_still_be_written(pair: FakePair, mon
         pytest.raises(grpc.RpcError, match="may still land") as caught,
     ):
         list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=20))
-    assert code_of(caught) == grpc.StatusCode.UNAVAILABLE
+    assert code_of(caught) == grpc.StatusCode.ABORTED
     decode = pair.calls.decode
     wait_until(lambda: pair.calls.status(decode).draining_pages > 0)
     assert pair.free_pages(decode) < NUM_PAGES
     pair.fabric.release(DECODE)
-    pair.calls.abort(pair.calls.prefill, "r:1")
-    assert pair.calls.abort(decode, "r:1", writer_quiet=True)
+    pair.calls.abort(pair.calls.prefill, "1.1/r")
+    assert pair.calls.abort(decode, "1.1/r", writer_quiet=True)
     assert pair.free_pages(decode) == NUM_PAGES

@@ -15,6 +15,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.rope import RopeParameters
 from tandem.transfer.completion import pack_signal
 from tandem.transfer.fake import FakeFabric, FakeTransport
+from tandem.workers.core_share import CoreShare
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.decode_batch import ON_HOST
 from tandem.workers.finish import FinishReason
@@ -120,6 +121,7 @@ class Bench:
             self.cache,
             receiver,
             cast(StreamFanout, self.collector),
+            CoreShare(None, 1),
             eos_token_ids=(),
             max_sequences=max_sequences,
             sharing=False,

@@ -60,6 +60,7 @@ class DecodeLoop:
         self._signals = SignalBoard(transport.num_signals)
         self._requests: dict[str, DecodeRequest] = {}
         self._reservations: dict[str, Reservation] = {}
+        self._released: tuple[str, ...] = ()  # prefixes, one for each gateway that was lost
         self._draining: dict[str, DecodeRequest] = {}
         self._landing: list[DecodeRequest] = []
         self._batch = DecodeBatch()
@@ -72,7 +73,7 @@ class DecodeLoop:
         """Sets pages aside for the prompt and its growth. Idempotent by request_id. NoRoom leaves nothing behind."""
         if request_id in self._reservations:
             return self._reservations[request_id]
-        if request_id in self._draining:
+        if request_id in self._draining or request_id.startswith(self._released):
             raise InvalidCall(f"request {request_id!r} was aborted")
         capacity = len(token_ids) + max_tokens - 1  # the last token is never fed back
         pages = max(self._cache.num_pages_needed(capacity, LONGEST_APPEND))
@@ -116,8 +117,9 @@ class DecodeLoop:
             self._settle(draining)
         return draining is not None
 
-    def abort_all(self, prefix: str, writer_quiet: bool) -> None:
-        """abort() for every request whose id begins with `prefix`, draining ones included."""
+    def release(self, prefix: str, writer_quiet: bool) -> None:
+        """abort() for every request whose id begins with `prefix`: draining ones too, and those yet to arrive."""
+        self._released = (*self._released, prefix)
         for request_id in [known for known in (*self._requests, *self._draining) if known.startswith(prefix)]:
             self.abort(request_id, writer_quiet)
 

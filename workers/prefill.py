@@ -59,6 +59,7 @@ class PrefillLoop:
         self._landing: dict[str, Landing] = {}
         self._by_id: dict[str, PrefillRequest] = {}
         self._aborted: OrderedDict[str, None] = OrderedDict()
+        self._released: tuple[str, ...] = ()  # prefixes, one for each gateway that was lost
         self._next_sequence = 1
 
     # Commands
@@ -70,7 +71,7 @@ class PrefillLoop:
 
         A second call with the same request_id gets the first one's future. Raises InvalidCall, InvalidPositionMap.
         """
-        if request_id in self._aborted:
+        if request_id in self._aborted or request_id.startswith(self._released):
             raise Aborted(f"request {request_id!r} was aborted before it arrived")
         if request_id in self._by_id:
             return self._by_id[request_id].result
@@ -102,10 +103,10 @@ class PrefillLoop:
             self._land(request, _aborted(request))
         return self._landing[request_id].abort()
 
-    def abort_all(self, prefix: str) -> None:
-        """abort() for every request whose id begins with `prefix`."""
-        for request_id in [known for known in self._by_id if known.startswith(prefix)]:
-            self.abort(request_id)
+    def release(self, prefix: str) -> "list[Future[bool]]":
+        """abort() for every request whose id begins with `prefix`, those that are yet to arrive included."""
+        self._released = (*self._released, prefix)
+        return [self.abort(known) for known in list(self._by_id) if known.startswith(prefix)]
 
     @property
     def num_waiting(self) -> int:

@@ -33,6 +33,7 @@ from tandem.workers.token_stream import StreamFanout
 from tandem.workers.weights import load_decoder
 
 T = TypeVar("T")
+RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
 
 def kv_layout(model: ModelConfig, page_size: int) -> KVLayout:
@@ -133,12 +134,17 @@ class Worker:
             self.on_step_thread(lambda: None)
 
     def release(self, prefix: str, writer_quiet: bool) -> None:
-        """Aborts every request whose id begins with `prefix`; writer_quiet as in Abort, for a decode worker."""
+        """Aborts every request whose id begins with `prefix`, and refuses those that are yet to arrive.
+
+        writer_quiet as in Abort, for a decode worker. A prefill worker's return means that it writes no more for any
+        of them; WriterNotQuiet when that cannot be said in time.
+        """
         loop = self._loop
         if isinstance(loop, DecodeLoop):
-            self.on_step_thread(lambda: loop.abort_all(prefix, writer_quiet))
+            self.on_step_thread(lambda: loop.release(prefix, writer_quiet))
         elif loop is not None:
-            self.on_step_thread(lambda: loop.abort_all(prefix))
+            for quiet in self.on_step_thread(lambda: loop.release(prefix)):
+                quiet.result(RELEASE_SECONDS)
 
     def stop(self) -> None:
         """Ends calls, the step thread and the transport, in this order."""

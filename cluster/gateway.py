@@ -1,6 +1,7 @@
 """The door: tandem.v1.Inference over gRPC, with health and reflection."""
 
 import itertools
+import math
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from tandem.cluster.admission import AdmissionQueue
+from tandem.cluster.client_messages import RETRY_AFTER_KEY
 from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServerError, StartFailed, TandemError
 from tandem.cluster.generation import Generation
 from tandem.cluster.request import ModelLimits, RequestValidator, ValidRequest
@@ -28,7 +31,6 @@ SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 STATUS_OF_ERROR: dict[type[TandemError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     ServerError: grpc.StatusCode.INTERNAL,
 }
@@ -39,7 +41,9 @@ PASSED_ON = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.ABORTED,
+    grpc.StatusCode.DATA_LOSS,
 }
+CLIENT_ID_KEY = "client-id"
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class GatewaySettings:
     host: str
     port: int
     max_queued: int
+    max_queued_tokens: int
     queue_seconds: float
     request_seconds: float
     max_message_bytes: int
@@ -87,7 +92,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._links = [
             WorkerLink.connect(worker, settings.epoch, settings.max_message_bytes) for worker in settings.workers
         ]
-        self._router = Router(self._links, max_queued=settings.max_queued, queue_seconds=settings.queue_seconds)
+        queue = AdmissionQueue(settings.max_queued, settings.max_queued_tokens)
+        self._router = Router(self._links, queue, queue_seconds=settings.queue_seconds)
         limit = settings.max_message_bytes
         options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
         # Without so_reuseport 0 a second gateway could share a port that is in use.
@@ -127,6 +133,9 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         try:
             await self._generate(valid, arrived, context)
+        except Overloaded as error:
+            advice = ((RETRY_AFTER_KEY, str(math.ceil(1000 * error.retry_after_seconds))),)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), trailing_metadata=advice)
         except TandemError as error:
             await context.abort(STATUS_OF_ERROR.get(type(error), grpc.StatusCode.INTERNAL), str(error))
         except grpc.aio.AioRpcError as error:
@@ -137,7 +146,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     async def _generate(self, valid: ValidRequest, arrived: float, context: Context) -> None:
         # Workers refuse an id once it was aborted; a client may use its own again.
         attempt_id = f"{valid.request_id}:{next(self._attempts)}"
-        placement = await self._router.place(attempt_id, valid.token_ids, valid.params.max_tokens)
+        placement = await self._router.place(attempt_id, valid.token_ids, valid.params.max_tokens, _client_of(context))
         generation = Generation(valid, arrived, self._tokenizer, self._model.eos_token_ids)
         try:
             async with aclosing(generation.run(placement, self._seconds_left(context))) as messages:
@@ -190,6 +199,12 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             uptime_seconds=time.monotonic() - self._started,
             islands=[island],
         )
+
+
+def _client_of(context: Context) -> str:
+    """Whose request it is: what the metadata client-id says, else the host it comes from."""
+    given = {key: value for key, value in context.invocation_metadata() or ()}.get(CLIENT_ID_KEY)
+    return f"id:{given}" if given else context.peer().rpartition(":")[0]
 
 
 async def _pass_on(context: Context, error: grpc.aio.AioRpcError) -> NoReturn:

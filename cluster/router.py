@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.cluster.errors import DeadlineExceeded, Overloaded
+from tandem.cluster.admission import AdmissionQueue
+from tandem.cluster.errors import DeadlineExceeded
 from tandem.cluster.worker_link import WorkerLink
 from tandem.proto import worker_pb2
 
@@ -30,40 +31,44 @@ class Placement:
 
 
 class Router:
-    """Least loaded pair; a request without a place waits its turn, first come, first served, until its deadline.
+    """Least loaded pair; a request without a place waits its turn, until its deadline.
 
     Nothing is computed without landing space: a request is placed when a decode worker has answered PrepareReceive.
     """
 
-    def __init__(self, workers: list[WorkerLink], *, max_queued: int, queue_seconds: float) -> None:
+    def __init__(self, workers: list[WorkerLink], queue: AdmissionQueue, *, queue_seconds: float) -> None:
         self._prefill = [worker for worker in workers if worker.role == "prefill"]
         self._decode = [worker for worker in workers if worker.role == "decode"]
-        self._max_queued = max_queued
+        self._queue = queue
         self._queue_seconds = queue_seconds
-        self._turn = asyncio.Lock()  # asyncio's lock wakes its waiters in the order in which they came
         self._given_back = asyncio.Event()
         self._cleanup: set[asyncio.Task[None]] = set()
-        self.queued = 0
 
-    async def place(self, request_id: str, token_ids: list[int], max_tokens: int) -> Placement:
-        """Raises Overloaded (queue full), DeadlineExceeded (no place in time) or the worker's AioRpcError."""
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a place."""
+        return self._queue.requests
+
+    async def place(self, request_id: str, token_ids: list[int], max_tokens: int, client: str) -> Placement:
+        """Raises Overloaded (queue full), DeadlineExceeded (no place in time) or the worker's AioRpcError.
+
+        client: whose request it is; clients that wait take turns.
+        """
         if not self.queued:
             placement = await self._try(request_id, token_ids, max_tokens)
             if placement is not None:
                 return placement
-        if self.queued >= self._max_queued:
-            raise Overloaded(f"{self.queued} requests are queued; gateway.max_queued is {self._max_queued}")
-        self.queued += 1
         try:
-            async with asyncio.timeout(self._queue_seconds), self._turn:
+            async with (
+                asyncio.timeout(self._queue_seconds),
+                self._queue.turn(client, len(token_ids) + max_tokens),
+            ):
                 return await self._wait_for_place(request_id, token_ids, max_tokens)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no decode worker had room for {len(token_ids)} prompt and {max_tokens} output tokens "
                 f"within {self._queue_seconds:g} s (gateway.queue_seconds)"
             ) from None
-        finally:
-            self.queued -= 1
 
     async def give_back(self, placement: Placement, complete: bool) -> None:
         """Ends a placement. Unless it is complete, both sides are told, the sender first: its answer means that it
@@ -90,33 +95,43 @@ class Router:
 
     async def _try(self, request_id: str, token_ids: list[int], max_tokens: int) -> Placement | None:
         """The least loaded decode worker that has room, with the least loaded prefill worker; None if none has."""
-        total = len(token_ids) + max_tokens
-        for decode in sorted(self._decode, key=lambda worker: worker.load):
-            decode.load += total
-            reservation = None
-            try:
-                reservation = await self._prepare(decode, request_id, token_ids, max_tokens)
-            finally:
-                if reservation is None:
-                    decode.load -= total
-            if reservation is not None:
-                prefill = min(self._prefill, key=lambda worker: worker.load)
-                prefill.load += len(token_ids)
-                return Placement(request_id, prefill, decode, reservation, len(token_ids), total)
+        prompt = len(token_ids)
+        total = prompt + max_tokens
+        prefill = min(self._prefill, key=lambda worker: worker.load)
+        prefill.load += prompt
+        try:
+            for decode in sorted(self._decode, key=lambda worker: worker.load):
+                request = worker_pb2.PrepareReceiveRequest(
+                    request_id=request_id,
+                    epoch=decode.epoch,
+                    token_ids=token_ids,
+                    max_tokens=max_tokens,
+                    writer_pe=prefill.pe,
+                )
+                decode.load += total
+                reservation = None
+                try:
+                    reservation = await self._prepare(decode, request)
+                finally:
+                    if reservation is None:
+                        decode.load -= total
+                if reservation is not None:
+                    return Placement(request_id, prefill, decode, reservation, prompt, total)
+        except BaseException:
+            prefill.load -= prompt
+            raise
+        prefill.load -= prompt
         return None
 
     async def _prepare(
-        self, decode: WorkerLink, request_id: str, token_ids: list[int], max_tokens: int
+        self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
     ) -> worker_pb2.Reservation | None:
-        request = worker_pb2.PrepareReceiveRequest(
-            request_id=request_id, epoch=decode.epoch, token_ids=token_ids, max_tokens=max_tokens
-        )
         call = asyncio.ensure_future(_unary(decode, request))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
             # The worker may answer all the same; what it then holds is given back.
-            self.in_background(self._abandon(decode, request_id, call))
+            self.in_background(self._abandon(decode, request.request_id, call))
             raise
 
     async def _abandon(

@@ -14,6 +14,8 @@ class WorkerConfig:
     """Plain values only: it travels to the worker's process.
 
     num_pages is the same on every PE of an island (pools are symmetric); threads None leaves torch's own choice.
+    lease_seconds: how long a decode worker keeps a reservation that nobody starts, and how long a connection may be
+    silent before its calls count as gone. verify_kv, the same on every PE: whether digests of pushed KV are compared.
     """
 
     role: Role
@@ -33,6 +35,8 @@ class WorkerConfig:
     max_sequences: int = 256
     transport: str = "shared_memory"
     num_signals: int = 256
+    lease_seconds: float = 30.0
+    verify_kv: bool = False
     threads: int | None = None
     host: str = "127.0.0.1"
     max_message_bytes: int = 16 << 20

@@ -8,12 +8,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tandem.cache.digest import digest_kv
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import PositionMap
-from tandem.transfer.completion import pack_signal
+from tandem.transfer.completion import pack_payload, pack_signal
+from tandem.transfer.errors import TransportError
 from tandem.transfer.transport import Transport
 from tandem.transfer.wire_map import decode_map
-from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, StaleEpoch
+from tandem.workers.counters import Counters
+from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LeaseExpired
+from tandem.workers.grants import Grants, signal_of
+from tandem.workers.lease import Clock, Lease
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.push_meter import PushMeter
 from tandem.workers.reservation import Reservation
@@ -24,6 +29,9 @@ from tandem.workers.token_logprobs import TokenLogprobs
 log = logging.getLogger(__name__)
 
 ABORTED_IDS_REMEMBERED = 4096  # a RemoteSend that arrives after its Abort must not start
+RESULTS_REMEMBERED = 1024  # a RemoteSend that arrives again gets the same answer
+RECALL_POLL_SECONDS = 0.02
+LEASE_SHARE = 0.8  # the writer stops before the receiver's own lease is over
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class PrefillRequest:
     params: SamplingParams
     reservation: Reservation
     position_map: PositionMap
+    lease: Lease
     result: "Future[PrefillResult]" = field(default_factory=Future)
     computed: int = 0
     cached_tokens: int = 0
@@ -74,17 +83,26 @@ class PrefillLoop:
         *,
         max_batch_tokens: int,
         sharing: bool,
+        verify: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
+        """verify: whether a digest of what was sent goes with the signal, for the receiver to compare."""
         self._runner = runner
         self._cache = cache
         self._transport = transport
         self._meter = meter
         self._max_batch_tokens = max_batch_tokens
         self._sharing = sharing
+        self._verify = verify
+        self._clock = clock
+        self.counters = Counters()
+        self._grants = Grants(transport, self.counters)
+        self._recalls_read = -RECALL_POLL_SECONDS
         self._waiting: deque[PrefillRequest] = deque()
         self._running: list[PrefillRequest] = []
         self._by_id: dict[str, PrefillRequest] = {}
         self._aborted: OrderedDict[str, None] = OrderedDict()
+        self._results: OrderedDict[str, Future[PrefillResult]] = OrderedDict()
         self._next_sequence = 1
 
     # Commands
@@ -94,18 +112,31 @@ class PrefillLoop:
     ) -> "Future[PrefillResult]":
         """Queues a prompt; the future ends when its first token is sampled and all its KV has landed.
 
-        A second call with the same request_id gets the first one's future. Raises InvalidCall, InvalidPositionMap.
+        A second call with the same request_id gets the first one's future. Raises InvalidCall, InvalidPositionMap,
+        Aborted, StaleEpoch, StaleReservation. The lease runs until attend().
         """
         if request_id in self._aborted:
             raise Aborted(f"request {request_id!r} was aborted before it arrived")
         if request_id in self._by_id:
             return self._by_id[request_id].result
+        if request_id in self._results:
+            return self._results[request_id]
         position_map = self._checked_map(token_ids, reservation)
-        request = PrefillRequest(request_id, self._next_sequence, token_ids, params, reservation, position_map)
+        self._grants.take(reservation)
+        lease = Lease(reservation.lease_seconds * LEASE_SHARE, self._clock)
+        request = PrefillRequest(request_id, self._next_sequence, token_ids, params, reservation, position_map, lease)
         self._next_sequence += 1
         self._by_id[request_id] = request
         self._waiting.append(request)
         return request.result
+
+    def attend(self, request_id: str) -> Lease | None:
+        """The lease of a request, which does not run until the caller leaves it; None when the request has ended."""
+        request = self._by_id.get(request_id)
+        if request is None:
+            return None
+        request.lease.attend()
+        return request.lease
 
     def abort(self, request_id: str) -> bool:
         """After it returns this worker writes no more for the request. False when it was not here."""
@@ -131,24 +162,44 @@ class PrefillLoop:
     # Steps
 
     def step(self) -> float | None:
+        self._heed_recalls()
+        self._stop_expired()
         self._admit()
         chunks = self._next_chunks()
         if not chunks:
-            return None
+            return RECALL_POLL_SECONDS
         try:
             self._forward(chunks)
         except Exception as error:
             log.exception("a prefill forward failed")
             self._fail([request for request, _ in chunks], error)
-        return 0 if self._running or self._waiting else None
+        return 0 if self._running or self._waiting else RECALL_POLL_SECONDS
+
+    def _heed_recalls(self) -> None:
+        """Stops what receivers want back, and tells them when nothing of it is in flight any more."""
+        if self._clock() - self._recalls_read < RECALL_POLL_SECONDS:
+            return
+        self._recalls_read = self._clock()
+        for recall in self._grants.recalled():
+            for request in list(self._by_id.values()):
+                if request.reservation.target_pe == recall.pe and signal_of(request.reservation) == recall.signal:
+                    self._drop(request)
+                    request.result.set_exception(Aborted(f"request {request.request_id!r} was ended by its receiver"))
+            try:
+                self._grants.answer(recall)
+            except TransportError:
+                log.exception("PE %d waits on for the answer to its recall", recall.pe)
+
+    def _stop_expired(self) -> None:
+        for request in [request for request in self._by_id.values() if request.lease.is_over]:
+            self.counters.expired_leases += 1
+            self._drop(request)
+            request.result.set_exception(
+                LeaseExpired(f"no call waited for request {request.request_id!r} for {request.lease.seconds:g} s")
+            )
 
     def _checked_map(self, token_ids: list[int], reservation: Reservation) -> PositionMap:
-        if reservation.epoch != self._transport.epoch:
-            raise StaleEpoch(reservation.epoch, self._transport.epoch)
-        for name, limit in (("target_pe", self._transport.num_pes), ("signal_slot", self._transport.num_signals)):
-            value = getattr(reservation, name)
-            if value >= limit:
-                raise InvalidCall(f"{name} is {value}; 0 … {limit - 1} are accepted")
+        self._grants.check(reservation)
         if not reservation.matched_tokens < len(token_ids):
             raise InvalidCall(
                 f"matched_tokens is {reservation.matched_tokens} of a prompt of {len(token_ids)}; one must be left"
@@ -236,8 +287,14 @@ class PrefillLoop:
     def _end(self, request: PrefillRequest, first_token: int, logprobs: TokenLogprobs | None) -> None:
         reservation = request.reservation
         landed = request.position_map.num_tokens
+        digest = 0
+        if self._verify:
+            digest = digest_kv(self._cache, request.sequence_id, reservation.matched_tokens, request.num_tokens)
         self._transport.post(
-            reservation.target_pe, reservation.signal_slot, pack_signal(reservation.generation, landed), first_token
+            reservation.target_pe,
+            reservation.signal_slot,
+            pack_signal(reservation.generation, landed),
+            pack_payload(first_token, digest),
         )
         if self._sharing:
             self._cache.publish_prefix(request.sequence_id, request.token_ids)
@@ -264,6 +321,9 @@ class PrefillLoop:
 
     def _drop(self, request: PrefillRequest) -> None:
         del self._by_id[request.request_id]
+        self._results[request.request_id] = request.result
+        while len(self._results) > RESULTS_REMEMBERED:
+            self._results.popitem(last=False)
         if request in self._running:
             self._running.remove(request)
             self._cache.remove_sequence(request.sequence_id)

@@ -14,6 +14,8 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.proto import worker_pb2_grpc
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
+from tandem.transfer.recall import mailbox_rows
+from tandem.transfer.transport import Transport
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
@@ -39,7 +41,10 @@ def kv_layout(model: ModelConfig, page_size: int) -> KVLayout:
 class Worker:
     """Lifecycle: load() → open() → join(handles) → serve() → stop(). stop() may come at any time, and twice."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(
+        self, config: WorkerConfig, transports: Callable[[str, TransportConfig], Transport] = create_transport
+    ) -> None:
+        """transports: makes the transport of that name."""
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -47,14 +52,14 @@ class Worker:
         self.loaded_bytes = 0
         self.total_bytes = 0
         self.address = ""
-        self._transport = create_transport(
+        self._transport = transports(
             config.transport,
             TransportConfig(
                 pe=config.pe,
                 num_pes=config.num_pes,
                 layout=kv_layout(self.model_config, config.page_size),
                 num_pages=config.num_pages,
-                num_signals=config.num_signals,
+                num_signals=mailbox_rows(config.num_signals, config.num_pes),
                 island=config.island,
                 epoch=config.epoch,
             ),
@@ -123,6 +128,7 @@ class Worker:
                 self._meter,
                 max_batch_tokens=config.max_batch_tokens,
                 sharing=self._sharing,
+                verify=config.verify_kv,
             )
             self._step_thread = StepThread(loop, "step")
             service = PrefillService(config, self._step_thread, loop, cache)
@@ -135,14 +141,14 @@ class Worker:
                 eos_token_ids=self.model_config.eos_token_ids,
                 max_sequences=config.max_sequences,
                 sharing=self._sharing,
+                verify=config.verify_kv,
+                lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
             service = DecodeService(config, self._step_thread, loop, cache)
         self._step_thread.start()
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
-        limit = config.max_message_bytes
-        options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
-        self._server = grpc.aio.server(options=[*options, ("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(options=_server_options(config))
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         port = self._server.add_insecure_port(f"{config.host}:0")
         await self._server.start()
@@ -163,3 +169,17 @@ class Worker:
             rope=model.rope,
             writer=self._meter,
         )
+
+
+def _server_options(config: WorkerConfig) -> list[tuple[str, int]]:
+    """A peer that hangs keeps its connection, so it is asked for a sign of life: without one its calls end as if it
+    had gone, at the latest after a lease."""
+    half_lease_ms = max(1, int(config.lease_seconds * 500))
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", half_lease_ms),
+        ("grpc.keepalive_timeout_ms", half_lease_ms),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]

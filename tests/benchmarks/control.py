@@ -23,6 +23,7 @@ from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import PositionMap, SlotRuns
 from tandem.cache.rope import RopeParameters
+from tandem.cluster.admission import AdmissionQueue
 from tandem.cluster.generation import Generation
 from tandem.cluster.request import ValidRequest
 from tandem.cluster.router import Router
@@ -133,6 +134,8 @@ class AtOnce(worker_pb2_grpc.WorkerServicer):
                 matched_tokens=0,
                 wire_map=encode_map(position_map(np.arange(64)), LAYOUT),
                 pages=64,
+                writer_pe=0,
+                lease_seconds=30.0,
             )
         )
 
@@ -156,12 +159,12 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
         WorkerLink.connect(WorkerAddress(role, pe, address), 1, 16 << 20)
         for pe, role in enumerate((Role.PREFILL, Role.DECODE))
     ]
-    router = Router(links, max_queued=8, queue_seconds=5)
+    router = Router(links, AdmissionQueue(8, 1 << 20), queue_seconds=5)
     prompt = list(range(1024))
     params = SamplingParams(max_tokens=2, temperature=0, seed=1)
 
     async def request() -> None:
-        placement = await router.place("r", prompt, 2)
+        placement = await router.place("r", prompt, 2, "client")
         generation = Generation(ValidRequest("r", prompt, params), time.perf_counter(), None, ())
         async for _ in generation.run(placement, 5.0):
             pass

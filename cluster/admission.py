@@ -25,6 +25,7 @@ class AdmissionQueue:
         self._max_tokens = max_tokens
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next client is first
         self._taken = False
+        self._last_client = ""
         self._turn_seconds = FIRST_GUESS_SECONDS
         self._passed_on = 0.0
         self.requests = 0
@@ -62,7 +63,7 @@ class AdmissionQueue:
 
     async def _wait(self, client: str) -> None:
         if not self._taken:
-            self._taken = True
+            self._taken, self._last_client = True, client
             self._passed_on = time.monotonic()
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -79,15 +80,17 @@ class AdmissionQueue:
         now = time.monotonic()
         self._turn_seconds += SMOOTHING * (now - self._passed_on - self._turn_seconds)
         self._passed_on = now
+        if next(iter(self._waiting), None) == self._last_client:
+            self._waiting.move_to_end(self._last_client)
         while self._waiting:
             client, turns = self._waiting.popitem(last=False)
             while turns and turns[0].done():  # cancelled
                 turns.popleft()
             if not turns:
                 continue
-            turn = turns.popleft()
+            turns.popleft().set_result(None)
+            self._last_client = client
             if turns:
                 self._waiting[client] = turns
-            turn.set_result(None)
             return
         self._taken = False

@@ -7,11 +7,13 @@ that PE alone writes:
     recall(slot, generation) ═══ lane D ═══►     refuses that use of the slot for good, writes no more for it, quiet
     frees pages and slot     ◄═══ lane P ═══     the same word
 
-A lane holds one recall at a time; the receiver posts the next when the answer to the last has come.
+A lane holds one recall at a time; the receiver posts the next when the answer to the last has come, or is not wanted
+any more because somebody else said that the writer is quiet.
 """
 
 import logging
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,27 +49,25 @@ class RecallDesk:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._lanes = num_slots(transport)
-        self._queues: dict[int, deque[Recall]] = {}  # by writer; the first one's answer is awaited once it was posted
-        self._posted: set[Recall] = set()
+        self._queues: dict[int, deque[Recall]] = {}  # by writer
+        self._posted: dict[int, Recall] = {}  # what stands in each writer's lane
 
     def ask(self, recall: Recall) -> None:
         """Queues a recall."""
         self._queues.setdefault(recall.pe, deque()).append(recall)
 
     def withdraw(self, recall: Recall) -> None:
-        """It is not wanted any more; one that was posted still occupies its lane until it is answered."""
-        queue = self._queues.get(recall.pe)
-        if queue and recall in queue and recall not in self._posted:
-            queue.remove(recall)
+        """It is not wanted any more."""
+        with suppress(ValueError):
+            self._queues[recall.pe].remove(recall)
 
     def exchange(self, mailbox: Int64Array) -> list[Recall]:
         """Posts what can be posted; the recalls that have been answered. A post that fails is tried again."""
         answered = []
         for pe, queue in self._queues.items():
-            if queue and queue[0] in self._posted and int(mailbox[self._lanes + pe, 0]) == _word(queue[0]):
-                self._posted.discard(queue[0])
+            if queue and self._posted.get(pe) == queue[0] and int(mailbox[self._lanes + pe, 0]) == _word(queue[0]):
                 answered.append(queue.popleft())
-            if queue and queue[0] not in self._posted:
+            if queue and self._posted.get(pe) != queue[0]:
                 self._post(queue[0])
         return answered
 
@@ -77,7 +77,7 @@ class RecallDesk:
         except TransportError:
             log.exception("a recall could not be posted to PE %d", recall.pe)
         else:
-            self._posted.add(recall)
+            self._posted[recall.pe] = recall
 
 
 class RecallInbox:

@@ -172,7 +172,7 @@ class Reservations:
         done = self._recalls.exchange(mailbox)
         complete = [recall for recall, request in self._draining.items() if _is_complete(mailbox, request)]
         self._counters.recalled += len(done)
-        for recall in {*done, *complete} & self._draining.keys():
+        for recall in {*done, *complete}:
             self._recalls.withdraw(recall)
             self._settle(self._draining.pop(recall))
 

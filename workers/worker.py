@@ -173,13 +173,14 @@ class Worker:
 
 def _server_options(config: WorkerConfig) -> list[tuple[str, int]]:
     """A peer that hangs keeps its connection, so it is asked for a sign of life: without one its calls end as if it
-    had gone, at the latest after a lease."""
-    half_lease_ms = max(1, int(config.lease_seconds * 500))
+    had gone, at the latest after a lease, or after two seconds where a lease is shorter."""
+    half_lease_ms = max(1000, int(config.lease_seconds * 500))
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", half_lease_ms),
         ("grpc.keepalive_timeout_ms", half_lease_ms),
+        ("grpc.http2.ping_timeout_ms", half_lease_ms),  # 60 s by default, and it is the one that ends a connection
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -50,15 +50,15 @@ def test_the_pair_serves(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
 
 
 def test_late_writes_after_a_cancel_hit_nobody(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
-    """The writer has not heard of the cancel: it goes on writing into pages that must not be another request's."""
+    """The writer has not heard of the cancel, and writes into pages that must not be another request's by then."""
     reservation = pair.prepare("a", PROMPT)
-    pair.send("a", PROMPT, reservation)
-    pair.prefill.step()
     pair.decode.abort("a", writer_quiet=False)
     other = pair.prepare("b", OTHER)
     pair.send("b", OTHER, other)
     pair.start("b", other)
-    pair.run_prefill()  # late writes for a, then b's
+    pair.run_prefill()
+    pair.send("a", PROMPT, reservation)
+    pair.run_prefill()
     assert pair.bytes_written == 2 * 37 * pair.caches[0].layout.token_bytes
     pair.run_decode()
     assert pair.tokens("b") == expected(oracle, OTHER)[1:]
@@ -153,7 +153,8 @@ def test_a_completion_that_comes_before_its_stream_is_not_lost(pair: LoopPair, o
     assert pair.tokens("a") == expected(oracle, PROMPT)[1:]
 
 
-def test_a_signal_of_another_use_is_counted_and_lands_nothing(pair: LoopPair) -> None:
+def test_a_signal_of_another_use_is_counted_and_lands_nothing(folder: Path) -> None:
+    pair = LoopPair(folder, verify=False)
     reservation = pair.prepare("a", PROMPT)
     pair.start("a", reservation)
     other_use = reservation.generation + 1 << 40 | 37

@@ -1,5 +1,6 @@
 """The worker service itself, as the gateway speaks to it: idempotence, epochs, bad maps, draining."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,8 +10,9 @@ import grpc
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from tandem.transfer.factory import create_transport
 from tests.checkpoints import save_checkpoint
-from tests.island import running_island
+from tests.island import FakeIsland, running_island
 from tests.oracle import greedy, load_oracle, random_prompt
 
 EPOCH, PAGE = 1, 8
@@ -32,18 +34,22 @@ class Pair:
         )
         return self.decode.PrepareReceive(request, timeout=10)
 
-    def send(self, request_id: str, reservation: worker_pb2.Reservation) -> worker_pb2.RemoteSendResponse:
-        request = worker_pb2.RemoteSendRequest(
+    def remote_send(self, request_id: str, reservation: worker_pb2.Reservation) -> worker_pb2.RemoteSendRequest:
+        return worker_pb2.RemoteSendRequest(
             request_id=request_id, epoch=EPOCH, token_ids=PROMPT, sampling=GREEDY, reservation=reservation
         )
-        return self.prefill.RemoteSend(request, timeout=10)
 
-    def generate(self, request_id: str, reservation: worker_pb2.Reservation) -> list[int]:
+    def send(self, request_id: str, reservation: worker_pb2.Reservation) -> worker_pb2.RemoteSendResponse:
+        return self.prefill.RemoteSend(self.remote_send(request_id, reservation), timeout=10)
+
+    def start(self, request_id: str, reservation: worker_pb2.Reservation) -> Any:
         request = worker_pb2.StartGenerateRequest(
             request_id=request_id, epoch=EPOCH, reservation_id=reservation.reservation_id, sampling=GREEDY
         )
-        stream = self.decode.StartGenerate(request, timeout=10)
-        return [token for message in stream for token in message.token_ids]
+        return self.decode.StartGenerate(request, timeout=10)
+
+    def generate(self, request_id: str, reservation: worker_pb2.Reservation) -> list[int]:
+        return [token for message in self.start(request_id, reservation) for token in message.token_ids]
 
     def abort(self, stub: Stub, request_id: str, writer_quiet: bool = False) -> bool:
         request = worker_pb2.AbortRequest(request_id=request_id, epoch=EPOCH, writer_quiet=writer_quiet)
@@ -66,9 +72,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running_pair(checkpoint: Path, overrides: dict[str, Any] | None = None) -> Iterator[Pair]:
+def running_pair(
+    checkpoint: Path, overrides: dict[str, Any] | None = None, transports: FakeIsland | None = None
+) -> Iterator[Pair]:
     settings = {"cache.num_pages": 16, "cache.prefix_sharing": False, **(overrides or {})}
-    with running_island(checkpoint, settings) as island:
+    with running_island(checkpoint, settings, transports or create_transport) as island:
         addresses = [worker.address for worker in island.workers]
         with grpc.insecure_channel(addresses[0]) as one, grpc.insecure_channel(addresses[1]) as other:
             yield Pair(Stub(one), Stub(other))
@@ -100,9 +108,7 @@ def test_prepare_twice_is_one_reservation(pair: Pair) -> None:
 
 def test_a_doubled_remote_send_is_computed_once(pair: Pair) -> None:
     reservation = pair.prepare("r")
-    request = worker_pb2.RemoteSendRequest(
-        request_id="r", epoch=EPOCH, token_ids=PROMPT, sampling=GREEDY, reservation=reservation
-    )
+    request = pair.remote_send("r", reservation)
     both = [pair.prefill.RemoteSend.future(request, timeout=10) for _ in range(2)]
     one, other = (call.result() for call in both)
     assert one.first_token == other.first_token
@@ -147,6 +153,41 @@ def test_a_reservation_that_nobody_starts_expires(checkpoint: Path) -> None:
         assert pair.status(pair.decode).counters.stale_calls == 1
 
 
+def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(checkpoint: Path) -> None:
+    transports = FakeIsland()
+    lease = 0.6
+    settings = {"island.lease_seconds": lease, "scheduler.max_batch_tokens": 8}
+    with running_pair(checkpoint, settings, transports) as pair:
+        second_chunk = transports.fabric.pause_next("write_tokens", 1, skip=2)  # one for each of two layers
+        third_chunk = transports.fabric.pause_next("write_tokens", 1, skip=1)
+        reservation = pair.prepare("r")
+        reader = pair.start("r", reservation)  # keeps the receiver from taking it back
+        call = pair.prefill.RemoteSend.future(pair.remote_send("r", reservation), timeout=10)
+        assert second_chunk.entered.wait(30)
+        call.cancel()
+        second_chunk.resume()
+        assert third_chunk.entered.wait(30)
+        time.sleep(lease)
+        third_chunk.resume()
+        while pair.status(pair.prefill).counters.expired_leases == 0:
+            pass
+        assert pair.status(pair.prefill).free_pages == 16
+        reader.cancel()
+        pair.wait_until_free()
+
+
+def test_corrupt_kv_is_data_loss(checkpoint: Path) -> None:
+    transports = FakeIsland()
+    with running_pair(checkpoint, transports=transports) as pair:
+        transports.fabric.corrupt_next(1)
+        reservation = pair.prepare("r")
+        pair.send("r", reservation)
+        with pytest.raises(grpc.RpcError, match="has digest") as caught:
+            pair.generate("r", reservation)
+        assert code_of(caught) == grpc.StatusCode.DATA_LOSS
+        assert pair.status(pair.decode).counters.corrupt == 1
+
+
 def test_remote_send_after_its_abort_writes_nothing(pair: Pair) -> None:
     reservation = pair.prepare("r")
     assert not pair.abort(pair.prefill, "r")
@@ -158,10 +199,7 @@ def test_remote_send_after_its_abort_writes_nothing(pair: Pair) -> None:
 
 def test_a_reader_that_goes_away_ends_the_request(pair: Pair) -> None:
     reservation = pair.prepare("r")
-    request = worker_pb2.StartGenerateRequest(
-        request_id="r", epoch=EPOCH, reservation_id=reservation.reservation_id, sampling=GREEDY
-    )
-    stream = pair.decode.StartGenerate(request, timeout=10)
+    stream = pair.start("r", reservation)
     while pair.status(pair.decode).waiting != 1:
         pass
     stream.cancel()

@@ -74,8 +74,8 @@ class RecallDesk:
     def _post(self, recall: Recall) -> None:
         try:
             self._transport.post(recall.pe, self._lanes + self._transport.pe, _word(recall), self._transport.epoch)
-        except TransportError:
-            log.exception("a recall could not be posted to PE %d", recall.pe)
+        except TransportError as error:
+            log.warning("a recall could not be posted to PE %d: %s", recall.pe, error)
         else:
             self._posted[recall.pe] = recall
 

@@ -102,7 +102,6 @@ class LoopPair:
             clock=self.clock,
         )
         self._streams: dict[str, TokenStream] = {}
-        self._first: dict[str, int] = {}
 
     @staticmethod
     def params(num_tokens: int) -> SamplingParams:
@@ -117,8 +116,9 @@ class LoopPair:
         self.prefill.attend(request_id)
 
     def start(self, request_id: str, reservation: Reservation, num_tokens: int = 4) -> None:
-        stream = self._streams[request_id] = TokenStream()
+        stream = TokenStream()
         self.decode.start(request_id, reservation.reservation_id, self.params(num_tokens), stream)
+        self._streams[request_id] = stream
 
     def run_prefill(self) -> None:
         """Steps until nothing is left to compute."""

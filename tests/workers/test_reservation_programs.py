@@ -103,7 +103,7 @@ def oracle(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("sharing", [False, True])
-@settings(max_examples=200)
+@settings(max_examples=30)
 @given(program=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 5)), min_size=10, max_size=60))
 def test_any_program(folder: Path, oracle: list[list[int]], sharing: bool, program: list[tuple[str, int]]) -> None:
     pair = LoopPair(folder, num_pages=NUM_PAGES, num_signals=NUM_SIGNALS, sharing=sharing)

@@ -136,7 +136,7 @@ class Reservations:
         del self._requests[request.request_id]
         offer = self._offers.pop(request.request_id)
         self._leases.pop(request.request_id, None)
-        if writer_quiet or request.landed or _is_complete(self.mailbox(), request):
+        if request.landed or _is_complete(self.mailbox(), request) or writer_quiet:
             self._settle(request)
         else:
             recall = Recall(offer.writer_pe, request.signal)
@@ -147,6 +147,7 @@ class Reservations:
         """The writer of a draining request is quiet, says who asked it. False when none of that id drains."""
         for recall, request in self._draining.items():
             if request.request_id == request_id:
+                self.mailbox()  # what its writer may have posted is not stale: it is seen before the slot's next use
                 self._recalls.withdraw(recall)
                 self._settle(self._draining.pop(recall))
                 return True

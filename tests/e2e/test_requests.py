@@ -257,9 +257,10 @@ def test_clients_that_wait_take_turns(folder: Path) -> None:
             sampling=inference_pb2.SamplingParams(max_tokens=40, temperature=0, ignore_eos=True),
         )
         call = stub.Generate(request, timeout=60, metadata=(("client-id", client),))
-        await call.read()
+        messages = aiter(call)
+        await anext(messages)
         order.append(client)
-        while await call.read() is not grpc.aio.EOF:
+        async for _ in messages:
             pass
 
     async def crowd(island: Island) -> None:
@@ -278,8 +279,10 @@ def test_clients_that_wait_take_turns(folder: Path) -> None:
         assert thread is not None
         thread.call(lambda: (stopped.set(), resume.wait(30)))  # until all of them wait
         assert stopped.wait(30)
-        threading.Thread(target=lambda: (_until(lambda: len(island.gateway._active) == 7), resume.set())).start()
+        releaser = threading.Thread(target=lambda: (_until(lambda: len(island.gateway._active) == 7), resume.set()))
+        releaser.start()
         asyncio.run(crowd(island))
+        releaser.join(30)
     assert order.index("little") <= 2
     assert len(order) == 7
 

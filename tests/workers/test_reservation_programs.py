@@ -4,17 +4,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.transfer.wire_map import decode_map
 from tandem.workers.errors import Aborted, InvalidCall, NoRoom, Stale
 from tandem.workers.finish import FinishReason
 from tandem.workers.lease import Lease
 from tandem.workers.reservation import Reservation
 from tests.checkpoints import save_checkpoint
 from tests.oracle import greedy, load_oracle, random_prompt
-from tests.workers.loop_pair import LEASE, PREFILL, LoopPair
+from tests.workers.loop_pair import DECODE, LEASE, PAGE, PREFILL, LoopPair
 
 PROMPTS = [random_prompt(length, length) for length in (5, 17, 37)] + [random_prompt(37, 37)[:20] + [7] * 10]
 OUTPUT = 3
@@ -32,6 +34,7 @@ class Known:
 
     prompt: int
     reservation: Reservation
+    pages: np.ndarray
     lease: Lease | None = None
 
 
@@ -50,7 +53,8 @@ class Gateway:
             if action == "prepare":
                 prompt = (len(self.known) + number) % len(PROMPTS)
                 request_id = f"r{len(self.known)}"
-                self.known[request_id] = Known(prompt, pair.prepare(request_id, PROMPTS[prompt], OUTPUT))
+                reservation = pair.prepare(request_id, PROMPTS[prompt], OUTPUT)
+                self.known[request_id] = Known(prompt, reservation, self._pages(reservation))
             elif action == "prefill":
                 pair.prefill.step()
             elif action == "decode":
@@ -78,6 +82,35 @@ class Gateway:
         elif action == "abort both":
             pair.prefill.abort(request_id)
             pair.decode.abort(request_id, writer_quiet=True)
+
+    def _pages(self, reservation: Reservation) -> np.ndarray:
+        """Those that the writer is to write."""
+        wire = reservation.wire_map
+        position_map = decode_map(
+            wire,
+            self.pair.caches[DECODE].layout,
+            num_pages=NUM_PAGES,
+            expected_start=wire.start_position,
+            expected_tokens=wire.num_tokens,
+        )
+        return position_map.runs[0].slots() // PAGE
+
+    def check_pages(self) -> None:
+        """What the writer writes, or would write if it were told to, is held for a writer."""
+        writers = self.pair.caches[DECODE]._pools._allocators[0]._writers
+        for request_id, known in self.known.items():
+            if self._may_be_written(request_id, known.reservation):
+                assert writers[known.pages].min() > 0, f"{request_id} may still be written"
+
+    def _may_be_written(self, request_id: str, reservation: Reservation) -> bool:
+        prefill = self.pair.prefill
+        if request_id in prefill._aborted or request_id in prefill._results:
+            return False
+        try:
+            prefill._grants.check(reservation)
+        except Stale:
+            return request_id in prefill._by_id
+        return True
 
     def go_away(self) -> None:
         """Its connections end; leases, recalls and time do the rest."""
@@ -110,6 +143,7 @@ def test_any_program(folder: Path, oracle: list[list[int]], sharing: bool, progr
     gateway = Gateway(pair)
     for action, number in program:
         gateway.act(action, number)
+        gateway.check_pages()
     gateway.go_away()
     for request_id, prompt in gateway.started.items():
         ended, tokens = pair.ended(request_id), pair.tokens(request_id)

@@ -5,7 +5,7 @@ PACKAGES := cache transfer workers cluster proto
 TREE := build/import-root/tandem
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format proto bench clean
+.PHONY: help demo test check format proto chaos bench clean
 
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
@@ -13,7 +13,8 @@ help:
 	@echo "make check   ruff, pyright, layering, generated protobuf up to date"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make proto   generate the protobuf modules"
-	@echo "make bench   tests/benchmarks/*.py, one after the other"
+	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
+	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"
 	@echo "make clean   remove the virtual environment and all caches"
 
 demo: .venv/.base
@@ -36,8 +37,11 @@ format: .venv/.dev
 proto: .venv/.dev
 	@$(BIN)/python proto/generate.py
 
+chaos: .venv/.dev
+	@$(BIN)/python -m tests.chaos
+
 bench: .venv/.dev
-	@set -e; for script in tests/benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@$(BIN)/tandem bench
 
 clean:
 	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

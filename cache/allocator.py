@@ -57,6 +57,13 @@ class PageAllocator:
         """One reference less for each of `pages`; InvalidArgument, and nothing changed, when one has none left."""
         self._lower(self._references, pages, "released")
 
+    def count_freed(self, pages: Int32Array) -> int:
+        """How many pages release(pages) would make free."""
+        if pages.size == 0:
+            return 0
+        ids, times = np.unique(pages, return_counts=True)
+        return int(np.count_nonzero((self._references[ids] == times) & (self._writers[ids] == 0)))
+
     def hold(self, pages: Int32Array) -> None:
         """A remote writer may write into `pages` (referenced) until settle()."""
         if pages.size and int(self._references[pages].min()) < 1:

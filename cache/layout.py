@@ -1,9 +1,11 @@
 """What one page of KV looks like: the contract that both sides of a transfer must share."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 
@@ -15,12 +17,14 @@ class LayerGroup:
     """Layers whose KV entries are alike and share one pool and one page table.
 
     A pool is one tensor `[num_pages, len(layers), 2, num_kv_heads, page_size, head_dim]`, K at 0 and V at 1:
-    a page is one contiguous span that holds all layers of the group.
+    a page is one contiguous span that holds all layers of the group. window: how many positions a token sees, its own
+    included; pages behind it are let go of. None: all.
     """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
+    window: int | None = None
 
     def page_shape(self, page_size: int) -> tuple[int, int, int, int, int]:
         return (len(self.layers), 2, self.num_kv_heads, page_size, self.head_dim)
@@ -51,10 +55,16 @@ class KVLayout:
                     f"group {index} has num_kv_heads {group.num_kv_heads} and head_dim {group.head_dim}; "
                     "both must be at least 1"
                 )
+            if group.window is not None and group.window < 1:
+                raise InvalidArgument(f"group {index} has window {group.window}; it must be None or at least 1")
 
     @property
     def num_layers(self) -> int:
         return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def has_windows(self) -> bool:
+        return any(group.window is not None for group in self.groups)
 
     def page_shape(self, group: int) -> tuple[int, int, int, int, int]:
         """Shape of one page: [layers, 2, num_kv_heads, page_size, head_dim]."""
@@ -68,11 +78,24 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV that one position takes over all groups."""
+        """Bytes of KV that one position takes over all groups, while all of them hold it."""
         return sum(self.page_bytes(group) for group in range(len(self.groups))) // self.page_size
+
+    def check_pools(self, pools: Sequence[Tensor]) -> None:
+        """InvalidArgument unless these can be the pools of a cache: `[num_pages, *page_shape(group)]` each."""
+        if len(pools) != len(self.groups):
+            raise InvalidArgument(f"{len(pools)} pools were given; the layout has {len(self.groups)} groups")
+        for group, pool in enumerate(pools):
+            shape = ("num_pages ≥ 1", *self.page_shape(group))
+            if pool.shape[1:] != shape[1:] or pool.shape[0] < 1 or pool.dtype != self.dtype or not pool.is_contiguous():
+                raise InvalidArgument(
+                    f"pool {group} is {tuple(pool.shape)} of {pool.dtype}; "
+                    f"it must be {shape} of {self.dtype}, contiguous"
+                )
 
     @property
     def fingerprint(self) -> int:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
-        text = repr((self.page_size, str(self.dtype), [(g.layers, g.num_kv_heads, g.head_dim) for g in self.groups]))
+        groups = [(g.layers, g.num_kv_heads, g.head_dim, g.window) for g in self.groups]
+        text = repr((self.page_size, str(self.dtype), groups))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

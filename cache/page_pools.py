@@ -1,4 +1,6 @@
-"""The pages of all layer groups, handed out together, and the prefix index that gives way when they run out."""
+"""The pages of all layer groups, and the prefix index that gives way when they run out."""
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,42 +11,56 @@ from tandem.cache.position_map import Int32Array
 from tandem.cache.prefix_index import PrefixIndex
 
 PageIds = tuple[Int32Array, ...]
-"""Per layer group int32 [n]: n pages of each. Place i of a sequence is one page in every group."""
+"""Per layer group int32 [n]: pages of it; n may differ between groups."""
 
 
 class PagePools:
-    """An allocator per layer group. All groups gain and lose pages by the same calls, so their counts go together."""
+    """An allocator per layer group. A call takes from all of them or from none."""
 
     def __init__(self, num_pages: tuple[int, ...], page_size: int) -> None:
         self._allocators = tuple(PageAllocator(count) for count in num_pages)
+        self.none: PageIds = tuple(np.empty(0, np.int32) for _ in num_pages)
         self.prefixes = PrefixIndex(self._allocators, page_size)
 
     @property
-    def num_pages(self) -> int:
-        return min(allocator.num_pages for allocator in self._allocators)
+    def num_pages(self) -> tuple[int, ...]:
+        """Of each group."""
+        return tuple(allocator.num_pages for allocator in self._allocators)
 
     @property
-    def num_free(self) -> int:
-        """Pages that allocate() can give, those included that only the prefix index uses."""
-        return self._num_vacant() + self.prefixes.num_evictable
+    def num_free(self) -> tuple[int, ...]:
+        """Pages that allocate() can give of each group, those included that only the prefix index uses."""
+        evictable = self.prefixes.num_evictable
+        return tuple(allocator.num_free + evictable for allocator in self._allocators)
 
     @property
-    def num_draining(self) -> int:
-        return max(allocator.num_draining for allocator in self._allocators)
+    def num_draining(self) -> tuple[int, ...]:
+        return tuple(allocator.num_draining for allocator in self._allocators)
 
-    def allocate(self, count: int) -> PageIds:
-        """`count` pages of each group; evicts prefixes where free ones do not suffice. OutOfPages changes nothing."""
-        missing = count - self._num_vacant()
+    def allocate(self, counts: Sequence[int]) -> PageIds:
+        """counts[i] pages of group i; evicts prefixes where free ones do not suffice. OutOfPages changes nothing."""
+        return self.exchange(self.none, counts)
+
+    def exchange(self, gone: PageIds, counts: Sequence[int]) -> PageIds:
+        """Releases `gone`, then allocates. OutOfPages changes nothing: `gone` is still the caller's."""
+        missing, needed = max(
+            (count - allocator.num_free - allocator.count_freed(ids), count)
+            for allocator, ids, count in zip(self._allocators, gone, counts, strict=True)
+        )
         if missing > 0:
             evictable = self.prefixes.num_evictable
             if missing > evictable:
-                raise OutOfPages(count, count - missing + evictable)
+                raise OutOfPages(needed, needed - missing + evictable)
             self.prefixes.evict(missing)
-        return tuple(allocator.allocate(count) for allocator in self._allocators)
+        self.release(gone)
+        return tuple(
+            allocator.allocate(count) if count else none
+            for allocator, count, none in zip(self._allocators, counts, self.none, strict=True)
+        )
 
-    def are_shared(self, pages: Int32Array) -> NDArray[np.bool_]:
-        """Whether each of these pages of group 0 has another user than the one who asks."""
-        return self._allocators[0].references[pages] > 1
+    def are_shared(self, group: int, pages: Int32Array) -> NDArray[np.bool_]:
+        """Whether each of these pages of a group has another user than the one who asks."""
+        return self._allocators[group].references[pages] > 1
 
     def retain(self, pages: PageIds) -> None:
         for allocator, ids in zip(self._allocators, pages, strict=True):
@@ -54,6 +70,9 @@ class PagePools:
         for allocator, ids in zip(self._allocators, pages, strict=True):
             allocator.release(ids)
 
+    def release_of(self, group: int, pages: Int32Array) -> None:
+        self._allocators[group].release(pages)
+
     def hold(self, pages: PageIds) -> None:
         for allocator, ids in zip(self._allocators, pages, strict=True):
             allocator.hold(ids)
@@ -61,6 +80,3 @@ class PagePools:
     def settle(self, pages: PageIds) -> None:
         for allocator, ids in zip(self._allocators, pages, strict=True):
             allocator.settle(ids)
-
-    def _num_vacant(self) -> int:
-        return min(allocator.num_free for allocator in self._allocators)

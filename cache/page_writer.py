@@ -8,7 +8,7 @@ from tandem.cache.position_map import Int32Array
 
 
 class PageWriter(Protocol):
-    """One-sided writes into the pools of peers. Writes may land late and in any order until quiet().
+    """One-sided writes into the pools of peers. Writes may land late and in any order; a transport's fence tells when.
 
     Slots are int32, page_id · page_size + offset; group counts the layout's layer groups, layer counts within it.
     """
@@ -16,7 +16,10 @@ class PageWriter(Protocol):
     def write_tokens(
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
     ) -> None:
-        """Rows token_indices (int64 [n]) of k and v ([num_tokens, num_kv_heads, head_dim]) to the peer's slots [n]."""
+        """Rows token_indices (int64 [n]) of k and v ([num_tokens, num_kv_heads, head_dim]) to the peer's slots [n].
+
+        token_indices and slots are on the host.
+        """
         ...
 
     def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
@@ -26,6 +29,6 @@ class PageWriter(Protocol):
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
         """The peer's pool where kernels of this process can store into it; None where they cannot.
 
-        Such stores, on the current stream, are covered by quiet() as writes are, and not counted.
+        Such stores, on the current stream, are covered by fences as writes are.
         """
         ...

@@ -1,35 +1,31 @@
 """One worker's paged KV cache: sequences, the plan of each forward, attention, and both ends of a transfer."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tandem.cache.errors import CacheError, InvalidArgument
-from tandem.cache.kernels.base import Kernels, PushingKernels
+from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
+from tandem.cache.group_attention import GroupAttention
+from tandem.cache.group_pages import GroupPages
+from tandem.cache.growth import Growth
+from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.layout import KVLayout
-from tandem.cache.page_pools import PageIds, PagePools
+from tandem.cache.page_pools import PagePools
 from tandem.cache.page_writer import PageWriter
-from tandem.cache.plan import (
-    ForwardPlan,
-    GroupPlan,
-    Int64Array,
-    PageTables,
-    Send,
-    TokenLayout,
-    lay_out_tokens,
-    look_up_pages,
-    runs_of,
-    slots_of,
-)
+from tandem.cache.plan import ForwardPlan
 from tandem.cache.position_map import PositionMap
-from tandem.cache.rope import RopeParameters, RotaryEmbedding, Rotation
+from tandem.cache.receptions import Receptions
+from tandem.cache.rope import RopeParameters
+from tandem.cache.rotations import Rotations
 from tandem.cache.send_marks import SendMarks
 from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.streams import Streams
+from tandem.cache.window import Int64Array
 
 
 class PagedKVCache:
@@ -37,6 +33,10 @@ class PagedKVCache:
 
     Each forward: begin_forward → attention for every layer → end_forward. Sequences share pages with each other and
     with the prefix index; none notices what another does with its own.
+
+    A layer group with a window keeps of each sequence the pages that later queries can see. What is behind is let go of
+    when the next forward is begun, so that forward comes, on the device, after the one before; it is out of reach for
+    pop, fork_sequence and gather_kv. Layouts with windows share no prefixes.
 
     Calls raise InvalidArgument for an unknown sequence or a value out of range, OutOfPages when the pool and what can
     be evicted from the prefix index do not suffice; either leaves everything as it was.
@@ -49,45 +49,52 @@ class PagedKVCache:
         *,
         max_sequences: int,
         max_sequence_length: int,
-        rope: RopeParameters,
+        rope: RopeParameters | Sequence[RopeParameters],
         writer: PageWriter | None,
         scale: float | None = None,
-        kernels: Callable[[Tensor, float], Kernels] = choose_kernels,
+        softcap: float | None = None,
+        kernels: KernelFactory = choose_kernels,
     ) -> None:
         """pools: per layer group `[num_pages, *layout.page_shape(group)]`, contiguous, the caller's; what they hold at
-        first does not matter. scale: of the softmax; None is head_dim ** -0.5. writer: None when nothing is sent.
+        first does not matter. rope: one for all groups, or one for each. writer: None when nothing is sent.
+
+        scale: of the softmax; None is head_dim ** -0.5. softcap: scores become softcap · tanh(score / softcap).
         """
-        _check_construction(layout, pools, rope, max_sequence_length)
+        layout.check_pools(pools)
+        if max_sequence_length < 1:
+            raise InvalidArgument(f"max_sequence_length is {max_sequence_length}; it must be at least 1")
         self.layout = layout
         self._page_size = layout.page_size
         self._max_length = max_sequence_length
         self._writer = writer
         self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
-        self._table = SequenceTable(len(pools), max_sequences, -(-max_sequence_length // layout.page_size))
+        self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
         self._marks = SendMarks()
-        self._incoming: dict[int, PageIds] = {}  # what a remote writer may still write, by sequence
-        self._kernels = tuple(
-            kernels(pool, group.head_dim**-0.5 if scale is None else scale)
-            for pool, group in zip(pools, layout.groups, strict=True)
+        self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
+        self._streams = Streams(self._table, self._rotations, layout.page_size)
+        self._groups: list[GroupAttention] = []
+        of_groups: list[GroupPages] = []
+        for index, (pool, group, table) in enumerate(zip(pools, layout.groups, self._table.groups, strict=True)):
+            scoring = Scoring(group.head_dim**-0.5 if scale is None else scale, group.window, softcap)
+            own = kernels(pool, scoring.scale, group.window, softcap)
+            of_groups.append(GroupPages(index, group.window, table, self._pools, own, layout.page_size))
+            self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring))
+        self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
+        self._receptions = Receptions(
+            self._table, self._pages, self._pools, self._streams, layout.page_size, pools[0].device
         )
-        self._pages = SequencePages(self._table, self._pools, self._kernels, layout.page_size)
+        self._growth = Growth(self._table, self._pages, self._receptions, self._streams, max_sequence_length)
         self._places = {
             layer: (group, index)
             for group, members in enumerate(layout.groups)
             for index, layer in enumerate(members.layers)
         }
-        self._rope_by_length = rope.rope_type == "dynamic"
-        self._rotary = (
-            None
-            if rope.rope_type == "none"
-            else RotaryEmbedding(rope, max_sequence_length, pools[0].device, layout.dtype)
-        )
 
     # Sequences
 
     def add_sequence(self, sequence: int) -> None:
         """An empty sequence. OutOfSequences when max_sequences are there; an id that still drains is refused."""
-        if sequence in self._incoming:
+        if sequence in self._receptions:
             raise InvalidArgument(f"sequence {sequence} still drains; finish_receive ends that")
         self._table.add(sequence)
 
@@ -101,35 +108,74 @@ class PagedKVCache:
 
     def fork_sequence(self, parent: int, child: int, position: int = -1) -> None:
         """A new sequence with the first `position` positions of `parent` (-1: all): shares full pages, copies a
-        partial one."""
-        row = self._settled_row(parent)
-        length = int(self._table.lengths[row])
-        if not -1 <= position <= length:
-            raise InvalidArgument(f"position is {position}; -1 and 0 … {length} are accepted")
+        partial one. With windows, what a query at `position` sees must be there yet."""
+        row, streams = self._settled_row(parent), self._table.streams
+        window, sink = int(streams.windows[row]), int(streams.sinks[row])
+        length = self._table.num_positions(row)
+        at, most = (length if position == -1 else position), (min(sink, length) if window else length)
+        if not 0 <= at <= most:
+            raise InvalidArgument(f"position is {position}; -1 (all {length}) and 0 … {most} are accepted")
         self.add_sequence(child)
         try:
-            self._pages.fork(row, self._table.row(child), length if position == -1 else position)
+            self._pages.fork(row, self._table.row(child), at)
+            if window:
+                streams.enable(self._table.row(child), window, sink)
         except CacheError:
             self._table.remove(child)
             raise
 
     def pop(self, sequence: int, count: int) -> None:
-        """Takes back the last `count` positions; pages of a reservation stay. Those popped may be appended anew."""
+        """Takes back the last `count` positions; pages of a reservation stay. Those popped may be appended anew.
+
+        With windows, what a query at the new length sees must be there yet; after a forward it is, as long as no more
+        is popped than it appended.
+        """
         row = self._settled_row(sequence)
         length = int(self._table.lengths[row]) - count
         if count < 0 or length < 0:
             raise InvalidArgument(f"count is {count}; 0 … {length + count} are accepted")
+        self._streams.check_cut(row, length)
         self._pages.cut(row, length)
-        self._marks.rewind(sequence, length)
+        self._marks.rewind(sequence, self._table.num_positions(row))
 
-    def reserve(self, sequence: int, num_tokens: int) -> None:
+    def reserve(self, sequence: int, num_tokens: int, longest_append: int | None = None) -> None:
         """Sets pages aside, so that the sequence can always grow to num_tokens positions; takes the place of an
-        earlier reservation."""
+        earlier reservation.
+
+        longest_append: the most that one forward will append (None: num_tokens), by which groups with a window need
+        less; what prepare_receive adds may be longer.
+        """
         row = self._table.row(sequence)
-        self._check_length(sequence, num_tokens)
-        pages = -(-num_tokens // self._page_size)
-        self._pages.own(row, int(self._table.lengths[row]), pages)
-        self._table.reserved_pages[row] = pages
+        longest = num_tokens if longest_append is None else longest_append
+        if self._table.streams.windows[row]:
+            num_tokens = min(num_tokens, self._table.streams.longest(row, longest))
+        self._growth.check_length(sequence, num_tokens)
+        self._pages.reserve(row, num_tokens, longest)
+
+    def enable_sliding_window(self, sequence: int, window: int, sink: int) -> None:
+        """From now on an empty sequence keeps, after what a forward appends, its first `sink` positions and the last
+        window - sink (more while a forward appends more), and may grow for ever (StreamingLLM).
+
+        K is stored before RoPE and rotated by its place among what is kept. The sequence can be forked within its sink,
+        and the child slides as it does; pop takes back what is kept. Whoever receives it must slide alike.
+        """
+        row = self._settled_row(sequence)
+        if self.layout.has_windows:
+            raise InvalidArgument("the layout has groups with a window; sequences slide only in layouts without")
+        if self._table.num_positions(row):
+            raise InvalidArgument(f"sequence {sequence} holds positions; only an empty one can begin to slide")
+        self._streams.check_window(window, sink, self._max_length)
+        self._table.streams.enable(row, window, sink)
+
+    def num_pages_needed(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, ...]:
+        """Per layer group the pages that reserve() takes for a sequence that is empty."""
+        return self._pages.needed(num_tokens, num_tokens if longest_append is None else longest_append)
+
+    def has_room(self, num_tokens: int, longest_append: int | None = None, *, ever: bool = False) -> bool:
+        """Whether reserve() would work for one more sequence now, or (ever) if it were the only one."""
+        have = self._pools.num_pages if ever else self._pools.num_free
+        needed = self.num_pages_needed(num_tokens, longest_append)
+        return all(pages <= limit for pages, limit in zip(needed, have, strict=True))
 
     def clear(self) -> None:
         """Removes all sequences and prefixes; pages that drain go on doing so."""
@@ -150,103 +196,107 @@ class PagedKVCache:
         rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the
         whole prompt where it comes in chunks. None, or where smaller: the length after this append.
         """
-        rows = self._table.rows(seq_ids)
-        lengths = self._table.lengths[rows]
-        appends = np.asarray(append_lengths, np.int64)
-        self._check_appends(seq_ids, rows, lengths, appends)
-        self._pages.grow(rows, lengths, lengths + appends)
-        tokens = lay_out_tokens(lengths, appends)
-        tables = [look_up_pages(pages, rows, tokens, self._page_size) for pages in self._table.pages]
+        rows, tokens = self._growth.grow(seq_ids, np.asarray(append_lengths, np.int64))
         sequences = tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
-        sends, sent = self._marks.plan(sequences, rows, tokens, self._table.pages, self._page_size)
-        return ForwardPlan(
-            seq_ids=sequences,
-            tokens=tokens,
-            groups=tuple(
-                self._plan_group(group, tokens, of_group, to_send)
-                for group, (of_group, to_send) in enumerate(zip(tables, sends, strict=True))
-            ),
-            rotation=self._plan_rotation(tokens, rope_lengths),
-            sent=sent,
+        pages = tuple(group.pages for group in self._table.groups)
+        sends, sent = self._marks.plan(sequences, rows, tokens, pages, self._page_size, self._table.streams)
+        rotations, streams = self._streams.plan(rows, tokens, self._rotations.plan(tokens, rope_lengths))
+        groups = tuple(
+            group.plan(rows, tokens, rotation, to_send, sliding)
+            for group, rotation, to_send, sliding in zip(self._groups, rotations, sends, streams, strict=True)
         )
+        return ForwardPlan(sequences, tokens, groups, sent)
 
-    def attention(self, plan: ForwardPlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(
+        self, plan: ForwardPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """o [T, num_q_heads, head_dim]: rotates q and k, stores K and V here and with receivers, attends causally.
 
         q is [T, num_q_heads, head_dim], k and v are [T, num_kv_heads, head_dim], not rotated, left as they are.
+        sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss).
         Call it once for each layer, in order, under torch.inference_mode.
         """
         group, index = self._places[layer]
-        work, kernels = plan.groups[group], self._kernels[group]
         if k.shape[0] != plan.num_tokens:
             raise InvalidArgument(f"k has {k.shape[0]} tokens; the plan has {plan.num_tokens}")
-        q, k = kernels.append(index, q, k, v, plan.rotation, work.kernel_plan)
-        for send in work.sends:
-            assert self._writer is not None  # mark_send saw to it
-            if index == 0 and send.source_slots.size:
-                self._writer.write_slots(send.target_pe, group, send.source_slots, send.target_slots)
-            if send.token_indices.shape[0]:
-                self._writer.write_tokens(send.target_pe, group, index, k, v, send.token_indices, send.token_slots)
-        return kernels.attend(index, q, k, v, work.kernel_plan)
+        return self._groups[group].attend(plan.groups[group], index, q, k, v, sinks)
 
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
         self._marks.commit(plan.sent)
+
+    def fixed_batches(self, sizes: Sequence[int], num_q_heads: int, num_inputs: int) -> list[FixedBatch]:
+        """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them.
+
+        They share their device memory: one is filled and replayed before the next is filled.
+        """
+        return make_fixed_batches(
+            sizes,
+            [group.kernels for group in self._groups],
+            self._rotations,
+            num_q_heads=num_q_heads,
+            num_inputs=num_inputs,
+            max_pages=self._table.groups[0].pages.shape[1],
+        )
+
+    def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
+        """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward.
+
+        The step before may still run: pages that it sees stay.
+        """
+        if len(seq_ids) > batch.size:
+            raise InvalidArgument(f"seq_ids has {len(seq_ids)} sequences; the batch has room for {batch.size}")
+        if self._marks.any_open(seq_ids):
+            raise InvalidArgument("seq_ids has a sequence that is being sent; a fixed batch sends nothing")
+        if self._table.streams.count and self._table.streams.windows[self._table.rows(seq_ids)].any():
+            raise InvalidArgument("seq_ids has a sequence that slides; a fixed batch takes only others")
+        rows, tokens = self._growth.grow(seq_ids, np.ones(len(seq_ids), np.int64), in_flight=1)
+        batch.fill(tokens, [group.look_up(rows, tokens) for group in self._groups], inputs)
 
     # Transfers
 
     def prepare_receive(self, sequence: int, length: int) -> PositionMap:
         """Grows a sequence by length ≥ 1 positions that a remote writer will fill; where each of them goes.
 
-        Until finish_receive the pages stay out of use whatever happens to the sequence, and it may only be removed.
+        Positions in pages that no later query sees, by the groups' windows, are skipped. Until finish_receive the pages
+        stay out of use whatever happens to the sequence, and it may only be removed.
         """
         row = self._settled_row(sequence)
-        begin = int(self._table.lengths[row])
         if length < 1:
             raise InvalidArgument(f"length is {length}; it must be at least 1")
-        self._check_length(sequence, begin + length)
-        self._pages.grow(np.array([row]), np.array([begin]), np.array([begin + length]))
-        end = begin + length
-        pages = self._table.held_pages(row, begin // self._page_size, -(-end // self._page_size))
-        self._pools.hold(pages)
-        self._incoming[sequence] = pages
-        self._table.receiving[row] = True
-        held = self._table.held_pages(row)
-        return PositionMap(begin, tuple(runs_of(ids, begin, end, self._page_size) for ids in held))
+        if self.layout.has_windows and not self._marks.is_done(sequence):  # what it is to send may leave a window
+            raise InvalidArgument(f"sequence {sequence} is marked to be sent; with windows it receives only afterwards")
+        if self._table.streams.windows[row] == 0:  # a stream has room for any number
+            self._growth.check_length(sequence, int(self._table.lengths[row]) + length)
+        return self._receptions.begin(sequence, length)
 
     def finish_receive(self, sequence: int) -> None:
         """The writer is quiet: no write into the sequence's pages can come any more. Idempotent."""
-        pages = self._incoming.pop(sequence, None)
-        if pages is None:
-            return
-        self._pools.settle(pages)
-        if sequence in self._table:
-            self._table.receiving[self._table.row(sequence)] = False
+        self._receptions.finish(sequence)
 
     def mark_send(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
         """Positions `begin` (where the map starts) … end of the map go to target_pe while they are computed.
 
         Cached ones go page to page in the next forward, which must have one more to compute than they are.
+        InvalidArgument when the map asks for some that have left a window here.
         """
-        length = self.num_tokens(sequence)
+        row = self._table.row(sequence)
         if self._writer is None:
             raise InvalidArgument(f"sequence {sequence} cannot be sent: the cache was made without a writer")
         if begin != position_map.start_position:
             raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
-        if len(position_map.runs) != len(self.layout.groups):
-            raise InvalidArgument(
-                f"the position map has {len(position_map.runs)} layer groups; the layout has {len(self.layout.groups)}"
-            )
-        if position_map.end_position <= length:
-            raise InvalidArgument(
-                f"the position map ends at {position_map.end_position}; it must reach further than the {length} "
-                f"positions of sequence {sequence} that are cached"
-            )
-        self._marks.add(sequence, begin, position_map, target_pe)
+        held = [int(group.begins[row]) * self._page_size for group in self._table.groups]
+        self._streams.check_map(row, position_map)
+        self._marks.add(sequence, position_map, target_pe, self._table.num_positions(row), held)
 
     def num_sent(self, sequence: int) -> int:
         """Positions of its map that forwards have issued; less again after pop."""
         return self._marks.num_sent(sequence)
+
+    def bytes_sent(self, sequence: int) -> int:
+        """Bytes of those, without what the map skips."""
+        counts = self._marks.num_slots_sent(sequence)
+        return sum(n * self.layout.page_bytes(group) // self._page_size for group, n in enumerate(counts))
 
     def sends_done(self, sequence: int) -> bool:
         """Whether all of its map has been issued; True without one."""
@@ -259,8 +309,9 @@ class PagedKVCache:
 
         At least one token is left over to be computed.
         """
+        self._check_sharing(sequence)
         row = self._table.row(sequence)
-        if self._table.num_pages[row]:
+        if any(pages.size for pages in self._table.held_pages(row)):
             raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
         pages = self._pools.prefixes.match(token_ids, max(len(token_ids) - 1, 0) // self._page_size)
         self._pages.share(row, pages)
@@ -268,6 +319,7 @@ class PagedKVCache:
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed."""
+        self._check_sharing(sequence)
         row = self._settled_row(sequence)
         length = int(self._table.lengths[row])
         if len(token_ids) > length:
@@ -282,7 +334,12 @@ class PagedKVCache:
     # Counters and contents
 
     def num_tokens(self, sequence: int) -> int:
-        return int(self._table.lengths[self._table.row(sequence)])
+        """Positions appended; a sliding window has evicted some of them."""
+        return self._table.num_positions(self._table.row(sequence))
+
+    def first_position(self, sequence: int) -> int:
+        """The first position that all layers hold: 0 without windows."""
+        return self._pages.first_position(self._table.row(sequence))
 
     @property
     def is_empty(self) -> bool:
@@ -291,12 +348,13 @@ class PagedKVCache:
 
     @property
     def num_pages(self) -> int:
-        return self._pools.num_pages
+        """Pages of the smallest layer group."""
+        return min(self._pools.num_pages)
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be allocated: free ones, and those that only the prefix index uses."""
-        return self._pools.num_free
+        """Pages of the scarcest group that can be allocated: free ones, and those that only the prefix index uses."""
+        return min(self._pools.num_free)
 
     @property
     def num_cached_pages(self) -> int:
@@ -306,76 +364,35 @@ class PagedKVCache:
     @property
     def num_draining_pages(self) -> int:
         """Pages that nobody uses but a remote writer may still hit."""
-        return self._pools.num_draining
+        return max(self._pools.num_draining)
 
     def gather_kv(self, sequence: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K is rotated."""
+        """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K is rotated.
+
+        begin is at least first_position(sequence), unless nothing is asked for.
+        """
         row, length = self._table.row(sequence), self.num_tokens(sequence)
         if not 0 <= begin <= end <= length:
             raise InvalidArgument(f"begin and end are {begin} and {end}; 0 ≤ begin ≤ end ≤ {length} is accepted")
-        positions = np.arange(begin, end)
-        slots = [slots_of(pages[row], positions, self._page_size) for pages in self._table.pages]
-        places = [self._places[layer] for layer in range(self.layout.num_layers)]
-        return [self._kernels[group].read_slots(index, slots[group]) for group, index in places]
+        if begin < min(self.first_position(sequence), end):
+            first = self.first_position(sequence)
+            raise InvalidArgument(f"begin is {begin}; positions before {first} have left the window of some layers")
+        indices = self._streams.indices(row, begin, end)
+        found = {
+            layer: kv
+            for group, members in zip(self._groups, self.layout.groups, strict=True)
+            for layer, kv in zip(members.layers, group.gather(range(len(members.layers)), row, indices), strict=True)
+        }
+        return [found[layer] for layer in range(self.layout.num_layers)]
 
-    # Checks and parts of the plan
-
-    def _plan_group(self, group: int, tokens: TokenLayout, tables: PageTables, sends: tuple[Send, ...]) -> GroupPlan:
-        kernels = self._kernels[group]
-        plan = kernels.plan(tokens, tables)
-        if sends and isinstance(kernels, PushingKernels):
-            assert self._writer is not None  # mark_send saw to it
-            plan, sends = kernels.push_with_append(plan, sends, partial(self._writer.peer_pool, group=group))
-        return GroupPlan(tables, sends, plan)
-
-    def _plan_rotation(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> Rotation | None:
-        if self._rotary is None:
-            return None
-        positions = torch.from_numpy(tokens.positions.astype(np.int64))
-        if not self._rope_by_length:
-            return self._rotary.rotation(positions)
-        lengths = tokens.seq_lens.astype(np.int64)
-        if rope_lengths is not None:
-            lengths = np.maximum(lengths, np.asarray(rope_lengths, np.int64))
-        return self._rotary.rotation(positions, torch.from_numpy(lengths[tokens.owners]))
+    # Checks
 
     def _settled_row(self, sequence: int) -> int:
-        row = self._table.row(sequence)
-        if self._table.receiving[row]:
-            raise InvalidArgument(f"sequence {sequence} is being received; finish_receive ends that")
-        return row
+        self._receptions.check_settled(sequence)
+        return self._table.row(sequence)
 
-    def _check_length(self, sequence: int, length: int) -> None:
-        if not 0 <= length <= self._max_length:
-            raise InvalidArgument(f"sequence {sequence} would have {length} positions; 0 … {self._max_length} fit")
-
-    def _check_appends(
-        self, seq_ids: Sequence[int] | Int64Array, rows: Int64Array, lengths: Int64Array, appends: Int64Array
-    ) -> None:
-        if rows.size == 0 or appends.shape != rows.shape:
-            raise InvalidArgument(f"append_lengths has shape {appends.shape}; it must be [B], B = {rows.size} ≥ 1")
-        if int(appends.min()) < 1:
-            raise InvalidArgument(f"append_lengths has {int(appends.min())}; lengths must be at least 1")
-        longest = int((lengths + appends).argmax())
-        self._check_length(seq_ids[longest], int(lengths[longest] + appends[longest]))
-        if self._incoming and self._table.receiving[rows].any():
-            receiving = int(np.flatnonzero(self._table.receiving[rows])[0])
-            raise InvalidArgument(f"sequence {seq_ids[receiving]} is being received; finish_receive ends that")
-
-
-def _check_construction(
-    layout: KVLayout, pools: Sequence[Tensor], rope: RopeParameters, max_sequence_length: int
-) -> None:
-    if len(pools) != len(layout.groups):
-        raise InvalidArgument(f"{len(pools)} pools were given; the layout has {len(layout.groups)} groups")
-    for group, pool in enumerate(pools):
-        shape = ("num_pages ≥ 1", *layout.page_shape(group))
-        if pool.shape[1:] != shape[1:] or pool.shape[0] < 1 or pool.dtype != layout.dtype or not pool.is_contiguous():
-            raise InvalidArgument(
-                f"pool {group} is {tuple(pool.shape)} of {pool.dtype}; it must be {shape} of {layout.dtype}, contiguous"
-            )
-    if max_sequence_length < 1:
-        raise InvalidArgument(f"max_sequence_length is {max_sequence_length}; it must be at least 1")
-    head_dim = min(group.head_dim for group in layout.groups)
-    if rope.rope_type != "none" and rope.rotary_dim > head_dim:
-        raise InvalidArgument(f"rotary_dim is {rope.rotary_dim}; the smallest head_dim is {head_dim}")
+    def _check_sharing(self, sequence: int) -> None:
+        if self._table.streams.windows[self._table.row(sequence)]:
+            raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
+        if self.layout.has_windows:
+            raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.position_map import Int32Array, SlotRuns
+from tandem.cache.position_map import SKIP, Int32Array, SlotRuns
 from tandem.cache.rope import Rotation
-
-Int64Array = NDArray[np.int64]
+from tandem.cache.stream_attention import StreamPart
+from tandem.cache.window import Int64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +17,7 @@ class TokenLayout:
     """How T new tokens of B sequences are packed.
 
     qo_indptr: int32 [B + 1], tokens qo_indptr[i] … qo_indptr[i + 1] - 1 are those of sequence i.
-    seq_lens: int32 [B], positions of each sequence after the append. positions: int32 [T].
+    seq_lens: int32 [B], positions stored of each sequence after the append. positions: int32 [T], among those.
     owners: int64 [T], the sequence, 0 … B - 1, of each token.
     """
 
@@ -33,14 +32,16 @@ class PageTables:
     """FlashInfer's arrays for one layer group.
 
     slot_mapping: int32 [T], where each new token's K and V go. kv_indptr: int32 [B + 1]; kv_indices[kv_indptr[i] :
-    kv_indptr[i + 1]]: int32, the pages of sequence i, the new tokens' included; kv_last_page_len: int32 [B], 1 …
-    page_size.
+    kv_indptr[i + 1]]: int32, the pages of sequence i, the new tokens' included, without those that have left the
+    window; kv_last_page_len: int32 [B], 1 … page_size. kv_lens: int32 [B], the positions in those pages: the last
+    kv_lens[i] of seq_lens[i].
     """
 
     slot_mapping: Int32Array
     kv_indptr: Int32Array
     kv_indices: Int32Array
     kv_last_page_len: Int32Array
+    kv_lens: Int32Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +61,15 @@ class Send:
 
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
-    """One layer group of a forward. kernel_plan is what the group's kernels made of tables; only they read it."""
+    """One layer group of a forward. kernel_plan is what the group's kernels made of tables; only they read it.
+
+    rotation is None without RoPE. streams: the sequences with a sliding window.
+    """
 
     tables: PageTables
+    rotation: Rotation | None
     sends: tuple[Send, ...]
+    streams: tuple[StreamPart, ...]
     kernel_plan: Any
 
 
@@ -71,13 +77,12 @@ class GroupPlan:
 class ForwardPlan:
     """One forward over B sequences, made by PagedKVCache.begin_forward and passed to each attention call.
 
-    rotation is None without RoPE. sent holds (sequence, position up to which its map will have been issued).
+    sent holds (sequence, position up to which its map will have been issued).
     """
 
     seq_ids: tuple[int, ...]
     tokens: TokenLayout
     groups: tuple[GroupPlan, ...]
-    rotation: Rotation | None
     sent: tuple[tuple[int, int], ...]
 
     @property
@@ -110,10 +115,18 @@ def lay_out_tokens(lengths: Int64Array, appends: Int64Array) -> TokenLayout:
     return TokenLayout(qo_indptr, (lengths + appends).astype(np.int32), positions.astype(np.int32), owners)
 
 
-def look_up_pages(pages: Int32Array, rows: Int64Array, tokens: TokenLayout, page_size: int) -> PageTables:
-    """pages: int32 [max_sequences, max_pages], a group's page table; rows: int64 [B], the sequences' rows in it."""
+def look_up_pages(
+    pages: Int32Array, rows: Int64Array, tokens: TokenLayout, page_size: int, begins: Int64Array | None = None
+) -> PageTables:
+    """pages: int32 [max_sequences, max_pages], a group's page table; rows: int64 [B], the sequences' rows in it.
+
+    begins: int64 [B], the first place that each row holds; None: 0.
+    """
     last_places = (tokens.seq_lens - 1) // page_size
-    counts = last_places + 1
+    counts, kv_lens = last_places + 1, tokens.seq_lens
+    if begins is not None:
+        first_places = begins.astype(np.int32)
+        counts, kv_lens = counts - first_places, kv_lens - first_places * np.int32(page_size)
     kv_indptr = np.zeros(rows.size + 1, np.int32)
     np.cumsum(counts, out=kv_indptr[1:])
     places = tokens.positions // page_size
@@ -121,8 +134,9 @@ def look_up_pages(pages: Int32Array, rows: Int64Array, tokens: TokenLayout, page
     return PageTables(
         slot_mapping=(token_pages - places) * page_size + tokens.positions,
         kv_indptr=kv_indptr,
-        kv_indices=_ragged_rows(pages, rows, counts),
+        kv_indices=_ragged_rows(pages, rows, counts, begins),
         kv_last_page_len=tokens.seq_lens - last_places * page_size,
+        kv_lens=kv_lens,
     )
 
 
@@ -131,30 +145,41 @@ def slots_of(pages: Int32Array, positions: Int64Array, page_size: int) -> Int32A
     return pages[positions // page_size] * np.int32(page_size) + (positions % page_size).astype(np.int32)
 
 
-def runs_of(pages: Int32Array, begin: int, end: int, page_size: int) -> SlotRuns:
-    """Slots of positions begin … end - 1 (begin < end) of a sequence whose page ids are `pages`, in the fewest runs."""
+def runs_of(pages: Int32Array, begin: int, end: int, page_size: int, first_place: int = 0) -> SlotRuns:
+    """Slots of positions begin … end - 1 (begin < end) of a sequence whose page ids are `pages`, in the fewest runs.
+
+    Positions before those of first_place are skipped.
+    """
+    skipped = min(first_place * page_size, end) - begin
+    if skipped > 0:
+        skip = SlotRuns(np.array([SKIP], np.int32), np.array([skipped], np.int32))
+        return skip if begin + skipped == end else skip.then(runs_of(pages, begin + skipped, end, page_size))
     first, last = begin // page_size, (end - 1) // page_size
     used = pages[first : last + 1].astype(np.int64)
     starts = np.append(0, np.flatnonzero(np.diff(used) != 1) + 1)
     begins = used[starts] * page_size
     lengths = np.diff(np.append(starts, used.size)) * page_size
-    skipped = begin - first * page_size
-    begins[0] += skipped
-    lengths[0] -= skipped
+    lead = begin - first * page_size
+    begins[0] += lead
+    lengths[0] -= lead
     lengths[-1] -= (last + 1) * page_size - end
     return SlotRuns(begins.astype(np.int32), lengths.astype(np.int32))
 
 
-def _ragged_rows(pages: Int32Array, rows: Int64Array, counts: Int32Array) -> Int32Array:
-    """The first counts[i] entries of row rows[i], one after another."""
+def _ragged_rows(
+    pages: Int32Array, rows: Int64Array, counts: Int32Array, first_columns: Int64Array | None = None
+) -> Int32Array:
+    """counts[i] entries of row rows[i], from column first_columns[i] (None: 0) on, one after another."""
     widest, total = int(counts.max()), int(counts.sum())
-    if widest * rows.size <= 2 * total:  # copy whole rows, then drop what is too much: fastest when lengths are alike
+    if first_columns is None and widest * rows.size <= 2 * total:
+        # Copy whole rows, then drop what is too much: fastest when lengths are alike.
         square = pages[:, :widest][rows]
         return (
             square.reshape(-1)
             if widest * rows.size == total
             else square[np.arange(widest, dtype=np.int32) < counts[:, None]]
         )
-    begins = np.cumsum(counts) - counts
-    flat = np.arange(total) + np.repeat(rows * pages.shape[1] - begins, counts)
-    return pages.reshape(-1).take(flat)
+    begins = rows * pages.shape[1] - (np.cumsum(counts) - counts)
+    if first_columns is not None:
+        begins += first_columns
+    return pages.reshape(-1).take(np.arange(total) + np.repeat(begins, counts))

@@ -59,6 +59,12 @@ class SlotRuns:
     def num_tokens(self) -> int:
         return int(self.lengths.sum(dtype=np.int64))
 
+    @property
+    def num_skipped(self) -> int:
+        """Positions before the first that has a slot."""
+        wanted = np.flatnonzero(self.begins != SKIP)
+        return int(self.lengths[: wanted[0] if wanted.size else None].sum(dtype=np.int64))
+
     def slots(self) -> Int32Array:
         """int32 [num_tokens]: the slot of each position, SKIP where nothing is written."""
         ends = np.cumsum(self.lengths, dtype=np.int64)
@@ -66,6 +72,10 @@ class SlotRuns:
         offsets = np.arange(total, dtype=np.int64) - np.repeat(ends - self.lengths, self.lengths)
         begins = np.repeat(self.begins, self.lengths)
         return np.where(begins == SKIP, SKIP, begins + offsets).astype(np.int32)
+
+    def then(self, other: "SlotRuns") -> "SlotRuns":
+        """These runs and then those of `other`."""
+        return SlotRuns(np.concatenate((self.begins, other.begins)), np.concatenate((self.lengths, other.lengths)))
 
     def packed(self) -> Int32Array:
         """int32 [1 + 2n]: n, then begin and length of each run."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 
-ROPE_TYPES = ("none", "default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("none", "default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,9 @@ class RopeParameters:
     """How q and k are rotated. Fields are named as in config.json; those that rope_type does not read are ignored.
 
     rotary_dim: the leading elements of a head that are rotated, all or, with a partial_rotary_factor, fewer.
-    max_position_embeddings is read by "dynamic", original_max_position_embeddings by "llama3" and "yarn".
+    max_position_embeddings is read by "dynamic", original_max_position_embeddings by "llama3", "yarn" and "longrope".
+    short_factor, long_factor: rotary_dim / 2 numbers each for "longrope", of sequences up to and beyond
+    original_max_position_embeddings.
     Raises InvalidArgument when a field is out of range or one that rope_type needs is missing.
     """
 
@@ -34,6 +36,13 @@ class RopeParameters:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the length of the sequence decides how its tokens are rotated."""
+        return self.rope_type in ("dynamic", "longrope")
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -56,12 +65,22 @@ class RopeParameters:
                 raise InvalidArgument(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
         if self.rope_type == "yarn":
             self._require("original_max_position_embeddings")
+        if self.rope_type == "longrope":
+            self._check_longrope()
 
     def _require(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
             if value is None or not 0 < value < math.inf:
                 raise InvalidArgument(f"{name} is {value}; rope_type {self.rope_type!r} needs a number above 0")
+
+    def _check_longrope(self) -> None:
+        self._require("original_max_position_embeddings")
+        needed = self.rotary_dim // 2
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            if len(factors) != needed or not all(0 < one < math.inf for one in factors):
+                raise InvalidArgument(f"{name} is {factors}; rope_type 'longrope' needs {needed} numbers above 0")
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,10 @@ class Rotation:
 
     cos: Tensor
     signed_sin: Tensor
+
+    def first(self, count: int) -> "Rotation":
+        """The rotation of the first `count` tokens."""
+        return Rotation(self.cos[:count], self.signed_sin[:count])
 
     def apply(self, x: Tensor) -> Tensor:
         """x [T, heads, head_dim] rotated; the elements from rotary_dim on are kept."""
@@ -106,22 +129,29 @@ class RotaryEmbedding:
         self._dtype = dtype
         inv_freq, self._scale = inverse_frequencies(parameters)
         self._inv_freq = inv_freq.to(device)
+        self._max_positions = max_positions
         positions = torch.arange(max_positions, device=device)
-        self._table = self._factors(positions, torch.zeros_like(positions))  # [max_positions, 2, 1, rotary_dim]
+        lengths = torch.zeros_like(positions)
+        if parameters.rope_type == "longrope":  # first the rows of short sequences, then those of long ones
+            positions = positions.repeat(2)
+            lengths = torch.cat((lengths, lengths + self._switch_length + 1))
+        self._table = self._factors(positions, lengths)  # [rows, 2, 1, rotary_dim]
 
     def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Rotation:
         """What cos_sin returns, as factors in the dtype and on the device given at construction; arguments on any."""
         device = self._table.device
-        if self._parameters.rope_type == "dynamic":
+        if self._parameters.by_length:
             lengths = positions + 1 if rope_lengths is None else rope_lengths
-            if int(lengths.max()) > self._trained_length:
+            if self._parameters.rope_type == "longrope":
+                positions = positions + (lengths > self._switch_length) * self._max_positions
+            elif int(lengths.max()) > self._trained_length:
                 return Rotation(*self._factors(positions.to(device), lengths.to(device)).unbind(1))
         return Rotation(*self._table.index_select(0, positions.to(device)).unbind(1))
 
     def cos_sin(self, positions: Tensor, rope_lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [T, rotary_dim] each, both halves alike, as transformers' rotary modules return them.
 
-        positions: int64 [T], below max_positions. rope_lengths: int64 [T], for "dynamic" the length of the sequence
+        positions: int64 [T], below max_positions. rope_lengths: int64 [T], when by_length the length of the sequence
         in the forward that computes the token (transformers: the prompt's, or position + 1 later); None: position + 1.
         """
         inv_freq = self._inv_freq
@@ -129,6 +159,10 @@ class RotaryEmbedding:
             lengths = positions + 1 if rope_lengths is None else rope_lengths
             scaled = dynamic_inverse_frequencies(self._parameters, lengths.clamp(min=self._trained_length))
             inv_freq = torch.where((lengths > self._trained_length)[:, None], scaled, inv_freq)
+        elif self._parameters.rope_type == "longrope":
+            lengths = positions + 1 if rope_lengths is None else rope_lengths
+            long = longrope_frequencies(self._parameters, self._parameters.long_factor).to(inv_freq.device)
+            inv_freq = torch.where((lengths > self._switch_length)[:, None], long, inv_freq)
         angles = positions[:, None].float() * inv_freq
         angles = torch.cat((angles, angles), -1)
         return angles.cos() * self._scale, angles.sin() * self._scale
@@ -137,6 +171,12 @@ class RotaryEmbedding:
     def _trained_length(self) -> int:
         assert self._parameters.max_position_embeddings is not None  # "dynamic" has one
         return self._parameters.max_position_embeddings
+
+    @property
+    def _switch_length(self) -> int:
+        """The longest sequence of the short factors."""
+        assert self._parameters.original_max_position_embeddings is not None  # "longrope" has one
+        return self._parameters.original_max_position_embeddings
 
     def _factors(self, positions: Tensor, rope_lengths: Tensor) -> Tensor:
         """[T, 2, 1, rotary_dim]: cos and signed sin."""
@@ -154,6 +194,8 @@ def inverse_frequencies(parameters: RopeParameters) -> tuple[Tensor, float]:
         return _llama3(parameters, base), 1.0
     if parameters.rope_type == "yarn":
         return _yarn(parameters), _yarn_attention_factor(parameters)
+    if parameters.rope_type == "longrope":
+        return longrope_frequencies(parameters, parameters.short_factor), _longrope_attention_factor(parameters)
     return base, 1.0
 
 
@@ -216,3 +258,18 @@ def _yarn_attention_factor(parameters: RopeParameters) -> float:
     if parameters.mscale and parameters.mscale_all_dim:
         return magnitude(parameters.mscale) / magnitude(parameters.mscale_all_dim)
     return magnitude(1.0)
+
+
+def longrope_frequencies(parameters: RopeParameters, factors: tuple[float, ...]) -> Tensor:
+    """LongRoPE (Ding et al., 2024): float32 [rotary_dim / 2], each frequency less by its factor."""
+    return 1.0 / (torch.tensor(factors) * _powers(parameters))
+
+
+def _longrope_attention_factor(parameters: RopeParameters) -> float:
+    """Grows with the factor by which the model was stretched; of short sequences, too."""
+    assert parameters.original_max_position_embeddings is not None
+    if parameters.attention_factor is not None:
+        return parameters.attention_factor
+    if parameters.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(parameters.factor) / math.log(parameters.original_max_position_embeddings))

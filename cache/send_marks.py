@@ -1,14 +1,16 @@
 """Sequences whose KV also goes to another worker, and what each forward has to send for them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from tandem.cache.errors import InvalidArgument
-from tandem.cache.plan import Int64Array, Send, TokenLayout, slots_of
+from tandem.cache.plan import Send, TokenLayout, slots_of
 from tandem.cache.position_map import SKIP, Int32Array, PositionMap
+from tandem.cache.stream_table import StreamTable
+from tandem.cache.window import Int64Array
 
 
 @dataclass(eq=False)
@@ -42,8 +44,29 @@ class SendMarks:
     def __init__(self) -> None:
         self._marks: dict[int, SendMark] = {}
 
-    def add(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
-        """Marks a sequence; replaces a mark that is used up, InvalidArgument when it has one that is not."""
+    def add(
+        self, sequence: int, position_map: PositionMap, target_pe: int, length: int, held_from: Sequence[int]
+    ) -> None:
+        """Marks a sequence of `length` positions, of which each group holds those from held_from on.
+
+        Replaces a mark that is used up; InvalidArgument when it has one that is not, and for a map that does not fit.
+        """
+        if len(position_map.runs) != len(held_from):
+            raise InvalidArgument(
+                f"the position map has {len(position_map.runs)} layer groups; the layout has {len(held_from)}"
+            )
+        if position_map.end_position <= length:
+            raise InvalidArgument(
+                f"the position map ends at {position_map.end_position}; it must reach further than the {length} "
+                f"positions of sequence {sequence} that are cached"
+            )
+        begin = position_map.start_position
+        for group, (runs, held) in enumerate(zip(position_map.runs, held_from, strict=True)):
+            if begin + runs.num_skipped < held:
+                raise InvalidArgument(
+                    f"the position map asks for position {begin + runs.num_skipped} of layer group {group}; "
+                    f"those before {held} have left its window"
+                )
         old = self._marks.get(sequence)
         if old is not None and old.planned < old.end:
             raise InvalidArgument(f"sequence {sequence} is marked already, up to position {old.end}; it may be once")
@@ -57,10 +80,21 @@ class SendMarks:
         mark = self._marks.get(sequence)
         return mark.issued - mark.begin if mark else 0
 
+    def num_slots_sent(self, sequence: int) -> list[int]:
+        """Per group how many of these positions have a slot; [] for a sequence that was never marked."""
+        mark = self._marks.get(sequence)
+        if mark is None:
+            return []
+        return [int(np.count_nonzero(slots[: mark.issued - mark.begin] != SKIP)) for slots in mark.slots]
+
     def is_done(self, sequence: int) -> bool:
         """Whether every position of the map was issued; True for a sequence that was never marked."""
         mark = self._marks.get(sequence)
         return mark is None or mark.issued == mark.end
+
+    def any_open(self, sequences: Iterable[int]) -> bool:
+        """Whether a map of one of them is not used up."""
+        return bool(self._marks) and not all(self.is_done(int(sequence)) for sequence in sequences)
 
     def rewind(self, sequence: int, length: int) -> None:
         """Positions from `length` on were popped: what replaces them is sent again, unless the map was used up."""
@@ -83,6 +117,7 @@ class SendMarks:
         tokens: TokenLayout,
         pages: tuple[Int32Array, ...],
         page_size: int,
+        streams: StreamTable,
     ) -> tuple[list[tuple[Send, ...]], tuple[tuple[int, int], ...]]:
         """Sends of one forward, per group, and for each marked sequence the position up to which it will be sent.
 
@@ -96,13 +131,15 @@ class SendMarks:
             mark = self._marks.get(sequence)
             if mark is None or mark.planned == mark.end:
                 continue
-            length, first = int(tokens.seq_lens[index]), int(tokens.qo_indptr[index])
+            row, first = int(rows[index]), int(tokens.qo_indptr[index])
+            length = int(tokens.seq_lens[index] + streams.dropped[row])
             cached = length - (int(tokens.qo_indptr[index + 1]) - first)
             end = min(length, mark.end)
             for group, batch in enumerate(batches):
                 into = batch.setdefault(mark.target_pe, _Batch())
-                own = pages[group][rows[index]]
-                _add_cached(into, mark, group, np.arange(mark.planned, min(cached, end)), own, page_size)
+                positions = np.arange(mark.planned, min(cached, end))
+                indices = np.where(positions < streams.sinks[row], positions, positions - streams.dropped[row])
+                _add_cached(into, mark, group, positions, indices, pages[group][row], page_size)
                 _add_tokens(into, mark, group, np.arange(max(cached, mark.begin), end), first - cached)
             mark.planned = max(mark.planned, end)
             sent.append((sequence, mark.planned))
@@ -110,11 +147,18 @@ class SendMarks:
 
 
 def _add_cached(
-    batch: _Batch, mark: SendMark, group: int, positions: np.ndarray, pages: Int32Array, page_size: int
+    batch: _Batch,
+    mark: SendMark,
+    group: int,
+    positions: np.ndarray,
+    indices: np.ndarray,
+    pages: Int32Array,
+    page_size: int,
 ) -> None:
+    """indices: where the sequence, whose page ids are `pages`, stores the positions."""
     targets = mark.slots[group][positions - mark.begin]
     wanted = targets != SKIP
-    batch.source_slots.append(slots_of(pages, positions[wanted], page_size))
+    batch.source_slots.append(slots_of(pages, indices[wanted], page_size))
     batch.target_slots.append(targets[wanted])
 
 

@@ -1,96 +1,118 @@
-"""Which pages the sequences of a cache hold: growing, sharing, copying before a write."""
+"""Which pages the sequences of a cache hold, in all its layer groups at once."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
-from tandem.cache.kernels.base import Kernels
+from tandem.cache.errors import InvalidArgument, OutOfPages
+from tandem.cache.group_pages import GroupPages, Ownership
 from tandem.cache.page_pools import PageIds, PagePools
-from tandem.cache.sequence_table import Int64Array, SequenceTable
+from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.window import Int64Array
 
 
 class SequencePages:
-    """Moves pages between `pools` and the rows of `table`, and keeps this true of every row:
+    """Moves pages between `pools` and the rows of `table`. A call changes every group or, with OutOfPages, none."""
 
-        places:  0 …                      lengths // page_size         num_pages
-                 [ full, may be shared ]  [ partial, may be shared ]  [ reserved, its own ]
-
-    Nothing is ever written into a shared page, so only a partial one can be in the way; it is copied before it grows.
-    """
-
-    def __init__(self, table: SequenceTable, pools: PagePools, kernels: tuple[Kernels, ...], page_size: int) -> None:
+    def __init__(self, table: SequenceTable, pools: PagePools, groups: Sequence[GroupPages], page_size: int) -> None:
         self._table = table
         self._pools = pools
-        self._kernels = kernels
+        self._groups = tuple(groups)
         self._page_size = page_size
 
-    def grow(self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array) -> None:
-        """Gives rows of `lengths` the pages for new_lengths, writable from `lengths` on; OutOfPages changes nothing.
+    def needed(self, num_tokens: int, longest_append: int) -> tuple[int, ...]:
+        """Per group the most pages that a sequence of num_tokens positions, appended in pieces, holds at once."""
+        return tuple(group.needed(num_tokens, longest_append) for group in self._groups)
 
-        All int64 [B]; rows are distinct.
+    def first_position(self, row: int) -> int:
+        """The first position that every group holds."""
+        return max(int(group.table.begins[row]) for group in self._groups) * self._page_size
+
+    def check_held(self, what: str, row: int, length: int) -> None:
+        """InvalidArgument unless every group holds what a query at position `length` sees."""
+        for index, group in enumerate(self._groups):
+            begin = int(group.table.begins[row])
+            if group.first_place(length) < begin:
+                assert group.window is not None  # without one all places are held
+                least = begin * self._page_size + group.window - 1
+                raise InvalidArgument(
+                    f"{what} would have {length} positions, but those before {begin * self._page_size} have left the "
+                    f"window of layer group {index}; at least {least} are accepted"
+                )
+
+    def grow(
+        self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array, gone: PageIds
+    ) -> None:
+        """Gives rows of `lengths` the pages for new_lengths, writable from `lengths` on, and takes those away that no
+        query at positions `queries` or later sees; OutOfPages changes nothing.
+
+        All int64 [B]; rows are distinct. gone: further pages to be released.
         """
-        table, size = self._table, self._page_size
-        last_places = (new_lengths - 1) // size
-        tail_places = lengths // size
-        needed = np.maximum(last_places + 1 - table.num_pages[rows], 0)
-        partial = np.flatnonzero(tail_places * size != lengths)
-        shared = partial[self._pools.are_shared(table.pages[0][rows[partial], tail_places[partial]])]
-        added = int(needed.sum())
-        if added + shared.size:
-            pages = self._pools.allocate(added + shared.size)
-            self._replace(rows[shared], tail_places[shared], tuple(ids[added:] for ids in pages))
-            table.append_pages(rows, needed, tuple(ids[:added] for ids in pages))
-        # What stands past a sequence's end in its last page is read, though masked: a new last page is cleared.
-        opened = np.flatnonzero(last_places * size >= lengths)
-        if opened.size:
-            for kernels, of_group in zip(self._kernels, table.pages, strict=True):
-                kernels.clear_pages(of_group[rows[opened], last_places[opened]])
-        table.lengths[rows] = new_lengths
+        reserved = self._table.reserved_places[rows]
+        growths = [group.plan_growth(rows, lengths, new_lengths, queries, reserved) for group in self._groups]
+        gone = tuple(
+            np.concatenate((growth.gone, ids)) if ids.size else growth.gone
+            for growth, ids in zip(growths, gone, strict=True)
+        )
+        if any(growth.num_pages or ids.size for growth, ids in zip(growths, gone, strict=True)):
+            pages = self._pools.exchange(gone, [growth.num_pages for growth in growths])
+        else:
+            pages = self._pools.none
+        last = (new_lengths - 1) // self._page_size
+        for group, growth, ids in zip(self._groups, growths, pages, strict=True):
+            group.grow(rows, lengths, last, growth, ids)
+        self._table.lengths[rows] = new_lengths
 
-    def own(self, row: int, length: int, num_pages: int) -> None:
-        """Makes places length // page_size … num_pages - 1 pages of the row's own; OutOfPages changes nothing."""
-        table = self._table
-        begin, held = length // self._page_size, int(table.num_pages[row])
-        shared = begin + np.flatnonzero(self._pools.are_shared(table.pages[0][row, begin : min(held, num_pages)]))
-        added = max(num_pages - held, 0)
-        pages = self._pools.allocate(added + shared.size)
-        self._replace(np.full(shared.size, row), shared, tuple(ids[added:] for ids in pages))
-        table.append_pages(np.array([row]), np.array([added]), tuple(ids[:added] for ids in pages))
+    def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:
+        """Makes sure that a row can always grow to num_tokens positions; OutOfPages changes nothing."""
+        budgets, places = self.needed(num_tokens, longest_append), -(-num_tokens // self._page_size)
+        length = int(self._table.lengths[row])
+        owned = [
+            group.plan_ownership(row, length, places, budget)
+            for group, budget in zip(self._groups, budgets, strict=True)
+        ]
+        self._own(row, owned)
+        self._table.reserved_places[row] = places
+        for group, budget in zip(self._groups, budgets, strict=True):
+            group.table.budgets[row] = budget
 
     def cut(self, row: int, length: int) -> None:
-        """Shortens a row to `length`; its reserved places stay, and become its own. OutOfPages changes nothing."""
-        table, reserved = self._table, int(self._table.reserved_pages[row])
-        self.own(row, length, reserved)
-        kept = max(-(-length // self._page_size), reserved)
-        self._pools.release(table.held_pages(row, kept))
-        table.num_pages[row] = kept
-        table.lengths[row] = length
+        """Shortens a row to `length`; what it has reserved stays, and becomes its own. OutOfPages changes nothing."""
+        self.check_held("the sequence", row, length)
+        reserved, used = int(self._table.reserved_places[row]), -(-length // self._page_size)
+        owned = [group.plan_ownership(row, length, reserved) for group in self._groups]
+        self._own(row, owned)
+        ends = [max(used, change.end) for change in owned]
+        self._pools.release(tuple(group.cut(row, end) for group, end in zip(self._groups, ends, strict=True)))
+        self._table.lengths[row] = length
 
     def fork(self, parent: int, child: int, length: int) -> None:
         """Gives the empty row `child` the first `length` positions of row `parent`; OutOfPages changes nothing."""
-        full, rest = divmod(length, self._page_size)
-        copies = self._pools.allocate(1 if rest else 0)
-        self.share(child, self._table.held_pages(parent, 0, full))
-        if rest:
-            self._copy(self._table.held_pages(parent, full, full + 1), copies)
-            self._table.append_pages(np.array([child]), np.array([1]), copies)
+        if length:
+            self.check_held("the fork", parent, length)
+        copied = 1 if length % self._page_size else 0
+        shared = tuple(group.shared_by_fork(parent, length) for group in self._groups)
+        self._pools.retain(shared)
+        reserved = int(self._table.reserved_places[parent])
+        owned = [group.plan_ownership(parent, int(self._table.lengths[parent]), reserved) for group in self._groups]
+        try:
+            pages = self._pools.allocate([copied + change.num_pages for change in owned])
+        except OutOfPages:
+            self._pools.release(shared)
+            raise
+        for group, change, ids in zip(self._groups, owned, pages, strict=True):
+            group.fork(parent, child, length, ids[:copied])
+            group.own(parent, change, ids[copied:])
         self._table.lengths[child] = length
 
     def share(self, row: int, pages: PageIds) -> None:
         """Gives an empty row full pages that others hold."""
         self._pools.retain(pages)
-        count = pages[0].size
-        self._table.append_pages(np.array([row]), np.array([count]), pages)
-        self._table.lengths[row] = count * self._page_size
+        for group, ids in zip(self._groups, pages, strict=True):
+            group.share(row, ids)
+        self._table.lengths[row] = pages[0].size * self._page_size
 
-    def _replace(self, rows: Int64Array, places: Int64Array, pages: PageIds) -> None:
-        """Puts copies in the stead of shared pages: `pages` at `places` of `rows`."""
-        if rows.size == 0:
-            return
-        old = tuple(of_group[rows, places] for of_group in self._table.pages)
-        self._copy(old, pages)
-        for of_group, ids in zip(self._table.pages, pages, strict=True):
-            of_group[rows, places] = ids
-        self._pools.release(old)
-
-    def _copy(self, sources: PageIds, targets: PageIds) -> None:
-        for kernels, source, target in zip(self._kernels, sources, targets, strict=True):
-            kernels.copy_pages(source, target)
+    def _own(self, row: int, owned: Sequence[Ownership]) -> None:
+        pages = self._pools.allocate([change.num_pages for change in owned])
+        for group, change, ids in zip(self._groups, owned, pages, strict=True):
+            group.own(row, change, ids)

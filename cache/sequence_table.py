@@ -3,31 +3,31 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tandem.cache.errors import InvalidArgument, OutOfSequences
+from tandem.cache.group_table import GroupTable
 from tandem.cache.position_map import Int32Array
-
-Int64Array = NDArray[np.int64]
+from tandem.cache.stream_table import StreamTable
+from tandem.cache.window import Int64Array
 
 
 class SequenceTable:
     """One row a sequence; its caller knows it by any int, the arrays by its row.
 
-    lengths: positions stored. num_pages: pages held in each group, those of a reservation included.
-    reserved_pages: pages that pop must leave. receiving: a remote writer fills the last positions.
-    pages: per group int32 [max_sequences, max_pages], of which row i holds num_pages[i].
+    lengths: positions stored, which are those appended except in a stream: a sequence with a sliding window, of which
+    `streams` knows what was evicted. reserved_places: those that a reservation reaches to. receiving: a remote writer
+    fills the last positions. groups: the pages, per layer group.
     """
 
-    def __init__(self, num_groups: int, max_sequences: int, max_pages: int) -> None:
+    def __init__(self, num_groups: int, max_sequences: int, max_length: int, page_size: int) -> None:
         if max_sequences < 1:
             raise InvalidArgument(f"max_sequences is {max_sequences}; it must be at least 1")
         self.max_sequences = max_sequences
         self.lengths = np.zeros(max_sequences, np.int64)
-        self.num_pages = np.zeros(max_sequences, np.int64)
-        self.reserved_pages = np.zeros(max_sequences, np.int64)
+        self.reserved_places = np.zeros(max_sequences, np.int64)
         self.receiving = np.zeros(max_sequences, np.bool_)
-        self.pages = tuple(np.zeros((max_sequences, max_pages), np.int32) for _ in range(num_groups))
+        self.streams = StreamTable(max_sequences, page_size)
+        self.groups = tuple(GroupTable(max_sequences, -(-max_length // page_size)) for _ in range(num_groups))
         self._rows: dict[int, int] = {}
         self._vacant = list(range(max_sequences - 1, -1, -1))
         self._last_keys: tuple[int, ...] = ()
@@ -50,12 +50,16 @@ class SequenceTable:
             raise OutOfSequences(f"sequence {sequence} is one too many; max_sequences is {self.max_sequences}")
         row = self._vacant.pop()
         self._rows[sequence] = row
-        self.lengths[row] = self.num_pages[row] = self.reserved_pages[row] = 0
+        self.lengths[row] = self.reserved_places[row] = 0
         self.receiving[row] = False
+        for group in self.groups:
+            group.reset(row)
         return row
 
     def remove(self, sequence: int) -> None:
-        self._vacant.append(self._rows.pop(sequence))
+        row = self._rows.pop(sequence)
+        self.streams.reset(row)
+        self._vacant.append(row)
         self._last_keys, self._last_rows = (), np.empty(0, np.int64)
 
     def row(self, sequence: int) -> int:
@@ -63,6 +67,10 @@ class SequenceTable:
             return self._rows[sequence]
         except KeyError:
             raise InvalidArgument(f"sequence {sequence} is not there; add_sequence makes one") from None
+
+    def num_positions(self, row: int) -> int:
+        """Positions appended to a row."""
+        return int(self.lengths[row] + self.streams.dropped[row])
 
     def rows(self, sequences: Sequence[int] | Int64Array) -> Int64Array:
         """int64 [B], to be read only; InvalidArgument when one is unknown or stands twice."""
@@ -82,15 +90,5 @@ class SequenceTable:
         return np.array(rows, np.int64)
 
     def held_pages(self, row: int, begin: int = 0, end: int | None = None) -> tuple[Int32Array, ...]:
-        """Per group a copy of the page ids at places begin … end - 1 of a row; end None: all that it holds."""
-        end = int(self.num_pages[row]) if end is None else end
-        return tuple(pages[row, begin:end].copy() for pages in self.pages)
-
-    def append_pages(self, rows: Int64Array, counts: Int64Array, pages: tuple[Int32Array, ...]) -> None:
-        """Hands pages (per group int32 [sum of counts]) to rows, counts[i] to rows[i], in order."""
-        begins = np.cumsum(counts) - counts
-        places = np.arange(int(counts.sum())) + np.repeat(self.num_pages[rows] - begins, counts)
-        owners = np.repeat(rows, counts)
-        for table, ids in zip(self.pages, pages, strict=True):
-            table[owners, places] = ids
-        self.num_pages[rows] += counts
+        """Per group a copy of the page ids at those of places begin … end - 1 that a row holds; end None: all."""
+        return tuple(group.held(row, begin, end) for group in self.groups)

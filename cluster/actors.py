@@ -1,8 +1,9 @@
-"""What runs in the processes of a cluster, as the launcher calls it. Knows nothing of Ray."""
+"""What runs in the processes of a cluster, as its supervisors call it. Knows nothing of Ray."""
 
 import threading
 
 from tandem.cluster.gateway import Gateway, GatewaySettings
+from tandem.cluster.membership import IslandState
 from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.worker import Worker
@@ -21,8 +22,11 @@ class WorkerActor:
     def progress(self) -> tuple[int, int]:
         return self._worker.loaded_bytes, self._worker.total_bytes
 
-    def open(self) -> bytes:
-        return self._worker.open()
+    def pages_that_fit(self, utilization: float) -> int:
+        return self._worker.pages_that_fit(utilization)
+
+    def open(self, num_pages: int) -> bytes:
+        return self._worker.open(num_pages)
 
     def join(self, handles: list[bytes]) -> None:
         self._worker.join(handles)
@@ -30,8 +34,15 @@ class WorkerActor:
     def serve(self) -> str:
         return self._worker.serve()
 
+    def ping(self) -> None:
+        """Returns when the worker can still take a command: one that hangs in a step does not."""
+        self._worker.ping()
+
+    def release(self, prefix: str, writer_quiet: bool = False) -> None:
+        self._worker.release(prefix, writer_quiet)
+
     def wait(self) -> None:
-        """Returns when stop() was called: whoever holds this call's reference learns when the process ends."""
+        """Returns when stop() was called: whoever holds this call's answer learns when the process ends."""
         self._stopped.wait()
 
     def stop(self) -> None:
@@ -49,6 +60,15 @@ class GatewayActor:
 
     def serve(self) -> str:
         return self._events.run(self._gateway.start(), timeout=30)
+
+    def ping(self) -> None:
+        self._events.run(self._gateway.ping(), timeout=30)
+
+    def update_island(self, state: IslandState) -> None:
+        self._events.run(self._gateway.update_island(state), timeout=30)
+
+    def placed_tokens(self, island: str) -> int:
+        return self._events.run(self._gateway.placed_tokens(island), timeout=30)
 
     def wait(self) -> None:
         self._stopped.wait()

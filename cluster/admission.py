@@ -32,9 +32,11 @@ class AdmissionQueue:
         self.tokens = 0
 
     @asynccontextmanager
-    async def turn(self, client: str, tokens: int) -> AsyncGenerator[None]:
-        """Waits for its turn, and has it inside the block. Overloaded when too much waits already."""
-        self._check_room(tokens)
+    async def turn(self, client: str, tokens: int, *, admitted: bool = False) -> AsyncGenerator[None]:
+        """Waits for its turn, and has it inside the block. Overloaded when too much waits already, unless the request
+        was admitted before."""
+        if not admitted:
+            self._check_room(tokens)
         self.requests += 1
         self.tokens += tokens
         try:

@@ -15,13 +15,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tandem.cluster.errors import ClusterNotRunning, ConfigError, InvalidRequest, StopTimedOut, TandemError, UsageError
+from tandem.cluster.errors import (
+    BenchmarkFailed,
+    ClusterNotRunning,
+    ConfigError,
+    InvalidRequest,
+    MissingPlots,
+    StopTimedOut,
+    TandemError,
+    UsageError,
+)
 from tandem.workers.models.errors import ModelError
 
 if TYPE_CHECKING:
     from tandem.cluster.client_messages import Prompt
+    from tandem.cluster.credentials import ClientSecurity
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+BENCH_FOLDER = Path("build", "bench")
 
 app = typer.Typer(
     help="Serves large language models with prefill and decode on separate workers.",
@@ -30,9 +41,20 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+Family = Literal[
+    "gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"
+]
 Address = Annotated[
     str | None, typer.Option(help=f"Gateway's HOST:PORT; else the running cluster's or {DEFAULT_ADDRESS}.")
 ]
+TokenFile = Annotated[
+    Path | None, typer.Option(envvar="TANDEM_TOKEN_FILE", help="File with the token that the gateway asks for.")
+]
+TlsCa = Annotated[
+    Path | None, typer.Option(envvar="TANDEM_TLS_CA", help="Speaks TLS; who signed the gateway's certificate, PEM.")
+]
+TlsCert = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_CERT", help="Own certificate, for mutual TLS.")]
+TlsKey = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_KEY", help="Its key.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -125,6 +147,10 @@ def generate(
     request_id: Annotated[str | None, typer.Option(help="Made by the gateway when left out.")] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Deadline of the request, in seconds.")] = 600.0,
     address: Address = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Stream the answer to one prompt; with --json print its tokens and timings at the end."""
@@ -136,25 +162,34 @@ def generate(
     from tandem.cluster.cli_output import print_json, print_stream
     from tandem.cluster.client import Client
 
-    with Client(address or _running_address()) as client:
+    security = _security(token_file, tls_ca, tls_cert, tls_key)
+    with Client(address or _running_address(), security) as client:
         updates = client.generate(wanted, request_id=request_id, timeout=timeout, **sampling)
         (print_json if as_json else print_stream)(updates)
 
 
 @app.command()
-def status(address: Address = None, as_json: AsJson = False) -> None:
+def status(
+    address: Address = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
+) -> None:
     """Show a cluster's workers, pages and requests."""
     from tandem.cluster.cli_output import print_cluster
     from tandem.cluster.client import Client
 
-    with Client(address or _running_address()) as client:
+    security = _security(token_file, tls_ca, tls_cert, tls_key)
+    with Client(address or _running_address(), security) as client:
         print_cluster(client.cluster_info(), as_json)
 
 
 @app.command()
 def make_model(
     folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint; made when missing.")],
-    arch: Annotated[Literal["llama", "mistral", "qwen2", "qwen3"], typer.Option(help="The model's family.")] = "llama",
+    arch: Annotated[Family, typer.Option(help="The model's family.")] = "llama",
     size: Annotated[Literal["tiny", "small"], typer.Option(help="2 layers of 64 or 4 layers of 256.")] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
 ) -> None:
@@ -176,6 +211,41 @@ def doctor() -> None:
     from tandem.cluster.doctor import examine
 
     print_findings(examine(GatewaySection().port))
+
+
+@app.command()
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="Which; all when left out.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for NAME.json and plots; made when missing.")] = BENCH_FOLDER,
+    only_list: Annotated[bool, typer.Option("--list", help="Only say what there is.")] = False,
+) -> None:
+    """Run the benchmarks of the checkout around the current folder; keep JSON and plots, and print what was reached.
+
+    Exits with 1 when one fails; a target that is missed is no failure.
+    """
+    from tandem.cluster.bench import find_benchmarks, print_outcomes, run_benchmark, write_outcome
+    from tandem.cluster.bench_plots import draw_plots
+
+    found = find_benchmarks(names or [])
+    if only_list:
+        for benchmark in found:
+            print(f"{benchmark.name:20} {benchmark.summary}")
+        return
+    outcomes = []
+    for benchmark in found:
+        print(f"{benchmark.name} …", end=" ", flush=True)
+        outcomes.append(run_benchmark(benchmark))
+        print(f"{outcomes[-1].seconds:g} s", flush=True)
+        write_outcome(outcomes[-1], out)
+    print_outcomes(outcomes)
+    try:
+        written = draw_plots(outcomes, out)
+        print(f"wrote {len(outcomes)} results and {len(written)} plots to {out}")
+    except MissingPlots as error:
+        print(f"wrote {len(outcomes)} results to {out}; {error}")
+    failed = [outcome.benchmark for outcome in outcomes if "failed" in outcome.result]
+    if failed:
+        raise BenchmarkFailed(f"failed: {', '.join(failed)}")
 
 
 @app.command()
@@ -206,6 +276,15 @@ def _prompt(text: str | None, file: Path | None, token_ids: str | None, chat: bo
     else:
         content = text
     return [{"role": "user", "content": content}] if chat else content
+
+
+def _security(
+    token_file: Path | None, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None
+) -> "ClientSecurity":
+    from tandem.cluster.credentials import ClientSecurity, read_token
+
+    paths = (None if path is None else str(path) for path in (tls_ca, tls_cert, tls_key))
+    return ClientSecurity(None if token_file is None else read_token(token_file), *paths)
 
 
 def _running_address() -> str:

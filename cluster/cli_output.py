@@ -61,7 +61,7 @@ def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(
         f"{info.name}  tandem {info.version}  up {info.uptime_seconds:.0f} s  "
-        f"{info.active} active  {info.queued} queued"
+        f"{info.active} active  {info.queued} queued  gateway restarts {info.gateway_restarts}"
     )
     for island in info.islands:
         console.print(_table(island))
@@ -69,7 +69,10 @@ def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:
 
 def _table(island: inference_pb2.IslandInfo) -> Table:
     columns = ("pe", "role", "pid", "address", "pages", "free", "cached", "draining", "running", "waiting", "memory")
-    table = Table(title=f"island {island.name}  epoch {island.epoch}  {island.transport}", title_justify="left")
+    title = f"island {island.name}  epoch {island.epoch}  {island.transport}  restarts {island.restarts}"
+    if not island.workers:
+        title += "  is started again"
+    table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in ("role", "address") else "right")
     for worker in island.workers:

@@ -1,5 +1,10 @@
-"""Clients of a gateway, one that blocks and one for asyncio. Every call has a deadline; errors are CallErrors."""
+"""Clients of a gateway, one that blocks and one for asyncio. Every call has a deadline; errors are CallErrors.
 
+A stream that breaks because the gateway is started again goes on where it was, for resume_seconds at the longest.
+"""
+
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
 from typing import Self, Unpack
@@ -16,19 +21,32 @@ from tandem.cluster.client_messages import (
     call_error,
     update,
 )
+from tandem.cluster.credentials import ClientSecurity
+from tandem.cluster.resumption import Resumption
 from tandem.proto import inference_pb2, inference_pb2_grpc
 
 GENERATE_SECONDS = 600.0
+RESUME_SECONDS = 60.0
 INFO_SECONDS = 10.0
+NO_SECURITY = ClientSecurity()
 
 
 class Client:
     """A gateway at HOST:PORT, for use from any thread: `with Client(address) as client: …`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self, address: str, security: ClientSecurity = NO_SECURITY, resume_seconds: float = RESUME_SECONDS
+    ) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._resume_seconds = resume_seconds
+        self._answered = False
+        credentials = security.credentials(address)
+        self._channel = (
+            grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        )
+        self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
 
     def generate(
         self,
@@ -43,25 +61,39 @@ class Client:
 
     def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
         try:
-            return self._stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=timeout)
+            info = self._stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=timeout)
         except grpc.RpcError as error:
             raise call_error(self.address, error) from None
+        self._answered = True
+        return info
 
     def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
         try:
-            return self._stub.GetClusterInfo(inference_pb2.GetClusterInfoRequest(), timeout=timeout)
+            info = self._stub.GetClusterInfo(inference_pb2.GetClusterInfoRequest(), timeout=timeout)
         except grpc.RpcError as error:
             raise call_error(self.address, error) from None
+        self._answered = True
+        return info
 
     def _updates(self, request: inference_pb2.GenerateRequest, timeout: float) -> Generator[GenerateUpdate, None, None]:
-        call = self._stub.Generate(request, timeout=timeout)
-        try:
-            for message in call:
-                yield update(message)
-        except grpc.RpcError as error:
-            raise call_error(self.address, error) from None
-        finally:
-            call.cancel()
+        resumption = Resumption(request, timeout, self._resume_seconds)
+        while True:
+            call = self._stub.Generate(request, timeout=resumption.seconds_left)
+            try:
+                for message in call:
+                    self._answered = True
+                    resumption.add(message)
+                    yield update(message)
+                return
+            except grpc.RpcError as error:
+                if resumption.finished:
+                    return
+                pause = resumption.pause(error, self._answered)
+                if pause is None:
+                    raise call_error(self.address, error) from None
+            finally:
+                call.cancel()
+            time.sleep(pause)
 
     def close(self) -> None:
         self._channel.close()
@@ -78,10 +110,19 @@ class Client:
 class AsyncClient:
     """As Client, for one asyncio loop: `async with AsyncClient(address) as client: …`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self, address: str, security: ClientSecurity = NO_SECURITY, resume_seconds: float = RESUME_SECONDS
+    ) -> None:
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._resume_seconds = resume_seconds
+        self._answered = False
+        credentials = security.credentials(address)
+        self._channel = (
+            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        )
+        self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
 
     def generate(
         self,
@@ -96,27 +137,41 @@ class AsyncClient:
 
     async def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
         try:
-            return await self._stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=timeout)
+            info = await self._stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=timeout)
         except grpc.RpcError as error:
             raise call_error(self.address, error) from None
+        self._answered = True
+        return info
 
     async def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
         try:
-            return await self._stub.GetClusterInfo(inference_pb2.GetClusterInfoRequest(), timeout=timeout)
+            info = await self._stub.GetClusterInfo(inference_pb2.GetClusterInfoRequest(), timeout=timeout)
         except grpc.RpcError as error:
             raise call_error(self.address, error) from None
+        self._answered = True
+        return info
 
     async def _updates(
         self, request: inference_pb2.GenerateRequest, timeout: float
     ) -> AsyncGenerator[GenerateUpdate, None]:
-        call = self._stub.Generate(request, timeout=timeout)
-        try:
-            async for message in call:
-                yield update(message)
-        except grpc.RpcError as error:
-            raise call_error(self.address, error) from None
-        finally:
-            call.cancel()
+        resumption = Resumption(request, timeout, self._resume_seconds)
+        while True:
+            call = self._stub.Generate(request, timeout=resumption.seconds_left)
+            try:
+                async for message in call:
+                    self._answered = True
+                    resumption.add(message)
+                    yield update(message)
+                return
+            except grpc.RpcError as error:
+                if resumption.finished:
+                    return
+                pause = resumption.pause(error, self._answered)
+                if pause is None:
+                    raise call_error(self.address, error) from None
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause)
 
     async def close(self) -> None:
         await self._channel.close()

@@ -8,12 +8,14 @@ from typing import Any, TypedDict
 import grpc
 
 from tandem.cluster.errors import (
+    AttemptsExhausted,
     CallError,
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
     ServerError,
+    Unauthenticated,
     Unavailable,
 )
 from tandem.proto import inference_pb2
@@ -21,7 +23,11 @@ from tandem.proto import inference_pb2
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 RETRY_AFTER_KEY = "retry-after-ms"
-CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.enable_http_proxy", 0))
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_reconnect_backoff_ms", 1000),  # a gateway that is started again is back within seconds
+)
 
 
 class Sampling(TypedDict, total=False):
@@ -68,6 +74,7 @@ class Timings:
     bytes_pushed: int
     total_seconds: float
     pages: int
+    attempts: int
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,8 @@ def call_error(address: str, error: grpc.RpcError) -> CallError:
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
         grpc.StatusCode.UNAVAILABLE: Unavailable,
         grpc.StatusCode.CANCELLED: Cancelled,
+        grpc.StatusCode.ABORTED: AttemptsExhausted,
+        grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     }
     if code in kinds:
         return kinds[code](details if code == grpc.StatusCode.INVALID_ARGUMENT else f"{address}: {details}")

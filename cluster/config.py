@@ -1,15 +1,15 @@
 """A cluster's configuration: the sections of its YAML, their defaults and limits, and how a file is read."""
 
 import difflib
-import ipaddress
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
@@ -50,10 +50,30 @@ class ModelSection(Section):
 
 class CacheSection(Section):
     page_size: Literal[8, 16, 32, 64, 128] = Field(default=16, description="positions in one KV page")
-    num_pages: Count = Field(
-        default=1024, le=1 << 24, description="KV pages in each worker's pool, the same on every worker"
+    num_pages: Count | None = Field(
+        default=None,
+        le=1 << 24,
+        description="KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU "
+        "and what gpu_memory_utilization leaves on a GPU",
+    )
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="fraction of a GPU's memory that weights, KV pages and workspace may take; "
+        "null is 0.9, unless num_pages is given",
     )
     prefix_sharing: bool = Field(default=True, description="whether requests share the pages of equal prefixes")
+
+    @field_validator("gpu_memory_utilization")
+    @classmethod
+    def _alone(cls, utilization: float | None, info: ValidationInfo) -> float | None:
+        num_pages = info.data.get("num_pages")
+        if utilization is not None and num_pages is not None:
+            raise ValueError(
+                f"must be null where cache.num_pages is given, here {num_pages}: one follows from the other"
+            )
+        return utilization
 
 
 class SchedulerSection(Section):
@@ -110,22 +130,52 @@ class GatewaySection(Section):
     max_queued_tokens: Count = Field(
         default=1 << 22, le=1 << 40, description="most tokens, prompts and outputs, that wait for room"
     )
+    max_attempts: Count = Field(
+        default=5, le=1000, description="how often a request is placed when workers are lost while they serve it"
+    )
     queue_seconds: float = Field(default=60.0, gt=0, le=86400, description="longest wait for room")
     request_seconds: float = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
     max_message_mib: Count = Field(default=16, le=1024, description="largest message that the gateway takes, in MiB")
+    max_calls: Count = Field(default=4096, le=1 << 20, description="most calls at a time, waiting ones included")
 
-    @field_validator("host")
+
+class SecuritySection(Section):
+    """Whoever can reach the gateway may use it, unless it asks for a token."""
+
+    token_file: str | None = Field(
+        default=None, description="file with the bearer token that every call must carry; only its owner may read it"
+    )
+    tls_cert: str | None = Field(default=None, description="the gateway's certificate chain, PEM")
+    tls_key: str | None = Field(default=None, description="the key of tls_cert, PEM; only its owner may read it")
+    client_ca: str | None = Field(
+        default=None, description="PEM; clients must then show a certificate that it signed (mutual TLS)"
+    )
+
+    @field_validator("token_file", "tls_cert", "tls_key", "client_ca")
     @classmethod
-    def _loopback(cls, host: str) -> str:
-        try:
-            loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            loopback = False
-        if not loopback:
-            raise ValueError(
-                "must be a loopback address, 127.0.0.1, ::1 or localhost: there is no TLS and no token yet"
-            )
-        return host
+    def _resolve(cls, path: str | None) -> str | None:
+        return None if path is None else str(Path(path).expanduser().resolve())
+
+    @model_validator(mode="after")
+    def _whole(self) -> "SecuritySection":
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("must have both tls_cert and tls_key, or neither")
+        if self.client_ca is not None and self.tls_cert is None:
+            raise ValueError("must have tls_cert and tls_key where client_ca is set")
+        return self
+
+
+class RecoverySection(Section):
+    unresponsive_seconds: float = Field(
+        default=60.0, gt=0, le=86400, description="a process that is silent for so long is ended and started again"
+    )
+    drain_seconds: float = Field(
+        default=10.0, ge=0, le=86400, description="longest wait for what a broken island's other workers can finish"
+    )
+    max_restarts: int = Field(
+        default=10, ge=0, le=1 << 20, description="most restarts of an island, or of the gateway, in window_seconds"
+    )
+    window_seconds: float = Field(default=600.0, gt=0, le=86400, description="the time in which restarts are counted")
 
 
 class RaySection(Section):
@@ -145,9 +195,34 @@ class ClusterConfig(Section):
     model: ModelSection = Field(default=ModelSection(), description="what is served")
     cache: CacheSection = Field(default=CacheSection(), description="each worker's KV")
     scheduler: SchedulerSection = Field(default=SchedulerSection(), description="limits of one forward")
+    num_islands: Count = Field(default=1, le=256, description="islands of the shape that `island` gives")
     island: IslandSection = Field(default=IslandSection(), description="the workers that can write into each other")
     gateway: GatewaySection = Field(default=GatewaySection(), description="the door for clients")
+    recovery: RecoverySection = Field(
+        default=RecoverySection(), description="what happens when a process ends or falls silent"
+    )
+    security: SecuritySection = Field(default=SecuritySection(), description="who may call the gateway")
     ray: RaySection = Field(default=RaySection(), description="the Ray that places the workers")
+
+    @model_validator(mode="after")
+    def _open_doors_are_guarded(self) -> "ClusterConfig":
+        guarded = self.security.token_file is not None and self.security.tls_cert is not None
+        if not guarded and not is_loopback(self.gateway.host):
+            raise ValueError(
+                f"gateway.host is {self.gateway.host!r}; it must be a loopback address, 127.0.0.1, ::1 or localhost, "
+                "unless there are a token and TLS: set security.token_file, tls_cert and tls_key"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fit_device(self) -> Self:
+        utilization = self.cache.gpu_memory_utilization
+        if self.island.device == "cpu" and utilization is not None:
+            raise ValueError(
+                f"cache.gpu_memory_utilization is {utilization}; it must be null where island.device is cpu: "
+                "cache.num_pages says how large the pools are there"
+            )
+        return self
 
 
 def load_config(path: Path | str | None, overrides: Mapping[str, Any] | Sequence[str] = ()) -> ClusterConfig:
@@ -205,6 +280,8 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 def _explain(finding: Mapping[str, Any]) -> str:
     """One line for one of pydantic's findings: dotted key, value received, what would be accepted."""
     location = [str(part) for part in finding["loc"]]
+    if not location:  # of the whole config: the message names its keys itself
+        return finding["msg"].removeprefix("Value error, ")
     dotted = ".".join(location)
     if finding["type"] in ("extra_forbidden", "invalid_key"):
         section = _section(location[:-1])

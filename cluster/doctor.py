@@ -3,6 +3,8 @@
 import importlib
 import os
 import platform
+import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -10,10 +12,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import ModuleType
+
+from tandem.transfer.errors import TransportError
+from tandem.transfer.kernels.device_build import find_nvshmem
 
 COMMAND_SECONDS = 20.0
 SHM_BYTES = 8 << 30  # of /dev/shm: Ray's object store and NCCL's buffers
+OLDEST_DRIVER = 570  # CUDA 12.8, whose driver takes copies in batches
 
 
 @dataclass(frozen=True)
@@ -36,9 +43,12 @@ def examine(port: int) -> Iterator[Finding]:
     yield _peer_to_peer()
     for name in ("nvshmem4py", "flashinfer-python", "triton"):
         yield _package(name, "for a GPU island: pip install 'tandem[cuda13]', or [cuda12] for CUDA 12")
-    yield _tool("nvcc", ("nvcc",), "for FlashInfer's kernels: install the CUDA toolkit of torch's CUDA version")
+    yield _device_library()
+    yield _nvcc()
     yield _tool("c compiler", ("cc", "gcc", "clang"), "for faster CPU kernels: install gcc")
     yield _shm()
+    yield _memory_files()
+    yield _ray_token()
     yield _port(port)
 
 
@@ -59,9 +69,13 @@ def _package(name: str, advice: str) -> Finding:
 
 def _driver() -> Finding:
     lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-    if lines:
-        return Finding("nvidia driver", True, lines[0].strip())
-    return Finding("nvidia driver", False, "missing", "for a GPU island: install the NVIDIA driver, 570 or later")
+    found = lines[0].strip() if lines else "missing"
+    major = found.split(".")[0]
+    if major.isdecimal() and int(major) >= OLDEST_DRIVER:
+        return Finding("nvidia driver", True, found)
+    return Finding(
+        "nvidia driver", False, found, f"for a GPU island: install the NVIDIA driver, {OLDEST_DRIVER} or later"
+    )
 
 
 def _gpus() -> Finding:
@@ -85,7 +99,8 @@ def _peer_to_peer() -> Finding:
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     apart = [f"{i}→{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
     if apart:
-        return Finding("peer to peer", False, f"not {', '.join(apart)}", "keep these GPUs out of one island")
+        advice = "keep these GPUs out of one island: they would write by slower puts, not tried between such GPUs"
+        return Finding("peer to peer", False, f"not {', '.join(apart)}", advice)
     return Finding("peer to peer", True, f"all {len(pairs)} pairs{_links()}")
 
 
@@ -102,6 +117,27 @@ def _links() -> str:
     count = len(rows)
     links = sorted({link for row in rows for link in row[1 : count + 1]} - {"X"})
     return f" ({', '.join(links)})" if links else ""
+
+
+def _device_library() -> Finding:
+    """What device_puts.cu is linked with."""
+    try:
+        return Finding("nvshmem library", True, str(find_nvshmem()))
+    except (TransportError, ImportError, ValueError):  # the last two: a parent package that is broken
+        advice = "for GPUs that are not peer to peer: pip install nvidia-nvshmem-cu13, or -cu12 for CUDA 12"
+        return Finding("nvshmem library", False, "missing", advice)
+
+
+def _nvcc() -> Finding:
+    """FlashInfer's kernels are loaded into a process that has torch's CUDA runtime."""
+    advice = "for FlashInfer's kernels and device-side puts: install the CUDA toolkit of torch's CUDA version"
+    finding = _tool("nvcc", ("nvcc",), advice)
+    torch = _torch()
+    wanted = torch.version.cuda if torch else None
+    release = re.search(r"release (\d+)", finding.found)
+    if wanted and release and release[1] != wanted.split(".")[0]:
+        return Finding("nvcc", False, f"{finding.found}; torch is of CUDA {wanted}", advice)
+    return finding
 
 
 def _tool(name: str, commands: tuple[str, ...], advice: str) -> Finding:
@@ -124,6 +160,37 @@ def _shm() -> Finding:
     if size >= SHM_BYTES:
         return Finding("/dev/shm", True, text)
     return Finding("/dev/shm", False, text, f"{SHM_BYTES >> 30} GiB suit Ray and NCCL: in a container, --shm-size")
+
+
+def _memory_files() -> Finding:
+    """An island of CPUs keeps its pages in memory files without a name, whatever the size of /dev/shm."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        descriptor = os.memfd_create("tandem-doctor")
+        try:
+            os.ftruncate(descriptor, 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return Finding("memory files", False, f"refused ({error.strerror})", "for CPU islands: allow memfd_create")
+    if limit != resource.RLIM_INFINITY:
+        return Finding("memory files", False, f"up to {limit / (1 << 30):.1f} GiB", "pools may be larger: ulimit -f")
+    return Finding("memory files", True, "of any size")
+
+
+def _ray_token() -> Finding:
+    """Whoever reaches a Ray without one runs code on it."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return Finding("ray token", True, "in RAY_AUTH_TOKEN")
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path("~/.ray/auth_token").expanduser())
+    try:
+        mode = path.stat().st_mode & 0o777
+    except OSError:
+        advice = "`tandem up` makes one; before `ray start`: ray get-auth-token --generate"
+        return Finding("ray token", False, "missing", advice)
+    if mode & 0o077:
+        return Finding("ray token", False, f"{path} has mode {mode:o}", f"others can read it: chmod 600 {path}")
+    return Finding("ray token", True, str(path))
 
 
 def _port(port: int) -> Finding:

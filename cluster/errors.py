@@ -8,13 +8,18 @@ TandemError
 ├── ClusterNotRunning    no cluster of that name runs
 ├── StopTimedOut         a cluster did not end in time
 ├── StartFailed          a worker or the gateway did not start
-├── WorkerLost           a worker's process ended while the cluster ran
+├── ProcessEnded         a process ended before it had answered a call
+├── WorkerLost           a process ended, or fell silent, more often than a cluster may restart it
+├── BenchmarkFailed      a benchmark did not run to its end
+├── MissingPlots         matplotlib is not installed
 └── CallError            a call to a gateway failed
     ├── InvalidRequest      the request can never succeed as it is
     ├── Overloaded          the queue is full; the same call may succeed later
     ├── DeadlineExceeded    the call's deadline passed
     ├── Unavailable         nothing answers there, or no worker is alive
+    ├── Unauthenticated     the gateway asks for a token, and got none or another
     ├── Cancelled           the call was cancelled
+    ├── AttemptsExhausted   the request was placed as often as it may be, and its workers were lost each time
     └── ServerError         a worker or the gateway failed while it served the request
 """
 
@@ -58,8 +63,25 @@ class StartFailed(TandemError):
     """A worker or the gateway did not start."""
 
 
+class ProcessEnded(TandemError):
+    """A process ended before it had answered a call."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} ended: {reason}")
+        self.name = name
+        self.reason = reason
+
+
 class WorkerLost(TandemError):
-    """A worker's process ended while the cluster ran."""
+    """A process ended, or fell silent, more often than a cluster may restart it."""
+
+
+class BenchmarkFailed(TandemError):
+    """A benchmark did not run to its end."""
+
+
+class MissingPlots(TandemError):
+    """matplotlib is not installed."""
 
 
 class CallError(TandemError):
@@ -86,8 +108,16 @@ class Unavailable(CallError):
     """Nothing answers there, or no worker is alive."""
 
 
+class Unauthenticated(CallError):
+    """The gateway asks for a token, and got none or another."""
+
+
 class Cancelled(CallError):
     """The call was cancelled."""
+
+
+class AttemptsExhausted(CallError):
+    """The request was placed as often as it may be, and its workers were lost each time."""
 
 
 class ServerError(CallError):

@@ -1,6 +1,6 @@
 """The door: tandem.v1.Inference over gRPC, with health and reflection."""
 
-import itertools
+import asyncio
 import math
 import time
 from contextlib import aclosing
@@ -15,13 +15,25 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tandem.cluster.admission import AdmissionQueue
+from tandem.cluster.attempts import Attempts
 from tandem.cluster.client_messages import RETRY_AFTER_KEY
-from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServerError, StartFailed, TandemError
+from tandem.cluster.credentials import ServerSecurity
+from tandem.cluster.errors import (
+    AttemptsExhausted,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    ServerError,
+    StartFailed,
+    TandemError,
+)
 from tandem.cluster.generation import Generation
+from tandem.cluster.islands import Islands
+from tandem.cluster.membership import IslandState
 from tandem.cluster.request import ModelLimits, RequestValidator, ValidRequest
-from tandem.cluster.router import Placement, Router
-from tandem.cluster.worker_link import WorkerAddress, WorkerLink
+from tandem.cluster.router import Router
 from tandem.proto import inference_pb2, inference_pb2_grpc
+from tandem.workers.authentication import TokenRequired
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
 from tandem.workers.worker import kv_layout
@@ -32,18 +44,21 @@ SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 STATUS_OF_ERROR: dict[type[TandemError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    AttemptsExhausted: grpc.StatusCode.ABORTED,
     ServerError: grpc.StatusCode.INTERNAL,
 }
 # What a worker's status means to the client of the gateway; any other is INTERNAL.
 PASSED_ON = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.ABORTED,
-    grpc.StatusCode.DATA_LOSS,
 }
 CLIENT_ID_KEY = "client-id"
+
+
+def attempt_prefix(incarnation: int) -> str:
+    """How the ids begin under which workers know the requests of one start of the gateway."""
+    return f"{incarnation}."
 
 
 @dataclass(frozen=True)
@@ -51,10 +66,8 @@ class GatewaySettings:
     """Everything a gateway process needs to know to start."""
 
     cluster: str
-    island: str
-    epoch: int
+    incarnation: int  # counted from 1
     transport: str
-    workers: tuple[WorkerAddress, ...]
     model_path: str
     dtype: str
     max_model_len: int
@@ -64,13 +77,19 @@ class GatewaySettings:
     port: int
     max_queued: int
     max_queued_tokens: int
+    max_attempts: int
     queue_seconds: float
     request_seconds: float
     max_message_bytes: int
+    max_calls: int
+    security: ServerSecurity
 
 
 class Gateway(inference_pb2_grpc.InferenceServicer):
-    """Validates, places, streams. start() and stop() run on the event loop that answers the calls."""
+    """Validates, places, streams. Everything but the constructor runs on the event loop that answers the calls.
+
+    It knows no island until update_island() tells it; until then requests queue.
+    """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
@@ -80,30 +99,41 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             vocab_size=self._model.vocab_size,
             max_model_len=settings.max_model_len,
             pool_tokens=settings.num_pages * settings.page_size,
+            rope_switch=self._model.rope_switch,
         )
         self._validator = RequestValidator(limits, self._tokenizer)
-        self._active: set[str] = set()
-        self._attempts = itertools.count(1)
+        self._active: dict[str, asyncio.Task[None]] = {}
         self._started = time.monotonic()
 
     async def start(self) -> str:
-        """Connects to the workers and opens the port; HOST:PORT. StartFailed when the port cannot be had."""
+        """Opens the port; HOST:PORT. StartFailed when the port cannot be had."""
         settings = self._settings
-        self._links = [
-            WorkerLink.connect(worker, settings.epoch, settings.max_message_bytes) for worker in settings.workers
-        ]
-        queue = AdmissionQueue(settings.max_queued, settings.max_queued_tokens)
-        self._router = Router(self._links, queue, queue_seconds=settings.queue_seconds)
+        self._islands = Islands(settings.max_message_bytes)
+        self._router = Router(
+            self._islands,
+            AdmissionQueue(settings.max_queued, settings.max_queued_tokens),
+            id_prefix=attempt_prefix(settings.incarnation),
+            queue_seconds=settings.queue_seconds,
+        )
         limit = settings.max_message_bytes
         options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
-        # Without so_reuseport 0 a second gateway could share a port that is in use.
-        self._server = grpc.aio.server(options=[*options, ("grpc.so_reuseport", 0)])
+        token, credentials = settings.security.token(), settings.security.credentials()
+        self._server = grpc.aio.server(
+            options=[*options, ("grpc.so_reuseport", 0)],  # else a second gateway could share a port that is in use
+            interceptors=[] if token is None else [TokenRequired(token)],
+            maximum_concurrent_rpcs=settings.max_calls,
+        )
         inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         try:
-            port = self._server.add_insecure_port(f"{settings.host}:{settings.port}")
+            address = f"{settings.host}:{settings.port}"
+            port = (
+                self._server.add_insecure_port(address)
+                if credentials is None
+                else self._server.add_secure_port(address, credentials)
+            )
         except RuntimeError as error:
             raise StartFailed(
                 f"gateway.port {settings.port} on {settings.host} cannot be opened; "
@@ -119,20 +149,31 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
         await self._router.close()
-        for link in self._links:
-            await link.channel.close()
+        await self._islands.close()
+
+    async def ping(self) -> None:
+        """Returns when the event loop comes to it."""
+
+    async def update_island(self, state: IslandState) -> None:
+        """What the island's supervisor says of it."""
+        await self._islands.update(state)
+
+    async def placed_tokens(self, island: str) -> int:
+        """Tokens of requests that the island's workers have not yet ended."""
+        return self._islands.placed_tokens(island)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         arrived = time.perf_counter()
         try:
-            valid = self._validator.validate(request)
-            if valid.request_id in self._active:
-                raise InvalidRequest(f"request_id {valid.request_id!r} is in use by a request that still runs")
-            self._active.add(valid.request_id)
+            valid = await self._validate(request)
+            generation = Generation(valid, arrived, self._tokenizer, self._model.eos_token_ids)
+            self._make_way(valid)
         except InvalidRequest as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        # A task of its own: a later call of the same id can end it, and this one still answers its client.
+        work = self._active[valid.request_id] = asyncio.ensure_future(self._generate(generation, context))
         try:
-            await self._generate(valid, arrived, context)
+            await work
         except Overloaded as error:
             advice = ((RETRY_AFTER_KEY, str(math.ceil(1000 * error.retry_after_seconds))),)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), trailing_metadata=advice)
@@ -140,23 +181,36 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             await context.abort(STATUS_OF_ERROR.get(type(error), grpc.StatusCode.INTERNAL), str(error))
         except grpc.aio.AioRpcError as error:
             await _pass_on(context, error)
+        except asyncio.CancelledError:
+            if self._active.get(valid.request_id) is work:
+                raise
+            await context.abort(grpc.StatusCode.ABORTED, f"a later call has taken request_id {valid.request_id!r} over")
         finally:
-            self._active.discard(valid.request_id)
+            if self._active.get(valid.request_id) is work:
+                del self._active[valid.request_id]
 
-    async def _generate(self, valid: ValidRequest, arrived: float, context: Context) -> None:
-        # Workers refuse an id once it was aborted; a client may use its own again.
-        attempt_id = f"{valid.request_id}:{next(self._attempts)}"
-        placement = await self._router.place(attempt_id, valid.token_ids, valid.params.max_tokens, _client_of(context))
-        generation = Generation(valid, arrived, self._tokenizer, self._model.eos_token_ids)
-        try:
-            async with aclosing(generation.run(placement, self._seconds_left(context))) as messages:
-                async for message in messages:
-                    await context.write(message)
-        finally:
-            self._give_back(placement, generation.complete)
+    def _make_way(self, valid: ValidRequest) -> None:
+        """A call that resumes a request ends the one that runs: its client has gone, though this gateway may not have
+        noticed."""
+        work = self._active.get(valid.request_id)
+        if work is None:
+            return
+        if not valid.resumes:
+            raise InvalidRequest(f"request_id {valid.request_id!r} is in use by a request that still runs")
+        del self._active[valid.request_id]
+        work.cancel()
 
-    def _give_back(self, placement: Placement, complete: bool) -> None:
-        self._router.in_background(self._router.give_back(placement, complete))
+    async def _validate(self, request: inference_pb2.GenerateRequest) -> ValidRequest:
+        if request.HasField("chat"):  # a template may run for a while, and other requests must not wait for it
+            return await asyncio.to_thread(self._validator.validate, request)
+        return self._validator.validate(request)
+
+    async def _generate(self, generation: Generation, context: Context) -> None:
+        deadline = asyncio.get_running_loop().time() + self._seconds_left(context)
+        attempts = Attempts(self._router, generation, _client_of(context), self._settings.max_attempts)
+        async with aclosing(attempts.run(deadline)) as messages:
+            async for message in messages:
+                await context.write(message)
 
     def _seconds_left(self, context: Context) -> float:
         remaining = context.time_remaining()
@@ -184,20 +238,14 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     async def GetClusterInfo(
         self, request: inference_pb2.GetClusterInfoRequest, context: Context
     ) -> inference_pb2.ClusterInfo:
-        settings = self._settings
-        island = inference_pb2.IslandInfo(
-            name=settings.island,
-            epoch=settings.epoch,
-            transport=settings.transport,
-            workers=[await link.status() for link in self._links],
-        )
         return inference_pb2.ClusterInfo(
-            name=settings.cluster,
+            name=self._settings.cluster,
             version=version("tandem"),
             queued=self._router.queued,
             active=len(self._active),
             uptime_seconds=time.monotonic() - self._started,
-            islands=[island],
+            islands=await self._islands.info(self._settings.transport),
+            gateway_restarts=self._settings.incarnation - 1,
         )
 
 

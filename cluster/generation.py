@@ -2,21 +2,44 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from dataclasses import replace
 
-from tandem.cluster.errors import ServerError
+import grpc
+import grpc.aio
+
+from tandem.cluster.errors import InvalidRequest, ServerError
 from tandem.cluster.request import ValidRequest
 from tandem.cluster.router import Placement
 from tandem.cluster.text_output import TextOutput
+from tandem.cluster.worker_link import WorkerLink
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.finish import FinishReason, FinishRule
 from tandem.workers.messages import sampling_to_proto
 from tandem.workers.tokenizer import Tokenizer
 
+WORKER_LOST = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.FAILED_PRECONDITION,  # another epoch
+    grpc.StatusCode.UNAUTHENTICATED,  # another process, which got the port of a lost one
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.DATA_LOSS,  # what landed was not what was sent
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+}
+
+
+class AttemptLost(Exception):
+    """The workers of an attempt are gone or have given it up; the request itself can go on elsewhere."""
+
 
 class Generation:
-    """Drives a placed request: RemoteSend and StartGenerate go out together, the first token comes from the
-    prefill worker and all others from the decode worker. Used once."""
+    """What one client has been sent, and how it goes on: run() is called for each placement of the request.
+
+    Drives a placed request: RemoteSend and StartGenerate go out together, the first token comes from the
+    prefill worker and all others from the decode worker. Raises InvalidRequest when what a client
+    says to have received of the request cannot be its beginning.
+    """
 
     def __init__(
         self, request: ValidRequest, arrived: float, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]
@@ -28,24 +51,49 @@ class Generation:
         self._usage = inference_pb2.Usage(prompt_tokens=len(request.token_ids))
         self._timings = inference_pb2.Timings()
         self._first_is_last = False
-        self.complete = False  # both workers have ended the request by themselves
+        self._sent: list[int] = []
+        self.finished = False  # the client has the last message
+        self.complete = False  # both workers of this placement have ended the request by themselves
+        self._take_received(request.received)
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def prompt(self) -> list[int]:
+        """What a placement starts from."""
+        return self._request.token_ids + self._sent
+
+    @property
+    def max_tokens_left(self) -> int:
+        return self._request.params.max_tokens - len(self._sent)
+
+    @property
+    def num_sent(self) -> int:
+        return len(self._sent)
 
     async def run(self, placement: Placement, timeout: float) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        """The messages for the client; timeout in seconds bounds both calls."""
-        self._timings.queue_seconds = time.perf_counter() - self._arrived
+        """The messages for the client; timeout in seconds bounds both calls. Raises AttemptLost."""
+        self._first_is_last = self.complete = False
+        self._timings.attempts += 1
+        if self._timings.attempts == 1:
+            self._timings.queue_seconds = time.perf_counter() - self._arrived
         self._timings.pages = placement.reservation.pages
         send, start = self._calls(placement)
-        first = asyncio.ensure_future(_answer(placement.prefill.stub.RemoteSend(send, timeout=timeout)))
+        first = asyncio.ensure_future(_answer(placement.prefill, send, timeout))
         stream = placement.decode.stub.StartGenerate(start, timeout=timeout)
         try:
             message = self._first_message(await first)
             yield message
             if message.finish_reason and not self._first_is_last:
                 return  # a stop string: the decode worker does not know
-            async for tokens in stream:
+            async for tokens in _tokens(placement.decode, stream):
                 reason = FinishReason(tokens.finish_reason)
-                if reason in (FinishReason.ABORT, FinishReason.ERROR):
+                if reason == FinishReason.ERROR:
                     raise ServerError(f"the decode worker ended the request with {reason.name}")
+                if reason == FinishReason.ABORT:
+                    raise AttemptLost("the decode worker gave the request up")
                 self.complete = reason != FinishReason.RUNNING
                 if message.finish_reason:
                     return  # the first token was the last: what has come is the decode worker's agreement
@@ -54,17 +102,30 @@ class Generation:
                 yield message
                 if message.finish_reason:
                     return
+            raise AttemptLost("the decode worker's stream ended before the request did")
         finally:
             first.cancel()
             stream.cancel()
 
+    def _take_received(self, token_ids: Sequence[int]) -> None:
+        """The client has the text of these tokens as well: text depends on tokens, not on how they came."""
+        for count, token_id in enumerate(token_ids, start=1):
+            reason = self._rule.reason(token_id, count)
+            if reason == FinishReason.RUNNING:
+                reason = self._output.add([token_id], reason).finish_reason
+            if reason != FinishReason.RUNNING:
+                raise InvalidRequest(
+                    f"resume.token_ids[{count - 1}] is {token_id}, which ends the request ({reason.name.lower()}); "
+                    "only a request that goes on can be resumed"
+                )
+        self._sent += token_ids
+
     def _calls(self, placement: Placement) -> tuple[worker_pb2.RemoteSendRequest, worker_pb2.StartGenerateRequest]:
-        request = self._request
-        sampling = sampling_to_proto(request.params)
+        sampling = sampling_to_proto(replace(self._request.params, max_tokens=self.max_tokens_left))
         send = worker_pb2.RemoteSendRequest(
             request_id=placement.request_id,
             epoch=placement.prefill.epoch,
-            token_ids=request.token_ids,
+            token_ids=self.prompt,
             sampling=sampling,
             reservation=placement.reservation,
         )
@@ -78,12 +139,13 @@ class Generation:
 
     def _first_message(self, sent: worker_pb2.RemoteSendResponse) -> inference_pb2.GenerateResponse:
         timings = self._timings
-        timings.prefill_seconds = sent.prefill_seconds
-        timings.push_seconds = sent.push_seconds
-        timings.bytes_pushed = sent.bytes_pushed
-        timings.first_token_seconds = time.perf_counter() - self._arrived
-        self._usage.cached_tokens = sent.cached_tokens
-        reason = self._rule.reason(sent.first_token, 1)
+        timings.prefill_seconds += sent.prefill_seconds
+        timings.push_seconds += sent.push_seconds
+        timings.bytes_pushed += sent.bytes_pushed
+        if not timings.first_token_seconds:
+            timings.first_token_seconds = time.perf_counter() - self._arrived
+            self._usage.cached_tokens = min(sent.cached_tokens, self._usage.prompt_tokens)
+        reason = self._rule.reason(sent.first_token, len(self._sent) + 1)
         self._first_is_last = reason != FinishReason.RUNNING
         message = self._message([sent.first_token], reason)
         if sent.HasField("logprobs"):
@@ -92,7 +154,8 @@ class Generation:
 
     def _message(self, token_ids: list[int], reason: FinishReason) -> inference_pb2.GenerateResponse:
         part = self._output.add(token_ids, reason)
-        self._usage.output_tokens += part.num_tokens
+        self._sent += token_ids[: part.num_tokens]
+        self._usage.output_tokens = len(self._sent)
         message = inference_pb2.GenerateResponse(
             request_id=self._request.request_id,
             token_ids=token_ids[: part.num_tokens],
@@ -100,11 +163,35 @@ class Generation:
             finish_reason=int(part.finish_reason),  # type: ignore[arg-type]  # same numbers
         )
         if part.finish_reason != FinishReason.RUNNING:
+            self.finished = True
             self._timings.total_seconds = time.perf_counter() - self._arrived
             message.usage.CopyFrom(self._usage)
             message.timings.CopyFrom(self._timings)
         return message
 
 
-async def _answer(call: Awaitable[worker_pb2.RemoteSendResponse]) -> worker_pb2.RemoteSendResponse:
-    return await call
+async def _answer(
+    prefill: WorkerLink, send: worker_pb2.RemoteSendRequest, timeout: float
+) -> worker_pb2.RemoteSendResponse:
+    try:
+        return await prefill.stub.RemoteSend(send, timeout=timeout)
+    except grpc.aio.AioRpcError as error:
+        raise _attempt_error(prefill, error) from error
+
+
+async def _tokens(
+    decode: WorkerLink, stream: AsyncIterable[worker_pb2.GeneratedTokens]
+) -> AsyncGenerator[worker_pb2.GeneratedTokens]:
+    try:
+        async for tokens in stream:
+            yield tokens
+    except grpc.aio.AioRpcError as error:
+        raise _attempt_error(decode, error) from error
+
+
+def _attempt_error(link: WorkerLink, error: grpc.aio.AioRpcError) -> Exception:
+    """AttemptLost when the worker is at fault and not the request."""
+    if error.code() not in WORKER_LOST:
+        return error
+    link.avoid()
+    return AttemptLost(f"{link.role} worker (PE {link.pe}, epoch {link.epoch}): {error.code().name}: {error.details()}")

@@ -1,23 +1,42 @@
 """What each process of a cluster is told, from the cluster's configuration."""
 
 import os
+import secrets
+from collections.abc import Sequence
 
 from tandem.cluster.config import ClusterConfig
+from tandem.cluster.credentials import ServerSecurity
+from tandem.cluster.errors import ConfigError
 from tandem.cluster.gateway import GatewaySettings
-from tandem.cluster.worker_link import WorkerAddress
 from tandem.workers.config import Role, WorkerConfig
 
 FIRST_EPOCH = 1
+TOKEN_BYTES = 32
+CPU_PAGES = 1024
+GPU_MEMORY_UTILIZATION = 0.9
 
 
-def worker_configs(config: ClusterConfig, max_model_len: int) -> list[WorkerConfig]:
-    """One for each PE of the island, prefill workers first."""
+def island_names(config: ClusterConfig) -> list[str]:
+    """The cluster's own name when it has one island, else numbered."""
+    if config.num_islands == 1:
+        return [config.name]
+    return [f"{config.name}-{number}" for number in range(config.num_islands)]
+
+
+def worker_configs(
+    config: ClusterConfig, max_model_len: int, island: str | None = None, epoch: int = FIRST_EPOCH
+) -> list[WorkerConfig]:
+    """One for each PE of the island (by default the first), prefill workers first.
+
+    They get a token of their own, which is written nowhere.
+    """
+    token = secrets.token_urlsafe(TOKEN_BYTES)
     roles = [Role.PREFILL] * config.island.num_prefill + [Role.DECODE] * config.island.num_decode
     return [
         WorkerConfig(
             role=role,
-            island=config.name,
-            epoch=FIRST_EPOCH,
+            island=island or island_names(config)[0],
+            epoch=epoch,
             pe=pe,
             num_pes=len(roles),
             model_path=config.model.path or "",
@@ -25,8 +44,8 @@ def worker_configs(config: ClusterConfig, max_model_len: int) -> list[WorkerConf
             device=config.island.device,
             load_format=config.model.load_format,
             max_model_len=max_model_len,
+            token=token,
             page_size=config.cache.page_size,
-            num_pages=config.cache.num_pages,
             prefix_sharing=config.cache.prefix_sharing,
             max_batch_tokens=config.scheduler.max_batch_tokens,
             max_sequences=config.scheduler.max_sequences,
@@ -43,27 +62,55 @@ def worker_configs(config: ClusterConfig, max_model_len: int) -> list[WorkerConf
 
 def threads_per_worker(config: ClusterConfig) -> int:
     """As configured, or an even share of this machine's cores: with more threads, workers wait for each other."""
-    workers = config.island.num_prefill + config.island.num_decode
+    workers = config.num_islands * (config.island.num_prefill + config.island.num_decode)
     return config.island.threads_per_worker or max(1, (os.cpu_count() or 1) // workers)
 
 
-def gateway_settings(config: ClusterConfig, workers: tuple[WorkerAddress, ...], max_model_len: int) -> GatewaySettings:
+def utilization_to_fill(config: ClusterConfig) -> float | None:
+    """The part of each GPU's memory that decides how many pages there are; None where the configuration does."""
+    if config.island.device == "cpu" or config.cache.num_pages is not None:
+        return None
+    return config.cache.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+
+
+def agreed_pages(config: ClusterConfig, fitting: Sequence[int], max_model_len: int) -> int:
+    """Pages in every pool. fitting: what each worker has room for, empty where utilization_to_fill() is None.
+
+    Raises ConfigError when so few fit that the longest request could never run.
+    """
+    if not fitting:
+        return config.cache.num_pages or CPU_PAGES
+    num_pages, page_size = min(fitting), config.cache.page_size
+    if num_pages * page_size < max_model_len:
+        raise ConfigError(
+            f"cache.gpu_memory_utilization {utilization_to_fill(config)} has room for {num_pages} pages of {page_size} "
+            f"tokens, {num_pages * page_size} in all; the longest request has {max_model_len}: raise it, or set "
+            f"model.max_model_len to at most {num_pages * page_size}"
+        )
+    return num_pages
+
+
+def gateway_settings(
+    config: ClusterConfig, max_model_len: int, num_pages: int, incarnation: int = 1
+) -> GatewaySettings:
+    """incarnation counts the gateway's starts: it keeps apart what two of them have asked of the workers."""
     return GatewaySettings(
         cluster=config.name,
-        island=config.name,
-        epoch=FIRST_EPOCH,
+        incarnation=incarnation,
         transport=config.island.transport,
-        workers=workers,
         model_path=config.model.path or "",
         dtype=config.model.dtype,
         max_model_len=max_model_len,
         page_size=config.cache.page_size,
-        num_pages=config.cache.num_pages,
+        num_pages=num_pages,
         host=config.gateway.host,
         port=config.gateway.port,
         max_queued=config.gateway.max_queued,
         max_queued_tokens=config.gateway.max_queued_tokens,
+        max_attempts=config.gateway.max_attempts,
         queue_seconds=config.gateway.queue_seconds,
         request_seconds=config.gateway.request_seconds,
         max_message_bytes=config.gateway.max_message_mib << 20,
+        max_calls=config.gateway.max_calls,
+        security=ServerSecurity(**config.security.model_dump()),
     )

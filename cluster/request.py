@@ -25,6 +25,7 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     pool_tokens: int  # positions that one decode worker's pages hold
+    rope_switch: int | None = None  # see ModelConfig
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class ValidRequest:
     request_id: str
     token_ids: list[int]
     params: SamplingParams
+    received: tuple[int, ...] = ()  # output tokens that the client has from an earlier call of the same request
+    resumes: bool = False
 
 
 class RequestValidator:
@@ -46,6 +49,7 @@ class RequestValidator:
     def validate(self, message: inference_pb2.GenerateRequest) -> ValidRequest:
         _refuse_unknown_fields(message, "GenerateRequest")
         _refuse_unknown_fields(message.sampling, "sampling")
+        _refuse_unknown_fields(message.resume, "resume")
         if len(message.request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(
                 f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are accepted"
@@ -61,7 +65,12 @@ class RequestValidator:
         self._check_length(len(token_ids), params.max_tokens)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
-        return ValidRequest(message.request_id or uuid.uuid4().hex, token_ids, params)
+        resumes = message.HasField("resume")
+        if resumes and not message.request_id:
+            raise InvalidRequest("request_id is empty; resume needs the id of the request that it goes on with")
+        received = tuple(message.resume.token_ids)
+        self._check_vocabulary("resume.token_ids", received)
+        return ValidRequest(message.request_id or uuid.uuid4().hex, token_ids, params, received, resumes)
 
     def _prompt(self, message: inference_pb2.GenerateRequest) -> list[int]:
         kind = message.WhichOneof("input")
@@ -86,13 +95,16 @@ class RequestValidator:
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         if not ids:
             raise InvalidRequest("token_ids.ids is empty; at least one token id is needed")
-        largest = max(ids)
+        self._check_vocabulary("token_ids.ids", ids)
+        return list(ids)
+
+    def _check_vocabulary(self, field: str, ids: Sequence[int]) -> None:
+        largest = max(ids, default=0)
         if largest >= self._limits.vocab_size:
             raise InvalidRequest(
-                f"token_ids.ids[{list(ids).index(largest)}] is {largest}; the vocabulary has "
+                f"{field}[{list(ids).index(largest)}] is {largest}; the vocabulary has "
                 f"{self._limits.vocab_size} entries, 0 … {self._limits.vocab_size - 1}"
             )
-        return list(ids)
 
     def _check_length(self, prompt: int, max_tokens: int) -> None:
         limit = min(self._limits.max_model_len, self._limits.pool_tokens)
@@ -103,6 +115,13 @@ class RequestValidator:
             raise InvalidRequest(
                 f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; "
                 f"{which} of {limit} leaves at most {limit - prompt}"
+            )
+        switch = self._limits.rope_switch
+        if switch is not None and prompt <= switch < prompt + max_tokens - 1:  # the last token is never fed back
+            raise InvalidRequest(
+                f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; the model rotates positions "
+                f"otherwise in sequences beyond {switch} tokens, and none may grow over that: at most "
+                f"{switch - prompt + 1}, or a prompt of more than {switch} tokens"
             )
 
 

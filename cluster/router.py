@@ -1,6 +1,7 @@
 """Which prefill and which decode worker serve a request, and when."""
 
 import asyncio
+import itertools
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,11 +12,21 @@ import grpc.aio
 
 from tandem.cluster.admission import AdmissionQueue
 from tandem.cluster.errors import DeadlineExceeded
+from tandem.cluster.islands import Islands
 from tandem.cluster.worker_link import WorkerLink
 from tandem.proto import worker_pb2
 
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
-PREPARE_SECONDS = 30.0
+PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
+ABORT_AGAIN_SECONDS = 1.0
+WORKER_LOST = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,  # it may be stopped, and may answer all the same when it goes on
+    grpc.StatusCode.FAILED_PRECONDITION,  # another epoch
+    grpc.StatusCode.UNAUTHENTICATED,  # another process, which got the port of a lost one
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+}
 
 
 @dataclass(frozen=True)
@@ -34,12 +45,14 @@ class Router:
     """Least loaded pair; a request without a place waits its turn, until its deadline.
 
     Nothing is computed without landing space: a request is placed when a decode worker has answered PrepareReceive.
+    id_prefix tells apart what different gateways ask of the workers.
     """
 
-    def __init__(self, workers: list[WorkerLink], queue: AdmissionQueue, *, queue_seconds: float) -> None:
-        self._prefill = [worker for worker in workers if worker.role == "prefill"]
-        self._decode = [worker for worker in workers if worker.role == "decode"]
+    def __init__(self, islands: Islands, queue: AdmissionQueue, *, id_prefix: str, queue_seconds: float) -> None:
+        self._islands = islands
         self._queue = queue
+        self._id_prefix = id_prefix
+        self._asked = itertools.count(1)
         self._queue_seconds = queue_seconds
         self._given_back = asyncio.Event()
         self._cleanup: set[asyncio.Task[None]] = set()
@@ -49,10 +62,13 @@ class Router:
         """Requests that wait for a place."""
         return self._queue.requests
 
-    async def place(self, request_id: str, token_ids: list[int], max_tokens: int, client: str) -> Placement:
-        """Raises Overloaded (queue full), DeadlineExceeded (no place in time) or the worker's AioRpcError.
+    async def place(
+        self, request_id: str, token_ids: list[int], max_tokens: int, client: str, *, again: bool = False
+    ) -> Placement:
+        """Finds a pair of workers; one that cannot be reached is passed over. client: whose request it is; clients that
+        wait take turns. `again`: the request was admitted before, and a full queue does not turn it away.
 
-        client: whose request it is; clients that wait take turns.
+        Raises Overloaded (queue full), DeadlineExceeded (no place in time) or the worker's AioRpcError.
         """
         if not self.queued:
             placement = await self._try(request_id, token_ids, max_tokens)
@@ -61,7 +77,7 @@ class Router:
         try:
             async with (
                 asyncio.timeout(self._queue_seconds),
-                self._queue.turn(client, len(token_ids) + max_tokens),
+                self._queue.turn(client, len(token_ids) + max_tokens, admitted=again),
             ):
                 return await self._wait_for_place(request_id, token_ids, max_tokens)
         except TimeoutError:
@@ -72,13 +88,21 @@ class Router:
 
     async def give_back(self, placement: Placement, complete: bool) -> None:
         """Ends a placement. Unless it is complete, both sides are told, the sender first: its answer means that it
-        writes no more, and only then may the receiver reuse the pages."""
+        writes no more, and only then may the receiver reuse the pages.
+
+        A sender that cannot say so yet is asked once more; after that leases and recalls end what is left.
+        """
+        request_id, quiet = placement.request_id, True
         if not complete:
-            quiet = await placement.prefill.abort(placement.request_id)
-            await placement.decode.abort(placement.request_id, writer_quiet=quiet)
+            quiet = await placement.prefill.abort(request_id)
+            await placement.decode.abort(request_id, writer_quiet=quiet)
         placement.prefill.load -= placement.prompt_tokens
         placement.decode.load -= placement.total_tokens
         self._given_back.set()
+        if not quiet:
+            await asyncio.sleep(ABORT_AGAIN_SECONDS)
+            if await placement.prefill.abort(request_id):
+                await placement.decode.abort(request_id, writer_quiet=True)
 
     async def close(self) -> None:
         """Waits for clean-ups under way."""
@@ -94,39 +118,34 @@ class Router:
                 await asyncio.wait_for(self._given_back.wait(), RETRY_SECONDS)
 
     async def _try(self, request_id: str, token_ids: list[int], max_tokens: int) -> Placement | None:
-        """The least loaded decode worker that has room, with the least loaded prefill worker; None if none has."""
-        prompt = len(token_ids)
-        total = prompt + max_tokens
-        prefill = min(self._prefill, key=lambda worker: worker.load)
-        prefill.load += prompt
-        try:
-            for decode in sorted(self._decode, key=lambda worker: worker.load):
-                request = worker_pb2.PrepareReceiveRequest(
-                    request_id=request_id,
-                    epoch=decode.epoch,
-                    token_ids=token_ids,
-                    max_tokens=max_tokens,
-                    writer_pe=prefill.pe,
-                )
-                decode.load += total
-                reservation = None
-                try:
-                    reservation = await self._prepare(decode, request)
-                finally:
-                    if reservation is None:
-                        decode.load -= total
-                if reservation is not None:
-                    return Placement(request_id, prefill, decode, reservation, prompt, total)
-        except BaseException:
-            prefill.load -= prompt
-            raise
-        prefill.load -= prompt
+        """The least loaded decode worker that has room, with its island's least loaded prefill worker; else None."""
+        total = len(token_ids) + max_tokens
+        for decode, prefill in self._islands.pairs():
+            # Never twice the same: a late Abort of what one worker was asked before must not meet what it is asked now.
+            worker_id = f"{self._id_prefix}{next(self._asked)}/{request_id}"
+            request = worker_pb2.PrepareReceiveRequest(
+                request_id=worker_id,
+                epoch=decode.epoch,
+                token_ids=token_ids,
+                max_tokens=max_tokens,
+                writer_pe=prefill.pe,
+            )
+            decode.load += total
+            reservation = None
+            try:
+                reservation = await self._prepare(decode, request)
+            finally:
+                if reservation is None:
+                    decode.load -= total
+            if reservation is not None:
+                prefill.load += len(token_ids)
+                return Placement(worker_id, prefill, decode, reservation, len(token_ids), total)
         return None
 
     async def _prepare(
         self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
     ) -> worker_pb2.Reservation | None:
-        call = asyncio.ensure_future(_unary(decode, request))
+        call = asyncio.ensure_future(self._ask(decode, request))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -140,6 +159,23 @@ class Router:
         await asyncio.wait([call])
         await decode.abort(request_id, writer_quiet=True)
 
+    async def _ask(
+        self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
+    ) -> worker_pb2.Reservation | None:
+        """None when the worker has no room, or does not answer: others may, and the supervisor sees to it."""
+        try:
+            return await decode.stub.PrepareReceive(request, timeout=PREPARE_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return None
+            if error.code() not in WORKER_LOST:
+                raise
+            decode.avoid()
+            self.in_background(_end_unanswered(decode, request.request_id))
+        except (asyncio.CancelledError, grpc.aio.UsageError):
+            pass  # nobody cancels this task: the connection was closed, for the island has a new epoch
+        return None
+
     def in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Work that must be done even when the call that wanted it is gone; close() waits for it."""
         task = asyncio.create_task(coroutine)
@@ -147,10 +183,5 @@ class Router:
         task.add_done_callback(self._cleanup.discard)
 
 
-async def _unary(decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest) -> worker_pb2.Reservation | None:
-    try:
-        return await decode.stub.PrepareReceive(request, timeout=PREPARE_SECONDS)
-    except grpc.aio.AioRpcError as error:
-        if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return None
-        raise
+async def _end_unanswered(decode: WorkerLink, request_id: str) -> None:
+    await decode.abort(request_id, writer_quiet=True)  # no sender has heard of it

@@ -7,7 +7,8 @@ import os
 import stat
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,12 +24,14 @@ class ClusterState:
     """What a running cluster says of itself.
 
     grpc_address (HOST:PORT) is None until it is ready, pid for the instant before it is written; started is Unix time.
+    start_seconds: how long each phase of its start took; empty until it is ready.
     """
 
     name: str
     pid: int | None
     started: float
     grpc_address: str | None = None
+    start_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 def runtime_dir() -> Path:
@@ -78,9 +81,9 @@ class ClusterLock:
         self._file: int | None = self._acquire()
         self._write()
 
-    def publish(self, grpc_address: str) -> None:
-        """Says where clients find the cluster, HOST:PORT."""
-        self._state = ClusterState(self._state.name, self._state.pid, self._state.started, grpc_address)
+    def publish(self, grpc_address: str, start_seconds: Mapping[str, float]) -> None:
+        """Says where clients find the cluster, HOST:PORT, and how long each phase of its start took."""
+        self._state = replace(self._state, grpc_address=grpc_address, start_seconds=start_seconds)
         self._write()
 
     def release(self) -> None:

@@ -74,7 +74,8 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RemoteSend(self, request, context):
-        """Prefill side: compute the prompt, push KV to the reservation, answer with the first token.
+        """Prefill side: compute the prompt, push KV to the reservation, answer with the first token once all has landed.
+        UNAVAILABLE when that did not happen in time: writes may still land.
         Its reservation's lease does not run while such a call waits; ABORTED when it ran out in between.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -89,7 +90,8 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Either side; answers once this worker neither computes nor writes for the request.
+        """Either side; answers once this worker neither computes nor writes for the request. UNAVAILABLE when that cannot be
+        said in time: writes may still land, and another Abort asks again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

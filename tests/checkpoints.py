@@ -5,22 +5,40 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 FAMILIES: dict[str, tuple[type, type]] = {
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 COMMON: dict[str, Any] = {
     "vocab_size": 199,
@@ -44,6 +62,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+GEMMA3 = {"sliding_window": 24, "num_hidden_layers": 4, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24}
+GPT_OSS = {
+    "sliding_window": 24,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {**YARN, **THETA, "truncate": False},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
@@ -77,14 +104,60 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 24}),
     "mistral-head-dim": ("mistral", {"sliding_window": None, "head_dim": 24}),
+    "gemma2": ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 24}),
+    # Caps that cut deep, so that leaving them out shows.
+    "gemma2-softcaps": (
+        "gemma2",
+        {"sliding_window": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5, "head_dim": 32},
+    ),
+    "gemma3": ("gemma3", {**GEMMA3, "final_logit_softcapping": 3.0}),
+    "gemma3-linear": (
+        "gemma3",
+        {
+            **GEMMA3,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "phi3": ("phi3", {}),
+    # Between the tests' sequences: those that are longer have other factors.
+    "phi3-longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.1, 1.3, 1.9, 2.5, 3.0],
+                "long_factor": [2.0, 3.0, 5.0, 9.0, 12.0, 14.0],
+                "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 100,
+                **THETA,
+            },
+            "original_max_position_embeddings": 100,
+        },
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": {**YARN, **THETA, "attention_factor": 1.3}}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2, "num_hidden_layers": 4},
+    ),
     "qwen3": ("qwen3", {}),
     "qwen3-head-dim": ("qwen3", {"head_dim": 32}),
     "qwen3-attention-bias": ("qwen3", {"attention_bias": True}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3_moe-sparse": (
+        "qwen3_moe",
+        {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
 }
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config as load_cluster_config
 from tandem.cluster.gateway import Gateway
-from tandem.cluster.process_settings import gateway_settings, worker_configs
+from tandem.cluster.membership import IslandState
+from tandem.cluster.process_settings import agreed_pages, gateway_settings, worker_configs
 from tandem.cluster.worker_link import WorkerAddress
 from tandem.transfer.factory import create_transport
 from tandem.transfer.fake import FakeFabric
@@ -83,14 +84,21 @@ def running_island(
     try:
         for worker in workers:
             worker.load()
-        handles = [worker.open() for worker in workers]
+        num_pages = agreed_pages(config, (), max_model_len)
+        handles = [worker.open(num_pages) for worker in workers]
         for worker in workers:
             worker.join(handles)
-        addresses = tuple(WorkerAddress(worker.config.role, worker.config.pe, worker.serve()) for worker in workers)
-        gateway = Gateway(gateway_settings(config, addresses, max_model_len))
+        addresses = tuple(
+            WorkerAddress(worker.config.role, worker.config.pe, worker.serve(), worker.config.token)
+            for worker in workers
+        )
+        gateway = Gateway(gateway_settings(config, max_model_len, num_pages))
+        address = events.run(gateway.start(), timeout=30)
+        state = IslandState(workers[0].config.island, workers[0].config.epoch, 0, addresses, version=1)
+        events.run(gateway.update_island(state), timeout=30)
         for worker in workers:
             worker.on_step_thread(partial(poison_free_pages, worker.cache, worker.pools))
-        yield Island(events.run(gateway.start(), timeout=30), workers, gateway)
+        yield Island(address, workers, gateway)
     finally:
         if gateway is not None:
             events.run(gateway.stop(0.5), timeout=30)

@@ -16,13 +16,18 @@ MAX_LINES = 400
 
 # Heavy dependencies and the files that are their home.
 HOMES = {
-    "ray": {"cluster/launcher.py"},
+    "ray": {"cluster/ray_processes.py"},
     "grpc": {
+        "cluster/attempts.py",
         "cluster/client.py",
         "cluster/client_messages.py",
         "cluster/gateway.py",
+        "cluster/generation.py",
+        "cluster/resumption.py",
         "cluster/router.py",
         "cluster/worker_link.py",
+        "cluster/credentials.py",
+        "workers/authentication.py",
         "workers/service.py",
         "workers/worker.py",
     },

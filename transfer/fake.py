@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import torch
@@ -14,16 +14,26 @@ from torch import Tensor
 from tandem.cache.layout import KVLayout
 from tandem.cache.position_map import Int32Array
 from tandem.transfer.copy_plan import plan_copy
-from tandem.transfer.errors import PeerGone, TransportClosed, TransportError, TransportTimeout
+from tandem.transfer.errors import PeerGone, TransportClosed, TransportError
 from tandem.transfer.membership import TransportConfig, make_handle, read_handles
 from tandem.transfer.page_pool import PagePool
-from tandem.transfer.transport import Int64Array, Transport
+from tandem.transfer.transport import Fence, Int64Array, Transport
 
 NAME = "fake"
 
+Write = Callable[[], None]
+
+CALLS = ("write_tokens", "write_slots", "fence", "is_quiet", "post")
 PAUSE_SECONDS = 60.0  # longer than any test waits
 
-Write = Callable[[], None]
+
+@dataclass(frozen=True, eq=False)
+class _Issued:
+    """A write or a post on its way; number counts all of the fabric in the order of their calls."""
+
+    number: int
+    sender: int
+    land: Write
 
 
 @dataclass
@@ -32,8 +42,8 @@ class _Memory:
 
     pools: list[PagePool]
     mailbox: Int64Array
-    in_flight: list[tuple[int, Write]] = field(default_factory=list)  # (sender, write)
-    posts: list[tuple[int, Write]] = field(default_factory=list)
+    in_flight: list[_Issued] = field(default_factory=list)
+    posts: list[_Issued] = field(default_factory=list)
     held: bool = False
     alive: bool = True
 
@@ -57,8 +67,8 @@ class Pause:
 class FakeFabric:
     """An island of fake transports, and the faults that a test wants. Calls may come from any thread.
 
-    A write lands at quiet(), earlier only when the test delivers it, and in an order drawn from `seed`; write_slots
-    reads its source when it lands. A post does not wait for writes: a sender that forgets quiet() is found out.
+    A write lands when a later fence is asked or a later post is made, earlier only when the test delivers it, and in an
+    order drawn from `seed`; write_slots reads its source when it lands.
     """
 
     def __init__(
@@ -77,6 +87,7 @@ class FakeFabric:
         ]
         self._random = random.Random(seed)
         self._lock = threading.RLock()
+        self._numbers = count()
         self._failures: dict[tuple[str, int], list[Exception]] = {}
         self._pauses: dict[tuple[str, int], list[Pause]] = {}
         self._corrupt: dict[int, int] = {}
@@ -104,37 +115,43 @@ class FakeFabric:
         return transports
 
     def hold(self, pe: int) -> None:
-        """Nothing lands at that PE by itself any more, posts included; quiet() towards it times out."""
+        """Nothing lands at that PE by itself any more, posts included; no fence towards it is quiet."""
         with self._lock:
             self._memories[pe].held = True
+
+    def num_in_flight(self, pe: int) -> int:
+        """Writes towards that PE that have not landed."""
+        with self._lock:
+            return len(self._memories[pe].in_flight)
 
     def deliver(self, pe: int, num_writes: int | None = None) -> int:
         """Lands some writes (all by default) to that PE, drawn at random, held or not; how many were in flight."""
         with self._lock:
             in_flight = self._memories[pe].in_flight
-            count = len(in_flight)
-            self._land(in_flight, count if num_writes is None else min(num_writes, count))
-            return count
+            present = len(in_flight)
+            self._land(in_flight, present if num_writes is None else min(num_writes, present))
+            return present
 
     def release(self, pe: int) -> None:
-        """Ends hold(): the posts held back land; writes wait for their quiet() as before."""
+        """Ends hold(): the posts held back land, behind the writes before them; other writes wait as before."""
         with self._lock:
             memory = self._memories[pe]
             memory.held = False
-            for _, post in memory.posts:
-                post()
+            for post in memory.posts:
+                self._land_before(memory, post.sender, post.number)
+                post.land()
             memory.posts.clear()
 
     def fail_next(self, call: str, pe: int, error: Exception | None = None) -> None:
-        """The next write_tokens, write_slots, quiet or post towards that PE raises and does nothing."""
-        if call not in ("write_tokens", "write_slots", "quiet", "post"):
-            raise ValueError(f"call is {call!r}; it must be write_tokens, write_slots, quiet or post")
+        """The next write_tokens, write_slots, fence, is_quiet or post towards that PE raises and does nothing."""
+        _check_call(call)
         failure = error or TransportError(f"{call} to PE {pe} was told to fail")
         with self._lock:
             self._failures.setdefault((call, pe), []).append(failure)
 
     def pause_next(self, call: str, pe: int, skip: int = 0) -> Pause:
         """The next such call towards that PE, after `skip` others, waits in its thread until the test resumes it."""
+        _check_call(call)
         pause = Pause(skip)
         with self._lock:
             self._pauses.setdefault((call, pe), []).append(pause)
@@ -153,15 +170,21 @@ class FakeFabric:
         with self._lock:
             self._memories[pe].alive = False
             for memory in self._memories:
-                lost = [entry for entry in memory.in_flight if entry[0] == pe]
-                memory.in_flight[:] = [entry for entry in memory.in_flight if entry[0] != pe]
-                memory.posts[:] = [entry for entry in memory.posts if entry[0] != pe]
+                lost = [write for write in memory.in_flight if write.sender == pe]
+                memory.in_flight[:] = [write for write in memory.in_flight if write.sender != pe]
+                memory.posts[:] = [post for post in memory.posts if post.sender != pe]
                 self._land(lost, self._random.randint(0, len(lost)))
 
-    def _land(self, writes: list[tuple[int, Write]], count: int) -> None:
+    def _land(self, writes: list[_Issued], num_writes: int) -> None:
         self._random.shuffle(writes)
-        for _ in range(count):
-            writes.pop()[1]()
+        for _ in range(num_writes):
+            writes.pop().land()
+
+    def _land_before(self, memory: _Memory, sender: int, number: int) -> None:
+        """What that sender issued towards `memory` before `number`; into a PE that was killed nothing lands."""
+        mine = [write for write in memory.in_flight if write.sender == sender and write.number < number]
+        memory.in_flight[:] = [write for write in memory.in_flight if write not in mine]
+        self._land(mine, len(mine) if memory.alive else 0)
 
     def _start(self, call: str, sender: int, pe: int) -> None:
         if not self._memories[sender].alive:
@@ -190,28 +213,34 @@ class FakeFabric:
                 self._corrupt[pe] -= 1
                 writes = [partial(_run_and_turn_bit, writes, entry)]
             if self._memories[pe].alive:
-                self._memories[pe].in_flight += [(sender, write) for write in writes]
+                self._memories[pe].in_flight += [_Issued(next(self._numbers), sender, write) for write in writes]
 
     def _post(self, sender: int, pe: int, post: Write) -> None:
         self._wait("post", pe)
         with self._lock:
             self._start("post", sender, pe)
-            memory = self._memories[pe]
+            memory, number = self._memories[pe], next(self._numbers)
             if memory.held:
-                memory.posts.append((sender, post))
+                memory.posts.append(_Issued(number, sender, post))
             elif memory.alive:
+                self._land_before(memory, sender, number)
                 post()
 
-    def _quiet(self, sender: int, pe: int) -> None:
-        self._wait("quiet", pe)
+    def _fence(self, sender: int, pe: int) -> int:
+        self._wait("fence", pe)
         with self._lock:
-            self._start("quiet", sender, pe)
+            self._start("fence", sender, pe)
+            return next(self._numbers)
+
+    def _is_quiet(self, sender: int, pe: int, number: int) -> bool:
+        self._wait("is_quiet", pe)
+        with self._lock:
+            self._start("is_quiet", sender, pe)
             memory = self._memories[pe]
             if memory.held and memory.alive:
-                raise TransportTimeout(f"writes from PE {sender} to PE {pe} are held")
-            mine = [entry for entry in memory.in_flight if entry[0] == sender]
-            memory.in_flight[:] = [entry for entry in memory.in_flight if entry[0] != sender]
-            self._land(mine, len(mine) if memory.alive else 0)
+                return False
+            self._land_before(memory, sender, number)
+            return True
 
     def _mailbox(self, pe: int) -> Int64Array:
         with self._lock:
@@ -219,8 +248,23 @@ class FakeFabric:
             return self._memories[pe].mailbox.copy()
 
 
+@dataclass(frozen=True, eq=False)
+class FakeFence:
+    """A mark in the order of all calls of a fabric."""
+
+    fabric: FakeFabric
+    sender: int
+    pe: int
+    number: int
+
+    def is_quiet(self) -> bool:
+        return self.fabric._is_quiet(self.sender, self.pe, self.number)
+
+
 class FakeTransport(Transport):
-    """One PE of a FakeFabric."""
+    """One PE of a FakeFabric. quiet() asks once: what a test holds back does not come by waiting."""
+
+    quiet_seconds = 0.0
 
     def __init__(self, fabric: FakeFabric, config: TransportConfig) -> None:
         super().__init__(config)
@@ -254,7 +298,6 @@ class FakeTransport(Transport):
             return
         write = partial(pool.put_tokens, layer, rows, keys, values)
         self._fabric._write("write_tokens", self.pe, pe, [write], self._entry(pool, layer, int(rows[0])))
-        self.bytes_written += len(slots) * pool.token_layer_bytes
 
     def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         self._check_peer(pe)
@@ -269,11 +312,10 @@ class FakeTransport(Transport):
         ]
         writes = [partial(pool.copy, source, part) for part in parts]
         self._fabric._write("write_slots", self.pe, pe, writes, self._entry(pool, 0, int(target_slots[0])))
-        self.bytes_written += source_slots.size * pool.token_bytes
 
-    def quiet(self, pe: int) -> None:
+    def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
-        self._fabric._quiet(self.pe, pe)
+        return FakeFence(self._fabric, self.pe, pe, self._fabric._fence(self.pe, pe))
 
     def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
         self._check_peer(pe)
@@ -294,6 +336,11 @@ class FakeTransport(Transport):
 
     def _pools(self, pe: int) -> list[PagePool]:
         return self._fabric._memories[pe].pools
+
+
+def _check_call(call: str) -> None:
+    if call not in CALLS:
+        raise ValueError(f"call is {call!r}; it must be one of {', '.join(CALLS)}")
 
 
 def _run_and_turn_bit(writes: Sequence[Write], entry: Tensor) -> None:

@@ -1,54 +1,74 @@
-"""The transport between GPUs of one host: pools in NVSHMEM symmetric memory, peers' pools mapped and stored into.
+"""The transport between GPUs of one host: pools in NVSHMEM symmetric memory.
 
-    write_slots    copy engines for long runs, a Triton kernel for the rest, on the transport's own stream
-    write_tokens   a Triton kernel on the current stream, behind the kernels that made k and v
-    quiet          an event behind both
-    post           a Triton kernel that stores payload, then signal, with a release at system scope
+                   PEs that are peer to peer: mapped           PEs that are not: puts from kernels of ours
+    write_slots    copy engines for long runs, a Triton        a put a run of pages, a put a row for the rest
+                   kernel for the rest
+    write_tokens   a Triton kernel                             a put a row, from a staged copy
+    post           a Triton kernel: payload, then signal       quiet, payload, fence, signal
+    fence          an event                                    an event behind a quiet
 
+write_tokens queues on the current stream, behind the kernels that made k and v. All else queues on a stream of the
+transport's own, behind what is on the current one, which never waits for it: a forward goes on beside its push.
 Importing this module needs nvshmem4py and Triton.
 """
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import nvshmem.bindings  # pyright: ignore[reportMissingImports]  # a GPU package, not there where types are checked
 import nvshmem.core  # pyright: ignore[reportMissingImports]
 import torch
-from cuda.core import Device  # pyright: ignore[reportMissingImports]
+from cuda.core import Device, ObjectCode  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from tandem.cache.kernels.native_build import cache_folder
+from tandem.cache.kernels.upload import upload
 from tandem.cache.position_map import Int32Array
 from tandem.transfer.copy_engine import copy, copy_all
 from tandem.transfer.copy_plan import CopyPlan, plan_copy
+from tandem.transfer.device_puts import STAGING_BYTES, DevicePuts
 from tandem.transfer.errors import MembershipRefused, TransportClosed, TransportError, TransportTimeout
+from tandem.transfer.kernels.device_build import build_device_puts
 from tandem.transfer.kernels.triton_push import post_row, push_slots, push_tokens
 from tandem.transfer.membership import Detail, TransportConfig, make_handle, read_handles
-from tandem.transfer.transport import Int64Array, Transport
+from tandem.transfer.transport import Fence, Int64Array, Transport
 
 NAME = "nvshmem"
-WAIT_SECONDS = 30.0
+MAILBOX_SECONDS = 30.0
 COPY_ENGINE_BYTES = 1 << 20  # mean length of a run from which copy engines outrun the kernel
 
 
+@dataclass(frozen=True, eq=False)
+class EventFence:
+    """An event on the transport's stream."""
+
+    event: torch.cuda.Event
+
+    def is_quiet(self) -> bool:
+        return self.event.query()
+
+
 class NvshmemTransport(Transport):
-    """One PE a process, on the CUDA device current at open(); all PEs on GPUs of one host that reach each other.
+    """One PE a process, on the CUDA device current at open(); all PEs on GPUs of one host.
 
     Unlike other transports it makes its memory in join(), and join() and close() are collective: each returns once
     every PE has called it, and whoever runs the island bounds that by ending its processes. A join() that failed for
     another reason than a handle leaves NVSHMEM initialised, so the process has to end; so does a close() that finds a
     peer dead, by NVSHMEM's own doing. After close() another transport can open in the same process, with new members.
-
-    Slots in tensors that are on the GPU are not looked at by the host: one outside the pool is not written to, and the
-    next quiet() raises IndexError.
     """
 
-    def __init__(self, config: TransportConfig) -> None:
+    def __init__(self, config: TransportConfig, *, peer_access: bool = True) -> None:
+        """peer_access False maps no other PE, as if none were peer to peer."""
         super().__init__(config)
+        self._peer_access = peer_access
         self._unique_id: nvshmem.core.UniqueID | None = None
-        self._symmetric: list[Tensor] = []  # own pools, own mailbox: int64 [2, num_signals], signals then payloads
-        self._peers: list[list[Tensor]] = []  # [pe], like _symmetric
+        # Own pools, own mailbox (int64 [2, num_signals], signals then payloads), staging of DevicePuts.
+        self._symmetric: list[Tensor] = []
+        self._peers: list[list[Tensor] | None] = []  # [pe], pools and mailbox; None where not mapped
+        self._library: ObjectCode | None = None
 
     def open(self) -> bytes:
         if self._unique_id is not None:
@@ -66,7 +86,7 @@ class NvshmemTransport(Transport):
         return make_handle(NAME, self.config, detail)
 
     def join(self, handles: Sequence[bytes]) -> None:
-        """See Transport. Blocks until every PE joins; TransportError where a pair of PEs is not peer to peer."""
+        """See Transport. Blocks until every PE joins. TransportError where puts are needed and cannot be compiled."""
         if self._unique_id is None:
             raise TransportClosed(f"PE {self.pe} is not open; join() comes after open()")
         details = read_handles(NAME, self.config, handles)
@@ -81,19 +101,21 @@ class NvshmemTransport(Transport):
         self._make_memory()
         self._peers = [self._map(pe) for pe in range(self.num_pes)]
         self._stream, self._mail_stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
-        self._ready, self._written, self._read = (torch.cuda.Event() for _ in range(3))
-        self._refused = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._ready, self._read = torch.cuda.Event(), torch.cuda.Event()
         self._mail = torch.zeros(2, self.num_signals, dtype=torch.int64, pin_memory=True)
+        if None in self._peers:
+            self._puts = self._load_puts()
         self._joined = True
 
     @property
     def pools(self) -> tuple[Tensor, ...]:
         self._check_peer(self.pe)
-        return tuple(self._symmetric[:-1])
+        return tuple(self._symmetric[: self._num_pools])
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
         self._check_peer(pe)
-        return self._peers[pe][group]
+        peer = self._peers[pe]
+        return None if peer is None else peer[group]
 
     def write_tokens(
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
@@ -101,13 +123,15 @@ class NvshmemTransport(Transport):
         self._check_peer(pe)
         if not slots.shape[0]:
             return
-        pool = self._peers[pe][group]
-        limit = pool.shape[0] * pool.shape[4]
-        if slots.device.type == "cpu" and not 0 <= int(slots.min()) <= int(slots.max()) < limit:
+        limit = self.num_pages * self.layout.page_size
+        if not 0 <= int(slots.min()) <= int(slots.max()) < limit:
             raise IndexError(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
-        tokens, places = (values.to(self._device, non_blocking=True) for values in (token_indices, slots))
-        push_tokens(pool, layer, k, v, tokens, places, self._refused)
-        self.bytes_written += 2 * slots.shape[0] * k[0].numel() * k.element_size()
+        tokens, places = upload([token_indices.numpy(), slots.numpy().astype(np.int32)], self._device)
+        peer = self.peer_pool(pe, group)
+        if peer is None:
+            self._puts.put_tokens(pe, self._symmetric[group], layer, k, v, tokens, places)
+        else:
+            push_tokens(peer, layer, k, v, tokens, places)
 
     def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         self._check_peer(pe)
@@ -115,42 +139,48 @@ class NvshmemTransport(Transport):
         self._check_slots("target_slots", target_slots)
         if not source_slots.size:
             return
-        page_bytes = self.layout.page_bytes(group)
         plan = plan_copy(source_slots, target_slots, self.layout.page_size)
-        sizes = np.multiply(plan.num_pages, page_bytes, dtype=np.int64)
         self._follow_current()
-        if int(sizes.sum()) < COPY_ENGINE_BYTES * max(1, sizes.size):
-            self._copy_slots(pe, group, source_slots, target_slots)
-        else:
-            self._copy_pages(pe, group, plan, sizes)
-            if plan.source_slots.size:
-                self._copy_slots(pe, group, plan.source_slots, plan.target_slots)
-        self.bytes_written += source_slots.size * page_bytes // self.layout.page_size
+        with torch.cuda.stream(self._stream):
+            peer = self.peer_pool(pe, group)
+            if peer is None:
+                self._put_slots(pe, group, plan)
+            else:
+                self._copy_slots(peer, group, plan, source_slots, target_slots)
 
-    def quiet(self, pe: int) -> None:
+    def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
         self._follow_current()
-        self._written.record(self._stream)
-        self._wait(self._written, f"writes to PE {pe}")
-        if self._refused[0]:
-            self._refused.zero_()
-            raise IndexError(f"slots of a write_tokens() to PE {pe} or another were outside the pool and left out")
+        if self._peers[pe] is None:
+            with torch.cuda.stream(self._stream):
+                self._puts.quiet()
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return EventFence(event)
 
     def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
         self._check_peer(pe)
         self._check_signal(slot)
+        self._follow_current()
+        peer = self._peers[pe]
         with torch.cuda.stream(self._stream):
-            post_row(self._peers[pe][-1], slot, signal, payload)
+            if peer is None:
+                self._puts.post_row(pe, slot, signal, payload)
+            else:
+                post_row(peer[self._num_pools], slot, signal, payload)
 
     def mailbox(self) -> Int64Array:
         self._check_peer(self.pe)
         self._mail_stream.query()  # binds a new thread to the device, as the driver's own calls do not
         row_bytes = 8 * self.num_signals
-        target, source = self._mail.data_ptr(), self._symmetric[-1].data_ptr()
+        target, source = self._mail.data_ptr(), self._symmetric[self._num_pools].data_ptr()
         for begin in (0, row_bytes):  # payloads are read after their signals, as they were written before them
             copy(target + begin, source + begin, row_bytes, self._mail_stream.cuda_stream)
         self._read.record(self._mail_stream)
-        self._wait(self._read, "a copy of the mailbox")
+        deadline = time.monotonic() + MAILBOX_SECONDS
+        while not self._read.query():
+            if time.monotonic() > deadline:
+                raise TransportTimeout(f"a copy of the mailbox took more than {MAILBOX_SECONDS:g} s")
         return self._mail.numpy().T.copy()
 
     def close(self) -> None:
@@ -160,17 +190,27 @@ class NvshmemTransport(Transport):
         torch.cuda.set_device(self._device)
         torch.cuda.synchronize()
         self._peers = []
+        if self._library is not None:
+            del self._puts
+            nvshmem.bindings.culibrary_finalize(int(self._library.handle))
+            self._library = None
         for tensor in self._symmetric:
             nvshmem.core.free_tensor(tensor)
         self._symmetric = []
         nvshmem.core.finalize()
 
+    @property
+    def _num_pools(self) -> int:
+        return len(self.layout.groups)
+
     def _make_memory(self) -> None:
-        """Symmetric pools and mailbox, zeroed on every PE when it returns."""
-        shapes = [(self.num_pages, *self.layout.page_shape(group)) for group in range(len(self.layout.groups))]
+        """Symmetric pools, mailbox and staging, zeroed on every PE when it returns."""
+        shapes = [(self.num_pages, *self.layout.page_shape(group)) for group in range(self._num_pools)]
         try:
             self._symmetric = [nvshmem.core.tensor(shape, dtype=self.layout.dtype) for shape in shapes]
             self._symmetric.append(nvshmem.core.tensor((2, self.num_signals), dtype=torch.int64))
+            # On every PE, whether it needs it or not: one cannot know which of the others are peer to peer.
+            self._symmetric.append(nvshmem.core.tensor((STAGING_BYTES,), dtype=torch.uint8))
         except nvshmem.core.NvshmemError as error:
             raise TransportError(f"num_pages {self.num_pages} does not fit the GPU: {error.msg}") from error
         for tensor in self._symmetric:
@@ -178,39 +218,46 @@ class NvshmemTransport(Transport):
         torch.cuda.synchronize()
         nvshmem.bindings.barrier_all()
 
-    def _map(self, pe: int) -> list[Tensor]:
+    def _map(self, pe: int) -> list[Tensor] | None:
         if pe == self.pe:
             return self._symmetric
+        if not self._peer_access:
+            return None
         try:
-            return [nvshmem.core.get_peer_tensor(tensor, pe) for tensor in self._symmetric]
-        except nvshmem.core.NvshmemError as error:
-            raise TransportError(
-                f"PE {self.pe} and PE {pe} are not peer to peer; every pair must be: see `nvidia-smi topo -p2p w`"
-            ) from error
+            return [nvshmem.core.get_peer_tensor(tensor, pe) for tensor in self._symmetric[: self._num_pools + 1]]
+        except nvshmem.core.NvshmemError:
+            return None
 
-    def _copy_pages(self, pe: int, group: int, plan: CopyPlan, sizes: Int64Array) -> None:
-        page_bytes = self.layout.page_bytes(group)
-        targets = np.multiply(plan.target_pages, page_bytes, dtype=np.int64) + self._peers[pe][group].data_ptr()
-        sources = np.multiply(plan.source_pages, page_bytes, dtype=np.int64) + self._symmetric[group].data_ptr()
+    def _load_puts(self) -> DevicePuts:
+        cubin = build_device_puts(cache_folder(), torch.cuda.get_device_capability(self._device))
+        self._library = library = ObjectCode.from_cubin(cubin.read_bytes())
+        nvshmem.bindings.culibrary_init(int(library.handle))
+        return DevicePuts(library, *self._symmetric[self._num_pools :])
+
+    def _copy_slots(
+        self, peer: Tensor, group: int, plan: CopyPlan, source_slots: Int32Array, target_slots: Int32Array
+    ) -> None:
+        own, page_bytes = self._symmetric[group], self.layout.page_bytes(group)
+        sizes = np.multiply(plan.num_pages, page_bytes, dtype=np.int64)
+        if int(sizes.sum()) < COPY_ENGINE_BYTES * max(1, sizes.size):
+            push_slots(own, peer, *upload([source_slots, target_slots], self._device))
+            return
+        targets = np.multiply(plan.target_pages, page_bytes, dtype=np.int64) + peer.data_ptr()
+        sources = np.multiply(plan.source_pages, page_bytes, dtype=np.int64) + own.data_ptr()
         copy_all(targets, sources, sizes, self._stream.cuda_stream)
+        if plan.source_slots.size:
+            push_slots(own, peer, *upload([plan.source_slots, plan.target_slots], self._device))
 
-    def _copy_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
-        with torch.cuda.stream(self._stream):
-            slots = (
-                torch.from_numpy(values).to(self._device, non_blocking=True) for values in (source_slots, target_slots)
-            )
-            push_slots(self._symmetric[group], self._peers[pe][group], *slots)
+    def _put_slots(self, pe: int, group: int, plan: CopyPlan) -> None:
+        if plan.num_pages.size:
+            self._puts.put_pages(pe, self._symmetric[group], plan)
+        if plan.source_slots.size:
+            self._puts.put_slots(pe, self._symmetric[group], plan.source_slots, plan.target_slots)
 
     def _follow_current(self) -> None:
         """What is queued on the transport's stream from now on comes after what is on the current stream."""
         self._ready.record()
         self._stream.wait_event(self._ready)
-
-    def _wait(self, event: torch.cuda.Event, what: str) -> None:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not event.query():  # no sleep: the shortest one takes 60 µs
-            if time.monotonic() > deadline:
-                raise TransportTimeout(f"{what} took more than {WAIT_SECONDS:g} s; they may still land")
 
 
 def _bytes_of(unique_id: "nvshmem.core.UniqueID") -> np.ndarray:
@@ -229,10 +276,13 @@ def _unique_id_of(detail: Detail, num_bytes: int) -> np.ndarray:
 
 
 def _check_places(details: Sequence[Detail]) -> None:
-    """MembershipRefused, the same on every PE, unless all are on one host, each on a GPU of its own."""
+    """MembershipRefused, the same on every PE, unless all are on one host, each on a GPU of its own.
+
+    Puts could reach other hosts, but have been tested within one only.
+    """
     seen: dict[object, int] = {}
     for pe, detail in enumerate(details):
         if detail.get("host") != details[0].get("host"):
-            raise MembershipRefused(f"PE 0 and PE {pe} are on different hosts; nvshmem needs one host so far")
+            raise MembershipRefused(f"PE 0 and PE {pe} are on different hosts; an island must be on one")
         if (other := seen.setdefault(detail.get("gpu"), pe)) != pe:
             raise MembershipRefused(f"PE {other} and PE {pe} have the same GPU {detail.get('gpu')}; one each is needed")

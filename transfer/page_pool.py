@@ -23,8 +23,6 @@ class PagePool:
         self._value_rows = heads * page_size
         layer_rows = torch.arange(layers, device=pool.device)[:, None] * (2 * self._value_rows)
         self._key_rows = layer_rows + torch.arange(heads, device=pool.device) * page_size  # [layers, heads]
-        self.token_layer_bytes = 2 * heads * head_dim * pool.element_size()
-        self.token_bytes = layers * self.token_layer_bytes
 
     def put_tokens(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k and v [n, heads, head_dim], contiguous, to slots (int64 [n]) of one layer. IndexError outside the pool."""

@@ -13,7 +13,7 @@ from tandem.transfer.errors import TransportClosed, TransportError
 from tandem.transfer.membership import TransportConfig, make_handle, read_handles
 from tandem.transfer.page_pool import PagePool
 from tandem.transfer.segment import Segment, attach_segment, create_segment, segment_detail
-from tandem.transfer.transport import Int64Array, Transport
+from tandem.transfer.transport import Fence, Int64Array, Landed, Transport
 
 NAME = "shared_memory"
 
@@ -61,7 +61,6 @@ class SharedMemoryTransport(Transport):
         self._check_peer(pe)
         pool = self._pools[pe][group]
         pool.put_tokens(layer, slots.long(), k.index_select(0, token_indices), v.index_select(0, token_indices))
-        self.bytes_written += len(slots) * pool.token_layer_bytes
 
     def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         self._check_peer(pe)
@@ -69,18 +68,18 @@ class SharedMemoryTransport(Transport):
         self._check_slots("target_slots", target_slots)
         pool = self._pools[pe][group]
         pool.copy(self._pools[self.pe][group], plan_copy(source_slots, target_slots, self.layout.page_size))
-        self.bytes_written += source_slots.size * pool.token_bytes
 
-    def quiet(self, pe: int) -> None:
+    def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
-        self._fence()
+        self._keep_order()
+        return Landed()
 
     def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
         self._check_peer(pe)
         self._check_signal(slot)
         row = self._peers[pe].mailbox[slot]
         row[1] = payload
-        self._fence()
+        self._keep_order()
         row[0] = signal
 
     def mailbox(self) -> Int64Array:
@@ -88,7 +87,7 @@ class SharedMemoryTransport(Transport):
         shared = self._peers[self.pe].mailbox
         snapshot = np.empty_like(shared)
         snapshot[:, 0] = shared[:, 0]
-        self._fence()
+        self._keep_order()
         snapshot[:, 1] = shared[:, 1]
         return snapshot
 
@@ -99,7 +98,7 @@ class SharedMemoryTransport(Transport):
             os.close(self._fd)
             self._fd = -1
 
-    def _fence(self) -> None:
+    def _keep_order(self) -> None:
         """Keeps memory accesses before it before those after it, for other processes too.
 
         x86 needs none: it keeps stores in order, and loads. Elsewhere an access may slip into a critical section but

@@ -5,12 +5,14 @@ control plane    open() → handle ───────┐       ┌───�
                  join([h0, h1]) ◄───────┴───────┴────► join([h0, h1])
 data             write_slots(1, …) ────────────────►   pools
                  write_tokens(1, …) ───────────────►   pools
-                 quiet(1)                              (all of it is there)
-                 post(1, slot, signal, payload) ───►   mailbox(), read each step
+                 post(1, slot, signal, payload) ───►   mailbox(), read each step: all of it is there
+                 fence(1).is_quiet()                   (the sender may reuse what it wrote from)
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +20,25 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.position_map import Int32Array
-from tandem.transfer.errors import TransportClosed
+from tandem.transfer.errors import TransportClosed, TransportTimeout
 from tandem.transfer.membership import TransportConfig
 
 Int64Array = NDArray[np.int64]
+
+
+class Fence(Protocol):
+    """A mark behind the writes and posts to one PE that were issued before it."""
+
+    def is_quiet(self) -> bool:
+        """Whether all of them are visible there, and their sources free; never waits. Raises as writes do."""
+        ...
+
+
+class Landed:
+    """The fence of writes that are done when their call returns."""
+
+    def is_quiet(self) -> bool:
+        return True
 
 
 class Transport(ABC):
@@ -31,6 +48,8 @@ class Transport(ABC):
     signal row outside its range raises InvalidArgument or, for slots in tensors, IndexError.
     """
 
+    quiet_seconds = 30.0  # longest wait of quiet()
+
     def __init__(self, config: TransportConfig) -> None:
         self.config = config
         self.pe = config.pe
@@ -39,7 +58,6 @@ class Transport(ABC):
         self.num_pages = config.num_pages
         self.num_signals = config.num_signals
         self.epoch = config.epoch
-        self.bytes_written = 0  # issued by write_tokens and write_slots since open()
         self._joined = False
 
     @abstractmethod
@@ -64,14 +82,15 @@ class Transport(ABC):
     ) -> None:
         """Rows token_indices (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to the peer's slots [n].
 
-        k and v may be overwritten once the call returned (on a GPU: by later work of the same stream).
+        token_indices and slots are on the host. k and v may be overwritten once the call returned (on a GPU: by later
+        work of the same stream).
         """
 
     @abstractmethod
     def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         """All layers of the own source_slots (int32 [n]) to the peer's target_slots [n].
 
-        Whole pages travel as such. The source may be read as late as quiet().
+        Whole pages travel as such. The source may be read until a later fence is quiet.
         """
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
@@ -79,14 +98,24 @@ class Transport(ABC):
         return None
 
     @abstractmethod
+    def fence(self, pe: int) -> Fence:
+        """Marks what has been issued towards that PE so far, stores of kernels through peer_pool() included."""
+
     def quiet(self, pe: int) -> None:
-        """Returns once all earlier writes to that PE are visible there. TransportTimeout at a deadline, never later."""
+        """Waits for a fence: all earlier writes to that PE are visible there. TransportTimeout at a deadline."""
+        fence = self.fence(pe)
+        deadline = time.monotonic() + self.quiet_seconds
+        while not fence.is_quiet():  # no sleep: the shortest one takes 60 µs
+            if time.monotonic() >= deadline:
+                raise TransportTimeout(
+                    f"writes from PE {self.pe} to PE {pe} took more than {self.quiet_seconds:g} s; they may still land"
+                )
 
     @abstractmethod
     def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
-        """Writes row `slot` of the peer's mailbox, int64 each.
+        """Writes row `slot` of the peer's mailbox, int64 each, behind all writes issued to that PE before; never waits.
 
-        Who sees the signal there sees the payload and all that was quiet before.
+        Who sees the signal there sees the payload and what those writes wrote.
         """
 
     @abstractmethod

@@ -4,6 +4,7 @@ import numpy as np
 
 from tandem.cache.layout import KVLayout
 from tandem.cache.position_map import SKIP, PositionMap, SlotRuns
+from tandem.cache.window import first_place
 from tandem.transfer.errors import InvalidPositionMap
 
 
@@ -12,7 +13,8 @@ def validate_map(
 ) -> None:
     """Raises InvalidPositionMap unless the map covers exactly the expected positions, each with a slot of its own.
 
-    num_pages: pages in each of the receiver's pools. A receiver's map has no SKIP.
+    num_pages: pages in each of the receiver's pools. A receiver's map skips the positions of pages that are behind the
+    window of the group when all has landed, and no others.
     """
     if len(position_map.runs) != len(layout.groups):
         raise InvalidPositionMap(
@@ -23,14 +25,22 @@ def validate_map(
     if position_map.num_tokens != expected_tokens:
         raise InvalidPositionMap(f"num_tokens is {position_map.num_tokens}; {expected_tokens} is expected")
     for group, runs in enumerate(position_map.runs):
-        _validate_runs(runs, f"runs[{group}]", num_pages * layout.page_size)
+        end, size = position_map.end_position, layout.page_size
+        needed = min(first_place(layout.groups[group].window, end, size) * size, end)
+        skipped = max(needed - position_map.start_position, 0)
+        _validate_runs(runs, f"runs[{group}]", skipped, num_pages * size)
 
 
-def _validate_runs(runs: SlotRuns, field: str, num_slots: int) -> None:
+def _validate_runs(runs: SlotRuns, field: str, skipped: int, num_slots: int) -> None:
     if not runs.begins.size:
         return
-    if np.any(runs.begins == SKIP):
-        raise InvalidPositionMap(f"{field} skips positions; every position needs a slot")
+    wanted = runs.begins != SKIP
+    if runs.num_skipped != skipped or not wanted[skipped > 0 :].all():
+        count = int(runs.lengths[~wanted].sum())
+        raise InvalidPositionMap(f"{field} skips {count} positions; it must skip the first {skipped} and no others")
+    runs = SlotRuns(runs.begins[wanted], runs.lengths[wanted])
+    if not runs.begins.size:
+        return
     order = np.argsort(runs.begins)
     begins = runs.begins[order].astype(np.int64)
     ends = begins + runs.lengths[order]

@@ -1,6 +1,6 @@
 """Everything one worker process needs to know to start, as one value that the control plane sends it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -13,9 +13,9 @@ class Role(StrEnum):
 class WorkerConfig:
     """Plain values only: it travels to the worker's process.
 
-    num_pages is the same on every PE of an island (pools are symmetric); threads None leaves torch's own choice.
     lease_seconds: how long a decode worker keeps a reservation that nobody starts, and how long a connection may be
     silent before its calls count as gone. verify_kv, the same on every PE: whether digests of pushed KV are compared.
+    token: what every call to the worker must carry. threads None leaves torch's own choice.
     """
 
     role: Role
@@ -25,11 +25,11 @@ class WorkerConfig:
     num_pes: int
     model_path: str
     max_model_len: int
+    token: str = field(repr=False)
     dtype: str = "auto"
     device: str = "cpu"
     load_format: str = "safetensors"
     page_size: int = 16
-    num_pages: int = 1024
     prefix_sharing: bool = True
     max_batch_tokens: int = 1024
     max_sequences: int = 256

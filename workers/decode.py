@@ -3,16 +3,14 @@
 import logging
 import time
 
-import numpy as np
-
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.transfer.transport import Transport
 from tandem.workers.counters import Counters
-from tandem.workers.decode_batch import DecodeBatch, DecodeRequest
+from tandem.workers.decode_batch import DecodeBatch, DecodeRequest, Flight
 from tandem.workers.errors import CorruptKV, ForwardFailed
 from tandem.workers.finish import FinishReason, FinishRule
 from tandem.workers.lease import Clock
-from tandem.workers.model_runner import ModelRunner, Samples
+from tandem.workers.model_runner import ModelRunner
 from tandem.workers.reservation import Reservation
 from tandem.workers.reservations import Reservations, landed_tokens
 from tandem.workers.sampling_params import SamplingParams
@@ -28,6 +26,10 @@ class DecodeLoop:
 
     A request is in _reservations from PrepareReceive to its last token, in _landing from StartGenerate until its KV
     is there, and in _batch while it is stepped.
+
+    Where the runner runs ahead, a step is launched before the tokens of the one before it, _flight, are read. Who stops
+    at one of those has a row too many in the step launched since: it is ignored, and the pages are released when that
+    step is done.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class DecodeLoop:
         )
         self._landing: list[DecodeRequest] = []
         self._batch = DecodeBatch()
+        self._flight: Flight | None = None
 
     # Commands
 
@@ -82,12 +85,16 @@ class DecodeLoop:
         request = self._reservations.get(request_id)
         if request is None:
             return writer_quiet and self._reservations.settle_draining(request_id)
-        if request in self._batch.requests:
-            self._batch.change([], [request])
+        self._batch.leave([request])
         self._leave(request, writer_quiet)
         if request.stream is not None:
             self._fanout.publish([StreamUpdate(request.stream, None, None, FinishReason.ABORT)])
         return True
+
+    def abort_all(self, prefix: str, writer_quiet: bool) -> None:
+        """abort() for every request whose id begins with `prefix`, draining ones included."""
+        for request_id in [known for known in self._reservations.request_ids() if known.startswith(prefix)]:
+            self.abort(request_id, writer_quiet)
 
     @property
     def num_waiting(self) -> int:
@@ -103,7 +110,7 @@ class DecodeLoop:
         reap_again = self._reservations.reap()
         if self._landing:
             self._take_landed()
-        if len(self._batch):
+        if len(self._batch) or self._flight is not None:
             try:
                 self._forward()
             except Exception as error:
@@ -138,36 +145,59 @@ class DecodeLoop:
                 updates.append(StreamUpdate(request.stream, None, None, reason))
                 self._leave(request, writer_quiet=True)
         if joining:
-            self._batch.change(joining, [])
+            self._batch.join(joining)
         self._fanout.publish(updates)
 
     def _forward(self) -> None:
-        batch = self._batch
-        plan = self._cache.begin_forward(batch.sequence_ids, batch.ones)
-        logits = self._runner.forward(batch.tokens, plan, None)
-        self._cache.end_forward(plan)
-        samples = self._runner.sample(logits, batch.sampling, batch.lengths + 1)
-        reasons = batch.advance(samples.token_ids)
-        self._deliver(samples, reasons)
+        flight = self._launch() if len(self._batch) else None
+        if self._runner.runs_ahead:
+            flight, self._flight = self._flight, flight
+        if flight is not None:
+            self._deliver(flight)
 
-    def _deliver(self, samples: Samples, reasons: np.ndarray) -> None:
+    def _launch(self) -> Flight:
+        batch = self._batch
+        return batch.launched(
+            self._runner.step(batch.sequence_ids, batch.tokens, batch.sources, batch.sampling, batch.lengths + 1)
+        )
+
+    def _deliver(self, flight: Flight) -> None:
+        """Waits for the tokens of a step and hands them out."""
+        try:
+            samples = flight.pending.wait()
+        finally:
+            self._release(flight.released)
+        if not self._runner.runs_ahead:
+            self._batch.learn(samples.token_ids)
+        reasons = flight.reasons(samples.token_ids).tolist()
         updates, leaving = [], []
-        rows = zip(self._batch.requests, samples.token_ids.tolist(), samples.logprobs, reasons.tolist(), strict=True)
-        for request, token, logprob, reason in rows:
+        for request, token, logprob, reason in zip(
+            flight.requests, samples.token_ids.tolist(), samples.logprobs, reasons, strict=True
+        ):
+            if request.left:
+                continue
             request.output.append(token)
             assert request.stream is not None
             updates.append(StreamUpdate(request.stream, token, logprob, FinishReason(reason)))
             if reason != FinishReason.RUNNING:
                 leaving.append(request)
         if leaving:
-            self._batch.change([], leaving)
+            self._batch.leave(leaving)
             for request in leaving:
                 self._leave(request, writer_quiet=True)
         self._fanout.publish(updates)
 
     def _fail_batch(self, error: Exception) -> None:
-        requests = self._batch.requests
-        self._batch.change([], requests)
+        """Ends every request that has a token on its way, also those whose last one a step before was to bring."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            try:
+                flight.pending.wait()  # it may still write to their pages
+            except Exception:
+                log.exception("the step in flight failed, too")
+            self._release(flight.released)
+        requests = self._reservations.landed()
+        self._batch.leave(requests)
         for request in requests:
             if request.stream is not None:
                 failure = ForwardFailed(f"decode of {request.request_id!r} failed: {error}")
@@ -175,9 +205,20 @@ class DecodeLoop:
             request.output.clear()
             self._leave(request, writer_quiet=True)
 
+    # Leaving
+
     def _leave(self, request: DecodeRequest, writer_quiet: bool) -> None:
         if self._sharing and request.landed and len(request.output) > 1:
             self._cache.publish_prefix(request.sequence_id, request.prompt + request.output[:-1])
+        if self._flight is not None and request in self._flight.requests:
+            self._flight.released.append(request.sequence_id)
+        else:
+            self._release([request.sequence_id])
+        request.left = True
         self._reservations.end(request, writer_quiet)
         if request in self._landing:
             self._landing.remove(request)
+
+    def _release(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._cache.remove_sequence(sequence_id)

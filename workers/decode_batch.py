@@ -8,16 +8,23 @@ from numpy.typing import NDArray
 
 from tandem.transfer.completion import Signal
 from tandem.workers.finish import FinishReason, FinishRule
+from tandem.workers.pending_samples import PendingSamples
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.token_stream import TokenStream
 
 NO_TOKEN = -1
+ON_HOST = -1
+
+Int64Array = NDArray[np.int64]
 
 
 @dataclass(eq=False)
 class DecodeRequest:
-    """One sequence on a decode worker, from its reservation to its last token."""
+    """One sequence on a decode worker, from its reservation to its last token.
+
+    left: it has ended; a step that was launched before that may still have a row for it, which is then ignored.
+    """
 
     request_id: str
     sequence_id: int
@@ -28,48 +35,100 @@ class DecodeRequest:
     rule: FinishRule | None = None
     stream: TokenStream | None = None
     landed: bool = False
+    left: bool = False
     output: list[int] = field(default_factory=list)
 
 
-class DecodeBatch:
-    """Rows are rebuilt when a request joins or leaves, and only advanced in between.
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """A step that was launched. released: sequences that ended meanwhile, whose pages it may still write to."""
 
-    sequence_ids, tokens (the next input), lengths (positions whose KV is stored) and remaining (output tokens still
-    allowed): int64 [n]. stop_ids: int64 [n, k], rows filled up with NO_TOKEN.
-    """
+    requests: list[DecodeRequest]
+    remaining: Int64Array
+    stop_ids: Int64Array
+    pending: PendingSamples
+    released: list[int] = field(default_factory=list)
 
-    def __init__(self) -> None:
-        self.requests: list[DecodeRequest] = []
-        self._rebuild()
-
-    def __len__(self) -> int:
-        return len(self.requests)
-
-    def change(self, joining: Sequence[DecodeRequest], leaving: Sequence[DecodeRequest]) -> None:
-        gone = set(map(id, leaving))
-        self.requests = [request for request in self.requests if id(request) not in gone] + list(joining)
-        self._rebuild()
-
-    def advance(self, sampled: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Takes one sampled token a row, int64 [n]; the FinishReason of each row, int64 [n]."""
-        self.tokens = sampled
-        self.lengths += 1
-        self.remaining -= 1
+    def reasons(self, sampled: Int64Array) -> Int64Array:
+        """The FinishReason of each row once it got the token that was sampled for it; both int64 [n]."""
         reasons = np.where(self.remaining <= 0, FinishReason.LENGTH, FinishReason.RUNNING)
         stopped = (self.stop_ids == sampled[:, None]).any(axis=1)
         return np.where(stopped, FinishReason.STOP, reasons).astype(np.int64)
 
-    def _rebuild(self) -> None:
-        rows = self.requests
-        rules = [request.rule for request in rows if request.rule is not None]
-        self.sequence_ids = np.array([request.sequence_id for request in rows], np.int64)
-        self.ones = np.ones(len(rows), np.int64)
-        self.tokens = np.array([request.output[-1] for request in rows], np.int64)
-        outputs = np.array([len(request.output) for request in rows], np.int64)
-        self.lengths = np.array([len(request.prompt) for request in rows], np.int64) + outputs - 1
-        self.remaining = np.array([rule.max_tokens for rule in rules], np.int64) - outputs
-        width = max((len(rule.stop_ids) for rule in rules), default=0)
-        self.stop_ids = np.full((len(rows), width), NO_TOKEN, np.int64)
-        for row, rule in enumerate(rules):
-            self.stop_ids[row, : len(rule.stop_ids)] = sorted(rule.stop_ids)
-        self.sampling = SampleBatch.from_params([request.params for request in rows if request.params is not None])
+
+class DecodeBatch:
+    """The rows of the next step, one a request; what a launch changes is known without the tokens it draws.
+
+    sequence_ids, lengths (positions whose KV is stored, or will be by steps launched) and remaining (output tokens
+    still allowed): int64 [n]. sources: int64 [n], the row of the last launched step that draws the next input, or
+    ON_HOST where it is tokens (int64 [n]). stop_ids: int64 [n, k], rows filled up with NO_TOKEN.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[DecodeRequest] = []
+        self.sequence_ids, self.tokens, self.lengths, self.remaining = np.zeros((4, 0), np.int64)
+        self.sources = np.zeros(0, np.int64)
+        self.stop_ids = np.zeros((0, 0), np.int64)
+        self.sampling = SampleBatch.from_params([])
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def join(self, requests: Sequence[DecodeRequest]) -> None:
+        """Requests whose prompt is stored and whose last output token is on the host."""
+        rules = [request.rule for request in requests if request.rule is not None]
+        outputs = np.array([len(request.output) for request in requests], np.int64)
+        lengths = np.array([len(request.prompt) for request in requests], np.int64) + outputs - 1
+        remaining = np.array([rule.max_tokens for rule in rules], np.int64) - outputs
+        self._append("sequence_ids", np.array([request.sequence_id for request in requests], np.int64))
+        self._append("tokens", np.array([request.output[-1] for request in requests], np.int64))
+        self._append("sources", np.full(len(requests), ON_HOST, np.int64))
+        self._append("lengths", lengths)
+        self._append("remaining", remaining)
+        self.stop_ids = _stack(self.stop_ids, rules)
+        params = [request.params for request in requests if request.params is not None]
+        self.sampling = self.sampling.join(SampleBatch.from_params(params))
+        self.requests = [*self.requests, *requests]
+
+    def leave(self, requests: Sequence[DecodeRequest]) -> None:
+        """Those that are not in the batch are passed over."""
+        gone = set(map(id, requests))
+        self._keep(np.array([id(request) not in gone for request in self.requests], np.bool_))
+
+    def launched(self, pending: PendingSamples) -> Flight:
+        """A step of all rows was launched. Those that it gives their last token leave."""
+        self.lengths = self.lengths + 1
+        self.remaining = self.remaining - 1
+        self.sources = np.arange(len(self))
+        flight = Flight(self.requests, self.remaining, self.stop_ids, pending)
+        self._keep(self.remaining > 0)
+        return flight
+
+    def learn(self, sampled: Int64Array) -> None:
+        """The last launched step has drawn `sampled`, int64 [n], a token for each of its rows."""
+        drawn = self.sources != ON_HOST
+        self.tokens = np.where(drawn, sampled[self.sources * drawn], self.tokens)
+        self.sources = np.full(len(self), ON_HOST, np.int64)
+
+    def _append(self, name: str, values: Int64Array) -> None:
+        setattr(self, name, np.concatenate((getattr(self, name), values)))
+
+    def _keep(self, kept: NDArray[np.bool_]) -> None:
+        if kept.all():
+            return
+        rows = np.flatnonzero(kept)
+        for name in ("sequence_ids", "tokens", "sources", "lengths", "remaining", "stop_ids"):
+            setattr(self, name, getattr(self, name)[rows])
+        self.sampling = self.sampling.take(rows)
+        self.requests = [self.requests[row] for row in rows.tolist()]
+
+
+def _stack(stop_ids: Int64Array, rules: Sequence[FinishRule]) -> Int64Array:
+    """stop_ids with a row more for each rule."""
+    rows = stop_ids.shape[0]
+    width = max([stop_ids.shape[1], *(len(rule.stop_ids) for rule in rules)])
+    stacked = np.full((rows + len(rules), width), NO_TOKEN, np.int64)
+    stacked[:rows, : stop_ids.shape[1]] = stop_ids
+    for row, rule in enumerate(rules, start=rows):
+        stacked[row, : len(rule.stop_ids)] = sorted(rule.stop_ids)
+    return stacked

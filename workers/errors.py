@@ -42,3 +42,11 @@ class CorruptKV(WorkerError):
 
 class ForwardFailed(WorkerError):
     """The forward that the request was part of raised; the worker goes on."""
+
+
+class GpuTooSmall(WorkerError):
+    """The weights leave no room for KV pages in what may be used of the GPU."""
+
+
+class WriterNotQuiet(WorkerError):
+    """Writes of a request may still land: its receiver's pages must not be reused. Aborting again asks again."""

@@ -59,8 +59,7 @@ class Grants:
         return recalls
 
     def answer(self, recall: Recall) -> None:
-        """Lets the receiver have its pages back. Nothing may be in flight towards it for that reservation."""
-        self._transport.quiet(recall.pe)
+        """Lets the receiver have its pages back. All that was written there for that reservation must be quiet."""
         self._inbox.answer(recall)
         self._counters.recalled += 1
 

@@ -1,6 +1,5 @@
 """From token ids and a plan to sampled tokens."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -11,21 +10,15 @@ from torch import Tensor
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import ForwardPlan
+from tandem.workers.batch_buckets import bucket_sizes
+from tandem.workers.decode_graphs import Capture, DecodeGraphs, GraphCapture
 from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.pending_samples import PendingSamples, Samples
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling import Sampler
 from tandem.workers.sampling_params import SamplingParams
-from tandem.workers.token_logprobs import TokenLogprobs, split_logprobs
 
 Int64Array = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """token_ids int64 [n]; logprobs has n entries, None where a row did not ask."""
-
-    token_ids: Int64Array
-    logprobs: list[TokenLogprobs | None]
 
 
 class ModelRunner:
@@ -35,6 +28,7 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._sampler = Sampler()
+        self._graphs: DecodeGraphs | None = None
 
     def warm_up(self) -> None:
         """A prompt and a step of a sequence of its own: what torch prepares at first use, no request then waits for."""
@@ -49,6 +43,40 @@ class ModelRunner:
             self.sample(logits, greedy, np.array([count]))
         self._cache.remove_sequence(sequence)
 
+    def capture_steps(self, max_sequences: int, capture: Capture | None = None) -> None:
+        """From now on step() replays CUDA graphs of up to max_sequences rows, where device, kernels and model can."""
+        if capture is None and self._model.device.type != "cuda":
+            return
+        num_q_heads = self._model.config.num_heads
+        batches = self._cache.fixed_batches(bucket_sizes(max_sequences), num_q_heads, num_inputs=2)
+        if batches:
+            self._graphs = DecodeGraphs(self._model, self._cache, batches, capture or GraphCapture())
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether step() returns before its tokens are there and takes the tokens of the step before by itself."""
+        return self._graphs is not None
+
+    def step(
+        self,
+        sequence_ids: Int64Array,
+        tokens: Int64Array,
+        sources: Int64Array,
+        sampling: SampleBatch,
+        positions: Int64Array,
+    ) -> PendingSamples:
+        """One more token for each of n sequences.
+
+        Arrays are int64 [n]. sources[i]: the row of the step before that draws the input of row i, or -1 where it is
+        tokens[i], as it must be unless runs_ahead. positions: as for sample().
+        """
+        if self._graphs is not None:
+            return self._graphs.step(sequence_ids, tokens, sources, sampling, positions)
+        plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))
+        logits = self.forward(tokens, plan, None)
+        self._cache.end_forward(plan)
+        return self._draw(logits, sampling, positions)
+
     @torch.inference_mode()
     def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array | None) -> Tensor:
         """Logits float32 [n, vocab] that follow rows last_rows (int64 [n]; None: all) of token_ids int64 [T]."""
@@ -56,9 +84,10 @@ class ModelRunner:
         ids, *rows = upload(arrays, self._model.device)
         return self._model.forward(ids, partial(self._cache.attention, plan), rows[0] if rows else None)
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> Samples:
         """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be drawn."""
-        tokens, logprobs = self._sampler.sample(logits, batch, positions)
-        token_ids = tokens.cpu().numpy()
-        return Samples(token_ids, split_logprobs(logprobs, token_ids.tolist()))
+        return self._draw(logits, batch, positions).wait()
+
+    @torch.inference_mode()
+    def _draw(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> PendingSamples:
+        return PendingSamples(*self._sampler.sample(logits, batch, positions))

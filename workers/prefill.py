@@ -3,8 +3,8 @@
 import logging
 import time
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,18 +13,20 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import PositionMap
 from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.errors import TransportError
+from tandem.transfer.recall import Recall
 from tandem.transfer.transport import Transport
 from tandem.transfer.wire_map import decode_map
 from tandem.workers.counters import Counters
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LeaseExpired
 from tandem.workers.grants import Grants, signal_of
+from tandem.workers.landing import Landing
 from tandem.workers.lease import Clock, Lease
 from tandem.workers.model_runner import ModelRunner
+from tandem.workers.prefill_request import PrefillRequest, PrefillResult
 from tandem.workers.push_meter import PushMeter
 from tandem.workers.reservation import Reservation
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
-from tandem.workers.token_logprobs import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -32,47 +34,18 @@ ABORTED_IDS_REMEMBERED = 4096  # a RemoteSend that arrives after its Abort must 
 RESULTS_REMEMBERED = 1024  # a RemoteSend that arrives again gets the same answer
 RECALL_POLL_SECONDS = 0.02
 LEASE_SHARE = 0.8  # the writer stops before the receiver's own lease is over
-
-
-@dataclass(frozen=True)
-class PrefillResult:
-    """What RemoteSend answers; seconds."""
-
-    first_token: int
-    logprobs: TokenLogprobs | None
-    cached_tokens: int
-    queue_seconds: float
-    prefill_seconds: float
-    push_seconds: float
-    bytes_pushed: int
-
-
-@dataclass(eq=False)
-class PrefillRequest:
-    """One prompt on its way through the loop. computed counts positions whose KV is in the cache here."""
-
-    request_id: str
-    sequence_id: int
-    token_ids: list[int]
-    params: SamplingParams
-    reservation: Reservation
-    position_map: PositionMap
-    lease: Lease
-    result: "Future[PrefillResult]" = field(default_factory=Future)
-    computed: int = 0
-    cached_tokens: int = 0
-    arrived: float = field(default_factory=time.perf_counter)
-    started: float = 0.0
-    push_seconds: float = 0.0
-    bytes_pushed: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
+# A push is nearly always through when its last token is sampled: its answer should not wait for another's forward.
+PATIENCE_SECONDS = 0.002
+POLL_SECONDS = 0.001
 
 
 class PrefillLoop:
-    """Owned by the step thread; every method runs there. First come, first served, within a budget of tokens."""
+    """Owned by the step thread; every method runs there. First come, first served, within a budget of tokens.
+
+    A request waits, runs, and lands: then all its forwards are launched, and its pages stay until its writes are quiet.
+    Only that waits for writes: the next forward is launched while they are under way, and the signal is posted behind
+    them. However a request ends, it lands; a receiver that recalls it is answered once it has.
+    """
 
     def __init__(
         self,
@@ -100,6 +73,7 @@ class PrefillLoop:
         self._recalls_read = -RECALL_POLL_SECONDS
         self._waiting: deque[PrefillRequest] = deque()
         self._running: list[PrefillRequest] = []
+        self._landing: dict[str, Landing] = {}
         self._by_id: dict[str, PrefillRequest] = {}
         self._aborted: OrderedDict[str, None] = OrderedDict()
         self._results: OrderedDict[str, Future[PrefillResult]] = OrderedDict()
@@ -138,18 +112,25 @@ class PrefillLoop:
         request.lease.attend()
         return request.lease
 
-    def abort(self, request_id: str) -> bool:
-        """After it returns this worker writes no more for the request. False when it was not here."""
+    def abort(self, request_id: str) -> "Future[bool]":
+        """Ends once this worker neither computes nor writes for the request; False when it was not here.
+
+        WriterNotQuiet when that cannot be said in time; another abort asks again.
+        """
         self._aborted[request_id] = None
         while len(self._aborted) > ABORTED_IDS_REMEMBERED:
             self._aborted.popitem(last=False)
+        self._settle()
         request = self._by_id.get(request_id)
         if request is None:
-            return False
-        # Every step ends with quiet, so between steps no write of ours is in flight.
-        self._drop(request)
-        request.result.set_exception(Aborted(f"request {request_id!r} was aborted"))
-        return True
+            return _done(False)
+        self._stop(request, Aborted(f"request {request_id!r} was aborted"))
+        return self._landing[request_id].abort() if request_id in self._landing else _done(True)
+
+    def abort_all(self, prefix: str) -> None:
+        """abort() for every request whose id begins with `prefix`."""
+        for request_id in [known for known in self._by_id if known.startswith(prefix)]:
+            self.abort(request_id)
 
     @property
     def num_waiting(self) -> int:
@@ -157,46 +138,61 @@ class PrefillLoop:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running) + len(self._landing)
 
     # Steps
 
     def step(self) -> float | None:
         self._heed_recalls()
         self._stop_expired()
+        self._settle()
         self._admit()
         chunks = self._next_chunks()
-        if not chunks:
-            return RECALL_POLL_SECONDS
-        try:
-            self._forward(chunks)
-        except Exception as error:
-            log.exception("a prefill forward failed")
-            self._fail([request for request, _ in chunks], error)
-        return 0 if self._running or self._waiting else RECALL_POLL_SECONDS
+        if chunks:
+            try:
+                self._await_landing(self._forward(chunks))
+            except Exception as error:
+                log.exception("a prefill forward failed")
+                for request, _ in chunks:
+                    if request in self._running:
+                        self._land(request, ForwardFailed(f"prefill of {request.request_id!r} failed: {error}"))
+        if self._running or (chunks and self._waiting):
+            return 0
+        return POLL_SECONDS if self._landing else RECALL_POLL_SECONDS
 
     def _heed_recalls(self) -> None:
-        """Stops what receivers want back, and tells them when nothing of it is in flight any more."""
+        """Stops what receivers want back, and tells them once nothing of it is in flight any more."""
         if self._clock() - self._recalls_read < RECALL_POLL_SECONDS:
             return
         self._recalls_read = self._clock()
-        for recall in self._grants.recalled():
-            for request in list(self._by_id.values()):
-                if request.reservation.target_pe == recall.pe and signal_of(request.reservation) == recall.signal:
-                    self._drop(request)
-                    request.result.set_exception(Aborted(f"request {request.request_id!r} was ended by its receiver"))
+        recalls = self._grants.recalled()
+        for recall in recalls:
+            for request in self._recalled(recall):
+                self._stop(request, Aborted(f"request {request.request_id!r} was ended by its receiver"))
+        if recalls:
+            self._settle()
+        for recall in recalls:
+            if self._recalled(recall):
+                continue  # it lands: the recall stays unanswered, and is read again
             try:
                 self._grants.answer(recall)
             except TransportError:
                 log.exception("PE %d waits on for the answer to its recall", recall.pe)
 
+    def _recalled(self, recall: Recall) -> list[PrefillRequest]:
+        """Those of that use of the receiver's slot whose writes are not known to be quiet."""
+        return [
+            request
+            for request in self._by_id.values()
+            if request.reservation.target_pe == recall.pe and signal_of(request.reservation) == recall.signal
+        ]
+
     def _stop_expired(self) -> None:
-        for request in [request for request in self._by_id.values() if request.lease.is_over]:
+        unfinished = [*self._waiting, *self._running]  # whoever lands only waits for what it has written
+        for request in [request for request in unfinished if request.lease.is_over]:
             self.counters.expired_leases += 1
-            self._drop(request)
-            request.result.set_exception(
-                LeaseExpired(f"no call waited for request {request.request_id!r} for {request.lease.seconds:g} s")
-            )
+            reason = f"no call waited for request {request.request_id!r} for {request.lease.seconds:g} s"
+            self._stop(request, LeaseExpired(reason))
 
     def _checked_map(self, token_ids: list[int], reservation: Reservation) -> PositionMap:
         self._grants.check(reservation)
@@ -204,8 +200,8 @@ class PrefillLoop:
             raise InvalidCall(
                 f"matched_tokens is {reservation.matched_tokens} of a prompt of {len(token_ids)}; one must be left"
             )
-        pages = self._pages_of(len(token_ids))
-        if pages > self._cache.num_pages:
+        if not self._cache.has_room(len(token_ids), self._max_batch_tokens, ever=True):
+            pages = max(self._cache.num_pages_needed(len(token_ids), self._max_batch_tokens))
             raise InvalidCall(f"the prompt needs {pages} pages; this worker has {self._cache.num_pages}")
         return decode_map(
             reservation.wire_map,
@@ -215,13 +211,10 @@ class PrefillLoop:
             expected_tokens=len(token_ids) - reservation.matched_tokens,
         )
 
-    def _pages_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._cache.layout.page_size)
-
     def _admit(self) -> None:
         while self._waiting:
             request = self._waiting[0]
-            if self._cache.num_free_pages < self._pages_of(request.num_tokens):
+            if not self._cache.has_room(request.num_tokens, self._max_batch_tokens):
                 return
             self._waiting.popleft()
             self._begin(request)
@@ -231,7 +224,7 @@ class PrefillLoop:
         cache.add_sequence(request.sequence_id)
         if self._sharing:
             request.cached_tokens = request.computed = cache.match_prefix(request.sequence_id, request.token_ids)
-        cache.reserve(request.sequence_id, request.num_tokens)
+        cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
         cache.mark_send(request.sequence_id, reservation.matched_tokens, request.position_map, reservation.target_pe)
         request.started = time.perf_counter()
         self._running.append(request)
@@ -246,8 +239,9 @@ class PrefillLoop:
                 break
         return chunks
 
-    def _forward(self, chunks: list[tuple[PrefillRequest, int]]) -> None:
-        cache, before = self._cache, (self._transport.bytes_written, self._meter.seconds)
+    def _forward(self, chunks: list[tuple[PrefillRequest, int]]) -> list[PrefillRequest]:
+        """Computes, or at least launches, one chunk of each; the requests that have come to their end."""
+        cache, seconds_before = self._cache, self._meter.seconds
         plan = cache.begin_forward(
             [request.sequence_id for request, _ in chunks],
             [length for _, length in chunks],
@@ -262,70 +256,80 @@ class PrefillLoop:
                 ending.append(request)
         logits = self._runner.forward(np.array(tokens, np.int64), plan, np.array(last_rows, np.int64))
         cache.end_forward(plan)
-        samples = self._runner.sample(
-            logits,
-            SampleBatch.from_params([request.params for request in ending]),
-            np.array([request.num_tokens for request in ending], np.int64),
-        )
-        self._land(chunks, *before)
-        for row, request in enumerate(ending):
-            self._end(request, int(samples.token_ids[row]), samples.logprobs[row])
+        self._count_pushed([request for request, _ in chunks], self._meter.seconds - seconds_before)
+        if ending:  # sampling waits for the device; without it the next chunk is launched while this one computes
+            samples = self._runner.sample(
+                logits,
+                SampleBatch.from_params([request.params for request in ending]),
+                np.array([request.num_tokens for request in ending], np.int64),
+            )
+            for row, request in enumerate(ending):
+                request.sampled = time.perf_counter()
+                request.first_token, request.logprobs = int(samples.token_ids[row]), samples.logprobs[row]
+                self._end(request)
+        return ending
 
-    def _land(self, chunks: list[tuple[PrefillRequest, int]], bytes_before: int, seconds_before: float) -> None:
-        """Waits until what this forward wrote is visible to its receivers, and shares out what that cost."""
-        began = time.perf_counter()
-        for pe in {request.reservation.target_pe for request, _ in chunks}:
-            self._transport.quiet(pe)
-        seconds = time.perf_counter() - began + self._meter.seconds - seconds_before
-        written = self._transport.bytes_written - bytes_before
-        for request, _ in chunks:
-            total = self._cache.num_sent(request.sequence_id) * self._cache.layout.token_bytes
-            if written:
-                request.push_seconds += seconds * (total - request.bytes_pushed) / written
+    def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
+        """Shares out, by bytes, the seconds that a forward spent in calls that write."""
+        sent = [self._cache.bytes_sent(request.sequence_id) for request in requests]
+        pushed = sum(sent) - sum(request.bytes_pushed for request in requests)
+        for request, total in zip(requests, sent, strict=True):
+            if pushed:
+                request.push_seconds += seconds * (total - request.bytes_pushed) / pushed
             request.bytes_pushed = total
 
-    def _end(self, request: PrefillRequest, first_token: int, logprobs: TokenLogprobs | None) -> None:
-        reservation = request.reservation
-        landed = request.position_map.num_tokens
-        digest = 0
+    def _end(self, request: PrefillRequest) -> None:
+        reservation, digest = request.reservation, 0
         if self._verify:
             digest = digest_kv(self._cache, request.sequence_id, reservation.matched_tokens, request.num_tokens)
         self._transport.post(
             reservation.target_pe,
             reservation.signal_slot,
-            pack_signal(reservation.generation, landed),
-            pack_payload(first_token, digest),
+            pack_signal(reservation.generation, request.position_map.num_tokens),
+            pack_payload(request.first_token, digest),
         )
         if self._sharing:
             self._cache.publish_prefix(request.sequence_id, request.token_ids)
-        self._drop(request)
-        request.result.set_result(
-            PrefillResult(
-                first_token=first_token,
-                logprobs=logprobs,
-                cached_tokens=request.cached_tokens,
-                queue_seconds=request.started - request.arrived,
-                prefill_seconds=time.perf_counter() - request.started,
-                push_seconds=request.push_seconds,
-                bytes_pushed=request.bytes_pushed,
-            )
-        )
+        self._land(request, None)
 
-    def _fail(self, requests: list[PrefillRequest], error: Exception) -> None:
-        for pe in {request.reservation.target_pe for request in requests}:
-            self._transport.quiet(pe)
-        for request in requests:
-            if request.request_id in self._by_id:
-                self._drop(request)
-                request.result.set_exception(ForwardFailed(f"prefill of {request.request_id!r} failed: {error}"))
+    def _stop(self, request: PrefillRequest, error: Exception) -> None:
+        """Nothing more is computed for the request; whoever waits for it hears `error` once its writes are quiet."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+            self._forget(request)
+            request.result.set_exception(error)
+        elif request in self._running:
+            self._land(request, error)
 
-    def _drop(self, request: PrefillRequest) -> None:
+    def _land(self, request: PrefillRequest, error: Exception | None) -> None:
+        """No forward will have this request any more; error: why it has no result."""
+        self._running.remove(request)
+        self._landing[request.request_id] = Landing(self._transport, request, error)
+
+    def _settle(self) -> None:
+        """Lets go of the requests whose writes are quiet by now."""
+        for request_id, landing in list(self._landing.items()):
+            if landing.is_quiet():
+                del self._landing[request_id]
+                self._forget(landing.request)
+                self._cache.remove_sequence(landing.request.sequence_id)
+                landing.finish()
+
+    def _forget(self, request: PrefillRequest) -> None:
+        """It writes no more and holds no page here; a call that comes again finds its result."""
         del self._by_id[request.request_id]
         self._results[request.request_id] = request.result
         while len(self._results) > RESULTS_REMEMBERED:
             self._results.popitem(last=False)
-        if request in self._running:
-            self._running.remove(request)
-            self._cache.remove_sequence(request.sequence_id)
-        else:
-            self._waiting.remove(request)
+
+    def _await_landing(self, ended: Sequence[PrefillRequest]) -> None:
+        until = time.monotonic() + PATIENCE_SECONDS
+        self._settle()
+        while any(request.request_id in self._landing for request in ended) and time.monotonic() < until:
+            self._settle()
+
+
+def _done(known: bool) -> "Future[bool]":
+    answer: Future[bool] = Future()
+    answer.set_result(known)
+    return answer

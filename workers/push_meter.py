@@ -9,7 +9,10 @@ from tandem.cache.position_map import Int32Array
 
 
 class PushMeter(PageWriter):
-    """A PageWriter that passes everything on and adds up the seconds until the calls returned."""
+    """A PageWriter that passes everything on and adds up the seconds until the calls returned.
+
+    They are the writes' own only where calls write; on a GPU they are the host's time to queue them.
+    """
 
     def __init__(self, writer: PageWriter) -> None:
         self._writer = writer

@@ -14,7 +14,8 @@ from torch import Tensor
 from tandem.cache.layout import DTYPES
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.errors import InvalidConfig
-from tandem.workers.models.parameters import allocate_parameters, checkpoint_places
+from tandem.workers.models.parameters import allocate_parameters
+from tandem.workers.models.places import checkpoint_places
 from tandem.workers.models.registry import load_config
 from tandem.workers.sample_text import SENTENCES
 from tandem.workers.weights import INDEX
@@ -44,12 +45,42 @@ SIZES = {
     "tiny": Size(2, 64, 4, 2, 176, 512, 2048),
     "small": Size(4, 256, 8, 4, 688, 2048, 4096),
 }
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # What each family writes into config.json besides the common fields.
 ARCHITECTURES: dict[str, dict[str, object]] = {
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 512,
+    },
+    "gemma3_text": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 512,
+        "sliding_window_pattern": 2,
+        "rope_parameters": {"full_attention": {**ROPE, "rope_theta": 1e6}, "sliding_attention": ROPE},
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 512,
+    },
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "sliding_window": None, "pad_token_id": None},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "use_sliding_window": False},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -107,11 +138,12 @@ def random_weights(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> dict
     generator = torch.Generator().manual_seed(seed)
     for name, place in places.items():
         if name.endswith("norm.weight"):
-            place.fill_(1)
-        elif name.endswith(".bias"):
+            place.fill_(1 - config.norm_offset)
+        elif name.endswith("bias") or place.ndim == 1:
             place.normal_(0, 0.1, generator=generator)
         else:
-            place.normal_(0, 1 if name == EMBEDDING else place.shape[1] ** -0.5, generator=generator)
+            std = 1 / config.embedding_scale if name == EMBEDDING else place.shape[1] ** -0.5
+            place.normal_(0, std, generator=generator)
     spoken = [begins_word(tokenizer, token) for token in range(config.vocab_size)]
     places[LM_HEAD].mul_(LOGITS_STD * torch.tensor(spoken)[:, None])
     return places
@@ -132,14 +164,14 @@ def _config(arch: str, size: Size, dtype: str) -> dict[str, object]:
     }
     return {
         **{names.get(name, name): value for name, value in fields.items()},
-        **ARCHITECTURES[arch],
         "model_type": arch,
         "head_dim": size.hidden_size // size.num_heads,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": ROPE,
         "tie_word_embeddings": False,
         "dtype": dtype,
+        **ARCHITECTURES[arch],
     }
 
 

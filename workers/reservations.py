@@ -27,6 +27,7 @@ from tandem.workers.lease import Clock, Lease
 from tandem.workers.reservation import Reservation
 
 DRAIN_POLL_SECONDS = 0.005
+LONGEST_APPEND = 2  # tokens of one sequence in forwards not known to be done: the next step, and the one in flight
 
 
 class Reservations:
@@ -69,6 +70,14 @@ class Reservations:
     def get(self, request_id: str) -> DecodeRequest | None:
         return self._requests.get(request_id)
 
+    def landed(self) -> list[DecodeRequest]:
+        """Those that can be, or are, decoded."""
+        return [request for request in self._requests.values() if request.landed]
+
+    def request_ids(self) -> list[str]:
+        """Also of those that drain."""
+        return [*self._requests, *(request.request_id for request in self._draining.values())]
+
     def prepare(self, request_id: str, token_ids: list[int], max_tokens: int, writer_pe: int) -> Reservation:
         """Sets pages aside for a prompt that writer_pe will send and for its growth. Idempotent by request_id.
 
@@ -81,8 +90,8 @@ class Reservations:
         if writer_pe >= self._transport.num_pes:
             raise InvalidCall(f"writer_pe is {writer_pe}; 0 … {self._transport.num_pes - 1} are accepted")
         capacity = len(token_ids) + max_tokens - 1  # the last token is never fed back
-        pages = -(-capacity // self._cache.layout.page_size)
-        if pages > self._cache.num_pages:
+        pages = max(self._cache.num_pages_needed(capacity, LONGEST_APPEND))
+        if not self._cache.has_room(capacity, LONGEST_APPEND, ever=True):
             raise InvalidCall(
                 f"prompt and max_tokens need {pages} pages; this worker has {self._cache.num_pages} "
                 f"of {self._cache.layout.page_size} tokens"
@@ -131,8 +140,8 @@ class Reservations:
         return token
 
     def end(self, request: DecodeRequest, writer_quiet: bool) -> None:
-        """Lets go of a request. Its pages return now if it landed or the writer is quiet, else they drain."""
-        self._cache.remove_sequence(request.sequence_id)
+        """Lets go of a request; the caller removes its sequence. Then its pages return if it landed or the writer is
+        quiet, else they drain."""
         del self._requests[request.request_id]
         offer = self._offers.pop(request.request_id)
         self._leases.pop(request.request_id, None)
@@ -162,7 +171,9 @@ class Reservations:
             return None
         for request_id in [request_id for request_id, lease in self._leases.items() if lease.is_over]:
             self._counters.expired_leases += 1
-            self.end(self._requests[request_id], writer_quiet=False)
+            request = self._requests[request_id]
+            self._cache.remove_sequence(request.sequence_id)
+            self.end(request, writer_quiet=False)
         if self._draining:
             self._settle_drained()
             return DRAIN_POLL_SECONDS
@@ -182,7 +193,7 @@ class Reservations:
         cache.add_sequence(sequence_id)
         try:
             matched = cache.match_prefix(sequence_id, token_ids) if self._sharing else 0
-            cache.reserve(sequence_id, capacity)
+            cache.reserve(sequence_id, capacity, LONGEST_APPEND)
             signal = self._signals.acquire()
         except (OutOfPages, NoFreeSignal) as error:
             cache.remove_sequence(sequence_id)

@@ -41,3 +41,8 @@ class SampleBatch:
     def take(self, rows: NDArray[np.integer]) -> "SampleBatch":
         """A copy of `rows` (int [m]), in that order."""
         return SampleBatch(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def join(self, other: "SampleBatch") -> "SampleBatch":
+        """These rows, then the other's."""
+        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return SampleBatch(*(np.concatenate(pair) for pair in pairs))

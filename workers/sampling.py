@@ -1,5 +1,6 @@
 """Drawing of tokens for a batch. A draw depends on the row's logits, parameters, seed and position, on nothing else."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.kernels.upload import upload
 from tandem.workers.sample_batch import GREEDY_BELOW, NO_LOGPROBS, SampleBatch
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -17,18 +19,37 @@ class Logprobs:
     """Log-probabilities of the m rows that asked for them, from the raw logits (before temperature and filters).
 
     rows int64 [m]: which of the batch. chosen float32 [m]. top_ids int64 and top_logprobs float32 [m, most asked for],
-    best first; row i asked for the first counts[i] (int64 [m]) of them.
+    best first; row i asked for the first counts[i] (int64 [m]) of them. The tensors are on the logits' device.
     """
 
     rows: NDArray[np.int64]
-    chosen: NDArray[np.float32]
+    chosen: Tensor
     counts: NDArray[np.int64]
-    top_ids: NDArray[np.int64]
-    top_logprobs: NDArray[np.float32]
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Logprobs":
+        """The same with each tensor replaced by what `function` makes of it."""
+        return Logprobs(
+            self.rows, function(self.chosen), self.counts, function(self.top_ids), function(self.top_logprobs)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """Parameters of the rows that are drawn, [m, 1] each but rows [m], on the logits' device."""
+
+    rows: Tensor
+    draws: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    kth: Tensor
+    unlimited: Tensor
 
 
 class Sampler:
-    """Draws one token a row; filters in vLLM's order: temperature, min_p, top_k, top_p."""
+    """Draws one token a row; filters in vLLM's order: temperature, min_p, top_k, top_p. Nothing waits for a device."""
 
     def sample(
         self, logits: Tensor, params: SampleBatch, positions: NDArray[np.int64]
@@ -41,9 +62,9 @@ class Sampler:
         drawn = np.flatnonzero(params.temperature >= GREEDY_BELOW)
         if drawn.size:
             part = params.take(drawn)
-            where = torch.from_numpy(drawn).to(logits.device)
-            weights = _filtered(logits[where] / _column(part.temperature, logits.device), part)
-            tokens[where] = _invert(weights, _column(uniform(part.seed, positions[drawn]), logits.device))
+            columns = _upload(part, drawn, uniform(part.seed, positions[drawn]), logits)
+            weights = _filtered(logits[columns.rows] / columns.temperature, part, columns)
+            tokens[columns.rows] = _invert(weights, columns.draws)
         return tokens, _logprobs(logits, tokens, params.num_logprobs)
 
 
@@ -59,7 +80,16 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _filtered(scaled: Tensor, params: SampleBatch) -> Tensor:
+def _upload(params: SampleBatch, rows: NDArray[np.int64], draws: NDArray[np.float64], logits: Tensor) -> _Columns:
+    """params: those of `rows` alone; all in one copy."""
+    limited = params.top_k > 0
+    kth = np.where(limited, np.minimum(params.top_k, logits.shape[-1]), 1) - 1
+    arrays = [rows, draws, params.temperature, params.top_p, params.min_p, kth, ~limited]
+    first, *columns = upload(arrays, logits.device)
+    return _Columns(first, *(column[:, None] for column in columns))
+
+
+def _filtered(scaled: Tensor, params: SampleBatch, columns: _Columns) -> Tensor:
     """Probabilities [n, vocab], 0 below the threshold that each filter sets; rows need not sum to 1.
 
     Equals of a kept token are all kept. A filter that a row does not use changes nothing in it, so that a draw does
@@ -68,28 +98,26 @@ def _filtered(scaled: Tensor, params: SampleBatch) -> Tensor:
     probabilities = scaled.softmax(dim=-1)
     if (params.min_p > 0).any():
         best = probabilities.amax(dim=-1, keepdim=True)
-        probabilities.mul_(probabilities >= _column(params.min_p, scaled.device) * best)
+        probabilities.mul_(probabilities >= columns.min_p * best)
     if (params.top_k > 0).any():
-        probabilities.mul_(scaled >= _top_k_threshold(scaled, params.top_k))
+        most = min(int(params.top_k.max()), scaled.shape[-1])
+        probabilities.mul_(scaled >= _top_k_threshold(scaled, most, columns))
     if (params.top_p < 1).any():
-        probabilities.mul_(probabilities >= _top_p_threshold(probabilities, params.top_p))
+        probabilities.mul_(probabilities >= _top_p_threshold(probabilities, columns.top_p))
     return probabilities
 
 
-def _top_k_threshold(scaled: Tensor, top_k: NDArray[np.int64]) -> Tensor:
-    """The k-th best value of each row, [n, 1]; -inf where top_k takes all."""
-    limited = top_k > 0
-    k = np.where(limited, np.minimum(top_k, scaled.shape[-1]), 1)
-    best = scaled.topk(int(k.max()), dim=-1).values
-    kth = best.gather(1, _column(k - 1, scaled.device))
-    return kth.masked_fill_(_column(~limited, scaled.device), -torch.inf)
+def _top_k_threshold(scaled: Tensor, most: int, columns: _Columns) -> Tensor:
+    """The k-th best value of each row, k at most `most`, [n, 1]; -inf where top_k takes all."""
+    best = scaled.topk(most, dim=-1).values
+    return best.gather(1, columns.kth).masked_fill_(columns.unlimited, -torch.inf)
 
 
-def _top_p_threshold(probabilities: Tensor, top_p: NDArray[np.float32]) -> Tensor:
+def _top_p_threshold(probabilities: Tensor, top_p: Tensor) -> Tensor:
     """The least probability, [n, 1], of the fewest best tokens that together reach top_p of their row's sum."""
     ascending = _sort(probabilities)
     sums = ascending.cumsum(dim=-1, dtype=torch.float64)
-    dropped = torch.searchsorted(sums, (1 - _column(top_p, sums.device).double()) * sums[:, -1:], right=True)
+    dropped = torch.searchsorted(sums, (1 - top_p.double()) * sums[:, -1:], right=True)
     return ascending.gather(1, dropped.clamp_(max=ascending.shape[-1] - 1))
 
 
@@ -112,17 +140,13 @@ def _invert(weights: Tensor, draws: Tensor) -> Tensor:
     return torch.minimum(index, last).squeeze(1)
 
 
-def _column(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(values).to(device)[:, None]
-
-
 def _logprobs(logits: Tensor, tokens: Tensor, num_logprobs: NDArray[np.int64]) -> Logprobs | None:
     rows = np.flatnonzero(num_logprobs != NO_LOGPROBS)
     if rows.size == 0:
         return None
-    where = torch.from_numpy(rows).to(logits.device)
+    (where,) = upload([rows], logits.device)
     values = logits[where].log_softmax(dim=-1)
     counts = np.minimum(num_logprobs[rows], logits.shape[-1])
     top, ids = values.topk(int(counts.max()), dim=-1)
     chosen = values.gather(1, tokens[where][:, None]).squeeze(1)
-    return Logprobs(rows, chosen.cpu().numpy(), counts, ids.cpu().numpy(), top.cpu().numpy())
+    return Logprobs(rows, chosen, counts, ids, top)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -27,6 +27,7 @@ from tandem.workers.errors import (
     NoRoom,
     Stale,
     StaleEpoch,
+    WriterNotQuiet,
 )
 from tandem.workers.finish import FinishReason
 from tandem.workers.lease import Lease
@@ -37,6 +38,7 @@ from tandem.workers.messages import (
     sampling_from_proto,
 )
 from tandem.workers.prefill import PrefillLoop
+from tandem.workers.prefill_request import PrefillResult
 from tandem.workers.step_thread import StepThread
 from tandem.workers.token_stream import Tokens, TokenStream
 
@@ -52,6 +54,7 @@ STATUS_OF_ERROR: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (CorruptKV, grpc.StatusCode.DATA_LOSS),
     (InvalidCall, grpc.StatusCode.INVALID_ARGUMENT),
     (ForwardFailed, grpc.StatusCode.INTERNAL),
+    (WriterNotQuiet, grpc.StatusCode.UNAVAILABLE),
     (CacheError, grpc.StatusCode.INVALID_ARGUMENT),
     (TransferError, grpc.StatusCode.INVALID_ARGUMENT),
 )
@@ -63,6 +66,14 @@ async def _refuse(context: Context, error: Exception) -> NoReturn:
             await context.abort(status, str(error))
     log.exception("a call failed", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+async def _outcome(context: Context, future: "Future[T]") -> T:
+    """What the step thread will put there. The caller's cancellation must not cancel it: others may wait for it too."""
+    try:
+        return await asyncio.shield(asyncio.wrap_future(future))
+    except Exception as error:
+        await _refuse(context, error)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -121,7 +132,7 @@ class PrefillService(WorkerService):
     ) -> worker_pb2.RemoteSendResponse:
         attended: list[Lease] = []
 
-        def submit() -> Future[Any]:
+        def submit() -> Future[PrefillResult]:
             reservation = reservation_from_proto(request.reservation)
             params = sampling_from_proto(request.sampling)
             future = self._prefill.submit(request.request_id, list(request.token_ids), params, reservation)
@@ -130,12 +141,7 @@ class PrefillService(WorkerService):
             return future
 
         try:
-            future = await self._on_step_thread(context, request.epoch, submit)
-            try:
-                # Shielded: the caller's cancellation must not cancel what an idempotent second call may wait for.
-                result = await asyncio.shield(asyncio.wrap_future(future))
-            except Exception as error:
-                await _refuse(context, error)
+            result = await _outcome(context, await self._on_step_thread(context, request.epoch, submit))
         except asyncio.CancelledError:
             self._thread.call(lambda: [lease.leave() for lease in attended])  # runs behind submit, if that runs at all
             raise
@@ -150,8 +156,8 @@ class PrefillService(WorkerService):
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
-        known = await self._on_step_thread(context, request.epoch, lambda: self._prefill.abort(request.request_id))
-        return worker_pb2.AbortResponse(known=known)
+        future = await self._on_step_thread(context, request.epoch, lambda: self._prefill.abort(request.request_id))
+        return worker_pb2.AbortResponse(known=await _outcome(context, future))
 
 
 class DecodeService(WorkerService):

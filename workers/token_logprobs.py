@@ -15,7 +15,7 @@ class TokenLogprobs:
 
 
 def split_logprobs(logprobs: Logprobs | None, token_ids: list[int]) -> list[TokenLogprobs | None]:
-    """One entry for each of token_ids, None where the row did not ask."""
+    """One entry for each of token_ids, None where the row did not ask; logprobs on the host."""
     entries: list[TokenLogprobs | None] = [None] * len(token_ids)
     if logprobs is None:
         return entries

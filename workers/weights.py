@@ -11,7 +11,8 @@ from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, InvalidWeights
 from tandem.workers.models.fields import Fields
-from tandem.workers.models.parameters import DecoderParameters, allocate_parameters, checkpoint_places
+from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
+from tandem.workers.models.places import checkpoint_places
 from tandem.workers.progress import ReportBytes, ignore_progress
 from tandem.workers.safetensors_file import SafetensorsFile
 
@@ -52,7 +53,7 @@ def load_parameters(
     paths = weight_files(folder) if load_format == "safetensors" else []
     parameters = allocate_parameters(config, torch.device(device))
     if load_format == "dummy":
-        fill_randomly(checkpoint_places(config, parameters), seed)
+        fill_randomly(config, checkpoint_places(config, parameters), seed)
     else:
         fill_from_files(paths, config, parameters, report)
     return parameters
@@ -84,9 +85,9 @@ def fill_from_files(
     paths: Iterable[Path], config: ModelConfig, parameters: DecoderParameters, report: ReportBytes
 ) -> None:
     """Reads every tensor of the model from `paths`; InvalidWeights names what is missing, unknown or misshapen."""
-    places = checkpoint_places(config, parameters)
     with ExitStack() as stack:
         files = [stack.enter_context(SafetensorsFile(path)) for path in paths]
+        places = checkpoint_places(config, parameters, {name for file in files for name in file.tensors})
         check_tensors(files, places, config)
         total, done = sum(place.nbytes for place in places.values()), 0
         report(done, total)
@@ -119,11 +120,11 @@ def check_tensors(files: Iterable[SafetensorsFile], places: Mapping[str, Tensor]
         raise InvalidWeights(f"the checkpoint has {_listing(unknown)}, which {config.architecture} does not use")
 
 
-def fill_randomly(places: Mapping[str, Tensor], seed: int) -> None:
+def fill_randomly(config: ModelConfig, places: Mapping[str, Tensor], seed: int) -> None:
     """Norms 1, biases 0, the rest normal with standard deviation DUMMY_STD, the same for the same seed and device."""
     for index, (name, place) in enumerate(places.items()):
         if name.endswith("norm.weight"):
-            place.fill_(1)
+            place.fill_(1 - config.norm_offset)
         elif name.endswith(".bias"):
             place.zero_()
         else:

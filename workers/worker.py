@@ -16,9 +16,11 @@ from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
+from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.memory_budget import measure_budget
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.registry import load_config
@@ -33,39 +35,34 @@ T = TypeVar("T")
 
 
 def kv_layout(model: ModelConfig, page_size: int) -> KVLayout:
-    """One group of all layers: every layer of a dense model keeps the same kind of entry."""
-    group = LayerGroup(tuple(range(model.num_layers)), model.num_kv_heads, model.head_dim)
-    return KVLayout((group,), page_size, model.dtype)
+    """A group for each kind of window among the layers, in the order of their first layers."""
+    layers_of: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
+        layers_of.setdefault(window, []).append(layer)
+    groups = (
+        LayerGroup(tuple(layers), model.num_kv_heads, model.head_dim, window) for window, layers in layers_of.items()
+    )
+    return KVLayout(tuple(groups), page_size, model.dtype)
 
 
 class Worker:
-    """Lifecycle: load() → open() → join(handles) → serve() → stop(). stop() may come at any time, and twice."""
+    """Lifecycle: load() → open(pages) → join(handles) → serve() → stop(). stop() may come at any time, and twice."""
 
     def __init__(
         self, config: WorkerConfig, transports: Callable[[str, TransportConfig], Transport] = create_transport
     ) -> None:
         """transports: makes the transport of that name."""
         self.config = config
+        self._transports = transports
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.model_config = load_config(Path(config.model_path), config.dtype)
         self.loaded_bytes = 0
         self.total_bytes = 0
         self.address = ""
-        self._transport = transports(
-            config.transport,
-            TransportConfig(
-                pe=config.pe,
-                num_pes=config.num_pes,
-                layout=kv_layout(self.model_config, config.page_size),
-                num_pages=config.num_pages,
-                num_signals=mailbox_rows(config.num_signals, config.num_pes),
-                island=config.island,
-                epoch=config.epoch,
-            ),
-        )
-        self._meter = PushMeter(self._transport)
+        self._opened: Transport | None = None
         self._events = EventLoopThread("grpc")
+        self._loop: PrefillLoop | DecodeLoop | None = None
         self._step_thread: StepThread | None = None
         self._server: grpc.aio.Server | None = None
 
@@ -83,9 +80,34 @@ class Worker:
             report=progress,
         )
 
-    def open(self) -> bytes:
-        """This PE's half of the membership handshake."""
-        return self._transport.open()
+    def pages_that_fit(self, utilization: float) -> int:
+        """Between load() and open(), on a GPU: how many pages this part of its memory has room for; or GpuTooSmall."""
+        config = self.config
+        budget = measure_budget(
+            self._model,
+            utilization,
+            max_batch_tokens=config.max_batch_tokens,
+            max_sequences=config.max_sequences,
+        )
+        return budget.num_pages(kv_layout(self.model_config, config.page_size).token_bytes * config.page_size)
+
+    def open(self, num_pages: int) -> bytes:
+        """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric."""
+        config = self.config
+        self._opened = self._transports(
+            config.transport,
+            TransportConfig(
+                pe=config.pe,
+                num_pes=config.num_pes,
+                layout=kv_layout(self.model_config, config.page_size),
+                num_pages=num_pages,
+                num_signals=mailbox_rows(config.num_signals, config.num_pes),
+                island=config.island,
+                epoch=config.epoch,
+            ),
+        )
+        self._meter = PushMeter(self._opened)
+        return self._opened.open()
 
     def join(self, handles: Sequence[bytes]) -> None:
         """Maps the peers; after it returned on every PE the island is formed."""
@@ -106,6 +128,19 @@ class Worker:
         assert self._step_thread is not None, "serve() comes first"
         return self._step_thread.call(command).result(timeout)
 
+    def ping(self) -> None:
+        """Returns once the step thread takes commands; at once before serve(). TimeoutError when it hangs."""
+        if self.address:
+            self.on_step_thread(lambda: None)
+
+    def release(self, prefix: str, writer_quiet: bool) -> None:
+        """Aborts every request whose id begins with `prefix`; writer_quiet as in Abort, for a decode worker."""
+        loop = self._loop
+        if isinstance(loop, DecodeLoop):
+            self.on_step_thread(lambda: loop.abort_all(prefix, writer_quiet))
+        elif loop is not None:
+            self.on_step_thread(lambda: loop.abort_all(prefix))
+
     def stop(self) -> None:
         """Ends calls, the step thread and the transport, in this order."""
         if self._server is not None:
@@ -114,7 +149,13 @@ class Worker:
         self._events.stop()
         if self._step_thread is not None:
             self._step_thread.stop()
-        self._transport.close()
+        if self._opened is not None:
+            self._opened.close()
+
+    @property
+    def _transport(self) -> Transport:
+        assert self._opened is not None, "open() comes first"
+        return self._opened
 
     async def _start(self) -> str:
         config = self.config
@@ -128,7 +169,7 @@ class Worker:
                 self._meter,
                 max_batch_tokens=config.max_batch_tokens,
                 sharing=self._sharing,
-                verify=config.verify_kv,
+                verify=self._verify,
             )
             self._step_thread = StepThread(loop, "step")
             service = PrefillService(config, self._step_thread, loop, cache)
@@ -141,14 +182,17 @@ class Worker:
                 eos_token_ids=self.model_config.eos_token_ids,
                 max_sequences=config.max_sequences,
                 sharing=self._sharing,
-                verify=config.verify_kv,
+                verify=self._verify,
                 lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
             service = DecodeService(config, self._step_thread, loop, cache)
+        self._loop = loop
         self._step_thread.start()
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
-        self._server = grpc.aio.server(options=_server_options(config))
+        if config.role == Role.DECODE:
+            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
+        self._server = grpc.aio.server(options=_server_options(config), interceptors=[TokenRequired(config.token)])
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         port = self._server.add_insecure_port(f"{config.host}:0")
         await self._server.start()
@@ -156,18 +200,29 @@ class Worker:
 
     @property
     def _sharing(self) -> bool:
-        # Dynamic RoPE rotates a prompt by its own length: K of one prompt is not K of another with the same prefix.
-        return self.config.prefix_sharing and self.model_config.rope.rope_type != "dynamic"
+        # With RoPE by length a prompt is rotated by its own: K of one prompt is not K of another with the same prefix.
+        model = self.model_config
+        by_length = model.rope.by_length and self.config.max_model_len > (model.rope_switch or 0)
+        return self.config.prefix_sharing and not by_length and model.layer_windows is None
+
+    @property
+    def _verify(self) -> bool:
+        # A digest is of all positions that were sent; with windows some have left their layers before the last is.
+        return self.config.verify_kv and self.model_config.layer_windows is None
 
     def _make_cache(self) -> PagedKVCache:
         model, config = self.model_config, self.config
+        layout = kv_layout(model, config.page_size)
+        local_rope = model.local_rope or model.rope
         return PagedKVCache(
-            kv_layout(model, config.page_size),
+            layout,
             self._transport.pools,
             max_sequences=config.max_sequences * 2,
             max_sequence_length=config.max_model_len,
-            rope=model.rope,
+            rope=[model.rope if group.window is None else local_rope for group in layout.groups],
             writer=self._meter,
+            scale=model.attn_scale,
+            softcap=model.attn_softcap,
         )
 
 

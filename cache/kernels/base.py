@@ -1,6 +1,7 @@
 """What a backend's kernels do for one layer group of a paged KV cache."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -30,11 +31,12 @@ class Kernels(Protocol):
         """
         ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
-        """o [T, num_q_heads, head_dim]: each token attends to its sequence's positions up to its own.
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Any, sinks: Tensor | None = None) -> Tensor:
+        """o [T, num_q_heads, head_dim]: each token attends to its sequence's positions up to its own, in its window.
 
         q and k are what append() returned just before, v is what it was given. num_q_heads is a multiple of
-        num_kv_heads, and q head h reads KV head h // (num_q_heads / num_kv_heads).
+        num_kv_heads, and q head h reads KV head h // (num_q_heads / num_kv_heads). sinks: [num_q_heads], any float
+        dtype: a logit per head that is added to the softmax's denominator.
         """
         ...
 
@@ -51,6 +53,17 @@ class Kernels(Protocol):
         ...
 
 
+class KernelFactory(Protocol):
+    """Kernels for a pool. scale: of the scores. window: positions that a token sees, its own included; None: all.
+
+    softcap: scaled scores become softcap · tanh(score / softcap); None: they stay.
+    """
+
+    def __call__(
+        self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Kernels: ...
+
+
 PeerPool = Callable[[int], Tensor | None]
 """PageWriter.peer_pool of one layer group."""
 
@@ -61,4 +74,31 @@ class PushingKernels(Kernels, Protocol):
 
     def push_with_append(self, plan: Any, sends: Sequence[Send], peer_pool: PeerPool) -> tuple[Any, tuple[Send, ...]]:
         """A plan whose append also stores into mapped peers, and the sends that are left for the page writer."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceTables:
+    """PageTables of a fixed number of sequences, one new token each, at places on the device that stay.
+
+    slots: int32 [B], negative for a token that is not stored. kv_indptr int32 [B + 1], kv_last_page_len int32 [B],
+    kv_indices int32, as many as can be needed.
+    """
+
+    slots: Tensor
+    kv_indptr: Tensor
+    kv_last_page_len: Tensor
+    kv_indices: Tensor
+
+
+@runtime_checkable
+class GraphKernels(Kernels, Protocol):
+    """Kernels whose append and attend can be captured in a CUDA graph, and replayed with other tables."""
+
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> Any:
+        """A plan whose append and attend read `tables` whenever they run, after refill() announced their content."""
+        ...
+
+    def refill(self, plan: Any, tables: PageTables) -> None:
+        """On the host: what `plan` runs next are these tables; the caller copies them to the device's."""
         ...

@@ -9,7 +9,7 @@ from tandem.cache.kernels.native_kernels import NativeKernels
 from tandem.cache.kernels.torch_kernels import TorchKernels
 
 
-def choose_kernels(pool: Tensor, scale: float) -> Kernels:
+def choose_kernels(pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> Kernels:
     """Native ones for float32 on a CPU where they can be built, FlashInfer's for 16 bits on a GPU, else torch's.
 
     The first call may compile: a second. InvalidArgument for a pool of 16 bits on a GPU that FlashInfer cannot serve.
@@ -17,9 +17,9 @@ def choose_kernels(pool: Tensor, scale: float) -> Kernels:
     if pool.device.type == "cuda" and pool.dtype != torch.float32:
         from tandem.cache.kernels.flashinfer_kernels import FlashInferKernels  # needs triton
 
-        return FlashInferKernels(pool, scale)
+        return FlashInferKernels(pool, scale, window, softcap)
     if pool.device.type == "cpu" and pool.dtype == torch.float32 and NativeKernels.takes_head_dim(pool.shape[-1]):
         library = load_native()
         if library is not None:
-            return NativeKernels(pool, scale, library)
-    return TorchKernels(pool, scale)
+            return NativeKernels(pool, scale, library, window, softcap)
+    return TorchKernels(pool, scale, window, softcap)

@@ -1,5 +1,6 @@
 """Kernels of a pool on a CUDA device: attention by FlashInfer, append by Triton. The only importer of flashinfer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
-from tandem.cache.kernels.base import PeerPool
+from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.triton_append import AppendTargets, append
+from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
@@ -21,6 +23,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 WORKSPACE_BYTES = 256 << 20
+GATHER_FROM = 1024  # new tokens from which attention over gathered K and V is faster, the gathering included
+GRAPH_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +32,8 @@ class AttentionPart:
     """Some sequences of a forward, all with one new token each or all with several.
 
     tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
-    FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device.
+    FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device. kv_slots: int32,
+    on the device, of all positions that they attend to, where these are gathered first; kv_indptr then counts them.
     """
 
     single: bool
@@ -37,6 +42,7 @@ class AttentionPart:
     kv_indptr: Tensor
     kv_indices: Tensor
     kv_last_page_len: Tensor
+    kv_slots: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,23 +54,43 @@ class FlashInferPlan:
     parts: tuple[AttentionPart, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class FixedPlan:
+    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand."""
+
+    targets: AppendTargets
+    wrapper: Any
+    num_q_heads: int
+    keep_k: bool = False
+
+
 class FlashInferKernels:
-    """See Kernels. float16 and bfloat16, head_dim 64, 128 or 256, pages of 8 to 64 positions; else InvalidArgument.
+    """See Kernels and GraphKernels. float16 and bfloat16, head_dim 64, 128 or 256, pages of 8 to 64 positions; else
+    InvalidArgument.
 
     FlashInfer's wrappers hold the forward that was planned last, so they are planned when its first layer attends:
     forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
     """
 
-    def __init__(self, pool: Tensor, scale: float) -> None:
+    def __init__(self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         _check(pool)
         import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
 
         self._pool = pool
-        self._scale = scale
+        self._options = {
+            "q_data_type": pool.dtype,
+            "sm_scale": scale,
+            "window_left": -1 if window is None else window - 1,  # without the token itself
+            "logits_soft_cap": softcap,
+        }
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        self._flashinfer: Any = flashinfer
+        self._workspace = workspace
+        self._graph_workspace = torch.empty(GRAPH_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        self._gathered: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
         self._current: FlashInferPlan | None = None
         self._planned = torch.cuda.Event()
@@ -73,8 +99,10 @@ class FlashInferKernels:
         appends = np.diff(tokens.qo_indptr)
         single = appends == 1
         groups = [np.flatnonzero(single), np.flatnonzero(~single)]
-        drafts = [_draft(tokens, tables, appends, sequences) for sequences in groups if sequences.size]
-        arrays = [tables.slot_mapping, *(array for draft in drafts for array in (draft.kv_indices, draft.tokens))]
+        page_size = self._pool.shape[4]
+        drafts = [_draft(tokens, tables, appends, sequences, page_size) for sequences in groups if sequences.size]
+        of_parts = [(draft.kv_indices, draft.tokens, draft.kv_slots) for draft in drafts]
+        arrays = [tables.slot_mapping, *(array for of_part in of_parts for array in of_part)]
         slots, *uploaded = upload(arrays, self._pool.device)
         parts = tuple(
             AttentionPart(
@@ -84,8 +112,9 @@ class FlashInferKernels:
                 torch.from_numpy(draft.kv_indptr),
                 pages,
                 torch.from_numpy(draft.kv_last_page_len),
+                kv_slots if draft.kv_slots.size else None,
             )
-            for draft, pages, rows in zip(drafts, uploaded[::2], uploaded[1::2], strict=True)
+            for draft, pages, rows, kv_slots in zip(drafts, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True)
         )
         return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
 
@@ -107,23 +136,68 @@ class FlashInferKernels:
         keep_k = any(send.token_indices.shape[0] for send in left)
         return replace(plan, targets=replace(plan.targets, peer_rows=peer_rows), keep_k=keep_k), tuple(left)
 
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
+        size = tables.slots.shape[0]
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=tables.kv_indptr,
+            paged_kv_indices_buffer=tables.kv_indices,
+            paged_kv_last_page_len_buffer=tables.kv_last_page_len,
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._graph_workspace)
+        ones = torch.ones(size, dtype=torch.int32)
+        indptr = torch.arange(size + 1, dtype=torch.int32)
+        wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._options)
+        return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads)
+
+    def refill(self, plan: FixedPlan, tables: PageTables) -> None:
+        """The full plan() of fixed_plan() chose the kernel; this only shares out the work anew."""
+        indptr, indices, last_page_len = (
+            torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
+        )
+        self._planned.synchronize()
+        self._flashinfer.decode.fast_decode_plan(
+            *(plan.wrapper, indptr, indices, last_page_len, *self._sizes(plan.num_q_heads)),
+            **self._options,
+            global_override_indptr_cpu=indptr,
+        )
+        self._planned.record()
+
     def append(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan | FixedPlan
     ) -> tuple[Tensor, Tensor]:
         """As Kernels says, but k comes back rotated only where plan.keep_k asks for it: attend reads the pages."""
         return append(self._pool, layer, q, k, v, rotation, plan.targets, keep_k=plan.keep_k)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: FlashInferPlan) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: FlashInferPlan | FixedPlan,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(plan, FixedPlan):
+            return _run(plan.wrapper, (q, self._layers[layer]), sinks)
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
+        if len(plan.parts) == 1:
+            return self._attend_part(layer, plan.parts[0], q, sinks)
         output = torch.empty_like(q)
         for part in plan.parts:
-            wrapper = self._decode if part.single else self._prefill
-            if part.tokens is None:
-                wrapper.run(q, self._layers[layer], out=output)
-            else:
-                output.index_copy_(0, part.tokens, wrapper.run(q.index_select(0, part.tokens), self._layers[layer]))
+            assert part.tokens is not None  # of several parts, each has some
+            of_part = self._attend_part(layer, part, q.index_select(0, part.tokens), sinks)
+            output.index_copy_(0, part.tokens, of_part)
         return output
+
+    def _attend_part(self, layer: int, part: AttentionPart, q: Tensor, sinks: Tensor | None) -> Tensor:
+        if part.kv_slots is not None:
+            return _run(self._gathered, (q, *gather(self._pool, layer, part.kv_slots).unbind(1)), sinks)
+        return _run(self._decode if part.single else self._prefill, (q, self._layers[layer]), sinks)
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._pool.device)
@@ -134,25 +208,40 @@ class FlashInferKernels:
         self._pool.index_fill_(0, index, 0)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        (index,) = upload([slots.astype(np.int64)], self._pool.device)
-        size = self._pool.shape[4]
-        both = self._pool[index // size, layer, :, :, index % size]
-        return both[:, 0], both[:, 1]
+        k, v = gather(self._pool, layer, upload([slots], self._pool.device)[0]).unbind(1)
+        return k, v
+
+    def _sizes(self, num_q_heads: int) -> tuple[int, int, int, int]:
+        _, _, _, num_kv_heads, page_size, head_dim = self._pool.shape
+        return num_q_heads, num_kv_heads, head_dim, page_size
 
     def _plan_wrappers(self, plan: FlashInferPlan, num_q_heads: int) -> None:
-        _, _, _, num_kv_heads, page_size, head_dim = self._pool.shape
         # FlashInfer copies its plan from pinned memory that the next plan overwrites.
         self._planned.synchronize()
         for part in plan.parts:
             tables = (part.kv_indptr, part.kv_indices, part.kv_last_page_len)
-            sizes = (num_q_heads, num_kv_heads, head_dim, page_size)
-            options = {"q_data_type": self._pool.dtype, "sm_scale": self._scale}
+            sizes = self._sizes(num_q_heads)
+            if part.kv_slots is not None:
+                self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
+                continue
             if part.single:
-                self._decode.plan(*tables, *sizes, **options)
+                self._decode.plan(*tables, *sizes, **self._options)
             else:
-                self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **options)
+                self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._options)
         self._planned.record()
         self._current = plan
+
+
+def _run(wrapper: Any, inputs: tuple[Any, ...], sinks: Tensor | None) -> Tensor:
+    """What the planned wrapper gives for its inputs: q and the pair of paged K and V, or q, K and V.
+
+    A sink scales a head's output by the share of the softmax that the keys keep: e^lse / (e^lse + e^sink).
+    """
+    if sinks is None:
+        return wrapper.run(*inputs)
+    output, lse = wrapper.run(*inputs, return_lse=True)  # lse: float32 [n, num_q_heads], of base 2
+    kept = torch.sigmoid(lse * math.log(2) - sinks.float())
+    return output.mul_(kept.unsqueeze(-1).to(output.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,19 +252,26 @@ class _Draft:
     kv_indptr: Int32Array
     kv_indices: Int32Array
     kv_last_page_len: Int32Array
+    kv_slots: Int32Array
 
 
-def _draft(tokens: TokenLayout, tables: PageTables, appends: Int32Array, sequences: NDArray[np.int64]) -> _Draft:
-    """An AttentionPart of `sequences` (int64 [n]), before anything is on the device."""
+def _draft(
+    tokens: TokenLayout, tables: PageTables, appends: Int32Array, sequences: NDArray[np.int64], page_size: int
+) -> _Draft:
+    """An AttentionPart of `sequences` (int64 [n]), before anything is on the device; no kv_slots: not gathered."""
     counts = np.diff(tables.kv_indptr)[sequences]
     appends = appends[sequences]
+    pages = tables.kv_indices[_ragged(tables.kv_indptr[sequences], counts)]
+    gathered = int(appends.max()) > 1 and int(appends.sum()) >= GATHER_FROM
+    lengths = tables.kv_lens[sequences]
     return _Draft(
         single=bool(appends[0] == 1),
         tokens=_ragged(tokens.qo_indptr[sequences], appends),
         qo_indptr=_indptr(appends),
-        kv_indptr=_indptr(counts),
-        kv_indices=tables.kv_indices[_ragged(tables.kv_indptr[sequences], counts)],
+        kv_indptr=_indptr(lengths if gathered else counts),
+        kv_indices=pages,
         kv_last_page_len=tables.kv_last_page_len[sequences],
+        kv_slots=_all_slots(pages, counts, lengths, page_size) if gathered else pages[:0],
     )
 
 
@@ -189,6 +285,13 @@ def _ragged(begins: Int32Array, counts: Int32Array) -> NDArray[np.int64]:
     """begins[i], begins[i] + 1, … (counts[i] of them), one after another."""
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
+
+
+def _all_slots(pages: Int32Array, counts: Int32Array, lengths: Int32Array, page_size: int) -> Int32Array:
+    """Slots of the lengths[i] positions on counts[i] of `pages`, sequence after sequence."""
+    slots = (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1)
+    begins = ((np.cumsum(counts) - counts) * page_size).astype(np.int32)
+    return slots[_ragged(begins, lengths)]
 
 
 def _row_addresses(pool: Tensor, slots: Int32Array) -> NDArray[np.int64]:

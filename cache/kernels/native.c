@@ -20,7 +20,8 @@ typedef struct {
     float *pages;
     int64_t page_stride, layer_stride, value_offset; /* in floats */
     int32_t num_kv_heads, page_size, head_dim;
-    float scale;
+    int32_t window; /* positions that a query sees, its own included */
+    float scale, softcap; /* scores are softcap * tanh(score / softcap); 0: as they are */
 } Pool;
 
 typedef struct {
@@ -28,8 +29,8 @@ typedef struct {
     const int32_t *page_ids;   /* the pages of all sequences, one after another */
     const int32_t *tokens;     /* [num_decodes], the row of q and o of each single query */
     const int32_t *first_page; /* [num_decodes], where its sequence begins in page_ids */
-    const int32_t *lengths;    /* [num_decodes], positions it attends to, its own included */
-    int64_t num_positions;     /* sum of lengths */
+    const int32_t *lengths;    /* [num_decodes], positions in those pages, the query's own last */
+    int64_t num_positions;     /* sum of those attended to */
     int32_t num_tokens, num_decodes, num_threads;
 } Step;
 
@@ -147,6 +148,19 @@ INLINE void accumulate(const float *weights, const float *values, int count, int
     for (int i = 0; i < dim / LANES; i++) *(Vector *)(sums + i * LANES) = s[i];
 }
 
+/* Scores, which are in powers of 2, to those that the cap leaves. */
+INLINE void cap_scores(float *scores, int count, float softcap) {
+    const float cap = softcap * 1.44269504f, twice = 2.0f * 1.44269504f / cap;
+    for (int i = count; i % LANES; i++) scores[i] = 0;
+    for (int i = 0; i < count; i += LANES) {
+        const Vector x = load(scores + i);
+        const Integers is_negative = x < broadcast(0.0f);
+        const Vector size = (Vector)((Integers)x & 0x7fffffff), rest = exp2_of_negative(size * -twice);
+        const Vector tanh = (1.0f - rest) / (1.0f + rest) * cap;
+        *(Vector *)(scores + i) = (Vector)((Integers)tanh | (is_negative & (int32_t)0x80000000));
+    }
+}
+
 /* Scores to softmax weights, as far as known: the largest score so far and the sum of weights go on from chunk to
  * chunk, and what was summed up under an earlier largest score is scaled down (online softmax; Milakov, Gimelshein).
  * Room for whole vectors of scores is needed. */
@@ -178,17 +192,20 @@ INLINE void prefetch(const Pool *pool, const float *keys, const int32_t *page_id
 
 /* Up to MAX_HEADS query heads of one token, which share the K and V head whose tile in page 0 begins at `keys`. */
 INLINE void attend_heads(const Pool *pool, const float *keys, const int32_t *page_ids, int length, const float *q,
-                         int num_heads, float *o, const int dim) {
+                         int num_heads, const float *sinks, float *o, const int dim) {
     float queries[MAX_HEADS][LANES * MAX_VECTORS], sums[MAX_HEADS][LANES * MAX_VECTORS];
     float scores[MAX_HEADS][CHUNK], top[MAX_HEADS], total[MAX_HEADS];
     const int size = pool->page_size, num_pages = (length + size - 1) / size;
     const float scale = pool->scale * 1.44269504f; /* weights are powers of 2, not of e */
     for (int head = 0; head < num_heads; head++) {
         for (int i = 0; i < dim; i++) queries[head][i] = q[head * dim + i] * scale, sums[head][i] = 0;
-        top[head] = -INFINITY, total[head] = 0;
+        /* A sink is a key of its own, whose value is 0. */
+        top[head] = sinks ? sinks[head] * 1.44269504f : -INFINITY, total[head] = sinks ? 1 : 0;
     }
-    for (int place = 0; place < num_pages && place < PAGES_AHEAD; place++) prefetch(pool, keys, page_ids, place);
-    for (int begin = 0; begin < length; begin += CHUNK) {
+    const int start = length > pool->window ? length - pool->window : 0, first = start / size;
+    for (int place = first; place < num_pages && place < first + PAGES_AHEAD; place++)
+        prefetch(pool, keys, page_ids, place);
+    for (int begin = start; begin < length; begin += CHUNK) {
         const int count = length - begin < CHUNK ? length - begin : CHUNK;
         for (int value = 0; value < 2; value++) {
             for (int done = 0, span; done < count; done += span) {
@@ -203,6 +220,8 @@ INLINE void attend_heads(const Pool *pool, const float *keys, const int32_t *pag
                         score(queries[head], tile, span, dim, scores[head] + done);
                 }
             }
+            for (int head = 0; !value && pool->softcap != 0 && head < num_heads; head++)
+                cap_scores(scores[head], count, pool->softcap);
             for (int head = 0; !value && head < num_heads; head++)
                 weigh(scores[head], count, dim, &top[head], &total[head], sums[head]);
         }
@@ -213,19 +232,19 @@ INLINE void attend_heads(const Pool *pool, const float *keys, const int32_t *pag
 
 /* With the size known the compiler keeps a row in registers. */
 static void attend_sized(const Pool *pool, const float *keys, const int32_t *page_ids, int length, const float *q,
-                         int num_heads, float *o) {
+                         int num_heads, const float *sinks, float *o) {
     switch (pool->head_dim) {
-    case 32: attend_heads(pool, keys, page_ids, length, q, num_heads, o, 32); break;
-    case 64: attend_heads(pool, keys, page_ids, length, q, num_heads, o, 64); break;
-    case 128: attend_heads(pool, keys, page_ids, length, q, num_heads, o, 128); break;
-    default: attend_heads(pool, keys, page_ids, length, q, num_heads, o, pool->head_dim);
+    case 32: attend_heads(pool, keys, page_ids, length, q, num_heads, sinks, o, 32); break;
+    case 64: attend_heads(pool, keys, page_ids, length, q, num_heads, sinks, o, 64); break;
+    case 128: attend_heads(pool, keys, page_ids, length, q, num_heads, sinks, o, 128); break;
+    default: attend_heads(pool, keys, page_ids, length, q, num_heads, sinks, o, pool->head_dim);
     }
 }
 
 /* Rows `tokens` of o [T, num_q_heads, dim] from those of q, already rotated; q head h reads K and V head
- * h / (num_q_heads / num_kv_heads). */
+ * h / (num_q_heads / num_kv_heads). sinks: [num_q_heads] logits that only add to the softmax's denominator, or NULL. */
 void decode_attention(const Pool *pool, const Step *step, int32_t layer, const float *q, int64_t q_stride,
-                      int32_t num_q_heads, float *o) {
+                      int32_t num_q_heads, const float *sinks, float *o) {
     const int dim = pool->head_dim, kv_heads = pool->num_kv_heads, group = num_q_heads / kv_heads;
     const float *const base = pool->pages + layer * pool->layer_stride;
     const int64_t work = step->num_positions * kv_heads * dim;
@@ -238,7 +257,8 @@ void decode_attention(const Pool *pool, const Step *step, int32_t layer, const f
         for (int first = 0; first < group; first += MAX_HEADS) {
             const int head = kv_head * group + first, count = group - first < MAX_HEADS ? group - first : MAX_HEADS;
             attend_sized(pool, keys, step->page_ids + step->first_page[decode], step->lengths[decode],
-                         q + token * q_stride + head * dim, count, o + (token * num_q_heads + head) * dim);
+                         q + token * q_stride + head * dim, count, sinks ? sinks + head : NULL,
+                         o + (token * num_q_heads + head) * dim);
         }
     }
 }

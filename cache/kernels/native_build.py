@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def load_native() -> ctypes.CDLL | None:
     """build_native() in the user's cache folder, once in a process; None after one warning in the log."""
     try:
-        return build_native(_cache_folder())
+        return build_native(cache_folder())
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:  # RuntimeError: there is no home
         reason = getattr(error, "stderr", None) or error
         log.warning("native CPU kernels are not there, torch's serve instead: %s", str(reason).strip())
@@ -77,5 +77,6 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(keys)}))
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where this user keeps what was compiled here."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"

@@ -15,6 +15,7 @@ from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
 
 LANES, MAX_HEAD_DIM = 8, 256  # as in native.c
+NO_WINDOW = 2**31 - 1
 POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
@@ -29,7 +30,9 @@ class _Pool(ctypes.Structure):
         ("num_kv_heads", INT32),
         ("page_size", INT32),
         ("head_dim", INT32),
+        ("window", INT32),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
     )
 
 
@@ -67,21 +70,28 @@ class NativeKernels:
     Sequences with one new token attend natively, prompts by torch's parts. A call uses as many threads as torch does.
     """
 
-    def __init__(self, pool: Tensor, scale: float, library: ctypes.CDLL) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        scale: float,
+        library: ctypes.CDLL,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
         _, layers, _, self._heads, page_size, self._head_dim = pool.shape
         tiles = self._heads * page_size * self._head_dim
-        self._torch = TorchKernels(pool, scale)
+        self._torch = TorchKernels(pool, scale, window, softcap)
         self._pages = pool
-        self._pool = _Pool(
-            pool.data_ptr(), 2 * layers * tiles, 2 * tiles, tiles, self._heads, page_size, self._head_dim, scale
-        )
+        self._window = window or NO_WINDOW
+        sizes = (self._heads, page_size, self._head_dim, self._window)
+        self._pool = _Pool(pool.data_ptr(), 2 * layers * tiles, 2 * tiles, tiles, *sizes, scale, softcap or 0.0)
         self._pool_address = ctypes.addressof(self._pool)
         q, k, v, factors = (POINTER, INT64, INT32), (POINTER, INT64), (POINTER, INT64), (POINTER, POINTER, INT64, INT32)
         self._append = library.append
         self._append.argtypes = (POINTER, POINTER, INT32, *q, *k, *v, *factors, POINTER, POINTER)
         self._append.restype = None
         self._attend = library.decode_attention
-        self._attend.argtypes = (POINTER, POINTER, INT32, *q, POINTER)
+        self._attend.argtypes = (POINTER, POINTER, INT32, *q, POINTER, POINTER)
         self._attend.restype = None
 
     @staticmethod
@@ -89,12 +99,12 @@ class NativeKernels:
         return head_dim % LANES == 0 and head_dim <= MAX_HEAD_DIM
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> NativePlan:
-        queries, places, lengths = tokens.qo_indptr[:-1], tables.kv_indptr[:-1], tokens.seq_lens
+        queries, places, lengths = tokens.qo_indptr[:-1], tables.kv_indptr[:-1], tables.kv_lens
         parts: tuple[AttentionPart, ...] = ()
         if tokens.positions.size != queries.size:
             single = np.diff(tokens.qo_indptr) == 1
             queries, places, lengths = queries[single], places[single], lengths[single]
-            parts = plan_prompts(tokens, tables, self._pages)
+            parts = plan_prompts(tokens, tables, self._pages, self._torch.scoring.window)
         arrays = (tables.slot_mapping, tables.kv_indices, queries, places, lengths)
         indices = np.concatenate(arrays, dtype=np.int32)
         num_tokens, num_decodes = tables.slot_mapping.size, queries.size
@@ -106,7 +116,7 @@ class NativeKernels:
             first_query,
             first_query + 4 * num_decodes,
             first_query + 8 * num_decodes,
-            int(lengths.sum()),
+            int(np.minimum(lengths, self._window).sum()),
             num_tokens,
             num_decodes,
             torch.get_num_threads(),
@@ -136,20 +146,25 @@ class NativeKernels:
         )
         return rotated_q, rotated_k
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: NativePlan) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: NativePlan, sinks: Tensor | None = None
+    ) -> Tensor:
         num_q_heads = q.shape[1]
         if num_q_heads % self._heads:
             raise InvalidArgument(f"q has {num_q_heads} heads; a multiple of {self._heads} is accepted")
         if not plan.num_decodes and len(plan.parts) == 1:
-            return self._torch.attend_part(layer, plan.parts[0], q, k, v)
+            return self._torch.attend_part(layer, plan.parts[0], q, k, v, sinks)
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         if plan.num_decodes:
             q = self._rows("q", q, plan.num_tokens, num_q_heads)
+            logits = None if sinks is None else _sink_logits(sinks, num_q_heads)
             self._attend(
-                self._pool_address, plan.address, layer, q.data_ptr(), q.stride(0), num_q_heads, output.data_ptr()
+                *(self._pool_address, plan.address, layer),
+                *(q.data_ptr(), q.stride(0), num_q_heads),
+                *(None if logits is None else logits.data_ptr(), output.data_ptr()),
             )
         for part in plan.parts:
-            part.put(output, self._torch.attend_part(layer, part, part.take(q), k, v))
+            part.put(output, self._torch.attend_part(layer, part, part.take(q), k, v, sinks))
         return output
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
@@ -169,3 +184,10 @@ class NativeKernels:
                 f"{(num_tokens, num_heads, self._head_dim)} of torch.float32 is accepted"
             )
         return x if x.stride()[1:] == (self._head_dim, 1) else x.contiguous()
+
+
+def _sink_logits(sinks: Tensor, num_q_heads: int) -> Tensor:
+    """sinks as native.c takes them: float32 [num_q_heads], contiguous."""
+    if sinks.shape != (num_q_heads,):
+        raise InvalidArgument(f"sinks is {tuple(sinks.shape)}; {(num_q_heads,)} is accepted")
+    return sinks.float().contiguous()

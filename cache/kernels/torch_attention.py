@@ -10,10 +10,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
 
@@ -21,13 +21,18 @@ PADDED_PAGES_ALLOWED = 64  # up to here, padding costs less than a second part
 
 
 class AttentionPart(Protocol):
-    """Some tokens of a forward. attend() gives their o [n, num_q_heads, head_dim] from their own q and all k and v."""
+    """Some tokens of a forward. attend() gives their o [n, num_q_heads, head_dim] from their own q and all k and v.
+
+    The window of `scoring` is that of plan_attention.
+    """
 
     def take(self, q: Tensor) -> Tensor: ...
 
     def put(self, output: Tensor, part: Tensor) -> None: ...
 
-    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
+    def attend(
+        self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +56,7 @@ class PageGather:
 class DecodePart:
     """Sequences with one new token each. tokens: int32 [n].
 
-    mask: float32 [n, 1, 1, num_keys], 0 or -inf; None where all lengths are num_keys.
+    mask: float32 [n, 1, 1, num_keys], 0 or -inf; None where all see all num_keys.
     """
 
     tokens: Tensor
@@ -64,20 +69,19 @@ class DecodePart:
     def put(self, output: Tensor, part: Tensor) -> None:
         output[self.tokens] = part
 
-    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
         keys, values = self.gather(spans, q.shape[2])
         batch, heads, num_keys, head_dim = keys.shape
         if batch == 1 and q.dtype == torch.float32:
-            return F.scaled_dot_product_attention(q.unsqueeze(2), keys, values, scale=scale, enable_gqa=True).squeeze(2)
+            return scoring.attend(q.unsqueeze(2), keys, values, self.mask, sinks).squeeze(2)
         # For single queries of many sequences two batched products in float32 beat the fused kernel: by a quarter in
         # float32, several times in half precision.
         grouped = q.reshape(batch * heads, -1, head_dim).float()
         keys = keys.reshape(batch * heads, num_keys, head_dim).float()
         values = values.reshape(batch * heads, num_keys, head_dim).float()
-        scores = torch.baddbmm(grouped.new_empty(1, 1, 1), grouped, keys.transpose(1, 2), beta=0, alpha=scale)
-        if self.mask is not None:
-            scores.view(batch, heads, -1, num_keys).add_(self.mask)
-        return scores.softmax(-1).bmm(values).view(batch, -1, head_dim).to(q.dtype)
+        products = grouped.bmm(keys.transpose(1, 2)).view(batch, -1, 1, num_keys)
+        weights = scoring.weigh(products, self.mask, sinks).reshape(batch * heads, -1, num_keys)
+        return weights.bmm(values).view(batch, -1, head_dim).to(q.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +102,11 @@ class FreshPart:
     def put(self, output: Tensor, part: Tensor) -> None:
         output[self._tokens] = part
 
-    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
         q, k, v = (
             x.unflatten(0, (self.count, self.length)).transpose(1, 2) for x in (q, k[self._tokens], v[self._tokens])
         )
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        o = scoring.attend_causally(q, k, v, sinks)
         return o.transpose(1, 2).flatten(0, 1)
 
 
@@ -121,31 +125,35 @@ class ChunkPart:
     def put(self, output: Tensor, part: Tensor) -> None:
         output[self.begin : self.end] = part
 
-    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
         keys, values = self.gather(spans, q.shape[2])
         q = q.transpose(0, 1).unsqueeze(0)
-        o = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, scale=scale, enable_gqa=True)
+        o = scoring.attend(q, keys, values, self.mask, sinks)
         return o.squeeze(0).transpose(0, 1)
 
 
-def plan_attention(tokens: TokenLayout, tables: PageTables, pool: Tensor) -> tuple[AttentionPart, ...]:
+def plan_attention(
+    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None = None
+) -> tuple[AttentionPart, ...]:
     """Parts that cover every token of the forward once. pool gives shapes and dtype; it is not read."""
     rows = _rows(tokens, tables)
-    planner = _Planner(rows, tables.kv_indices, pool)
+    planner = _Planner(rows, tables.kv_indices, pool, window)
     if tokens.positions.size == rows.tokens.size:
         return tuple(planner.decodes(rows))
     single = np.diff(tokens.qo_indptr) == 1
     decodes = planner.decodes(rows.take(single)) if single.any() else []
-    return (*decodes, *plan_prompts(tokens, tables, pool))
+    return (*decodes, *plan_prompts(tokens, tables, pool, window))
 
 
-def plan_prompts(tokens: TokenLayout, tables: PageTables, pool: Tensor) -> tuple[AttentionPart, ...]:
+def plan_prompts(
+    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None = None
+) -> tuple[AttentionPart, ...]:
     """Parts that cover the tokens of sequences with more than one."""
     rows = _rows(tokens, tables)
-    planner = _Planner(rows, tables.kv_indices, pool)
+    planner = _Planner(rows, tables.kv_indices, pool, window)
     appends = np.diff(tokens.qo_indptr)
     single = appends == 1
-    fresh = ~single & (appends == tokens.seq_lens)
+    fresh = ~single & (appends == tables.kv_lens)
     parts: list[AttentionPart] = []
     if fresh.any():
         parts += _fresh(np.flatnonzero(fresh), rows)
@@ -157,7 +165,7 @@ def plan_prompts(tokens: TokenLayout, tables: PageTables, pool: Tensor) -> tuple
 
 def _rows(tokens: TokenLayout, tables: PageTables) -> "_Rows":
     places = tables.kv_indptr[:-1]
-    return _Rows(tokens.qo_indptr[:-1], tokens.seq_lens, places, tables.kv_indptr[1:] - places)
+    return _Rows(tokens.qo_indptr[:-1], tables.kv_lens, places, tables.kv_indptr[1:] - places)
 
 
 def _fresh(sequences: NDArray[np.int64], rows: "_Rows") -> list[FreshPart]:
@@ -170,7 +178,7 @@ def _fresh(sequences: NDArray[np.int64], rows: "_Rows") -> list[FreshPart]:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Some sequences: first token, length, first place in kv_indices and number of pages of each; int32 [n]."""
+    """Some sequences: first token, positions and first place in kv_indices, number of pages of each; int32 [n]."""
 
     tokens: Int32Array
     lengths: Int32Array
@@ -182,10 +190,11 @@ class _Rows:
 
 
 class _Planner:
-    def __init__(self, all_rows: _Rows, kv_indices: Int32Array, pool: Tensor) -> None:
+    def __init__(self, all_rows: _Rows, kv_indices: Int32Array, pool: Tensor, window: int | None) -> None:
         _, layers, _, heads, self._page_size, _ = pool.shape
         self._all_rows = all_rows
         self._kv_indices = kv_indices
+        self._window = window
         self._dtype = pool.dtype
         self._device = pool.device
         self._heads = heads
@@ -204,13 +213,14 @@ class _Planner:
         begin, num_keys = int(row.tokens[0]), int(row.lengths[0])
         visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
         gather = self._gather(row, int(row.counts[0]), num_keys)
-        return ChunkPart(begin, begin + append, gather, _additive_mask(visible, num_keys).to(self._device, self._dtype))
+        mask = additive_mask(visible, num_keys, self._window).to(self._device, self._dtype)
+        return ChunkPart(begin, begin + append, gather, mask)
 
     def _decode(self, rows: _Rows, widest: int) -> DecodePart:
         num_keys = int(rows.lengths.max())
         mask = None
-        if int(rows.lengths.min()) < num_keys:
-            mask = _additive_mask(rows.lengths, num_keys).to(self._device)[:, None, None]
+        if int(rows.lengths.min()) < num_keys or (self._window is not None and self._window < num_keys):
+            mask = additive_mask(rows.lengths, num_keys, self._window).to(self._device)[:, None, None]
         tokens = torch.from_numpy(rows.tokens).to(self._device)
         return DecodePart(tokens, self._gather(rows, widest, num_keys), mask)
 
@@ -227,11 +237,3 @@ class _Planner:
         offsets = np.arange(2 * self._heads, dtype=np.int32).reshape(2, 1, self._heads, 1)
         shape = (2, number, self._heads, widest * self._page_size)
         return PageGather(torch.from_numpy((first_rows + offsets).reshape(-1)).to(self._device), shape, num_keys)
-
-
-def _additive_mask(visible: Int32Array, num_keys: int) -> Tensor:
-    """float32 [n, num_keys]: row i has visible[i] zeros (int32 [n], 1 … num_keys), then -inf."""
-    # Rows are windows on one step: copying them is several times as fast as comparing and choosing.
-    step = np.repeat(np.array([0, -np.inf], np.float32), num_keys)
-    windows = np.ndarray((num_keys + 1, num_keys), np.float32, step, strides=(step.itemsize, step.itemsize))
-    return torch.from_numpy(windows[num_keys - visible])

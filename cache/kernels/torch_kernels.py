@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_attention import AttentionPart, plan_attention
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
@@ -30,10 +31,10 @@ class TorchKernels:
         view of layer 1's V:                               └─ row 0
     """
 
-    def __init__(self, pool: Tensor, scale: float) -> None:
+    def __init__(self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> None:
         _, layers, _, heads, page_size, head_dim = pool.shape
         self._pool = pool
-        self._scale = scale
+        self.scoring = Scoring(scale, window, softcap)
         self._page_size = page_size
         self._heads = heads
         self._page_rows = layers * 2 * heads  # of page_size · head_dim elements
@@ -50,7 +51,7 @@ class TorchKernels:
         rows = slots + slots // self._page_size * ((self._page_rows - 1) * self._page_size)
         return TorchPlan(
             append_rows=torch.from_numpy((rows[:, None] + self._head_offsets).reshape(-1)).to(self._pool.device),
-            parts=plan_attention(tokens, tables, self._pool),
+            parts=plan_attention(tokens, tables, self._pool, self.scoring.window),
         )
 
     def append(
@@ -63,17 +64,21 @@ class TorchKernels:
         self._value_rows[layer].index_copy_(0, plan.append_rows, v.reshape(-1, size))
         return q, k
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan, sinks: Tensor | None = None
+    ) -> Tensor:
         if len(plan.parts) == 1:
-            return self.attend_part(layer, plan.parts[0], q, k, v)
+            return self.attend_part(layer, plan.parts[0], q, k, v, sinks)
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in plan.parts:
-            part.put(output, self.attend_part(layer, part, part.take(q), k, v))
+            part.put(output, self.attend_part(layer, part, part.take(q), k, v, sinks))
         return output
 
-    def attend_part(self, layer: int, part: AttentionPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_part(
+        self, layer: int, part: AttentionPart, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """o of the part's tokens from their q and all of k and v."""
-        return part.attend(self._spans[layer], q, k, v, self._scale)
+        return part.attend(self._spans[layer], q, k, v, self.scoring, sinks)
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         self._pool[self._index(targets)] = self._pool[self._index(sources)]

@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.dependent_launch import launch_options
 from tandem.cache.rope import Rotation
 
 HEADS_PER_PROGRAM = 8
@@ -20,8 +22,9 @@ HEADS_PER_PROGRAM = 8
 class AppendTargets:
     """Where T new tokens go.
 
-    slots: int32 [T], own slots. peer_rows: int64 [T], the address in a mapped pool of the row of head_dim elements
-    that takes the K of layer 0, head 0, or 0 for a token that stays here; None where all stay.
+    slots: int32 [T], own slots, negative for a token that is not stored here. peer_rows: int64 [T], the address in a
+    mapped pool of the row of head_dim elements that takes the K of layer 0, head 0, or 0 for a token that stays here;
+    None where all stay.
     """
 
     slots: Tensor
@@ -72,6 +75,7 @@ def append(
         ROTATE=rotation is not None,
         KEEP_K=keep_k,
         HAS_PEER=targets.peer_rows is not None,
+        **launch_options(pool.device),
     )
     return q_out, k_out
 
@@ -92,8 +96,12 @@ def _append(
     ROTATE: tl.constexpr,
     KEEP_K: tl.constexpr,
     HAS_PEER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has some heads of q, or of k and v, of one token; a token's programs are neighbours."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     cos += token * cos_token
@@ -129,9 +137,10 @@ def _append(
         slot = tl.load(slots + token)
         in_layer = layer_elements + heads * (PAGE_SIZE * HEAD_DIM)
         value = num_kv_heads * (PAGE_SIZE * HEAD_DIM)
-        rows = pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements + (slot % PAGE_SIZE) * HEAD_DIM + in_layer
-        _store(rows, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
-        _store(rows + value, va, vb, vc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+        if slot >= 0:
+            rows = pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements + (slot % PAGE_SIZE) * HEAD_DIM + in_layer
+            _store(rows, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+            _store(rows + value, va, vb, vc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
         if HAS_PEER:
             address = tl.load(peer_rows + token)
             if address != 0:

@@ -25,16 +25,20 @@ from tandem.cache.position_map import PositionMap, SlotRuns
 from tandem.cache.rope import RopeParameters
 from tandem.cluster.admission import AdmissionQueue
 from tandem.cluster.generation import Generation
+from tandem.cluster.islands import Islands
+from tandem.cluster.membership import IslandState
 from tandem.cluster.request import ValidRequest
 from tandem.cluster.router import Router
-from tandem.cluster.worker_link import WorkerAddress, WorkerLink
+from tandem.cluster.worker_link import WorkerAddress
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.transfer.completion import Signal
 from tandem.transfer.wire_map import WireMap, decode_map, encode_map
+from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import Role
 from tandem.workers.decode_batch import DecodeBatch, DecodeRequest
 from tandem.workers.finish import FinishRule
 from tandem.workers.messages import reservation_to_proto
+from tandem.workers.pending_samples import PendingSamples
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.token_stream import TokenStream
@@ -109,13 +113,16 @@ def decode_step_us(batch_size: int = 256, context: int = 1024) -> float:
         request.params, request.rule, request.stream = params, FinishRule.of(params, (2,)), TokenStream()
         request.output.append(5)
         requests.append(request)
-    batch.change(requests, [])
-    sampled = np.full(batch_size, 5, np.int64)
+    batch.join(requests)
+    drawn = torch.full((batch_size,), 5)
 
     def step() -> None:
-        plan = cache.begin_forward(batch.sequence_ids, batch.ones)
+        plan = cache.begin_forward(batch.sequence_ids, np.ones(batch_size, np.int64))
         cache.end_forward(plan)
-        batch.advance(sampled)
+        flight = batch.launched(PendingSamples(drawn, None))
+        sampled = flight.pending.wait().token_ids
+        batch.learn(sampled)
+        flight.reasons(sampled)
 
     return median_us(step, rounds=100)
 
@@ -150,16 +157,16 @@ class AtOnce(worker_pb2_grpc.WorkerServicer):
 
 
 async def call_costs(rounds: int = 400) -> dict[str, float]:
-    server = grpc.aio.server()
+    token = "a token of the workers"
+    server = grpc.aio.server(interceptors=[TokenRequired(token)])
     worker_pb2_grpc.add_WorkerServicer_to_server(AtOnce(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     address = f"127.0.0.1:{port}"
-    links = [
-        WorkerLink.connect(WorkerAddress(role, pe, address), 1, 16 << 20)
-        for pe, role in enumerate((Role.PREFILL, Role.DECODE))
-    ]
-    router = Router(links, AdmissionQueue(8, 1 << 20), queue_seconds=5)
+    islands = Islands(16 << 20)
+    workers = tuple(WorkerAddress(role, pe, address, token) for pe, role in enumerate((Role.PREFILL, Role.DECODE)))
+    await islands.update(IslandState("i", epoch=1, restarts=0, workers=workers, version=1))
+    router = Router(islands, AdmissionQueue(8, 1 << 20), id_prefix="1.", queue_seconds=5)
     prompt = list(range(1024))
     params = SamplingParams(max_tokens=2, temperature=0, seed=1)
 
@@ -170,7 +177,11 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
             pass
         await router.give_back(placement, generation.complete)
 
-    bare_stub = worker_pb2_grpc.WorkerStub(grpc.aio.insecure_channel(address))
+    bare_server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(AtOnce(), bare_server)
+    bare_port = bare_server.add_insecure_port("127.0.0.1:0")
+    await bare_server.start()
+    bare_stub = worker_pb2_grpc.WorkerStub(grpc.aio.insecure_channel(f"127.0.0.1:{bare_port}"))
     prepare = worker_pb2.PrepareReceiveRequest(request_id="r", epoch=1, token_ids=prompt, max_tokens=2)
     reservation = await bare_stub.PrepareReceive(prepare)
     send = worker_pb2.RemoteSendRequest(request_id="r", epoch=1, token_ids=prompt, reservation=reservation)
@@ -190,9 +201,9 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
             await call()
             if number >= 20:
                 times.append(time.perf_counter() - began)
-    for link in links:
-        await link.channel.close()
+    await islands.close()
     await server.stop(0)
+    await bare_server.stop(0)
     return {
         "request_us": round(statistics.median(ours) * 1e6, 1),
         "bare_us": round(statistics.median(theirs) * 1e6, 1),

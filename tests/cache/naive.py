@@ -1,12 +1,12 @@
 """A cache that keeps K and V of every token by itself and computes in float64, to compare the paged one with."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Kernels
+from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
@@ -36,11 +36,19 @@ def pools_of(layout: KVLayout, num_pages: int) -> tuple[Tensor, ...]:
     )
 
 
-MakeKernels = Callable[[Tensor, float], Kernels]
+def windowed(layout: KVLayout, *windows: int | None) -> KVLayout:
+    """The layout with these windows in its groups."""
+    groups = zip(layout.groups, windows, strict=True)
+    return replace(layout, groups=tuple(replace(group, window=window) for group, window in groups))
 
 
 def cache_of(
-    layout: KVLayout, num_pages: int = 32, rope: RopeParameters = ROPE, kernels: MakeKernels = choose_kernels
+    layout: KVLayout,
+    num_pages: int = 32,
+    rope: RopeParameters | Sequence[RopeParameters] = ROPE,
+    kernels: KernelFactory = choose_kernels,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> PagedKVCache:
     return PagedKVCache(
         layout,
@@ -49,6 +57,8 @@ def cache_of(
         max_sequence_length=MAX_LENGTH,
         rope=rope,
         writer=None,
+        scale=scale,
+        softcap=softcap,
         kernels=kernels,
     )
 
@@ -58,6 +68,9 @@ class Inputs:
     """Per layer q, k and v of some tokens, not rotated."""
 
     layers: list[tuple[Tensor, Tensor, Tensor]]
+
+    def between(self, begin: int, end: int) -> "Inputs":
+        return Inputs([(q[begin:end], k[begin:end], v[begin:end]) for q, k, v in self.layers])
 
 
 def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
@@ -72,11 +85,13 @@ def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
     )
 
 
-def run(cache: PagedKVCache, seq_ids: list[int], lengths: list[int], inputs: Inputs) -> list[Tensor]:
+def run(
+    cache: PagedKVCache, seq_ids: list[int], lengths: list[int], inputs: Inputs, sinks: Tensor | None = None
+) -> list[Tensor]:
     """One forward through the paged cache; o of each layer."""
     with torch.inference_mode():
         plan = cache.begin_forward(seq_ids, lengths)
-        outputs = [cache.attention(plan, layer, q, k, v) for layer, (q, k, v) in enumerate(inputs.layers)]
+        outputs = [cache.attention(plan, layer, q, k, v, sinks) for layer, (q, k, v) in enumerate(inputs.layers)]
         cache.end_forward(plan)
     return outputs
 
@@ -95,16 +110,23 @@ class NaiveSequence:
 
 @dataclass
 class NaiveCache:
+    """rope: one for all groups of the layout, or one for each. All of a sequence is kept, whatever the windows are."""
+
     layout: KVLayout
-    rope: RopeParameters = ROPE
+    rope: RopeParameters | Sequence[RopeParameters] = ROPE
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
     sequences: dict[int, NaiveSequence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._rotary = RotaryEmbedding(self.rope, MAX_LENGTH, "cpu", torch.float64) if self.rotates else None
-
-    @property
-    def rotates(self) -> bool:
-        return self.rope.rope_type != "none"
+        kinds = [self.rope] * len(self.layout.groups) if isinstance(self.rope, RopeParameters) else self.rope
+        self._rotaries: dict[int, RotaryEmbedding | None] = {}
+        self._windows: dict[int, int | None] = {}
+        for group, rope in zip(self.layout.groups, kinds, strict=True):
+            embedding = RotaryEmbedding(rope, MAX_LENGTH, "cpu", torch.float64) if rope.rope_type != "none" else None
+            self._rotaries.update(dict.fromkeys(group.layers, embedding))
+            self._windows.update(dict.fromkeys(group.layers, group.window))
 
     def add(self, sequence: int) -> None:
         empty = [
@@ -140,27 +162,51 @@ class NaiveCache:
     def _attend(self, sequence: int, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         of = self.sequences[sequence]
         positions = torch.arange(start, start + q.shape[0])
-        of.keys[layer] = torch.cat((of.keys[layer], self._rotated(k.double(), positions)))
+        of.keys[layer] = torch.cat((of.keys[layer], self._rotated(layer, k.double(), positions)))
         of.values[layer] = torch.cat((of.values[layer], v.double()))
-        return attend(self._rotated(q.double(), positions), of.keys[layer], of.values[layer])
+        return attend(
+            self._rotated(layer, q.double(), positions),
+            of.keys[layer],
+            of.values[layer],
+            window=self._windows[layer],
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
 
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        if self._rotary is None:
+    def _rotated(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
+        rotary = self._rotaries[layer]
+        if rotary is None:
             return x
-        cos, sin = (factor.double()[:, None] for factor in self._rotary.cos_sin(positions))
+        cos, sin = (factor.double()[:, None] for factor in rotary.cos_sin(positions))
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention token by token: q [n, q heads, D] belong to the last n of N keys and values [N, kv heads, D]."""
     group = q.shape[1] // keys.shape[1]
     output = torch.empty_like(q)
     for index in range(q.shape[0]):
-        visible = keys.shape[0] - q.shape[0] + index + 1
+        end = keys.shape[0] - q.shape[0] + index + 1
+        seen = slice(0 if window is None else max(end - window, 0), end)
         for head in range(q.shape[1]):
-            scores = keys[:visible, head // group] @ q[index, head] * q.shape[2] ** -0.5
-            output[index, head] = scores.softmax(0) @ values[:visible, head // group]
+            scores = keys[seen, head // group] @ q[index, head] * (q.shape[2] ** -0.5 if scale is None else scale)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].to(scores)))
+            weights = scores.softmax(0)[: end - seen.start]
+            output[index, head] = weights @ values[seen, head // group]
     return output
 
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch_attention import ChunkPart, DecodePart, FreshPart, plan_attention
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.layout import KVLayout
 from tandem.cache.plan import lay_out_tokens, look_up_pages
 from tandem.cache.rope import RopeParameters
-from tests.cache.naive import HEAD_DIM, MakeKernels, NaiveCache, cache_of, draw_inputs, layout_of, pools_of, run
+from tests.cache.naive import HEAD_DIM, NaiveCache, cache_of, draw_inputs, layout_of, pools_of, run
 from tests.tolerances import assert_close
 
 # What each sequence appends in each forward.
@@ -40,7 +41,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_attention(layout: KVLayout, program: list[dict[int, int]], kernels: MakeKernels) -> None:
+def test_attention(layout: KVLayout, program: list[dict[int, int]], kernels: KernelFactory) -> None:
     cache, naive = cache_of(layout, num_pages=64, kernels=kernels), NaiveCache(layout)
     for step, appends in enumerate(program):
         for sequence in appends:
@@ -56,7 +57,7 @@ def test_attention(layout: KVLayout, program: list[dict[int, int]], kernels: Mak
 
 @pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels])
 @pytest.mark.parametrize("layout", [layout_of(2), layout_of(2, dtype=torch.bfloat16)], ids=["float32", "bfloat16"])
-def test_values_are_stored_as_they_came(layout: KVLayout, kernels: MakeKernels) -> None:
+def test_values_are_stored_as_they_came(layout: KVLayout, kernels: KernelFactory) -> None:
     cache = cache_of(layout, kernels=kernels)
     cache.add_sequence(3)
     inputs = draw_inputs(layout, 11, seed=0)
@@ -67,7 +68,7 @@ def test_values_are_stored_as_they_came(layout: KVLayout, kernels: MakeKernels) 
 
 @pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels])
 @pytest.mark.parametrize("rope_type", ["none", "default"])
-def test_keys_are_stored_rotated_unless_rope_is_none(rope_type: str, kernels: MakeKernels) -> None:
+def test_keys_are_stored_rotated_unless_rope_is_none(rope_type: str, kernels: KernelFactory) -> None:
     layout = layout_of(2)
     rope = RopeParameters(rope_type, HEAD_DIM)
     cache, naive = cache_of(layout, rope=rope, kernels=kernels), NaiveCache(layout, rope)
@@ -100,12 +101,12 @@ def test_dynamic_rope_goes_by_the_whole_prompt() -> None:
         begin += count
     stored = (cache.gather_kv(0, 0, 20) for cache in (whole, chunked, ignorant))
     for (k, _), (same, _), (other, _) in zip(*stored, strict=True):
-        assert torch.equal(k, same)
-        assert not torch.equal(k, other)
+        assert_close(k, same)  # powers and sines of arrays of other lengths may differ in their last bit
+        assert not torch.allclose(k, other, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels])
-def test_stale_values_of_others_never_reach_an_output(kernels: MakeKernels) -> None:
+def test_stale_values_of_others_never_reach_an_output(kernels: KernelFactory) -> None:
     """A page comes back from a sequence whose values were infinite."""
     layout = layout_of(2)
     cache = cache_of(layout, num_pages=6, kernels=kernels)
@@ -125,7 +126,7 @@ def test_stale_values_of_others_never_reach_an_output(kernels: MakeKernels) -> N
 
 @pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels])
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
-def test_a_neighbour_in_the_batch_that_is_not_finite_stays_alone(order: list[int], kernels: MakeKernels) -> None:
+def test_a_neighbour_in_the_batch_that_is_not_finite_stays_alone(order: list[int], kernels: KernelFactory) -> None:
     layout = layout_of(2)
     cache = cache_of(layout, kernels=kernels)
     for sequence, length in ((0, 30), (1, 2), (2, 30)):
@@ -166,7 +167,7 @@ def test_unlike_decodes_are_padded_by_at_most_the_double() -> None:
 
 
 @pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels])
-def test_unlike_decodes_attend_as_they_do_alone(kernels: MakeKernels) -> None:
+def test_unlike_decodes_attend_as_they_do_alone(kernels: KernelFactory) -> None:
     layout = layout_of(2, page_size=1)
     together, naive = cache_of(layout, num_pages=200, kernels=kernels), NaiveCache(layout)
     lengths = [60, 1, 2, 1, 3, 1, 1, 2]

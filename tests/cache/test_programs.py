@@ -4,19 +4,31 @@ from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.cache.errors import OutOfPages
+from tandem.cache.errors import InvalidArgument, OutOfPages
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
-from tests.cache.naive import HEAD_DIM, MAX_LENGTH, ROPE, NaiveCache, NaiveSequence, draw_inputs, pools_of, run
+from tests.cache.naive import (
+    HEAD_DIM,
+    MAX_LENGTH,
+    ROPE,
+    NaiveCache,
+    NaiveSequence,
+    draw_inputs,
+    pools_of,
+    run,
+    windowed,
+)
 from tests.cache.peer_writer import PeerWriter
 from tests.tolerances import assert_close
 
 PAGE_SIZE, NUM_PAGES, MOST_SEQUENCES, LONGEST = 4, 20, 5, 30
-LAYOUT = KVLayout((LayerGroup((1,), 1, HEAD_DIM), LayerGroup((0,), 2, HEAD_DIM)), PAGE_SIZE, torch.float32)
+PLAIN = KVLayout((LayerGroup((1,), 1, HEAD_DIM), LayerGroup((0,), 2, HEAD_DIM)), PAGE_SIZE, torch.float32)
+LAYOUTS = {"plain": PLAIN, "window of 7": windowed(PLAIN, None, 7), "windows of 4 and 13": windowed(PLAIN, 4, 13)}
 
 
 @dataclass
@@ -31,12 +43,17 @@ class Transfer:
 
 @dataclass
 class Side:
-    """One paged cache, its naive twin, and what a caller of it knows. Every token has an id that no other has."""
+    """One paged cache, its naive twin, and what a caller of it knows. Every token has an id that no other has.
+
+    queries: the furthest position of each sequence from which one has looked back: what no window shows from there on
+    is gone. reserved: a length and the longest append.
+    """
 
     cache: PagedKVCache
     naive: NaiveCache
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    reserved: dict[int, int] = field(default_factory=dict)
+    queries: dict[int, int] = field(default_factory=dict)
+    reserved: dict[int, tuple[int, int]] = field(default_factory=dict)
     published: list[tuple[list[int], NaiveSequence]] = field(default_factory=list)
     incoming: dict[int, Transfer] = field(default_factory=dict)
     draining: dict[int, int] = field(default_factory=dict)  # what was removed → who still may write it
@@ -49,34 +66,44 @@ class Side:
         self.cache.remove_sequence(sequence)
         self.naive.remove(sequence)
         self.reserved.pop(sequence, None)
-        del self.tokens[sequence]
+        del self.tokens[sequence], self.queries[sequence]
         transfer = self.incoming.pop(sequence, None)
         if transfer is not None:
             self.draining[sequence] = transfer.source
 
     def room_for(self, sequence: int, length: int) -> int:
-        """The most pages that growing to `length` can take."""
-        held = max(-(-len(self.tokens[sequence]) // PAGE_SIZE), -(-self.reserved.get(sequence, 0) // PAGE_SIZE))
+        """The most pages of one group that growing to `length` can take."""
+        row = self.cache._table.row(sequence)
+        held = min(int(group.ends[row]) for group in self.cache._table.groups)
         return max(-(-length // PAGE_SIZE) - held, 0) + 1  # one to copy
+
+    def first_places(self, query: int) -> list[int]:
+        windows = [group.window or MAX_LENGTH for group in self.cache.layout.groups]
+        return [max(query - window + 1, 0) // PAGE_SIZE for window in windows]
+
+    def can_be_cut(self, sequence: int, length: int) -> bool:
+        """Whether the windows at `length` show nothing that is gone."""
+        return self.first_places(length) == self.first_places(max(length, self.queries[sequence]))
 
 
 class Program:
     """A random program: each step is one operation on one side, drawn from `seed`."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, layout: KVLayout) -> None:
         self.random = Random(seed)
-        pools = [pools_of(LAYOUT, NUM_PAGES) for _ in range(2)]
+        self.layout = layout
+        pools = [pools_of(layout, NUM_PAGES) for _ in range(2)]
         self.sides = [
             Side(
                 PagedKVCache(
-                    LAYOUT,
+                    layout,
                     own,
                     max_sequences=MOST_SEQUENCES,
                     max_sequence_length=MAX_LENGTH,
                     rope=ROPE,
                     writer=PeerWriter(pe, pools),
                 ),
-                NaiveCache(LAYOUT),
+                NaiveCache(layout),
             )
             for pe, own in enumerate(pools)
         ]
@@ -100,10 +127,9 @@ class Program:
             self.remove: 2.0,
             self.send: 3.0,
             self.settle: 1.0,
-            self.publish: 2.0,
-            self.match: 2.0,
-            self.clear_prefixes: 0.2,
         }
+        if not self.layout.has_windows:
+            operations |= {self.publish: 2.0, self.match: 2.0, self.clear_prefixes: 0.2}
         (operation,) = self.random.choices(list(operations), list(operations.values()))
         operation(self.random.randrange(2))
         self.check_contents()
@@ -115,7 +141,7 @@ class Program:
             sequence = self.new_sequence()
             side.cache.add_sequence(sequence)
             side.naive.add(sequence)
-            side.tokens[sequence] = []
+            side.tokens[sequence], side.queries[sequence] = [], 0
 
     def append(self, pe: int) -> None:
         side = self.sides[pe]
@@ -126,17 +152,22 @@ class Program:
         most = self.random.choice([1, 9])
         counts = [min(self.random.randint(1, most), LONGEST - len(side.tokens[sequence])) for sequence in batch]
         lengths = [len(side.tokens[sequence]) + count for sequence, count in zip(batch, counts, strict=True)]
-        inputs = draw_inputs(LAYOUT, sum(counts), seed=self.next_token)
+        inputs = draw_inputs(self.layout, sum(counts), seed=self.next_token)
         free = side.cache.num_free_pages
         try:
             outputs = run(side.cache, batch, counts, inputs)
         except OutOfPages:
             assert free < sum(map(side.room_for, batch, lengths))
-            assert any(length > side.reserved.get(sequence, 0) for sequence, length in zip(batch, lengths, strict=True))
+            kept = [side.reserved.get(sequence, (0, 0)) for sequence in batch]
+            assert any(
+                length > most or count > longest
+                for length, count, (most, longest) in zip(lengths, counts, kept, strict=True)
+            )
             return
         for actual, expected in zip(outputs, side.naive.run(batch, counts, inputs), strict=True):
             assert_close(actual, expected)
         for sequence, count in zip(batch, counts, strict=True):
+            side.queries[sequence] = max(side.queries[sequence], len(side.tokens[sequence]))
             side.tokens[sequence] += range(self.next_token, self.next_token + count)
             self.next_token += count
         self.land(pe, batch)
@@ -159,6 +190,7 @@ class Program:
             into.keys = [torch.cat((k, s[arrived])) for k, s in zip(into.keys, source.keys, strict=True)]
             into.values = [torch.cat((v, s[arrived])) for v, s in zip(into.values, source.values, strict=True)]
             other.tokens[target] += side.tokens[transfer.source][arrived]
+            other.queries[target] = max(other.queries[target], transfer.end)
 
     def fork(self, pe: int) -> None:
         side = self.sides[pe]
@@ -171,11 +203,16 @@ class Program:
         try:
             side.cache.fork_sequence(parent, child, -1 if whole else length)
         except OutOfPages:
-            assert length % PAGE_SIZE
-            assert side.cache.num_free_pages == 0
+            assert length % PAGE_SIZE or parent in side.reserved
+            assert side.cache.num_free_pages == 0 or parent in side.reserved
             return
+        except InvalidArgument:
+            assert length
+            assert not side.can_be_cut(parent, length)
+            return
+        assert not length or side.can_be_cut(parent, length)
         side.naive.fork(parent, child, length)
-        side.tokens[child] = side.tokens[parent][:length]
+        side.tokens[child], side.queries[child] = side.tokens[parent][:length], length
 
     def pop(self, pe: int) -> None:
         side = self.sides[pe]
@@ -186,8 +223,12 @@ class Program:
         try:
             side.cache.pop(sequence, count)
         except OutOfPages:
-            assert side.reserved.get(sequence, 0)
+            assert sequence in side.reserved
             return
+        except InvalidArgument:
+            assert not side.can_be_cut(sequence, len(side.tokens[sequence]) - count)
+            return
+        assert side.can_be_cut(sequence, len(side.tokens[sequence]) - count)
         side.naive.pop(sequence, count)
         del side.tokens[sequence][len(side.tokens[sequence]) - count :]
 
@@ -197,13 +238,14 @@ class Program:
         if sequence is None:
             return
         tokens = self.random.randint(0, LONGEST)
+        longest = self.random.choice([1, 9])
         free = side.cache.num_free_pages
         try:
-            side.cache.reserve(sequence, tokens)
+            side.cache.reserve(sequence, tokens, longest)
         except OutOfPages:
             assert free < side.room_for(sequence, tokens)
             return
-        side.reserved[sequence] = tokens
+        side.reserved[sequence] = tokens, longest
 
     def remove(self, pe: int) -> None:
         sequence = self.pick(list(self.sides[pe].tokens))
@@ -222,6 +264,10 @@ class Program:
         if max(begin, held) >= LONGEST:
             return
         end = min(max(begin, held) + self.random.randint(1, 9), LONGEST)
+        if self.layout.has_windows and not other.cache.sends_done(target):
+            with pytest.raises(InvalidArgument, match="is marked to be sent"):
+                other.cache.prepare_receive(target, end - begin)
+            return
         free = other.cache.num_free_pages
         try:
             position_map = other.cache.prepare_receive(target, end - begin)
@@ -271,7 +317,7 @@ class Program:
         side.naive.sequences[sequence] = NaiveSequence(
             [k[:matched] for k in naive.keys], [v[:matched] for v in naive.values]
         )
-        side.tokens[sequence] = tokens[:matched]
+        side.tokens[sequence], side.queries[sequence] = tokens[:matched], 0
         return matched
 
     def clear_prefixes(self, pe: int) -> None:
@@ -282,18 +328,23 @@ class Program:
             for sequence, naive in side.naive.sequences.items():
                 transfer = side.incoming.get(sequence)
                 assert side.cache.num_tokens(sequence) == (transfer.end if transfer else naive.length)
-                stored = side.cache.gather_kv(sequence, 0, naive.length)
+                begin = min(side.cache.first_position(sequence), naive.length)
+                stored = side.cache.gather_kv(sequence, begin, naive.length)
                 for layer, (k, v) in enumerate(stored):
-                    assert_close(k, naive.keys[layer])
-                    assert torch.equal(v.double(), naive.values[layer])
+                    assert_close(k, naive.keys[layer][begin:])
+                    assert torch.equal(v.double(), naive.values[layer][begin:])
+                if transfer is None:
+                    row, table = side.cache._table.row(sequence), side.cache._table
+                    begins = [int(group.begins[row]) for group in table.groups]
+                    assert begins == side.first_places(side.queries[sequence])
 
     def check_pages(self) -> None:
         """Every reference is a sequence's or the index's, and every page that has none is free or drains."""
         for side in self.sides:
             cache = side.cache
             rows = [cache._table.row(sequence) for sequence in side.tokens]
-            for allocator, pages in zip(cache._pools._allocators, cache._table.pages, strict=True):
-                held = [pages[row, : cache._table.num_pages[row]] for row in rows]
+            for allocator, group in zip(cache._pools._allocators, cache._table.groups, strict=True):
+                held = [group.held(row) for row in rows]
                 counts = np.bincount(np.concatenate([np.empty(0, np.int32), *held]), minlength=NUM_PAGES)
                 indexed = allocator.references - counts
                 assert ((indexed == 0) | (indexed == 1)).all()
@@ -313,10 +364,11 @@ class Program:
             assert (side.cache.num_free_pages, side.cache.num_draining_pages) == (NUM_PAGES, 0)
 
 
-@settings(max_examples=30)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32), steps=st.integers(50, 200))
-def test_random_programs(seed: int, steps: int) -> None:
-    program = Program(seed)
+def test_random_programs(layout: KVLayout, seed: int, steps: int) -> None:
+    program = Program(seed, layout)
     for _ in range(steps):
         program.step()
     program.end()

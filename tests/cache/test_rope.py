@@ -51,6 +51,38 @@ def test_as_transformers(rope_type: str, fields: dict[str, Any], length: int) ->
         assert_close(actual, reference)
 
 
+@pytest.mark.parametrize("fields", [{}, {"factor": 1.0}, {"factor": 3.0}, {"factor": 3.0, "attention_factor": 1.7}])
+@pytest.mark.parametrize("length", [TRAINED, TRAINED + 1, 3 * TRAINED])
+def test_longrope_is_as_transformers(fields: dict[str, Any], length: int) -> None:
+    factors = [1 + index / 4 for index in range(HEAD_DIM // 2)]
+    scaling = {"rope_type": "longrope", "rope_theta": THETA, "short_factor": factors, "long_factor": factors[::-1]}
+    config = LlamaConfig(
+        hidden_size=HEAD_DIM * 2,
+        num_attention_heads=2,
+        max_position_embeddings=4 * TRAINED,
+        rope_parameters={**scaling, "original_max_position_embeddings": TRAINED, **fields},
+    )
+    ours = RopeParameters(
+        "longrope",
+        HEAD_DIM,
+        theta=THETA,
+        original_max_position_embeddings=TRAINED,
+        short_factor=tuple(factors),
+        long_factor=tuple(factors[::-1]),
+        **{"factor": 4.0, **fields},
+    )
+    positions, lengths = torch.arange(length), torch.full((length,), length)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.empty(1), positions[None])
+    embedding = RotaryEmbedding(ours, 3 * TRAINED, "cpu", torch.float32)
+    for one, reference in zip(embedding.cos_sin(positions, lengths), (cos, sin), strict=True):
+        torch.testing.assert_close(one, reference[0], rtol=0, atol=2e-6)
+    rotation = embedding.rotation(positions, lengths)
+    torch.testing.assert_close(rotation.cos[:, 0], cos[0], rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        rotation.signed_sin[:, 0, HEAD_DIM // 2 :], sin[0, :, HEAD_DIM // 2 :], rtol=0, atol=2e-6
+    )
+
+
 def test_dynamic_follows_the_length_of_each_forward() -> None:
     """A prompt longer than the trained length, then decode steps: transformers changes frequencies at each."""
     ours, theirs = pair("dynamic", {"factor": 2.0})
@@ -61,8 +93,17 @@ def test_dynamic_follows_the_length_of_each_forward() -> None:
             torch.testing.assert_close(actual, reference[0], rtol=0, atol=2e-6)
 
 
-def test_dynamic_mixes_lengths_in_one_call() -> None:
-    ours, _ = pair("dynamic", {"factor": 2.0})
+LONGROPE = {
+    "original_max_position_embeddings": 80,
+    "short_factor": tuple(1 + index / 4 for index in range(HEAD_DIM // 2)),
+    "long_factor": tuple(5 + index / 4 for index in range(HEAD_DIM // 2)),
+}
+
+
+@pytest.mark.parametrize(("rope_type", "fields"), [("dynamic", {"factor": 2.0}), ("longrope", LONGROPE)])
+def test_lengths_may_differ_in_one_call(rope_type: str, fields: dict[str, Any]) -> None:
+    parameters = RopeParameters(rope_type, HEAD_DIM, theta=THETA, max_position_embeddings=TRAINED, **fields)
+    ours = RotaryEmbedding(parameters, POSITIONS, "cpu", torch.float32)
     positions = torch.tensor([3, 3, 70, 70])
     lengths = torch.tensor([TRAINED, TRAINED + 30, 71, 150])
     together = ours.rotation(positions, lengths)
@@ -111,12 +152,13 @@ def test_the_rotation_has_the_dtype_of_q_and_k() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_type": "longrope"}, "rope_type is 'longrope'; it must be one of none, default"),
+        ({"rope_type": "proportional"}, "rope_type is 'proportional'; it must be one of none, default"),
         ({"rotary_dim": 7}, "rotary_dim is 7; it must be even"),
         ({"theta": 0.0}, "theta is 0.0"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor is nan"),
         ({"rope_type": "dynamic"}, "max_position_embeddings is None"),
         ({"rope_type": "yarn"}, "original_max_position_embeddings is None"),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 8}, r"short_factor is \(\); .* needs 4 numbers"),
         ({"rope_type": "llama3", "original_max_position_embeddings": 8}, "low_freq_factor is None"),
     ],
 )

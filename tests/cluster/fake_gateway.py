@@ -52,7 +52,8 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer):
         worker = inference_pb2.WorkerInfo(role=inference_pb2.ROLE_DECODE, pe=1, alive=True, num_pages=64, free_pages=63)
         lost = inference_pb2.WorkerInfo(role=inference_pb2.ROLE_PREFILL, pe=0)
         island = inference_pb2.IslandInfo(name="i", epoch=1, transport="shared_memory", workers=[lost, worker])
-        return inference_pb2.ClusterInfo(name="c", version="0", islands=[island])
+        lost_island = inference_pb2.IslandInfo(name="j", epoch=7, transport="shared_memory", restarts=6)
+        return inference_pb2.ClusterInfo(name="c", version="0", islands=[island, lost_island], gateway_restarts=2)
 
 
 @contextmanager

@@ -131,7 +131,7 @@ class TestGenerate:
     def test_streams_text_from_the_running_cluster(self, capsys: Capture) -> None:
         gateway = FakeGateway()
         with serving(gateway) as address, ClusterLock("mine") as lock:
-            lock.publish(address)
+            lock.publish(address, {})
             assert (
                 run("generate", "hello", "--max-tokens", "5", "--temperature", "0", "--stop", "a", "--stop", "b") == 0
             )
@@ -139,7 +139,8 @@ class TestGenerate:
         (request,) = gateway.requests
         assert request.text == "hello"
         assert (request.sampling.max_tokens, list(request.sampling.stop)) == (5, ["a", "b"])
-        assert not request.sampling.HasField("seed")
+        assert request.sampling.HasField("seed")  # so that it can be resumed with the same draws
+        assert request.request_id
 
     def test_prints_token_ids_without_a_tokenizer(self, capsys: Capture) -> None:
         gateway = FakeGateway(words=("", ""))
@@ -209,6 +210,8 @@ class TestStatus:
         assert "decode" in printed
         assert "63" in printed
         assert "lost" in printed
+        assert "gateway restarts 2" in printed
+        assert "island j  epoch 7  shared_memory  restarts 6  is started again" in printed
 
     def test_json(self, capsys: Capture) -> None:
         with serving(FakeGateway()) as address:

@@ -88,7 +88,7 @@ def test_requests_carry_what_was_asked(generate: Generate) -> None:
     ],
 )
 def test_status_codes_are_typed_errors(generate: Generate, code: grpc.StatusCode, kind: type[CallError]) -> None:
-    with serving(FakeGateway(fails=(code, "top_p is 2; at most 1"))) as address:
+    with serving(FakeGateway(words=(), fails=(code, "top_p is 2; at most 1"))) as address:
         with pytest.raises(kind, match="top_p is 2; at most 1") as caught:
             generate(address, "x")
         with Client(address) as client, pytest.raises(kind):

@@ -1,3 +1,4 @@
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,10 +26,13 @@ def test_every_key_of_local_yaml_stands_for_its_default() -> None:
     assert written == ClusterConfig().model_dump()
 
 
-@pytest.mark.parametrize("path", sorted(DEPLOY.glob("local*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configs_load(path: Path) -> None:
     config = load_config(path)
     assert config.name == path.stem
+    assert (config.island.device == "cuda") == path.stem.startswith("gpu-")
+    if shape := re.search(r"(\d+)p(\d+)d$", path.stem):
+        assert (config.island.num_prefill, config.island.num_decode) == (int(shape[1]), int(shape[2]))
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
@@ -58,8 +62,13 @@ def test_a_config_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("key", "unknown", "near", "known"),
     [
-        ("cache.num_page", "cache.num_page", "cache.num_pages", "page_size, num_pages, prefix_sharing"),
-        ("schedular.max_sequences", "schedular", "scheduler", "name, model, cache, scheduler, island, gateway, ray"),
+        ("cache.num_page", "cache.num_page", "cache.num_pages", "page_size, num_pages, gpu_memory_utilization"),
+        (
+            "schedular.max_sequences",
+            "schedular",
+            "scheduler",
+            "cache, scheduler, num_islands, island, gateway, recovery, security, ray",
+        ),
         ("island.num_prefils", "island.num_prefils", "island.num_prefill", "transport, num_prefill"),
     ],
 )
@@ -97,8 +106,16 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
         ("gateway.queue_seconds=0", ["gateway.queue_seconds is 0", "greater than 0"]),
         ("gateway.queue_seconds=.nan", ["gateway.queue_seconds is nan"]),
         ("gateway.host=0.0.0.0", ["gateway.host is '0.0.0.0'", "loopback", "TLS"]),
-        ("gateway.host=example.org", ["gateway.host is 'example.org'", "loopback"]),
+        ("gateway.host=example.org", ["gateway.host is 'example.org'", "loopback", "security.token_file"]),
+        ("security.tls_cert=a.pem", ["security is {'tls_cert': 'a.pem'}", "both tls_cert and tls_key"]),
+        ("security.client_ca=a.pem", ["security is {'client_ca': 'a.pem'}", "where client_ca is set"]),
         ("name=a/b", ["name is 'a/b'", "letters, digits"]),
+        ("cache.gpu_memory_utilization=1.5", ["cache.gpu_memory_utilization is 1.5", "less than or equal to 1"]),
+        ("cache.gpu_memory_utilization=0", ["cache.gpu_memory_utilization is 0", "greater than 0"]),
+        (
+            "cache.gpu_memory_utilization=0.5",
+            ["cache.gpu_memory_utilization is 0.5", "null where island.device is cpu"],
+        ),
         ("cache=5", ["cache is 5", "section with keys page_size"]),
     ],
 )
@@ -108,9 +125,28 @@ def test_values_out_of_range_name_field_value_and_limit(override: str, parts: li
         assert part in line
 
 
+def test_the_pool_is_given_once() -> None:
+    (line,) = refused(
+        "island.device=cuda",
+        "island.transport=nvshmem",
+        "cache.num_pages=5",
+        "cache.gpu_memory_utilization=0.5",
+    )
+    assert line.startswith(
+        "cache.gpu_memory_utilization is 0.5; it must be null where cache.num_pages is given, here 5"
+    )
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_hosts_are_accepted(host: str) -> None:
     assert load_config(None, {"gateway.host": host}).gateway.host == host
+
+
+def test_any_host_is_accepted_with_a_token_and_tls() -> None:
+    guards = {"security.token_file": "t", "security.tls_cert": "c", "security.tls_key": "k"}
+    assert load_config(None, guards | {"gateway.host": "0.0.0.0"}).gateway.host == "0.0.0.0"
+    with pytest.raises(ConfigError, match=r"gateway\.host is '0\.0\.0\.0'"):
+        load_config(None, {"gateway.host": "0.0.0.0", "security.token_file": "t"})
 
 
 def test_all_findings_come_at_once() -> None:

@@ -13,7 +13,7 @@ HOLDER = """
 import sys
 from tandem.cluster.runtime_dir import ClusterLock
 lock = ClusterLock("other")
-lock.publish("127.0.0.1:1234")
+lock.publish("127.0.0.1:1234", {})
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -35,8 +35,8 @@ def test_a_lock_is_seen_while_it_is_held(runtime_folder: Path) -> None:
         state = running_cluster("mine")
         assert state is not None
         assert (state.name, state.pid, state.grpc_address) == ("mine", os.getpid(), None)
-        lock.publish("127.0.0.1:5")
-        assert [s.grpc_address for s in running_clusters()] == ["127.0.0.1:5"]
+        lock.publish("127.0.0.1:5", {"ray": 1.5})
+        assert [(s.grpc_address, s.start_seconds) for s in running_clusters()] == [("127.0.0.1:5", {"ray": 1.5})]
     lock.release()
     assert running_clusters() == ()
     assert list(runtime_folder.iterdir()) == []
@@ -61,7 +61,7 @@ def test_a_killed_holder_gives_the_name_back(runtime_folder: Path) -> None:
     assert (runtime_folder / "other.cluster").exists()
     assert running_cluster("other") is None
     with ClusterLock("other") as lock:
-        lock.publish("127.0.0.1:6")
+        lock.publish("127.0.0.1:6", {})
         state = running_cluster("other")
         assert state is not None
         assert (state.pid, state.grpc_address) == (os.getpid(), "127.0.0.1:6")
@@ -83,7 +83,7 @@ def test_a_released_lock_publishes_nothing(runtime_folder: Path) -> None:
     lock = ClusterLock("mine")
     lock.release()
     with pytest.raises(RuntimeError, match="released"):
-        lock.publish("127.0.0.1:5")
+        lock.publish("127.0.0.1:5", {})
 
 
 def test_the_folder_is_private(runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What every transport does. A new transport joins by a line in ISLANDS."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -164,7 +165,6 @@ def test_writes_of_no_slots_change_nothing(island: list[Transport]) -> None:
     island[0].write_tokens(1, 0, 0, k, k, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
     island[0].quiet(1)
     assert same_bits(island[1].pools, before)
-    assert island[0].bytes_written == 0
 
 
 def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[Transport]) -> None:
@@ -177,7 +177,6 @@ def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[Transpo
     for group in range(2):
         island[0].write_slots(1, group, everything, everything)
     assert SignalBoard.landed(island[1].mailbox(), slots, generations).tolist() == [0, 0]
-    island[0].quiet(1)
     island[0].post(1, waiting[1].slot, pack_signal(waiting[1].generation, NUM_SLOTS), 2**40 + 5)
     mailbox = island[1].mailbox()
     assert SignalBoard.landed(mailbox, slots, generations).tolist() == [0, NUM_SLOTS]
@@ -185,6 +184,29 @@ def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[Transpo
     assert same_bits(island[1].pools, source)
     assert not island[0].mailbox().any()
     assert not island[2].mailbox().any()
+
+
+def test_a_fence_is_quiet_once_what_came_before_it_has_landed(island: list[Transport]) -> None:
+    source = fill(island[0], 3)
+    everything = np.arange(NUM_SLOTS, dtype=np.int32)
+    fences = []
+    for group in range(2):
+        island[0].write_slots(1, group, everything, everything)
+        fences.append(island[0].fence(1))
+    island[0].post(1, 3, pack_signal(1, NUM_SLOTS), 0)
+    fences.append(island[0].fence(1))
+    deadline = time.monotonic() + 10
+    for group, fence in enumerate(fences):
+        while not fence.is_quiet():
+            assert time.monotonic() < deadline
+        assert same_bits(island[1].pools[: group + 1], source[: group + 1])
+    assert island[1].mailbox()[3].tolist() == [pack_signal(1, NUM_SLOTS), 0]
+    assert all(fence.is_quiet() for fence in fences)
+
+
+def test_a_fence_of_nothing_is_quiet(island: list[Transport]) -> None:
+    island[0].quiet(1)
+    assert island[0].fence(1).is_quiet()
 
 
 def test_a_mailbox_is_a_copy(island: list[Transport]) -> None:
@@ -221,17 +243,6 @@ def test_two_senders_share_a_receiver(island: list[Transport]) -> None:
     assert island[1].mailbox()[[0, 2], 1].tolist() == [0, 2]
 
 
-def test_bytes_written_counts_what_was_issued(island: list[Transport]) -> None:
-    layout = island[0].layout
-    slots = np.arange(10, dtype=np.int32)
-    island[0].write_slots(1, 0, slots, slots)
-    island[0].write_slots(1, 1, slots, slots)
-    assert island[0].bytes_written == 10 * layout.token_bytes
-    k, v = random_tokens(island[0], 0, 3, seed=0)
-    island[0].write_tokens(1, 0, 1, k, v, torch.arange(3), torch.arange(3))
-    assert island[0].bytes_written == 10 * layout.token_bytes + 2 * k.nbytes
-
-
 def test_a_transport_serves_the_cache_as_page_writer(island: list[Transport]) -> None:
     writer: PageWriter = island[0]
     assert callable(writer.write_tokens)
@@ -258,6 +269,7 @@ def test_pes_and_signal_rows_out_of_range_are_refused(island: list[Transport]) -
         for call in (
             lambda pe=pe: island[0].write_slots(pe, 0, slots, slots),
             lambda pe=pe: island[0].write_tokens(pe, 0, 0, k, v, torch.arange(2), torch.arange(2)),
+            lambda pe=pe: island[0].fence(pe),
             lambda pe=pe: island[0].quiet(pe),
             lambda pe=pe: island[0].post(pe, 0, 1, 1),
         ):
@@ -275,6 +287,7 @@ def check_closed(transport: Transport) -> None:
         lambda: transport.pools,
         lambda: transport.write_slots(1, 0, slots, slots),
         lambda: transport.write_tokens(1, 0, 0, k, v, torch.arange(2), torch.arange(2)),
+        lambda: transport.fence(1),
         lambda: transport.quiet(1),
         lambda: transport.post(1, 0, 1, 1),
         lambda: transport.mailbox(),

@@ -201,7 +201,7 @@ def test_a_client_that_goes_away_leaves_nothing(scene: Scene, checkpoint: Path, 
         )
 
     until(idle)
-    links = scene.island.gateway._links
+    links = [link for island in scene.island.gateway._islands._current.values() for link in island.links]
     until(lambda: [link.load for link in links] == [0, 0])
     assert tokens_of(complete(scene.island.address, PROMPT, max_tokens=4, **GREEDY)) == greedy(
         load_oracle(checkpoint), PROMPT, 4

@@ -15,9 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tandem.cluster.client import Client
+from tandem.cluster.runtime_dir import running_cluster
+from tandem.proto import inference_pb2
 from tests.oracle import greedy, load_oracle
+from tests.requests import GREEDY
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
+PHASES = ["command, imports", "ray", "processes, imports", "weights", "island", "kernels", "gateway"]
 TANDEM = [sys.executable, "-m", "tandem.cluster.cli"]
 
 
@@ -101,16 +106,24 @@ def test_a_session_at_the_command_line(small_model: Path) -> None:
         assert str(process.pid) in second.stderr
         assert "Traceback" not in second.stderr
 
+        state = running_cluster(name)
+        assert state is not None
+        assert list(state.start_seconds) == PHASES
+        assert min(state.start_seconds.values()) > 0
+
         stopped = run("down", name)
         assert stopped.returncode == 0, stopped.stderr
         assert process.wait(timeout=10) == 0
+        assert process.stderr is not None
+        printed = re.findall(r"^(.+?) +(\d+\.\d\d) s$", process.stderr.read(), re.MULTILINE)
+        assert [phase for phase, _ in printed] == [*PHASES, "in all"]
     assert_nothing_left(started, shm)
 
 
 @pytest.mark.timeout(240)
 def test_a_worker_that_dies_ends_the_cluster_with_an_error(small_model: Path) -> None:
     shm = set(os.listdir("/dev/shm"))
-    with up(small_model) as (process, address):
+    with up(small_model, "recovery.max_restarts=0") as (process, address):
         started = descendants(process)
         workers = json.loads(run("status", "--address", address, "--json").stdout)
         pids = [int(pid) for pid in re.findall(r'"pid": (\d+)', json.dumps(workers))]
@@ -119,6 +132,26 @@ def test_a_worker_that_dies_ends_the_cluster_with_an_error(small_model: Path) ->
         assert process.returncode == 1
         assert "decode (PE 1)" in error
         assert "Traceback" not in error
+    assert_nothing_left(started, shm)
+
+
+@pytest.mark.timeout(240)
+def test_what_dies_is_started_again_and_streams_go_on(small_model: Path) -> None:
+    shm = set(os.listdir("/dev/shm"))
+    with up(small_model) as (process, address), Client(address) as client:
+        (island,) = client.cluster_info().islands
+        pids = [worker.pid for worker in island.workers if worker.role == inference_pb2.ROLE_DECODE]
+        pids += [one.pid for one in descendants(process) if "GatewayActor" in " ".join(one.cmdline())]
+        assert len(pids) == 2
+        tokens = []
+        for update in client.generate([5, 6, 7], max_tokens=200, timeout=200, **GREEDY):
+            tokens += update.token_ids
+            if len(pids) and len(tokens) > 3:
+                os.kill(pids.pop(), signal.SIGKILL)
+        assert tokens == greedy(load_oracle(small_model), [5, 6, 7], 200)
+        after = client.cluster_info()
+        assert (after.islands[0].epoch, after.islands[0].restarts, after.gateway_restarts) == (2, 1, 1)
+        started = descendants(process)
     assert_nothing_left(started, shm)
 
 

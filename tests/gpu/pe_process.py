@@ -2,9 +2,10 @@
 
 import multiprocessing
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tandem.cache.position_map import Int32Array
-from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
+from tandem.transfer.transport import Fence
 
-ANSWER_SECONDS = 60.0
+ANSWER_SECONDS = 300.0  # a worker's first kernels are compiled
 
 
 class Pe:
@@ -26,8 +27,11 @@ class Pe:
         torch.cuda.set_device(pe)
         self.device = torch.device("cuda", pe)
 
-    def open(self, config: TransportConfig) -> bytes:
-        self.transport = create_transport("nvshmem", config)
+    def open(self, config: TransportConfig, peer_access: bool) -> bytes:
+        from tandem.transfer.nvshmem import NvshmemTransport
+
+        self.transport = NvshmemTransport(config, peer_access=peer_access)
+        self.fences: list[Fence] = []
         return self.transport.open()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -38,8 +42,29 @@ class Pe:
         with ThreadPoolExecutor(1) as executor:
             return executor.submit(self.call, method, *arguments).result()
 
-    def bytes_written(self) -> int:
-        return self.transport.bytes_written
+    def is_mapped(self, target: int) -> bool:
+        return self.transport.peer_pool(target, 0) is not None
+
+    def shrink_staging(self, num_bytes: int) -> None:
+        self.transport._puts._staging = self.transport._puts._staging[:num_bytes]
+
+    def fence(self, target: int) -> bool:
+        """Makes another fence; whether it is quiet at once."""
+        self.fences.append(self.transport.fence(target))
+        return self.fences[-1].is_quiet()
+
+    def fences_are_quiet(self) -> list[bool]:
+        return [fence.is_quiet() for fence in self.fences]
+
+    def run_beside_a_push(self, target: int, group: int, slots: Int32Array) -> bool:
+        """Whether work queued behind write_slots ends before the write does, which waits for a long kernel."""
+        with torch.cuda.stream(self.transport._stream):
+            torch.cuda._sleep(100_000_000)
+        self.transport.write_slots(target, group, slots, slots)
+        fence = self.transport.fence(target)
+        torch.zeros(1, device=self.device)
+        torch.cuda.current_stream().synchronize()
+        return not fence.is_quiet()
 
     def fill(self, seed: int) -> list[np.ndarray]:
         """Random bits into all pools; what they hold now."""
@@ -55,17 +80,14 @@ class Pe:
         return not any(pool.any() for pool in self.transport.pools)
 
     def push_tokens(
-        self, target: int, group: int, layer: int, seed: int, indices: list[int], slots: Int32Array, on_gpu: bool
+        self, target: int, group: int, layer: int, seed: int, indices: list[int], slots: Int32Array
     ) -> tuple[np.ndarray, np.ndarray]:
         """Rows of random k and v, which are then overwritten; what k and v were."""
         shape = (max(indices) + 1, *self._entry(group))
         generator = torch.Generator().manual_seed(seed)
         k, v = (torch.randn(shape, generator=generator).to(self.device, self._dtype) for _ in range(2))
         before = as_array(k), as_array(v)
-        rows, places = torch.tensor(indices), torch.from_numpy(slots)
-        if on_gpu:
-            rows, places = rows.to(self.device), places.to(self.device)
-        self.transport.write_tokens(target, group, layer, k, v, rows, places)
+        self.transport.write_tokens(target, group, layer, k, v, torch.tensor(indices), torch.from_numpy(slots))
         k.fill_(-9)
         v.fill_(-9)
         return before
@@ -95,12 +117,12 @@ def as_array(values: Tensor) -> np.ndarray:
 
 
 class PeProcess:
-    """The parent's end; an error there is raised here, by its text."""
+    """The parent's end of a process that has a `kind`; an error there is raised here, by its text."""
 
-    def __init__(self, pe: int) -> None:
+    def __init__(self, pe: int, kind: Callable[[int], object] = Pe) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, pe), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, kind, pe), daemon=True)
         self._process.start()
         theirs.close()
         self.pe = pe
@@ -133,16 +155,16 @@ def together(processes: list[PeProcess], method: str, *arguments: Any) -> list[A
     return [process.finish() for process in processes]
 
 
-def join(processes: list[PeProcess], config: TransportConfig) -> None:
+def join(processes: list[PeProcess], config: TransportConfig, peer_access: bool) -> None:
     for process in processes:
-        process.begin("open", TransportConfig(**{**vars(config), "pe": process.pe}))
+        process.begin("open", replace(config, pe=process.pe), peer_access)
     handles = [process.finish() for process in processes]
     together(processes, "call", "join", handles)
 
 
 @contextmanager
-def pe_processes(count: int) -> Iterator[list[PeProcess]]:
-    processes = [PeProcess(pe) for pe in range(count)]
+def pe_processes(count: int, kind: Callable[[int], object] = Pe) -> Iterator[list[PeProcess]]:
+    processes = [PeProcess(pe, kind) for pe in range(count)]
     try:
         yield processes
     finally:
@@ -150,8 +172,8 @@ def pe_processes(count: int) -> Iterator[list[PeProcess]]:
             process.end()
 
 
-def _serve(connection: Connection, pe: int) -> None:
-    state = Pe(pe)
+def _serve(connection: Connection, kind: Callable[[int], object], pe: int) -> None:
+    state = kind(pe)
     while True:
         try:
             method, arguments = connection.recv()

@@ -25,12 +25,13 @@ class Shape:
     kv_heads: int
     head_dim: int
     page_size: int
+    window: int | None = None
+    softcap: float | None = None
 
     @property
     def layout(self) -> KVLayout:
-        return KVLayout(
-            (LayerGroup(tuple(range(NUM_LAYERS)), self.kv_heads, self.head_dim),), self.page_size, self.dtype
-        )
+        group = LayerGroup(tuple(range(NUM_LAYERS)), self.kv_heads, self.head_dim, self.window)
+        return KVLayout((group,), self.page_size, self.dtype)
 
     @property
     def rope(self) -> RopeParameters:
@@ -48,6 +49,7 @@ class Shape:
             max_sequence_length=MAX_LENGTH,
             rope=self.rope,
             writer=writer,
+            softcap=self.softcap,
         )
 
     def draw(self, num_tokens: int, seed: int) -> Inputs:
@@ -63,10 +65,10 @@ class Shape:
 
 
 @torch.inference_mode()
-def run(cache: PagedKVCache, appends: Mapping[int, int], inputs: Inputs) -> list[Tensor]:
+def run(cache: PagedKVCache, appends: Mapping[int, int], inputs: Inputs, sinks: Tensor | None = None) -> list[Tensor]:
     """One forward; o of each layer."""
     plan = cache.begin_forward(list(appends), list(appends.values()))
-    outputs = [cache.attention(plan, layer, q, k, v) for layer, (q, k, v) in enumerate(inputs)]
+    outputs = [cache.attention(plan, layer, q, k, v, sinks) for layer, (q, k, v) in enumerate(inputs)]
     cache.end_forward(plan)
     return outputs
 
@@ -74,7 +76,9 @@ def run(cache: PagedKVCache, appends: Mapping[int, int], inputs: Inputs) -> list
 class Reference:
     """The same forwards in float64. K and V of each sequence and layer, [tokens, kv heads, head_dim], K rotated."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, sinks: Tensor | None = None) -> None:
+        self._shape = shape
+        self._sinks = sinks
         self._rotary = RotaryEmbedding(shape.rope, MAX_LENGTH, "cuda", torch.float64)
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -96,5 +100,13 @@ class Reference:
         group = q.shape[1] // k.shape[1]
         keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, keys) * q.shape[2] ** -0.5
-        visible = torch.arange(k.shape[0], device="cuda") <= torch.arange(begin, k.shape[0], device="cuda")[:, None]
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), values)
+        if self._shape.softcap is not None:
+            scores = self._shape.softcap * torch.tanh(scores / self._shape.softcap)
+        others = torch.arange(k.shape[0], device="cuda")
+        own = others[begin:, None]
+        visible = (others <= own) & (others > own - (self._shape.window or MAX_LENGTH))
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if self._sinks is not None:
+            scores = torch.cat((scores, self._sinks.double()[:, None, None].expand(*scores.shape[:2], 1)), -1)
+        weights = scores.softmax(-1)[..., : k.shape[0]]
+        return torch.einsum("hqk,khd->qhd", weights, values)

@@ -1,5 +1,7 @@
 """The paged cache on a GPU: attention, pushes from the append kernel, page copies; FlashInfer and torch kernels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +25,9 @@ SHAPES = {
     "bf16-64-mqa": Shape(BF16, q_heads=8, kv_heads=1, head_dim=64, page_size=8),
     "bf16-64-group-7": Shape(BF16, q_heads=14, kv_heads=2, head_dim=64, page_size=64),
     "bf16-256": Shape(BF16, q_heads=4, kv_heads=2, head_dim=256, page_size=16),
+    "bf16-128-window": Shape(BF16, q_heads=32, kv_heads=8, head_dim=128, page_size=16, window=50),
+    "bf16-64-window-1": Shape(BF16, q_heads=8, kv_heads=2, head_dim=64, page_size=8, window=1),
+    "bf16-256-softcap": Shape(BF16, q_heads=4, kv_heads=2, head_dim=256, page_size=16, window=33, softcap=3.0),
     "fp32": Shape(torch.float32, q_heads=4, kv_heads=2, head_dim=24, page_size=16),
 }
 # What each sequence appends in each forward: prompts, decodes, chunks and all of them at once.
@@ -54,6 +59,48 @@ def test_attention(shape: Shape) -> None:
         inputs = shape.draw(sum(appends.values()), seed=step)
         for actual, expected in zip(run(cache, appends, inputs), reference.run(appends, inputs), strict=True):
             assert actual.is_contiguous()
+            assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["bf16-128", "bf16-64-mqa"])
+def test_long_prompts(name: str) -> None:
+    """As many tokens as make the kernels gather K and V first: fresh, behind others, and beside single tokens."""
+    shape = SHAPES[name]
+    cache, reference = shape.cache(shape.pool(400)), Reference(shape)
+    for sequence in range(4):
+        cache.add_sequence(sequence)
+    for step, appends in enumerate(({0: 700, 1: 601}, {0: 300, 3: 1, 1: 393, 2: 500}, {2: 1, 0: 1})):
+        inputs = shape.draw(sum(appends.values()), seed=step)
+        for actual, expected in zip(run(cache, appends, inputs), reference.run(appends, inputs), strict=True):
+            assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("shape", ["bf16-128-window", "bf16-64-group-7", "bf16-256-softcap"])
+def test_learned_sinks(shape: str) -> None:
+    of = SHAPES[shape]
+    sinks = torch.linspace(-2, 4, of.q_heads, device="cuda", dtype=BF16)
+    cache, reference = of.cache(of.pool()), Reference(of, sinks)
+    for sequence in range(5):
+        cache.add_sequence(sequence)
+    for step, appends in enumerate(PROGRAM):
+        inputs = of.draw(sum(appends.values()), seed=step)
+        for actual, expected in zip(run(cache, appends, inputs, sinks), reference.run(appends, inputs), strict=True):
+            assert_close(actual, expected)
+
+
+def test_a_stream_beside_a_plain_sequence() -> None:
+    """A sliding window with sinks on the GPU as float32 on a CPU has it."""
+    cache = QWEN3.cache(QWEN3.pool())
+    exact = replace(QWEN3, dtype=torch.float32)
+    twin = exact.cache(exact.pool())
+    for of in (cache, twin):
+        of.add_sequence(0)
+        of.add_sequence(1)
+        of.enable_sliding_window(0, 64, 5)
+    for step, appends in enumerate([{0: 100, 1: 7}, {0: 1, 1: 1}, {0: 30}, {1: 2, 0: 1}, {0: 1}]):
+        inputs = QWEN3.draw(sum(appends.values()), seed=step)
+        same = [(q.float(), k.float(), v.float()) for q, k, v in inputs]
+        for actual, expected in zip(run(cache, appends, inputs), run(twin, appends, same), strict=True):
             assert_close(actual, expected)
 
 
@@ -121,4 +168,4 @@ def test_forks_share_and_copy() -> None:
 def test_float32_is_served_by_torch() -> None:
     shape = SHAPES["fp32"]
     cache = shape.cache(shape.pool())
-    assert all(isinstance(kernels, TorchKernels) for kernels in cache._kernels)
+    assert all(isinstance(group.kernels, TorchKernels) for group in cache._groups)

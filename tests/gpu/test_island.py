@@ -39,6 +39,7 @@ def cluster(model: Path) -> Iterator[Cluster]:
         "model.path": str(model),
         "gateway.port": 0,
         "cache.num_pages": 1024,
+        "cache.gpu_memory_utilization": None,
         "ray.num_cpus": 8,
     }
     cluster = Cluster(load_config(CONFIG, overrides))

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.registry import load_config
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.weights import load_decoder
+from tandem.workers.worker import kv_layout
 from tests.checkpoints import FAMILIES, make_model
 from tests.oracle import greedy, load_oracle, random_prompt
 
@@ -33,11 +33,21 @@ class Runner:
 
     def __init__(self, folder: Path, dtype: str) -> None:
         config = load_config(folder, dtype)
-        group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
-        layout = KVLayout((group,), 16, config.dtype)
-        pool = torch.full((64, *layout.page_shape(0)), torch.nan, dtype=layout.dtype, device="cuda")
+        layout = kv_layout(config, 16)
+        pools = [
+            torch.full((64, *layout.page_shape(group)), torch.nan, dtype=layout.dtype, device="cuda")
+            for group in range(len(layout.groups))
+        ]
+        local_rope = config.local_rope or config.rope
         self.cache = PagedKVCache(
-            layout, (pool,), max_sequences=8, max_sequence_length=256, rope=config.rope, writer=None
+            layout,
+            pools,
+            max_sequences=8,
+            max_sequence_length=256,
+            rope=[config.rope if group.window is None else local_rope for group in layout.groups],
+            writer=None,
+            scale=config.attn_scale,
+            softcap=config.attn_softcap,
         )
         self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
         for sequence in PROMPTS:

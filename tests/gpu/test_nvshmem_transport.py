@@ -35,6 +35,8 @@ LAYOUTS = {
     "small-bfloat16": two_groups(BF16),
     "large-bfloat16": KVLayout((LayerGroup((0, 2), 256, 128), LayerGroup((1,), 8, 96)), PAGE_SIZE, BF16),
 }
+# Every layout over mapped peers, and over puts.
+ISLANDS = {f"{name}-{how}": (layout, how == "mapped") for name, layout in LAYOUTS.items() for how in ("mapped", "puts")}
 Contents = list[np.ndarray]
 
 
@@ -44,20 +46,23 @@ def processes() -> Iterator[list[PeProcess]]:
         yield started
 
 
-@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=list(LAYOUTS))
-def layout(request: pytest.FixtureRequest) -> KVLayout:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def island(processes: list[PeProcess], layout: KVLayout) -> Iterator[list[PeProcess]]:
-    """An island anew for each layout, in the same processes."""
-    join(processes, TransportConfig(0, 2, layout, NUM_PAGES, num_signals=4, island="gpu", epoch=7))
+@pytest.fixture(scope="module", params=ISLANDS.values(), ids=list(ISLANDS))
+def mapped(request: pytest.FixtureRequest, processes: list[PeProcess]) -> Iterator[bool]:
+    """Joins an island anew, in the same processes; whether its peers are mapped."""
+    layout, mapped = request.param
+    join(processes, TransportConfig(0, 2, layout, NUM_PAGES, num_signals=4, island="gpu", epoch=7), mapped)
     assert all(together(processes, "are_zero"))
     assert not any(mail.any() for mail in together(processes, "call", "mailbox"))
-    yield processes
+    yield mapped
     together(processes, "call", "close")
     together(processes, "call", "close")
+
+
+@pytest.fixture
+def island(processes: list[PeProcess], mapped: bool) -> list[PeProcess]:
+    assert together(processes, "is_mapped", 0) == [True, mapped]
+    assert together(processes, "is_mapped", 1) == [mapped, True]
+    return processes
 
 
 def fill(island: list[PeProcess], seed: int) -> list[Contents]:
@@ -74,21 +79,36 @@ def copy_slots(source: np.ndarray, target: np.ndarray, source_slots: Int32Array,
         target[t // PAGE_SIZE, :, :, :, t % PAGE_SIZE] = source[s // PAGE_SIZE, :, :, :, s % PAGE_SIZE]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("target", [0, 1], ids=["self", "peer"])
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_tokens_land_bit_for_bit_and_nowhere_else(
-    island: list[PeProcess], target: int, dtype: type, on_gpu: bool
-) -> None:
+def test_tokens_land_bit_for_bit_and_nowhere_else(island: list[PeProcess], target: int, dtype: type) -> None:
     expected = fill(island, 0)
     indices, slots = [6, 0, 3, 4, 5], np.array([0, 47, 17, 18, 30], dtype)
     for group, layer in ((0, 0), (0, 1), (1, 0)):
-        k, v = island[0].do("push_tokens", target, group, layer, 10 * group + layer, indices, slots, on_gpu)
+        k, v = island[0].do("push_tokens", target, group, layer, 10 * group + layer, indices, slots)
         for index, slot in zip(indices, slots.tolist(), strict=True):
             page = expected[target][group][slot // PAGE_SIZE]
             page[layer, 0, :, slot % PAGE_SIZE] = k[index]
             page[layer, 1, :, slot % PAGE_SIZE] = v[index]
     island[0].do("call", "quiet", target)
+    check(island, expected)
+
+
+def test_tokens_of_many_calls_take_turns_in_the_staging(island: list[PeProcess], mapped: bool) -> None:
+    if mapped:
+        pytest.skip("only puts go by way of it")
+    expected = fill(island, 0)
+    k, _ = island[0].do("push_tokens", 0, 0, 0, 1, [0], np.zeros(1, np.int32))
+    expected[0] = island[0].do("contents")
+    island[0].do("shrink_staging", 3 * 2 * k[0].nbytes)  # three tokens of the larger group
+    for group, layer in ((0, 0), (0, 1), (1, 0)):
+        slots = np.arange(layer, 40 + layer, 5, dtype=np.int32)
+        k, v = island[0].do("push_tokens", 1, group, layer, layer, list(range(slots.size)), slots)
+        for index, slot in enumerate(slots.tolist()):
+            page = expected[1][group][slot // PAGE_SIZE]
+            page[layer, 0, :, slot % PAGE_SIZE] = k[index]
+            page[layer, 1, :, slot % PAGE_SIZE] = v[index]
+    island[0].do("call", "quiet", 1)
     check(island, expected)
 
 
@@ -122,7 +142,9 @@ def test_pages_in_random_order(island: list[PeProcess]) -> None:
     check(island, expected)
 
 
-def test_stores_of_own_kernels_are_covered_by_quiet(island: list[PeProcess]) -> None:
+def test_stores_of_own_kernels_are_covered_by_quiet(island: list[PeProcess], mapped: bool) -> None:
+    if not mapped:
+        pytest.skip("there are none into peers that are not mapped")
     expected = fill(island, 9)
     island[0].do("store_into_peer", 1, 0, 5)
     island[0].do("call", "quiet", 1)
@@ -132,13 +154,11 @@ def test_stores_of_own_kernels_are_covered_by_quiet(island: list[PeProcess]) -> 
 
 def test_writes_of_nothing_change_nothing(island: list[PeProcess]) -> None:
     expected = fill(island, 1)
-    before = island[0].do("bytes_written")
     none = np.empty(0, np.int32)
     island[0].do("call", "write_slots", 1, 0, none, none)
-    island[0].do("push_tokens", 1, 0, 0, 0, [0], none, True)
+    island[0].do("push_tokens", 1, 0, 0, 0, [0], none)
     island[0].do("call", "quiet", 1)
     check(island, expected)
-    assert island[0].do("bytes_written") == before
 
 
 def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[PeProcess]) -> None:
@@ -152,7 +172,6 @@ def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[PeProce
         island[0].do("delay")
         for group in range(2):
             island[0].do("call", "write_slots", 1, group, everything, everything)
-        island[0].do("call", "quiet", 1)
         tokens = 100 + signal.slot
         island[0].do("call", "post", 1, signal.slot, pack_signal(signal.generation, tokens), -(2**40) - signal.slot)
         mail = wait_for_mail(island[1], signal.slot, pack_signal(signal.generation, tokens))
@@ -165,6 +184,29 @@ def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[PeProce
     assert SignalBoard.landed(mail, np.array([again.slot]), np.array([again.generation])).tolist() == [0]
     mail[:] = 7  # a copy
     assert int(island[1].do("call", "mailbox")[0, 0]) == pack_signal(held[0].generation, 100)
+
+
+def test_a_fence_is_quiet_once_what_came_before_it_has_landed(island: list[PeProcess]) -> None:
+    expected = fill(island, 8)
+    slots = np.arange(8, 20, dtype=np.int32)
+    island[0].do("delay")
+    for group in range(2):
+        island[0].do("call", "write_slots", 1, group, slots, slots)
+        copy_slots(expected[0][group], expected[1][group], slots, slots)
+    island[0].do("fence", 1)
+    deadline = time.monotonic() + 10
+    while not all(island[0].do("fences_are_quiet")):
+        assert time.monotonic() < deadline
+    check(island, expected)
+
+
+def test_a_forward_does_not_wait_for_its_push(island: list[PeProcess]) -> None:
+    expected = fill(island, 12)
+    slots = np.arange(8, 20, dtype=np.int32)
+    assert island[0].do("run_beside_a_push", 1, 0, slots)
+    copy_slots(expected[0][0], expected[1][0], slots, slots)
+    island[0].do("call", "quiet", 1)
+    check(island, expected)
 
 
 def wait_for_mail(process: PeProcess, row: int, signal: int) -> np.ndarray:
@@ -200,22 +242,17 @@ def test_what_is_out_of_range_is_refused(island: list[PeProcess]) -> None:
         with pytest.raises(RuntimeError, match="InvalidArgument: target_slots are"):
             island[0].do("call", "write_slots", 1, 0, np.array([2, 3], np.int32), bad)
         with pytest.raises(RuntimeError, match="IndexError: slots are"):
-            island[0].do("push_tokens", 1, 0, 0, 0, [0, 1], bad, False)
+            island[0].do("push_tokens", 1, 0, 0, 0, [0, 1], bad)
     with pytest.raises(RuntimeError, match="InvalidArgument: pe is 2; 0 … 1"):
         island[0].do("call", "quiet", 2)
     with pytest.raises(RuntimeError, match="InvalidArgument: slot is 4; 0 … 3"):
         island[0].do("call", "post", 1, 4, 1, 1)
     check(island, expected)
-    island[0].do("push_tokens", 1, 0, 0, 0, [0, 1], np.array([-1, NUM_SLOTS], np.int32), True)
-    with pytest.raises(RuntimeError, match="IndexError: slots of a write_tokens"):
-        island[0].do("call", "quiet", 1)
-    island[0].do("call", "quiet", 1)
-    check(island, expected)
 
 
 def test_handles_of_others_are_refused_before_anything_is_mapped(processes: list[PeProcess]) -> None:
     config = TransportConfig(0, 2, two_groups(), NUM_PAGES, num_signals=4, island="gpu", epoch=8)
-    handles = [process.do("open", replace(config, pe=process.pe)) for process in processes]
+    handles = [process.do("open", replace(config, pe=process.pe), True) for process in processes]
     own, other = (json.loads(handle) for handle in handles)
     for field, change, message in (
         ("epoch", 9, "PE 1's handle has epoch 9"),

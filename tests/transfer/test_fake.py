@@ -26,21 +26,39 @@ def push_ones(sender: FakeTransport, pe: int, slots: Int32Array = ALL) -> None:
     sender.write_slots(pe, 0, slots, slots)
 
 
-def test_nothing_lands_before_quiet_and_the_source_is_read_then() -> None:
+def test_nothing_lands_before_a_fence_is_asked_and_the_source_is_read_then() -> None:
     sender, receiver = fabric().joined()
     push_ones(sender, 1)
+    fence = sender.fence(1)
     assert not receiver.pools[0].any()
     sender.pools[0].fill_(3)
-    sender.quiet(1)
+    assert fence.is_quiet()
     assert bool((receiver.pools[0] == 3).all())
 
 
-def test_a_sender_that_forgets_quiet_is_found_out() -> None:
+def test_what_is_issued_behind_a_fence_does_not_land_with_it() -> None:
     sender, receiver = fabric().joined()
-    push_ones(sender, 1)
+    push_ones(sender, 1, ALL[:PAGE_SIZE])
+    fence = sender.fence(1)
+    push_ones(sender, 1, ALL[-PAGE_SIZE:])
+    assert fence.is_quiet()
+    assert landed_pages(receiver) == [0]
+
+
+def test_a_post_lands_behind_the_writes_before_it() -> None:
+    island = fabric()
+    sender, receiver = island.joined()
+    push_ones(sender, 1, ALL[:PAGE_SIZE])
     sender.post(1, 0, 5, 6)
+    assert landed_pages(receiver) == [0]
+    island.hold(1)
+    push_ones(sender, 1, ALL[PAGE_SIZE : 2 * PAGE_SIZE])
+    sender.post(1, 0, 7, 8)
+    push_ones(sender, 1, ALL[-PAGE_SIZE:])
     assert receiver.mailbox()[0].tolist() == [5, 6]
-    assert not receiver.pools[0].any()
+    island.release(1)
+    assert landed_pages(receiver) == [0, 1]
+    assert receiver.mailbox()[0].tolist() == [7, 8]
 
 
 def test_quiet_waits_for_the_own_writes_to_that_pe_only() -> None:
@@ -72,26 +90,30 @@ def test_hold_lets_nothing_land_and_release_ends_it() -> None:
     island.hold(1)
     push_ones(sender, 1)
     sender.post(1, 0, 5, 6)
-    with pytest.raises(TransportTimeout, match="from PE 0 to PE 1 are held"):
+    fence = sender.fence(1)
+    assert not fence.is_quiet()
+    with pytest.raises(TransportTimeout, match="from PE 0 to PE 1 took more than 0 s; they may still land"):
         sender.quiet(1)
     assert not receiver.mailbox().any()
     assert not receiver.pools[0].any()
     island.release(1)
     assert receiver.mailbox()[0].tolist() == [5, 6]
-    sender.quiet(1)
+    assert fence.is_quiet()
     assert landed_pages(receiver) == list(range(NUM_PAGES))
 
 
-@pytest.mark.parametrize("call", ["write_tokens", "write_slots", "quiet", "post"])
+@pytest.mark.parametrize("call", ["write_tokens", "write_slots", "fence", "is_quiet", "post"])
 def test_fail_next_fails_one_call(call: str) -> None:
     island = fabric()
     sender, _ = island.joined()
     rows = torch.ones(1, 2, 8)
     index = torch.zeros(1, dtype=torch.int64)
+    fence = sender.fence(1)
     calls = {
         "write_tokens": lambda: sender.write_tokens(1, 0, 0, rows, rows, index, index),
         "write_slots": lambda: sender.write_slots(1, 0, ALL, ALL),
-        "quiet": lambda: sender.quiet(1),
+        "fence": lambda: sender.fence(1),
+        "is_quiet": fence.is_quiet,
         "post": lambda: sender.post(1, 0, 1, 1),
     }
     island.fail_next(call, 1)

@@ -45,25 +45,9 @@ def test_tokens(pools: list[Tensor], count: int, slot_dtype: torch.dtype) -> Non
     qkv = torch.randn(30, 4 * heads * head_dim, device=DEVICE).to(pool.dtype)
     k, v = (part.view(30, heads, head_dim) for part in qkv.split(heads * head_dim, 1)[2:])  # strided by token
     tokens, slots = draw(count, 30, 2, torch.int64), draw(count, NUM_PAGES * page_size, 3, slot_dtype)
-    refused = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    triton_push.push_tokens(pool, 1, k, v, tokens, slots, refused)
-    torch_push.push_tokens(expected, 1, k, v, tokens, slots, refused)
+    triton_push.push_tokens(pool, 1, k, v, tokens, slots)
+    torch_push.push_tokens(expected, 1, k, v, tokens, slots)
     assert same_bits(pool, expected)
-    assert not refused.item()
-
-
-@pytest.mark.parametrize("push", [triton_push.push_tokens, torch_push.push_tokens])
-def test_slots_outside_are_left_out_and_told(pools: list[Tensor], push: object) -> None:
-    pool, (_, _, _, heads, page_size, head_dim) = pools[0], pools[0].shape
-    limit = NUM_PAGES * page_size
-    k = torch.randn(3, heads, head_dim, device=DEVICE).to(pool.dtype)
-    expected = pool.clone()
-    expected[0, 0, :, :, 1] = k[1]
-    refused = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    slots = torch.tensor([-1, 1, limit], dtype=torch.int32, device=DEVICE)
-    push(pool, 0, k, k, torch.arange(3, device=DEVICE), slots, refused)  # type: ignore[operator]
-    assert same_bits(pool, expected)
-    assert refused.item() == 1
 
 
 @pytest.mark.parametrize("count", [1, 20])

@@ -54,7 +54,7 @@ def test_the_layout_of_another_model_is_refused() -> None:
     ("slots", "message"),
     [
         ([20, 21, 22, 23, 39, 40], "pool has 0 … 39"),
-        ([20, 21, SKIP, 23, 4, 5], r"runs\[1\] skips positions"),
+        ([20, 21, SKIP, 23, 4, 5], r"runs\[1\] skips 1 positions; it must skip the first 0 and no others"),
         ([20, 21, 22, 23, 21, 22], r"runs\[1\] holds slot 21 twice"),
         ([4, 20, 21, 22, 23, 4], r"runs\[1\] holds slot 4 twice"),
     ],
@@ -69,6 +69,28 @@ def test_an_empty_map_is_accepted_when_nothing_is_expected() -> None:
     empty = position_map([], [])
     wire = encode_map(empty, LAYOUT)
     assert decode_map(wire, LAYOUT, num_pages=NUM_PAGES, expected_start=8, expected_tokens=0).num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([SKIP, SKIP, SKIP, SKIP, 20, 21], None),  # of 8 … 13, a query at 14 sees 12 and 13 in a window of 3
+        ([SKIP, SKIP, SKIP, 20, 21, 22], r"runs\[0\] skips 3 positions; it must skip the first 4"),
+        ([SKIP, SKIP, SKIP, SKIP, SKIP, 20], r"runs\[0\] skips 5 positions; it must skip the first 4"),
+        ([SKIP, SKIP, SKIP, SKIP, 20, SKIP], r"runs\[0\] skips 5 positions; it must skip the first 4"),
+        ([SKIP, SKIP, SKIP, SKIP, 20, 40], r"pool has 0 … 39"),
+    ],
+)
+def test_with_a_window_exactly_what_is_behind_it_is_skipped(slots: list[int], message: str | None) -> None:
+    first, second = LAYOUT.groups
+    layout = replace(LAYOUT, groups=(replace(first, window=3), second))
+    given = position_map(slots, GOOD.runs[1].slots().tolist())
+    wire = encode_map(given, layout)
+    if message is None:
+        assert decode_map(wire, layout, num_pages=NUM_PAGES, expected_start=8, expected_tokens=6) == given
+        return
+    with pytest.raises(InvalidPositionMap, match=message):
+        decode_map(wire, layout, num_pages=NUM_PAGES, expected_start=8, expected_tokens=6)
 
 
 def test_overlap_is_found_among_many_runs() -> None:

@@ -1,4 +1,4 @@
-"""A process that calls a decode worker and then does nothing more: `python -m tests.workers.hung_caller ADDRESS`.
+"""A process that calls a decode worker and then does nothing more: `python -m tests.workers.hung_caller ADDRESS TOKEN`.
 
 Prints `waiting` when its StartGenerate is under way.
 """
@@ -9,12 +9,13 @@ import threading
 import grpc
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from tandem.workers.authentication import authorized
 
 
-def main(address: str) -> None:
+def main(address: str, token: str) -> None:
     sampling = inference_pb2.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, seed=1)
     with grpc.insecure_channel(address) as channel:
-        stub = worker_pb2_grpc.WorkerStub(channel)
+        stub = authorized(worker_pb2_grpc.WorkerStub(channel), token)
         prepare = worker_pb2.PrepareReceiveRequest(request_id="r", epoch=1, token_ids=[5] * 20, max_tokens=4)
         reservation = stub.PrepareReceive(prepare, timeout=30)
         start = worker_pb2.StartGenerateRequest(
@@ -27,4 +28,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -24,36 +24,51 @@ class ReferenceAttention:
 
     def __init__(self, config: ModelConfig, max_positions: int = 512) -> None:
         self._config = config
-        self._rotary = RotaryEmbedding(config.rope, max_positions, torch.device("cpu"), torch.float32)
+        self._windows = config.layer_windows or (None,) * config.num_layers
+        ropes = (config.rope, config.local_rope or config.rope)
+        self._rotary = [RotaryEmbedding(rope, max_positions, torch.device("cpu"), torch.float32) for rope in ropes]
         self.batch: list[tuple[Sequence, int]] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         outputs, begin = [], 0
         for sequence, count in self.batch:
             rows = slice(begin, begin + count)
-            outputs.append(self._attend_one(sequence, layer, q[rows], k[rows], v[rows]))
+            outputs.append(self._attend_one(sequence, layer, q[rows], k[rows], v[rows], sinks))
             begin += count
             if layer == self._config.num_layers - 1:
                 sequence.cached += count
         return torch.cat(outputs)
 
-    def _attend_one(self, sequence: Sequence, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        count = q.shape[0]
+    def _attend_one(
+        self, sequence: Sequence, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        config, count, window = self._config, q.shape[0], self._windows[layer]
         positions = torch.arange(sequence.cached, sequence.cached + count)
         lengths = torch.clamp(positions + 1, min=sequence.prompt_length)
-        cos, sin = (table.to(q.dtype)[:, None] for table in self._rotary.cos_sin(positions, lengths))
+        cos, sin = (
+            table.to(q.dtype)[:, None] for table in self._rotary[window is not None].cos_sin(positions, lengths)
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if layer in sequence.keys:
             k, v = torch.cat([sequence.keys[layer], k]), torch.cat([sequence.values[layer], v])
         sequence.keys[layer], sequence.values[layer] = k.clone(), v.clone()
-        group = self._config.num_heads // self._config.num_kv_heads
+        group = config.num_heads // config.num_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k).float() * self._config.head_dim**-0.5
-        hidden = torch.arange(k.shape[0])[None] > positions[:, None]
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype)
+        scores = torch.einsum("qhd,khd->hqk", q, k).float() * (config.attn_scale or config.head_dim**-0.5)
+        if config.attn_softcap is not None:
+            scores = config.attn_softcap * torch.tanh(scores / config.attn_softcap)
+        others = torch.arange(k.shape[0])[None]
+        hidden = others > positions[:, None]
+        if window is not None:
+            hidden |= others <= positions[:, None] - window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, count, 1)], -1)
+        weights = scores.softmax(-1)[..., : k.shape[0]].to(v.dtype)
         return torch.einsum("hqk,khd->qhd", weights, v)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x, kept = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
     first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([x * cos + torch.cat([-second, first], -1) * sin, kept], -1)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.workers.models.activation import ClampedSwiglu
 from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture, UnsupportedFeature
 from tandem.workers.models.registry import load_config
 
@@ -21,6 +22,28 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": None}
+PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
+MIXTRAL = {
+    **LLAMA,
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN3_MOE = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 6,
+}
+GEMMA2 = {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 6}
+GEMMA3 = {**GEMMA2, "architectures": ["Gemma3ForCausalLM"]}
+GPT_OSS = {
+    **MIXTRAL,
+    "architectures": ["GptOssForCausalLM"],
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 64},
+}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
 
@@ -110,7 +133,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": []}, "architectures is \\[\\]; it must be a list with one of LlamaForCausalLM"),
+        ({"architectures": []}, "architectures is \\[\\]; it must be a list with one of Gemma2ForCausalLM"),
         ({"vocab_size": "many"}, "vocab_size is 'many'; it must be an integer of at least 1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be an integer of at least 1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must be a divisor of num_attention_heads, 4"),
@@ -121,6 +144,12 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         ({"eos_token_id": "x"}, "eos_token_id is 'x'; it must be a token id or a list"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor is missing; it must be a list of numbers"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1, "2"]}}, "it must be a list of numbers"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]}},
+            "'longrope' needs 8 numbers above 0",
+        ),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
     ],
 )
@@ -133,15 +162,25 @@ def test_a_bad_value_is_named(tmp_path: Path, fields: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({**MISTRAL, "sliding_window": 4096}, "sliding_window is 4096 and in effect; the cache has no windows yet"),
-        ({**LLAMA, "architectures": ["MistralForCausalLM"]}, "sliding_window is 4096"),
-        ({**QWEN2, "use_sliding_window": True, "sliding_window": 64}, "sliding_window is 64"),
-        ({**QWEN3, "use_sliding_window": True, "sliding_window": 64}, "sliding_window is 64"),
-        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
-        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
+        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window is in effect"),
+        ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
+        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu, swish, gelu_pytorch_tanh"),
         ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config asks for 'gptq'"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'; only default, linear"),
-        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (
+            {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config asks for 'mxfp4'; only checkpoints without are served: dequantize it to bfloat16",
+        ),
+        (
+            {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+            "use_bidirectional_attention is true; only causal",
+        ),
+        (
+            {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping is 50.0; it must be null",
+        ),
+        ({**LLAMA, "architectures": ["Gemma2ForCausalLM"], "hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "proportional"}}, "rope_type is 'proportional'; only default, linear"),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; this family takes only 1"),
         ({**LLAMA, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differs between layers"),
     ],
 )
@@ -150,6 +189,117 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, fields: dict[str, An
         load_config(write(tmp_path, fields))
 
 
-def test_a_window_that_is_switched_off_is_accepted(tmp_path: Path) -> None:
-    load_config(write(tmp_path, MISTRAL))
-    load_config(write(tmp_path, {**QWEN2, "use_sliding_window": False, "sliding_window": 64}))
+def test_which_layers_have_experts(tmp_path: Path) -> None:
+    mixtral = load_config(write(tmp_path, MIXTRAL)).moe
+    assert mixtral is not None
+    assert (mixtral.layers, mixtral.intermediate_size, mixtral.normalize) == ({0, 1}, 96, True)
+    every = load_config(write(tmp_path, QWEN3_MOE)).moe
+    assert every is not None
+    assert (every.layers, every.intermediate_size, every.normalize) == ({0, 1, 2, 3, 4, 5}, 32, False)
+    some = load_config(write(tmp_path, {**QWEN3_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [1, 2]})).moe
+    assert some is not None
+    assert some.layers == {3, 5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({**MIXTRAL, "num_local_experts": None}, "num_local_experts is missing; it must be an integer"),
+        (
+            {**MIXTRAL, "num_experts_per_tok": 9},
+            "num_experts_per_tok is 9; it must be at most the number of experts, 8",
+        ),
+        ({**QWEN3_MOE, "moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be an integer of at least 1"),
+        ({**QWEN3_MOE, "mlp_only_layers": "1"}, "mlp_only_layers is '1'; it must be a layer index or a list of layer"),
+    ],
+)
+def test_bad_experts_are_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        load_config(write(tmp_path, fields))
+
+
+def test_longrope(tmp_path: Path) -> None:
+    """The names of the first checkpoints, and a part of each head."""
+    scaling = {"type": "su", "short_factor": [1.0, 2.0, 3.0, 4.0], "long_factor": [8.0] * 4}
+    fields = {**PHI3, "rope_scaling": scaling, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 32}
+    config = load_config(write(tmp_path, fields))
+    assert (config.rope.rope_type, config.rope.rotary_dim, config.rope.factor) == ("longrope", 8, 4.0)
+    assert (config.rope_switch, config.max_length) == (32, 128)
+
+
+def test_gemma_2_without_most_fields_is_that_of_transformers(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, GEMMA2))
+    assert (config.head_dim, config.attn_scale, config.attn_softcap, config.final_softcap) == (256, 1 / 16, 50, 30)
+    assert config.tie_word_embeddings
+    assert config.layer_windows == (4096, None) * 3
+    none = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None}
+    config = load_config(write(tmp_path, {**GEMMA2, **none}))
+    assert (config.attn_softcap, config.final_softcap, config.layer_windows) == (None, None, None)
+
+
+@pytest.mark.parametrize("name", ["query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"])
+def test_gemma_divides_by_no_zero(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"{name} is 0.0; it must be a finite number above 0"):
+        load_config(write(tmp_path, {**GEMMA2, name: 0.0}))
+
+
+def test_gemma_3_old_and_new_spelling_agree(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = {"rope_theta": 2e6, "rope_local_base_freq": 5e3, "rope_scaling": linear, "sliding_window_pattern": 3}
+    new = {
+        "rope_parameters": {
+            "full_attention": {**linear, "rope_theta": 2e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    }
+    configs = [load_config(write(tmp_path, {**GEMMA3, "sliding_window": 9, **fields})) for fields in (old, new)]
+    assert configs[0] == configs[1]
+    assert configs[0].layer_windows == (9, 9, None) * 2
+    assert configs[0].local_rope is not None
+    assert (configs[0].rope.theta, configs[0].rope.factor) == (2e6, 8.0)
+    assert (configs[0].local_rope.theta, configs[0].local_rope.factor) == (5e3, 1.0)
+    plain = load_config(write(tmp_path, GEMMA3))
+    assert plain.local_rope is not None
+    assert (plain.rope.theta, plain.local_rope.theta) == (1e6, 1e4)
+    assert plain.layer_windows == (4096,) * 5 + (None,)
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, GPT_OSS))
+    assert (config.head_dim, config.layer_windows, config.rope.theta) == (64, (128, None), 150_000)
+    assert not config.rope.truncate
+    assert config.activation == ClampedSwiglu(1.702, 7.0)
+    assert config.moe is not None
+    assert config.moe.bias
+    with pytest.raises(InvalidConfig, match="rope_scaling is missing"):
+        load_config(write(tmp_path, {**GPT_OSS, "rope_scaling": None}))
+
+
+QWEN2_WINDOW = {**QWEN2, "use_sliding_window": True, "sliding_window": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        (MISTRAL, None),
+        (PHI3, None),
+        ({**PHI3, "sliding_window": 7}, (7, 7)),
+        ({**PHI3, "sliding_window": 128}, None),
+        (MIXTRAL, None),
+        ({**MIXTRAL, "sliding_window": 7}, (7, 7)),
+        ({**MISTRAL, "sliding_window": 9}, (9, 9)),
+        ({**LLAMA, "architectures": ["MistralForCausalLM"]}, (4096, 4096)),
+        ({**QWEN2_WINDOW, "use_sliding_window": False}, None),
+        (QWEN2_WINDOW, None),
+        ({**QWEN2_WINDOW, "max_window_layers": 1}, (None, 64)),
+        ({**QWEN2_WINDOW, "max_window_layers": 0}, (64, 64)),
+        ({**QWEN2_WINDOW, "architectures": ["Qwen3ForCausalLM"], "max_window_layers": 1}, (None, 64)),
+        ({**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 5}, (5,) * 6),
+        ({**QWEN3_MOE, "use_sliding_window": False, "sliding_window": 5}, None),
+        ({**QWEN2_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}, (64, None)),
+    ],
+)
+def test_windows_of_the_layers(tmp_path: Path, fields: dict[str, Any], windows: tuple[int | None, ...] | None) -> None:
+    assert load_config(write(tmp_path, fields)).layer_windows == windows

@@ -14,7 +14,7 @@ from tests.checkpoints import CASES, save_checkpoint
 from tests.workers.reference_attention import ReferenceAttention, Sequence
 
 FLOAT32 = 1e-4  # relative and absolute
-BFLOAT16_SHARE = 0.03  # of the largest logit
+ERROR_RATIO = 1.5  # the mean error of logits in bfloat16, ours to that of transformers
 
 
 @pytest.fixture(scope="session", params=CASES)
@@ -77,13 +77,17 @@ def test_greedy_tokens_equal_transformers(folder: Path) -> None:
     assert generated == expected
 
 
-def test_bfloat16_logits_are_near_those_of_transformers(folder: Path) -> None:
+def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(folder: Path) -> None:
+    """The mean, for a router's choice between two like experts may flip with any rounding."""
     decoder, attention = load(folder, "bfloat16")
-    prompt = random_prompt(30)
+    prompt = random_prompt(50)
     with torch.inference_mode():
-        expected = load_oracle(folder, torch.bfloat16)(torch.tensor([prompt])).logits[0].float()
-    logits = forward(decoder, attention, [(Sequence(30), prompt)], list(range(30)))
-    assert float((logits - expected).abs().max()) < BFLOAT16_SHARE * float(expected.abs().max())
+        exact, theirs = (
+            load_oracle(folder, dtype)(torch.tensor([prompt])).logits[0].float()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    ours = forward(decoder, attention, [(Sequence(50), prompt)], list(range(50)))
+    assert float((ours - exact).abs().mean()) < ERROR_RATIO * float((theirs - exact).abs().mean())
 
 
 @pytest.fixture(scope="module")

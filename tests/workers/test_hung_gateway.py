@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 
 from tandem.proto import worker_pb2, worker_pb2_grpc
+from tandem.workers.authentication import authorized
 from tests.checkpoints import save_checkpoint
 from tests.island import running_island
 
@@ -17,14 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_a_gateway_that_hangs_loses_its_reservations(tmp_path: Path) -> None:
     with running_island(save_checkpoint("llama", tmp_path), {"island.lease_seconds": 0.5}) as island:
-        address = island.workers[1].address
-        command = [sys.executable, "-m", "tests.workers.hung_caller", address]
+        address, token = island.workers[1].address, island.workers[1].config.token
+        command = [sys.executable, "-m", "tests.workers.hung_caller", address, token]
         caller = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             assert caller.stdout is not None
             assert caller.stdout.readline() == "waiting\n"
             with grpc.insecure_channel(address) as channel:
-                stub = worker_pb2_grpc.WorkerStub(channel)
+                stub = authorized(worker_pb2_grpc.WorkerStub(channel), token)
 
                 def num_held() -> int:
                     info = stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=10)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem.transfer.errors import TransportTimeout
 from tandem.workers.errors import (
     Aborted,
     CorruptKV,
@@ -19,6 +18,7 @@ from tests.checkpoints import save_checkpoint
 from tests.oracle import greedy, load_oracle, random_prompt
 from tests.workers.loop_pair import CHUNK, DECODE, LEASE, PREFILL, LoopPair
 
+MORE_THAN_A_STEP_ASKS = 20
 PROMPT, OTHER = random_prompt(37, 0), random_prompt(37, 1)  # 5 pages of 8, three chunks of 16
 
 
@@ -185,7 +185,10 @@ def test_an_abort_between_chunks_leaves_nothing_in_flight(pair: LoopPair, oracle
     pair.prefill.step()
     written = pair.bytes_written
     assert written == CHUNK * pair.caches[0].layout.token_bytes
-    assert pair.prefill.abort("a")
+    assert pair.in_flight > 0
+    answer = pair.prefill.abort("a")
+    pair.prefill.step()
+    assert answer.result(0)
     assert pair.in_flight == 0
     pair.decode.abort("a", writer_quiet=True)
     pair.assert_free()
@@ -269,10 +272,55 @@ def test_a_recall_stops_a_push_between_its_chunks(pair: LoopPair) -> None:
 def test_a_recall_is_answered_only_when_the_writer_is_quiet(pair: LoopPair) -> None:
     pair.send("a", PROMPT, pair.prepare("a", PROMPT))
     pair.prefill.step()
+    assert pair.in_flight > 0
     pair.decode.abort("a", writer_quiet=False)
-    pair.fabric.fail_next("quiet", DECODE, TransportTimeout("not yet"))
+    for _ in range(MORE_THAN_A_STEP_ASKS):
+        pair.fabric.fail_next("is_quiet", DECODE)
     pair.heed_recalls()
     assert pair.caches[DECODE].num_draining_pages == 5
+    assert pair.prefill.counters.recalled == 0
+    for _ in range(MORE_THAN_A_STEP_ASKS):
+        pair.heed_recalls()
+    pair.assert_free()
+    assert pair.prefill.counters.recalled == 1
+
+
+def test_an_abort_is_answered_only_when_the_writer_is_quiet(pair: LoopPair) -> None:
+    """Between its chunks, and when all of it is computed and its signal may still be under way."""
+    for steps in (1, 3):
+        reservation = pair.prepare(f"a{steps}", PROMPT)
+        pair.send(f"a{steps}", PROMPT, reservation)
+        pair.fabric.hold(DECODE)
+        for _ in range(steps):
+            pair.prefill.step()
+        answer = pair.prefill.abort(f"a{steps}")
+        pair.prefill.step()
+        assert pair.in_flight > 0
+        assert not answer.done()
+        pair.fabric.release(DECODE)
+        pair.prefill.step()
+        assert answer.result(0)
+        assert pair.in_flight == 0
+        pair.decode.abort(f"a{steps}", writer_quiet=True)
+        pair.assert_free()
+
+
+def test_a_lease_that_ends_lets_nothing_go_that_may_still_be_written(pair: LoopPair) -> None:
+    """The writer stops at once; pages on both sides stay until what it had written has landed."""
+    result = pair.prefill.submit("a", PROMPT, pair.params(4), pair.prepare("a", PROMPT))
+    pair.prefill.step()
+    pair.fabric.hold(DECODE)
+    pair.clock.now += 0.9 * LEASE
+    for _ in range(3):
+        pair.prefill.step()
+    assert pair.bytes_written == CHUNK * pair.caches[0].layout.token_bytes
+    assert pair.prefill.counters.expired_leases == 1
+    assert not result.done()
+    assert pair.caches[PREFILL].num_free_pages < pair.caches[PREFILL].num_pages
+    pair.fabric.release(DECODE)
+    pair.prefill.step()
+    assert isinstance(result.exception(0), LeaseExpired)
+    pair.clock.now += 0.2 * LEASE
     pair.heed_recalls()
     pair.assert_free()
 

@@ -80,8 +80,10 @@ class Gateway:
         elif action == "abort":
             pair.decode.abort(request_id, writer_quiet=False)
         elif action == "abort both":
-            pair.prefill.abort(request_id)
-            pair.decode.abort(request_id, writer_quiet=True)
+            answer = pair.prefill.abort(request_id)
+            pair.prefill.step()
+            if answer.done():
+                pair.decode.abort(request_id, writer_quiet=True)
 
     def _pages(self, reservation: Reservation) -> np.ndarray:
         """Those that the writer is to write."""
@@ -104,12 +106,14 @@ class Gateway:
 
     def _may_be_written(self, request_id: str, reservation: Reservation) -> bool:
         prefill = self.pair.prefill
+        if request_id in prefill._by_id:
+            return True
         if request_id in prefill._aborted or request_id in prefill._results:
             return False
         try:
             prefill._grants.check(reservation)
         except Stale:
-            return request_id in prefill._by_id
+            return False
         return True
 
     def go_away(self) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.transfer.factory import create_transport
+from tandem.workers.authentication import authorized
 from tests.checkpoints import save_checkpoint
 from tests.island import FakeIsland, running_island
 from tests.oracle import greedy, load_oracle, random_prompt
@@ -41,6 +43,11 @@ class Pair:
 
     def send(self, request_id: str, reservation: worker_pb2.Reservation) -> worker_pb2.RemoteSendResponse:
         return self.prefill.RemoteSend(self.remote_send(request_id, reservation), timeout=10)
+
+    def sending(self, request_id: str, reservation: worker_pb2.Reservation) -> grpc.Future:
+        """A RemoteSend under way."""
+        call: Any = self.prefill.RemoteSend  # a partial: authorized() made it
+        return call.func.future(self.remote_send(request_id, reservation), timeout=30, **call.keywords)
 
     def start(self, request_id: str, reservation: worker_pb2.Reservation) -> Any:
         request = worker_pb2.StartGenerateRequest(
@@ -78,8 +85,9 @@ def running_pair(
     settings = {"cache.num_pages": 16, "cache.prefix_sharing": False, **(overrides or {})}
     with running_island(checkpoint, settings, transports or create_transport) as island:
         addresses = [worker.address for worker in island.workers]
+        token = island.workers[0].config.token
         with grpc.insecure_channel(addresses[0]) as one, grpc.insecure_channel(addresses[1]) as other:
-            yield Pair(Stub(one), Stub(other))
+            yield Pair(authorized(Stub(one), token), authorized(Stub(other), token))
         assert all(worker.cache.num_free_pages == 16 for worker in island.workers)
 
 
@@ -109,8 +117,9 @@ def test_prepare_twice_is_one_reservation(pair: Pair) -> None:
 def test_a_doubled_remote_send_is_computed_once(pair: Pair) -> None:
     reservation = pair.prepare("r")
     request = pair.remote_send("r", reservation)
-    both = [pair.prefill.RemoteSend.future(request, timeout=10) for _ in range(2)]
-    one, other = (call.result() for call in both)
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(pair.prefill.RemoteSend, request, timeout=10) for _ in range(2)]
+    one, other = (call.result() for call in calls)
     assert one.first_token == other.first_token
     assert len(pair.generate("r", reservation)) == 3
 
@@ -162,7 +171,7 @@ def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(checkpoint: P
         third_chunk = transports.fabric.pause_next("write_tokens", 1, skip=1)
         reservation = pair.prepare("r")
         reader = pair.start("r", reservation)  # keeps the receiver from taking it back
-        call = pair.prefill.RemoteSend.future(pair.remote_send("r", reservation), timeout=10)
+        call = pair.sending("r", reservation)
         assert second_chunk.entered.wait(30)
         call.cancel()
         second_chunk.resume()

@@ -1,6 +1,7 @@
 """Tokenizer, its text streams and chat templates, against transformers and against decoding everything at once."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
+from tandem.workers import chat_template
 from tandem.workers.chat_template import ChatTemplate, ChatTemplateError
 from tandem.workers.models.errors import InvalidConfig, InvalidTokenizer
 from tandem.workers.random_checkpoint import EOS, make_checkpoint
@@ -189,3 +191,25 @@ def test_missing_and_broken_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 3}')
     with pytest.raises(InvalidTokenizer, match="chat_template is a int; it must be a string"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% set x = b %}{% endfor %}{% endfor %}",
+        "{% set many = range(99999) | list %}{% for a in many %}{% for b in many %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_runs_on_is_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.05)
+    tracer = sys.gettrace()
+    with pytest.raises(ChatTemplateError, match=r"runs for more than 0\.05 s"):
+        ChatTemplate(source, {}).render(MESSAGES)
+    assert sys.gettrace() is tracer
+
+
+@pytest.mark.parametrize("source", ["{{ 'x' * 99999999999 }}", "{{ 9 ** 9999999 }}", "{{ 3 * ([1, 2] * 1000000) }}"])
+def test_a_template_that_asks_for_too_much_is_ended(source: str) -> None:
+    with pytest.raises(ChatTemplateError, match="would make"):
+        ChatTemplate(source, {}).render(MESSAGES)
+    assert ChatTemplate("{{ '=' * 3 }}{{ 2 ** 5 }}{{ 2 * 1.5 }}", {}).render(MESSAGES) == "===323.0"

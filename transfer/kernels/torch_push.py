@@ -6,15 +6,12 @@ from torch import Tensor
 from tandem.transfer.page_pool import PagePool
 
 
-def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor, refused: Tensor) -> None:
+def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor) -> None:
     """Rows tokens (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to slots (int32 or int64 [n]) of a layer.
 
-    A slot outside the pool is left out, and then refused (int32 [1]) becomes 1.
+    The slots lie inside the pool.
     """
-    inside = (slots >= 0) & (slots < pool.shape[0] * pool.shape[4])
-    refused |= (~inside.all()).to(refused)
-    tokens = tokens[inside]
-    PagePool(pool).put_tokens(layer, slots[inside].long(), k.index_select(0, tokens), v.index_select(0, tokens))
+    PagePool(pool).put_tokens(layer, slots.long(), k.index_select(0, tokens), v.index_select(0, tokens))
 
 
 def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:

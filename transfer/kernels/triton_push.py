@@ -13,21 +13,19 @@ from torch import Tensor
 ELEMENTS_PER_PROGRAM = 4096
 
 
-def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor, refused: Tensor) -> None:
+def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor) -> None:
     """Rows tokens (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to slots (int32 or int64 [n]) of a layer.
 
-    k and v: any stride of the tokens, each token contiguous. A slot outside the pool is left out, and then refused
-    (int32 [1], pinned or on the device) becomes 1.
+    k and v: any stride of the tokens, each token contiguous. The slots lie inside the pool.
     """
-    num_pages, layers, _, heads, page_size, head_dim = pool.shape
+    _, layers, _, heads, page_size, head_dim = pool.shape
     head_pad, dim_pad = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim)
     block = max(1, ELEMENTS_PER_PROGRAM // (head_pad * dim_pad))
     _launch(
         _push_tokens,
         (triton.cdiv(slots.shape[0], block), 2),
-        *(pool, k, v, tokens, slots, refused),
+        *(pool, k, v, tokens, slots),
         slots.shape[0],
-        num_pages * page_size,
         k.stride(0),
         v.stride(0),
         layers * 2 * heads * page_size * head_dim,
@@ -63,16 +61,13 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int)
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _push_tokens(
-    pool, k, v, tokens, slots, refused, num_tokens, num_slots, k_stride, v_stride, page_elements, layer_elements,
+    pool, k, v, tokens, slots, num_tokens, k_stride, v_stride, page_elements, layer_elements,
     HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    asked = token < num_tokens
-    slot = tl.load(slots + token, mask=asked, other=0).to(tl.int64)
-    inside = (slot >= 0) & (slot < num_slots)
-    tl.store(refused + tl.zeros_like(token), tl.full([BLOCK], 1, tl.int32), mask=asked & ~inside)
-    wanted = asked & inside
+    wanted = token < num_tokens
+    slot = tl.load(slots + token, mask=wanted, other=0).to(tl.int64)
     row = tl.load(tokens + token, mask=wanted, other=0)
     head, dim = tl.arange(0, HEAD_PAD)[None, :, None], tl.arange(0, DIM_PAD)[None, None, :]
     mask = wanted[:, None, None] & (head < HEADS) & (dim < HEAD_DIM)

@@ -21,4 +21,6 @@ class TorchLayerKernels:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+    if weight.dtype == x.dtype:
+        return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).mul_(weight).to(x.dtype)

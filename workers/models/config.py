@@ -1,21 +1,35 @@
 """What a dense decoder needs to know of its checkpoint, and how the fields that the families share are read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from tandem.cache.layout import DTYPES
 from tandem.cache.rope import RopeParameters
+from tandem.workers.models.activation import Activation, read_activation
 from tandem.workers.models.errors import UnsupportedFeature
 from tandem.workers.models.fields import Fields
+from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.rope_fields import read_rope
+
+DEFAULT_WINDOW = 4096  # of a config that has a window but does not say which, as in transformers
+SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense pre-norm decoder with grouped-query attention, RoPE and a gated SiLU feed-forward.
+    """A pre-norm decoder with grouped-query attention, RoPE and a gated feed-forward, or with experts.
 
-    qkv_bias, o_bias and mlp_bias say which projections carry a bias; qk_norm whether q and k are normalised per head.
+    qkv_bias, o_bias and mlp_bias say which projections carry a bias; qk_norm whether q and k are normalised per head;
+    fused_names whether the checkpoint stores q, k, v and gate, up as one tensor each. moe None: no layer has experts;
+    intermediate_size is that of the layers without. float32_norms: the norms multiply by their weights, plus
+    norm_offset, before they round. out_norms: attention and feed-forward have a norm behind them, too. embedding_scale:
+    what embeddings are multiplied with. final_softcap: c of c · tanh(logits / c), None where there is none.
+    attention_sinks: each layer has learned logits that take their share of the softmax.
+    layer_windows: for each layer how many positions a token sees, its own included, or None for all; None when no layer
+    has a window. attn_softcap, attn_scale: see PagedKVCache. local_rope: that of layers with a window, where theirs is
+    another.
     """
 
     architecture: str
@@ -37,12 +51,30 @@ class ModelConfig:
     dtype: torch.dtype
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    activation: Activation
+    fused_names: bool = False
+    moe: MoeConfig | None = None
+    float32_norms: bool = False
+    norm_offset: float = 0.0
+    out_norms: bool = False
+    embedding_scale: float = 1.0
+    final_softcap: float | None = None
+    attention_sinks: bool = False
+    layer_windows: tuple[int | None, ...] | None = None
+    attn_softcap: float | None = None
+    attn_scale: float | None = None
+    local_rope: RopeParameters | None = None
 
     @property
     def max_length(self) -> int:
         """Most positions of a sequence. With dynamic RoPE max_position_embeddings is where the scaling begins."""
         stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
         return int(self.max_position_embeddings * stretch)
+
+    @property
+    def rope_switch(self) -> int | None:
+        """The length beyond which longrope takes other factors: a sequence that grew over it would need all K anew."""
+        return self.rope.original_max_position_embeddings if self.rope.rope_type == "longrope" else None
 
 
 def read_dense_config(
@@ -55,10 +87,18 @@ def read_dense_config(
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    tie_word_embeddings: bool = False,
+    rope: Callable[[Fields, int], RopeParameters] = read_rope,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    window: int | None = None,
+    first_window_layer: int = 0,
+    full_every: int | None = None,
 ) -> ModelConfig:
     """config.json as the dense families share it; the keywords are what a family fixes or takes when a field is absent.
 
-    num_kv_heads None: the field is required. head_dim None: hidden_size / num_attention_heads when absent.
+    num_kv_heads None: the field is required. head_dim None: hidden_size / num_attention_heads when absent. rope: reads
+    it, given head_dim. activation:
+    the name of its field and what it is when absent. window, first_window_layer, full_every: see read_layer_windows.
     Raises InvalidConfig and UnsupportedFeature.
     """
     refuse_unsupported(fields)
@@ -73,16 +113,18 @@ def read_dense_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", tie_word_embeddings),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         max_position_embeddings=fields.integer("max_position_embeddings", minimum=1),
-        rope=read_rope(fields, head_dim),
+        rope=rope(fields, head_dim),
         dtype=read_dtype(fields),
         bos_token_id=next(iter(fields.integers("bos_token_id")), None),
         eos_token_ids=fields.integers("eos_token_id"),
+        activation=read_activation(fields, *activation),
+        layer_windows=read_layer_windows(fields, window, first_window_layer, full_every),
     )
 
 
@@ -111,27 +153,48 @@ def read_dtype(fields: Fields) -> torch.dtype:
 
 
 def refuse_unsupported(fields: Fields) -> None:
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedFeature(f"{fields.source}: hidden_act is {activation!r}; only 'silu' is implemented")
     if "quantization_config" in fields:
         method = fields.section("quantization_config").raw("quant_method")
         raise UnsupportedFeature(
-            f"{fields.source}: quantization_config asks for {method!r}; only unquantized checkpoints are implemented"
+            f"{fields.source}: quantization_config asks for {method!r}; only checkpoints without are served: "
+            "dequantize it to bfloat16 and take quantization_config out"
         )
-    layer_types = fields.raw("layer_types") or ()
-    other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+
+
+def read_window(fields: Fields, default: int = DEFAULT_WINDOW) -> int | None:
+    """sliding_window; None when it is null. Absent is not null: transformers then takes a default."""
+    if "sliding_window" in fields.names() and fields.raw("sliding_window") is None:
+        return None
+    return fields.integer("sliding_window", default, minimum=1)
+
+
+def read_optional_window(fields: Fields) -> int | None:
+    """sliding_window of the families that have none when it is absent."""
+    return fields.integer("sliding_window", minimum=1) if "sliding_window" in fields else None
+
+
+def read_layer_windows(
+    fields: Fields, window: int | None, first: int = 0, full_every: int | None = None
+) -> tuple[int | None, ...] | None:
+    """ModelConfig.layer_windows: `window` for the layers that layer_types calls sliding_attention.
+
+    Without layer_types they are those from layer `first` on, but for each full_every-th where that is given.
+    Raises InvalidConfig, and UnsupportedFeature for other kinds of layers.
+    """
+    num_layers = fields.integer("num_hidden_layers", minimum=1)
+    kinds = fields.raw("layer_types")
+    if kinds is None:
+        slides = (layer >= first and (full_every is None or (layer + 1) % full_every) for layer in range(num_layers))
+        kinds = [SLIDING if window is not None and one else "full_attention" for one in slides]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise fields.invalid("layer_types", f"a list of {num_layers}, num_hidden_layers")
+    other = sorted({str(kind) for kind in kinds} - {"full_attention", SLIDING})
     if other:
         raise UnsupportedFeature(
-            f"{fields.source}: layer_types has {', '.join(other)}; the cache has only full_attention as yet"
+            f"{fields.source}: layer_types has {', '.join(other)}; the cache has no such layers yet"
         )
-
-
-def refuse_sliding_window(fields: Fields) -> None:
-    """UnsupportedFeature unless sliding_window is null. Absent is not null: transformers then takes 4096."""
-    window = fields.raw("sliding_window") if "sliding_window" in fields.names() else 4096
-    if window is not None:
-        raise UnsupportedFeature(
-            f"{fields.source}: sliding_window is {window!r} and in effect; the cache has no windows yet, "
-            "so only null is accepted"
-        )
+    if SLIDING not in kinds:
+        return None
+    if window is None:
+        raise UnsupportedFeature(f"{fields.source}: layer_types has {SLIDING}, but no sliding_window is in effect")
+    return tuple(window if kind == SLIDING else None for kind in kinds)

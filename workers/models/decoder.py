@@ -1,4 +1,4 @@
-"""The dense pre-norm decoder that Llama, Mistral, Qwen 2 and Qwen 3 share."""
+"""The pre-norm decoder that all families share: norms, attention and a feed-forward in every layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,24 +11,33 @@ from torch import Tensor
 from tandem.workers.kernels.base import LayerKernels
 from tandem.workers.kernels.choice import choose_layer_kernels
 from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.feed_forward import FeedForward, prepare_feed_forward
 from tandem.workers.models.parameters import DecoderParameters, LayerParameters
 from tandem.workers.models.projection import Projection
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> o [T, Hq, D]. Rotates, keeps K and V, and attends."""
+Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], sinks [Hq] or None) -> o [T, Hq, D].
+
+Rotates, keeps K and V, and attends.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer as it is run. qk_norm: the norm weights of all q and k heads [Hq + Hkv, D], or None."""
+    """One layer as it is run. qk_norm: the norm weights of all q and k heads [Hq + Hkv, D], or None.
+
+    Offsets of norms are in their weights. post_norm stands before the feed-forward, as in LayerParameters.
+    """
 
     input_norm: Tensor
     qkv: Projection
     qk_norm: Tensor | None
+    sinks: Tensor | None
     o: Projection
+    attention_out_norm: Tensor | None
     post_norm: Tensor
-    gate_up: Projection
-    down: Projection
+    feed_forward: FeedForward
+    feed_forward_out_norm: Tensor | None
 
 
 class DenseDecoder:
@@ -42,12 +51,16 @@ class DenseDecoder:
         self.config = config
         self._kernels = kernels or choose_layer_kernels(parameters.embedding.device, config.dtype)
         self._embedding = parameters.embedding
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=config.dtype))  # transformers rounds
         self._final_norm = parameters.final_norm
-        tied = parameters.lm_head is parameters.embedding  # the embedding needs plain rows; a second copy costs more
+        for norm in parameters.norms():
+            norm.add_(config.norm_offset)
+        # The embedding needs plain rows: a projection that repacks would hold the tied weight twice.
+        tied = parameters.lm_head is parameters.embedding and self.device.type == "cpu"
         self._lm_head = partial(F.linear, weight=parameters.lm_head) if tied else Projection(parameters.lm_head, None)
         self._layers: list[DecoderLayer] = []
         while parameters.layers:
-            self._layers.append(_prepare(config, parameters.layers.pop(0)))
+            self._layers.append(_prepare(config, parameters.layers.pop(0), self._kernels))
 
     @property
     def device(self) -> torch.device:
@@ -59,17 +72,29 @@ class DenseDecoder:
         token_ids: int64 [T], the new tokens of all sequences of the batch one after another. last_rows None: all T.
         """
         kernels, eps = self._kernels, self.config.rms_norm_eps
-        x, delta = F.embedding(token_ids, self._embedding), None
+        x, delta = self._embed(token_ids), None
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(kernels.add_rms_norm(x, delta, layer.input_norm, eps))
-            o = attend(index, *self._split_heads(qkv, layer.qk_norm)).flatten(1)
+            o = attend(index, *self._split_heads(qkv, layer.qk_norm), layer.sinks).flatten(1)
             if last_rows is not None and index == self.config.num_layers - 1:
                 if last_rows.shape[0] == 0:  # all K and V are kept: from here on only last_rows matter
                     return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=x.device)
                 x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
-            gate_up = layer.gate_up(kernels.add_rms_norm(x, layer.o(o), layer.post_norm, eps))
-            delta = layer.down(kernels.silu_mul(gate_up))
-        return self._lm_head(kernels.add_rms_norm(x, delta, self._final_norm, eps)).float()
+            delta = self._norm_if(layer.o(o), layer.attention_out_norm)
+            delta = layer.feed_forward(kernels.add_rms_norm(x, delta, layer.post_norm, eps))
+            delta = self._norm_if(delta, layer.feed_forward_out_norm)
+        return self._logits(kernels.add_rms_norm(x, delta, self._final_norm, eps))
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        x = F.embedding(token_ids, self._embedding)
+        return x if self._embedding_scale == 1 else x.mul_(self._embedding_scale)
+
+    def _norm_if(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self._kernels.add_rms_norm(x, None, weight, self.config.rms_norm_eps)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits, cap = self._lm_head(x).float(), self.config.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _split_heads(self, qkv: Tensor, qk_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, Hq, D], k and v [T, Hkv, D] of qkv [T, (Hq + 2·Hkv)·D]; views, rows of one stride."""
@@ -84,15 +109,17 @@ class DenseDecoder:
         return q, k, v
 
 
-def _prepare(config: ModelConfig, layer: LayerParameters) -> DecoderLayer:
+def _prepare(config: ModelConfig, layer: LayerParameters, kernels: LayerKernels) -> DecoderLayer:
     return DecoderLayer(
         input_norm=layer.input_norm,
         qkv=Projection(layer.qkv, layer.qkv_bias),
         qk_norm=_join_qk_norm(config, layer.q_norm, layer.k_norm),
+        sinks=layer.sinks,
         o=Projection(layer.o, layer.o_bias),
+        attention_out_norm=layer.attention_out_norm,
         post_norm=layer.post_norm,
-        gate_up=Projection(layer.gate_up, layer.gate_up_bias),
-        down=Projection(layer.down, layer.down_bias),
+        feed_forward=prepare_feed_forward(config, layer.feed_forward, kernels),
+        feed_forward_out_norm=layer.feed_forward_out_norm,
     )
 
 

@@ -47,11 +47,19 @@ class Fields:
             raise self.invalid(name, f"an integer of at least {minimum}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
         value = self._get(name, default, "a number")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise self.invalid(name, "a finite number of at least 0")
+        if positive and value == 0:
+            raise self.invalid(name, "a finite number above 0")
         return float(value)
+
+    def number_or_null(self, name: str, default: float | None) -> float | None:
+        """Above 0, for a field where null says that there is none, and that may differ from absence."""
+        if name in self._values and self._values[name] is None:
+            return None
+        return None if default is None and name not in self else self.number(name, default, positive=True)
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
         value = self._get(name, default, "true or false")
@@ -65,15 +73,21 @@ class Fields:
             raise self.invalid(name, "a string")
         return value
 
-    def integers(self, name: str) -> tuple[int, ...]:
+    def integers(self, name: str, what: str = "token id") -> tuple[int, ...]:
         """One integer or a list of them; () when absent."""
         value = self._values.get(name)
         if value is None:
             return ()
         values = value if isinstance(value, list) else [value]
         if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
-            raise self.invalid(name, "a token id or a list of token ids")
+            raise self.invalid(name, f"a {what} or a list of {what}s")
         return tuple(values)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        values = self._get(name, None, "a list of numbers")
+        if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values):
+            raise self.invalid(name, "a list of numbers")
+        return tuple(float(value) for value in values)
 
     def section(self, name: str) -> "Fields":
         """A nested object, empty when absent."""

@@ -1,9 +1,8 @@
-"""Mistral: Llama without biases; the first releases slide a window of 4096."""
+"""Mistral: Llama without biases; the first releases slide a window of 4096 in every layer."""
 
-from tandem.workers.models.config import ModelConfig, read_dense_config, refuse_sliding_window
+from tandem.workers.models.config import ModelConfig, read_dense_config, read_window
 from tandem.workers.models.fields import Fields
 
 
 def read_config(fields: Fields, architecture: str) -> ModelConfig:
-    refuse_sliding_window(fields)
-    return read_dense_config(fields, architecture)
+    return read_dense_config(fields, architecture, window=read_window(fields))

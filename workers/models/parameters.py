@@ -1,4 +1,4 @@
-"""The tensors of a dense decoder, fused for few large products, and where each tensor of a checkpoint goes in them."""
+"""The tensors of a decoder, fused for few large products."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,40 @@ import torch
 from torch import Tensor
 
 from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.moe import MoeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class GatedParameters:
+    """A dense feed-forward: gate_up [2·I, H], gate, then up; down [H, I]; a bias is None where there is none."""
+
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class MoeParameters:
+    """E experts: router [E, H], router_bias [E]; gate_up [E, 2·I, H], down [E, H, I], their biases [E, rows].
+
+    Views that are transposed when the checkpoint's layout is: rows of the last dimension then lie apart.
+    """
+
+    router: Tensor
+    router_bias: Tensor | None
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParameters:
     """One layer. Hq, Hkv heads of D; I intermediate, H hidden. Rows are outputs, as in torch.nn.functional.linear.
 
-    qkv [(Hq + 2·Hkv)·D, H]: the rows of q, then k, then v. gate_up [2·I, H]: gate, then up.
-    q_norm, k_norm [D]. None where the model has no such tensor.
+    qkv [(Hq + 2·Hkv)·D, H]: the rows of q, then k, then v. q_norm, k_norm [D]. sinks [Hq]. post_norm stands before the
+    feed-forward, the out_norms behind attention and feed-forward. None where the model has no such tensor.
     """
 
     input_norm: Tensor
@@ -21,13 +47,17 @@ class LayerParameters:
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None
     o: Tensor
     o_bias: Tensor | None
+    attention_out_norm: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    feed_forward: GatedParameters | MoeParameters
+    feed_forward_out_norm: Tensor | None
+
+    def norms(self) -> list[Tensor]:
+        norms = (self.input_norm, self.post_norm, self.q_norm, self.k_norm)
+        return [norm for norm in (*norms, self.attention_out_norm, self.feed_forward_out_norm) if norm is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,77 +72,86 @@ class DecoderParameters:
     final_norm: Tensor
     lm_head: Tensor
 
+    def norms(self) -> list[Tensor]:
+        """The weights of all norms."""
+        return [self.final_norm, *(norm for layer in self.layers for norm in layer.norms())]
+
 
 def allocate_parameters(config: ModelConfig, device: torch.device) -> DecoderParameters:
     """Uninitialised tensors of config.dtype on `device`."""
-
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=config.dtype, device=device)
-
+    new = Allocator(config.dtype, device)
+    new_norm = _norm_allocator(config, device)
     embedding = new(config.vocab_size, config.hidden_size)
     return DecoderParameters(
         embedding=embedding,
-        layers=[_allocate_layer(config, device) for _ in range(config.num_layers)],
-        final_norm=new(config.hidden_size),
+        layers=[_allocate_layer(config, index, new, new_norm) for index in range(config.num_layers)],
+        final_norm=new_norm(config.hidden_size),
         lm_head=embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size),
     )
 
 
-def _allocate_layer(config: ModelConfig, device: torch.device) -> LayerParameters:
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=config.dtype, device=device)
+@dataclass(frozen=True)
+class Allocator:
+    """Makes uninitialised tensors of one dtype and device."""
 
-    def new_if(wanted: bool, *shape: int) -> Tensor | None:
-        return new(*shape) if wanted else None
+    dtype: torch.dtype
+    device: torch.device
 
-    hidden, intermediate, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def when(self, wanted: bool, *shape: int) -> Tensor | None:
+        return self(*shape) if wanted else None
+
+
+def _norm_allocator(config: ModelConfig, device: torch.device) -> Allocator:
+    return Allocator(torch.float32 if config.float32_norms else config.dtype, device)
+
+
+def _allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Allocator) -> LayerParameters:
+    hidden, head_dim = config.hidden_size, config.head_dim
     qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
     return LayerParameters(
-        input_norm=new(hidden),
+        input_norm=new_norm(hidden),
         qkv=new(qkv_rows, hidden),
-        qkv_bias=new_if(config.qkv_bias, qkv_rows),
-        q_norm=new_if(config.qk_norm, head_dim),
-        k_norm=new_if(config.qk_norm, head_dim),
+        qkv_bias=new.when(config.qkv_bias, qkv_rows),
+        q_norm=new_norm.when(config.qk_norm, head_dim),
+        k_norm=new_norm.when(config.qk_norm, head_dim),
+        sinks=new.when(config.attention_sinks, config.num_heads),
         o=new(hidden, config.num_heads * head_dim),
-        o_bias=new_if(config.o_bias, hidden),
-        post_norm=new(hidden),
-        gate_up=new(2 * intermediate, hidden),
-        gate_up_bias=new_if(config.mlp_bias, 2 * intermediate),
-        down=new(hidden, intermediate),
-        down_bias=new_if(config.mlp_bias, hidden),
+        o_bias=new.when(config.o_bias, hidden),
+        attention_out_norm=new_norm.when(config.out_norms, hidden),
+        post_norm=new_norm(hidden),
+        feed_forward=(
+            _allocate_gated(config, new)
+            if config.moe is None or index not in config.moe.layers
+            else _allocate_moe(config.moe, hidden, new)
+        ),
+        feed_forward_out_norm=new_norm.when(config.out_norms, hidden),
     )
 
 
-def checkpoint_places(config: ModelConfig, parameters: DecoderParameters) -> dict[str, Tensor]:
-    """Hugging Face's tensor names and, for each, the contiguous view of `parameters` that it fills."""
-    places = {"model.embed_tokens.weight": parameters.embedding, "model.norm.weight": parameters.final_norm}
-    if not config.tie_word_embeddings:
-        places["lm_head.weight"] = parameters.lm_head
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv_parts = (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))
-    gate_up_parts = (("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size))
-    for index, layer in enumerate(parameters.layers):
-        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
-        whole = {
-            f"model.layers.{index}.input_layernorm.weight": layer.input_norm,
-            f"model.layers.{index}.post_attention_layernorm.weight": layer.post_norm,
-            f"{attention}.q_norm.weight": layer.q_norm,
-            f"{attention}.k_norm.weight": layer.k_norm,
-            f"{attention}.o_proj.weight": layer.o,
-            f"{attention}.o_proj.bias": layer.o_bias,
-            f"{mlp}.down_proj.weight": layer.down,
-            f"{mlp}.down_proj.bias": layer.down_bias,
-        }
-        places.update({name: tensor for name, tensor in whole.items() if tensor is not None})
-        places.update(_split_rows(attention, "weight", layer.qkv, qkv_parts))
-        places.update(_split_rows(attention, "bias", layer.qkv_bias, qkv_parts))
-        places.update(_split_rows(mlp, "weight", layer.gate_up, gate_up_parts))
-        places.update(_split_rows(mlp, "bias", layer.gate_up_bias, gate_up_parts))
-    return places
+def _allocate_gated(config: ModelConfig, new: Allocator) -> GatedParameters:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    return GatedParameters(
+        gate_up=new(2 * intermediate, hidden),
+        gate_up_bias=new.when(config.mlp_bias, 2 * intermediate),
+        down=new(hidden, intermediate),
+        down_bias=new.when(config.mlp_bias, hidden),
+    )
 
 
-def _split_rows(prefix: str, kind: str, fused: Tensor | None, parts: tuple[tuple[str, int], ...]) -> dict[str, Tensor]:
-    if fused is None:
-        return {}
-    rows = fused.split([count for _, count in parts])
-    return {f"{prefix}.{name}.{kind}": part for (name, _), part in zip(parts, rows, strict=True)}
+def _allocate_moe(moe: MoeConfig, hidden: int, new: Allocator) -> MoeParameters:
+    def experts(rows: int, columns: int) -> Tensor:
+        if moe.names.transposed:
+            return new(moe.num_experts, columns, rows).transpose(1, 2)
+        return new(moe.num_experts, rows, columns)
+
+    return MoeParameters(
+        router=new(moe.num_experts, hidden),
+        router_bias=new.when(moe.bias, moe.num_experts),
+        gate_up=experts(2 * moe.intermediate_size, hidden),
+        gate_up_bias=new.when(moe.bias, moe.num_experts, 2 * moe.intermediate_size),
+        down=experts(hidden, moe.intermediate_size),
+        down_bias=new.when(moe.bias, moe.num_experts, hidden),
+    )

@@ -7,17 +7,23 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tandem.cache.layout import DTYPES
-from tandem.workers.models import llama, mistral, qwen2, qwen3
+from tandem.workers.models import gemma2, gemma3, gpt_oss, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture
 from tandem.workers.models.fields import Fields
 
 FAMILIES: Mapping[str, Callable[[Fields, str], ModelConfig]] = MappingProxyType(
     {
+        "Gemma2ForCausalLM": gemma2.read_config,
+        "Gemma3ForCausalLM": gemma3.read_config,
+        "GptOssForCausalLM": gpt_oss.read_config,
         "LlamaForCausalLM": llama.read_config,
         "MistralForCausalLM": mistral.read_config,
+        "MixtralForCausalLM": mixtral.read_config,
+        "Phi3ForCausalLM": phi3.read_config,
         "Qwen2ForCausalLM": qwen2.read_config,
         "Qwen3ForCausalLM": qwen3.read_config,
+        "Qwen3MoeForCausalLM": qwen3_moe.read_config,
     }
 )
 

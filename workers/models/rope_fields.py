@@ -5,26 +5,40 @@ from tandem.cache.rope import RopeParameters
 from tandem.workers.models.errors import InvalidConfig, UnsupportedFeature
 from tandem.workers.models.fields import Fields
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DEFAULT_THETA = 10_000.0
 
 
-def read_rope(fields: Fields, head_dim: int) -> RopeParameters:
+def read_rope(
+    fields: Fields,
+    head_dim: int,
+    *,
+    partial_rotary: bool = False,
+    default_theta: float = DEFAULT_THETA,
+    theta_field: str = "rope_theta",
+    layer_type: str | None = None,
+) -> RopeParameters:
     """`rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (transformers 4).
 
     As there, rope_scaling goes before rope_parameters, what the object says before what stands beside it, and `type`
-    is an old name of rope_type. Raises UnsupportedFeature for a type not in ROPE_TYPES and for partial rotation.
+    is an old name of rope_type. partial_rotary: whether the family heeds partial_rotary_factor. theta_field: what the
+    base is called beside the object. layer_type: the layers meant where rope_parameters has an object for each kind;
+    then rope_scaling is that of full_attention.
+    Raises UnsupportedFeature for a type not in ROPE_TYPES, and for partial rotation of a family that has none.
     """
-    scaling = fields.section("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
-    rope_type = scaling.text("rope_type", scaling.text("type", "default"))
-    _refuse_unsupported(fields, scaling, rope_type)
+    scaling = _scaling(fields, layer_type)
+    rope_type = _rope_type(scaling)
+    _refuse_unsupported(scaling, rope_type)
+    rotated_share = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if rotated_share != 1 and not partial_rotary:
+        raise UnsupportedFeature(f"{fields.source}: partial_rotary_factor is {rotated_share}; this family takes only 1")
     max_position_embeddings = fields.integer("max_position_embeddings", minimum=1)
     original = _original_length(fields, scaling, max_position_embeddings)
     try:
         return RopeParameters(
             rope_type=rope_type,
-            rotary_dim=head_dim,
-            theta=scaling.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA)),
+            rotary_dim=int(head_dim * rotated_share),
+            theta=scaling.number("rope_theta", fields.number(theta_field, default_theta)),
             factor=_factor(scaling, rope_type, max_position_embeddings / original),
             max_position_embeddings=max_position_embeddings,
             original_max_position_embeddings=original,
@@ -36,12 +50,27 @@ def read_rope(fields: Fields, head_dim: int) -> RopeParameters:
             mscale=_optional(scaling, "mscale"),
             mscale_all_dim=_optional(scaling, "mscale_all_dim"),
             truncate=scaling.boolean("truncate", True),
+            short_factor=scaling.numbers("short_factor") if rope_type == "longrope" else (),
+            long_factor=scaling.numbers("long_factor") if rope_type == "longrope" else (),
         )
     except InvalidArgument as error:
         raise InvalidConfig(f"{scaling.source}: {error}") from None
 
 
-def _refuse_unsupported(fields: Fields, scaling: Fields, rope_type: str) -> None:
+def _scaling(fields: Fields, layer_type: str | None) -> Fields:
+    if "rope_scaling" in fields and layer_type in (None, "full_attention"):
+        return fields.section("rope_scaling")
+    scaling = fields.section("rope_parameters")
+    return scaling if layer_type is None else scaling.section(layer_type)
+
+
+def _rope_type(scaling: Fields) -> str:
+    """The first Phi 3 checkpoints call longrope "su" and "yarn"."""
+    rope_type = scaling.text("rope_type", scaling.text("type", "default"))
+    return "longrope" if rope_type in ("su", "yarn") and "short_factor" in scaling else rope_type
+
+
+def _refuse_unsupported(scaling: Fields, rope_type: str) -> None:
     nested = [name for name in scaling.names() if isinstance(scaling.raw(name), dict)]
     if nested:
         raise UnsupportedFeature(
@@ -51,16 +80,13 @@ def _refuse_unsupported(fields: Fields, scaling: Fields, rope_type: str) -> None
         raise UnsupportedFeature(
             f"{scaling.source}: rope_type is {rope_type!r}; only {', '.join(ROPE_TYPES)} are implemented"
         )
-    partial = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1:
-        raise UnsupportedFeature(f"{fields.source}: partial_rotary_factor is {partial}; only 1 is implemented")
 
 
 def _factor(scaling: Fields, rope_type: str, length_ratio: float) -> float:
-    """Required by every type that scales, but for yarn, which can tell it from the two lengths."""
+    """Required by every type that scales, but for those that can tell it from the two lengths."""
     if rope_type == "default":
         return 1.0
-    return scaling.number("factor", length_ratio if rope_type == "yarn" else None)
+    return scaling.number("factor", length_ratio if rope_type in ("yarn", "longrope") else None)
 
 
 def _original_length(fields: Fields, scaling: Fields, max_position_embeddings: int) -> int:

@@ -1,0 +1,130 @@
+"""A decode step whose arrays stand at fixed places on the device: what a CUDA graph can be captured with."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tandem.cache.kernels.base import DeviceTables, GraphKernels, Kernels
+from tandem.cache.kernels.staging import ArraySize, FixedArrays, Staging
+from tandem.cache.plan import ForwardPlan, GroupPlan, Int64Array, PageTables, TokenLayout, lay_out_tokens
+from tandem.cache.rotations import Rotations
+
+SKIP_SLOT = -1  # append leaves such a token out
+
+
+class FixedBatch:
+    """One new token each of up to `size` sequences. Rows without a sequence are padding: they store nothing, read the
+    first position of page 0, and what they compute means nothing.
+
+    plan() is called where the graph is captured, fill() before each replay. inputs: int64 [size] tensors that the
+    caller has filled along with the batch's own arrays, num_inputs of them.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        kernels: Sequence[GraphKernels],
+        rotations: Rotations,
+        *,
+        num_q_heads: int,
+        num_inputs: int,
+        max_pages: int,
+        staging: Staging,
+    ) -> None:
+        """max_pages: of one sequence. staging: of at least FixedBatch.num_bytes(…); batches may share one."""
+        self.size = size
+        self._kernels = kernels
+        self._rotations = rotations
+        self._arrays = FixedArrays(staging, _sizes(size, len(kernels), num_inputs, max_pages))
+        heads, tables = self._arrays.tensors[: num_inputs + 1], self._arrays.tensors[num_inputs + 1 :]
+        self._positions, *self.inputs = heads
+        self._plans = [
+            one.fixed_plan(DeviceTables(*tables[4 * group : 4 * group + 4]), num_q_heads)
+            for group, one in enumerate(kernels)
+        ]
+        self._layout = lay_out_tokens(np.zeros(size, np.int64), np.ones(size, np.int64))
+
+    @staticmethod
+    def num_bytes(size: int, num_groups: int, num_inputs: int, max_pages: int) -> int:
+        return FixedArrays.num_bytes(_sizes(size, num_groups, num_inputs, max_pages))
+
+    def plan(self) -> ForwardPlan:
+        """What attention() takes; it computes the rotation of the positions that stand in the arrays now."""
+        empty = np.empty(0, np.int32)
+        tables = PageTables(empty, empty, empty, empty, empty)
+        rotations = self._rotations.at(self._positions)
+        return ForwardPlan(
+            seq_ids=(),
+            tokens=self._layout,
+            groups=tuple(
+                GroupPlan(tables, rotation, (), (), plan) for rotation, plan in zip(rotations, self._plans, strict=True)
+            ),
+            sent=(),
+        )
+
+    def clear(self) -> None:
+        """Makes all rows padding."""
+        nothing = np.empty(0, np.int64)
+        empty = np.empty(0, np.int32)
+        tables = PageTables(empty, np.zeros(1, np.int32), empty, empty, empty)
+        self.fill(lay_out_tokens(nothing, nothing), [tables] * len(self._kernels), [nothing] * len(self.inputs))
+
+    def fill(self, tokens: TokenLayout, tables: Sequence[PageTables], inputs: Sequence[Int64Array]) -> None:
+        """The step that the next replay computes: one token each of n ≤ size sequences; inputs int64 [n]."""
+        missing = self.size - tokens.positions.size
+        padded = [pad_tables(one, missing) for one in tables]
+        for kernels, plan, one in zip(self._kernels, self._plans, padded, strict=True):
+            kernels.refill(plan, one)
+        arrays: list[np.ndarray] = [np.pad(array, (0, missing)) for array in (tokens.positions, *inputs)]
+        for one in padded:
+            arrays += [one.slot_mapping, one.kv_indptr, one.kv_last_page_len, one.kv_indices]
+        self._arrays.fill(arrays)
+
+
+def make_fixed_batches(
+    sizes: Sequence[int],
+    kernels: Sequence[Kernels],
+    rotations: Rotations,
+    *,
+    num_q_heads: int,
+    num_inputs: int,
+    max_pages: int,
+) -> list[FixedBatch]:
+    """See PagedKVCache.fixed_batches; max_pages as in FixedBatch."""
+    fit = [one for one in kernels if isinstance(one, GraphKernels)]
+    if len(fit) < len(kernels) or rotations.by_length or not sizes:
+        return []
+    staging = Staging(FixedBatch.num_bytes(max(sizes), len(fit), num_inputs, max_pages), rotations.device)
+    return [
+        FixedBatch(
+            size,
+            fit,
+            rotations,
+            num_q_heads=num_q_heads,
+            num_inputs=num_inputs,
+            max_pages=max_pages,
+            staging=staging,
+        )
+        for size in sizes
+    ]
+
+
+def pad_tables(tables: PageTables, count: int) -> PageTables:
+    """`count` more sequences, which store nothing and attend to one position of page 0."""
+    if count == 0:
+        return tables
+    ends = tables.kv_indptr[-1] + np.arange(1, count + 1, dtype=np.int32)
+    return PageTables(
+        slot_mapping=np.pad(tables.slot_mapping, (0, count), constant_values=SKIP_SLOT),
+        kv_indptr=np.concatenate((tables.kv_indptr, ends)),
+        kv_indices=np.pad(tables.kv_indices, (0, count)),
+        kv_last_page_len=np.pad(tables.kv_last_page_len, (0, count), constant_values=1),
+        kv_lens=np.pad(tables.kv_lens, (0, count), constant_values=1),
+    )
+
+
+def _sizes(size: int, num_groups: int, num_inputs: int, max_pages: int) -> list[ArraySize]:
+    """Positions and inputs; for each group slots, kv_indptr, kv_last_page_len and kv_indices."""
+    of_group = [size, size + 1, size, size * max_pages]
+    return [(size, torch.int64)] * (1 + num_inputs) + [(count, torch.int32) for count in of_group] * num_groups

@@ -1,0 +1,80 @@
+"""One layer group in a forward: its plan, and each of its layers' attention."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from tandem.cache.group_table import GroupTable
+from tandem.cache.kernels.base import Kernels, PushingKernels
+from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.page_writer import PageWriter
+from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, look_up_pages, slots_of
+from tandem.cache.position_map import Int32Array
+from tandem.cache.rope import Rotation
+from tandem.cache.stream_attention import StreamPart, attend_streams, no_output
+from tandem.cache.window import Int64Array
+
+
+class GroupAttention:
+    """kernels and table are those of group `group`; scoring is what sequences with a sliding window attend by."""
+
+    def __init__(
+        self,
+        group: int,
+        kernels: Kernels,
+        table: GroupTable,
+        writer: PageWriter | None,
+        page_size: int,
+        scoring: Scoring,
+    ) -> None:
+        self._group = group
+        self.kernels = kernels
+        self._table = table
+        self._writer = writer
+        self._page_size = page_size
+        self._scoring = scoring
+
+    def look_up(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
+        """rows: int64 [B], those of the sequences that have grown by `tokens`."""
+        begins = None if self._scoring.window is None else self._table.begins[rows]
+        return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins)
+
+    def plan(
+        self,
+        rows: Int64Array,
+        tokens: TokenLayout,
+        rotation: Rotation | None,
+        sends: tuple[Send, ...],
+        streams: tuple[StreamPart, ...],
+    ) -> GroupPlan:
+        kernels, tables = self.kernels, self.look_up(rows, tokens)
+        plan = kernels.plan(tokens, tables)
+        if sends and isinstance(kernels, PushingKernels):
+            assert self._writer is not None  # mark_send saw to it
+            plan, sends = kernels.push_with_append(plan, sends, partial(self._writer.peer_pool, group=self._group))
+        return GroupPlan(tables, rotation, sends, streams, plan)
+
+    def attend(self, plan: GroupPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """See PagedKVCache.attention; layer counts within the group."""
+        q, k = self.kernels.append(layer, q, k, v, plan.rotation, plan.kernel_plan)
+        for send in plan.sends:
+            assert self._writer is not None
+            if layer == 0 and send.source_slots.size:
+                self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots)
+            if send.token_indices.shape[0]:
+                self._writer.write_tokens(
+                    send.target_pe, self._group, layer, k, v, send.token_indices, send.token_slots
+                )
+        if not plan.streams:
+            return self.kernels.attend(layer, q, k, v, plan.kernel_plan, sinks)
+        if sum(part.end - part.begin for part in plan.streams) == q.shape[0]:
+            output = no_output(q)
+        else:  # what the kernels make of tokens of streams is replaced
+            output = self.kernels.attend(layer, q, k, v, plan.kernel_plan, sinks)
+        return attend_streams(output, plan.streams, q, partial(self.kernels.read_slots, layer), self._scoring, sinks)
+
+    def gather(self, layers: Sequence[int], row: int, indices: Int64Array) -> list[tuple[Tensor, Tensor]]:
+        """Copies of k and v [n, num_kv_heads, head_dim] of each of `layers` at `indices` (int64 [n]) of a row."""
+        slots: Int32Array = slots_of(self._table.pages[row], indices, self._page_size)
+        return [self.kernels.read_slots(layer, slots) for layer in layers]

@@ -1,0 +1,187 @@
+"""The pages of one layer group as its sequences grow, fork and shrink: first what a change needs, then the change."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.cache.group_table import GroupTable
+from tandem.cache.kernels.base import Kernels
+from tandem.cache.page_pools import PagePools
+from tandem.cache.position_map import Int32Array
+from tandem.cache.window import Int64Array, first_place, first_places, most_places
+
+
+@dataclass(frozen=True, eq=False)
+class Growth:
+    """Places that some rows (int64 [B]) are to hold: begins … ends - 1, of which starts … ends - 1 are new.
+
+    gone: pages that leave the window. copied, opened: which of the rows get a copy of their shared partial page, and
+    which get a new last page. num_pages: how many pages this takes.
+    """
+
+    gone: Int32Array
+    begins: Int64Array | None
+    starts: Int64Array
+    ends: Int64Array
+    copied: Int64Array
+    opened: Int64Array
+    num_pages: int
+
+
+@dataclass(frozen=True, eq=False)
+class Ownership:
+    """Places of one row: those in `shared` get pages of its own, and it holds pages up to `end`."""
+
+    shared: Int64Array
+    end: int
+    num_pages: int
+
+
+class GroupPages:
+    """Moves pages of one group in and out of the rows of `table`, and keeps this true of every row:
+
+        places:  begins           lengths // page_size                ends
+                 [ full, may be shared ]  [ partial, may be shared ]  [ reserved, its own ]
+
+    Nothing is ever written into a shared page, so only a partial one can be in the way; it is copied before it grows.
+    A reserved row with a window lets go of a page for each that it takes: its budget is enough for ever, counted from
+    the first page that is its own, for those before it bring nothing back when they leave the window.
+    """
+
+    def __init__(
+        self, group: int, window: int | None, table: GroupTable, pools: PagePools, kernels: Kernels, page_size: int
+    ) -> None:
+        self.window = window
+        self.table = table
+        self._group = group
+        self._pools = pools
+        self._kernels = kernels
+        self._page_size = page_size
+
+    def needed(self, num_tokens: int, longest_append: int) -> int:
+        """The most pages that a sequence of its own pages holds at once."""
+        return most_places(self.window, num_tokens, longest_append, self._page_size)
+
+    def first_place(self, query: int) -> int:
+        """Where what a query at position `query` sees begins."""
+        return first_place(self.window, query, self._page_size)
+
+    # Many rows
+
+    def plan_growth(
+        self,
+        rows: Int64Array,
+        lengths: Int64Array,
+        new_lengths: Int64Array,
+        queries: Int64Array,
+        reserved_places: Int64Array,
+    ) -> Growth:
+        """What it takes to append positions `lengths` … new_lengths - 1, seen by queries at `queries` and later."""
+        table, size = self.table, self._page_size
+        last_places, tail_places, ends = (new_lengths - 1) // size, lengths // size, table.ends[rows]
+        partial = tail_places * size != lengths
+        opened = last_places * size >= lengths
+        if self.window is None:
+            begins, gone, starts = None, np.empty(0, np.int32), ends
+            wanted = np.maximum(last_places + 1, reserved_places)  # a stream gives pages back before it takes some
+        else:
+            held = table.begins[rows]
+            begins = np.maximum(first_places(self.window, queries, size), held)
+            gone = self._leaving(rows, held, np.minimum(begins, ends))
+            starts = np.maximum(ends, begins)
+            wanted = np.maximum(last_places + 1, np.minimum(begins + table.budgets[rows], reserved_places))
+            partial &= tail_places >= begins
+            opened &= last_places >= begins
+        tails = np.flatnonzero(partial)
+        copied = tails[self._pools.are_shared(self._group, table.pages[rows[tails], tail_places[tails]])]
+        new_ends = np.maximum(wanted, starts)
+        count = int((new_ends - starts).sum()) + copied.size
+        return Growth(gone, begins, starts, new_ends, copied, np.flatnonzero(opened), count)
+
+    def grow(self, rows: Int64Array, lengths: Int64Array, last: Int64Array, growth: Growth, pages: Int32Array) -> None:
+        """Carries a growth out with growth.num_pages pages; `gone` is released. last: the last place of each row."""
+        table = self.table
+        if pages.size:
+            added = pages.size - growth.copied.size
+            table.put(rows, growth.starts, growth.ends - growth.starts, pages[:added])
+            tails = lengths[growth.copied] // self._page_size
+            self._replace(rows[growth.copied], tails, pages[added:])
+            table.ends[rows] = growth.ends
+        if growth.begins is not None:
+            table.begins[rows] = growth.begins
+            table.ends[rows] = growth.ends
+        # What stands past a sequence's end in its last page is read, though masked: a new last page is cleared.
+        if growth.opened.size:
+            self._kernels.clear_pages(table.pages[rows[growth.opened], last[growth.opened]])
+
+    def _leaving(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
+        moved = np.flatnonzero(ends > begins)
+        if moved.size == 0:
+            return np.empty(0, np.int32)
+        return self.table.held_between(rows[moved], begins[moved], ends[moved])
+
+    # One row
+
+    def plan_ownership(self, row: int, length: int, reserved_places: int, budget: int | None = None) -> Ownership:
+        """What it takes to make what a reservation covers, from `length` on, pages of the row's own.
+
+        budget None: that of the reservation it has.
+        """
+        begin, held = int(self.table.begins[row]), int(self.table.ends[row])
+        budget = int(self.table.budgets[row]) if budget is None else budget
+        tail = max(length // self._page_size, begin)
+        end = min(self._first_own(row, tail) + budget, reserved_places)
+        shared = self._shared(row, tail, min(held, end))
+        return Ownership(shared, end, shared.size + max(end - held, 0))
+
+    def own(self, row: int, ownership: Ownership, pages: Int32Array) -> None:
+        """Carries an ownership out with its num_pages pages."""
+        table, shared = self.table, ownership.shared
+        added = pages.size - shared.size
+        held = int(table.ends[row])
+        table.pages[row, held : held + added] = pages[:added]
+        table.ends[row] = held + added
+        self._replace(np.full(shared.size, row), shared, pages[added:])
+
+    def cut(self, row: int, end: int) -> Int32Array:
+        """Takes away what a row holds from place `end` on; the pages are the caller's to release."""
+        surplus = self.table.held(row, end)
+        self.table.ends[row] -= surplus.size
+        return surplus
+
+    def shared_by_fork(self, parent: int, length: int) -> Int32Array:
+        """The full pages of a row that a fork of its first `length` positions shares."""
+        return self.table.held(parent, self.first_place(length), length // self._page_size)
+
+    def fork(self, parent: int, child: int, length: int, copies: Int32Array) -> None:
+        """Gives an empty row the first `length` positions of another; its partial page, if any, becomes copies [1]."""
+        first, full = self.first_place(length), length // self._page_size
+        table = self.table
+        if copies.size:
+            self._kernels.copy_pages(table.pages[parent, full : full + 1].copy(), copies)
+        table.pages[child, first:full] = table.pages[parent, first:full]
+        table.pages[child, full : full + copies.size] = copies
+        table.begins[child], table.ends[child] = first, full + copies.size
+
+    def share(self, row: int, pages: Int32Array) -> None:
+        """Gives an empty row full pages, from its first place on."""
+        self.table.pages[row, : pages.size] = pages
+        self.table.begins[row], self.table.ends[row] = 0, pages.size
+
+    def _first_own(self, row: int, tail: int) -> int:
+        """The place after the last shared one before `tail`."""
+        begin = int(self.table.begins[row])
+        shared = self._shared(row, begin, tail)
+        return int(shared[-1]) + 1 if shared.size else begin
+
+    def _shared(self, row: int, begin: int, end: int) -> Int64Array:
+        return begin + np.flatnonzero(self._pools.are_shared(self._group, self.table.pages[row, begin:end]))
+
+    def _replace(self, rows: Int64Array, places: Int64Array, copies: Int32Array) -> None:
+        """Puts copies in the stead of shared pages."""
+        if copies.size == 0:
+            return
+        old = self.table.pages[rows, places]
+        self._kernels.copy_pages(old, copies)
+        self.table.pages[rows, places] = copies
+        self._pools.release_of(self._group, old)

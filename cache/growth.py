@@ -1,0 +1,55 @@
+"""Sequences that grow: what a forward is about to append is checked, gets its pages, and is laid out."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.plan import Int64Array, TokenLayout, lay_out_tokens
+from tandem.cache.receptions import Receptions
+from tandem.cache.sequence_pages import SequencePages
+from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.streams import Streams
+
+
+class Growth:
+    """Owned by a PagedKVCache, whose parts it works on."""
+
+    def __init__(
+        self, table: SequenceTable, pages: SequencePages, receptions: Receptions, streams: Streams, max_length: int
+    ) -> None:
+        self._table = table
+        self._pages = pages
+        self._receptions = receptions
+        self._streams = streams
+        self._max_length = max_length
+
+    def grow(
+        self, seq_ids: Sequence[int] | Int64Array, appends: Int64Array, *, in_flight: int = 0
+    ) -> tuple[Int64Array, TokenLayout]:
+        """Appends appends[i] ≥ 1 positions to sequence seq_ids[i], see PagedKVCache.begin_forward; their rows, int64
+        [B], and how the new tokens are packed.
+
+        in_flight: positions of each that a forward still running computes; pages that it sees are not taken away yet.
+        """
+        rows = self._table.rows(seq_ids)
+        self._check_appends(rows, appends)
+        with self._streams.slid(rows, appends) as gone:
+            lengths = self._table.lengths[rows]
+            longest = int((lengths + appends).argmax())
+            self.check_length(int(seq_ids[longest]), int(lengths[longest] + appends[longest]))
+            queries = np.maximum(lengths - in_flight, 0)
+            self._pages.grow(rows, lengths, lengths + appends, queries=queries, gone=gone)
+        return rows, lay_out_tokens(lengths, appends)
+
+    def check_length(self, sequence: int, length: int) -> None:
+        if not 0 <= length <= self._max_length:
+            raise InvalidArgument(f"sequence {sequence} would have {length} positions; 0 … {self._max_length} fit")
+
+    def _check_appends(self, rows: Int64Array, appends: Int64Array) -> None:
+        if rows.size == 0 or appends.shape != rows.shape:
+            raise InvalidArgument(f"append_lengths has shape {appends.shape}; it must be [B], B = {rows.size} ≥ 1")
+        if int(appends.min()) < 1:
+            raise InvalidArgument(f"append_lengths has {int(appends.min())}; lengths must be at least 1")
+        if len(self._receptions) and self._table.receiving[rows].any():
+            self._receptions.check_settled_rows(rows)

@@ -1,0 +1,75 @@
+"""Arrays at fixed places on a device, where a CUDA graph reads them, filled together by one copy from pinned memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes
+
+ArraySize = tuple[int, torch.dtype]
+"""Elements and type of one array."""
+
+
+class Staging:
+    """Memory of one size on the host and on the device; several FixedArrays may take turns in it.
+
+    The copy is ordered on the current stream. open() waits until the one before is done, so that the host's side may
+    be written again.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self.on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def open(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def send(self, num_bytes: int) -> None:
+        self.on_device[:num_bytes].copy_(self.host[:num_bytes], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+class FixedArrays:
+    """Arrays of given sizes, one after another from the staging's begin. tensors: theirs on the device.
+
+    Only what fill() wrote, and what stands before it, is copied: put the array whose length varies most last.
+    """
+
+    def __init__(self, staging: Staging, sizes: Sequence[ArraySize]) -> None:
+        self._staging = staging
+        self._begins = _begins(sizes)
+        self._host = [_view(staging.host, begin, *size) for begin, size in zip(self._begins, sizes, strict=False)]
+        self._host_arrays = [tensor.numpy() for tensor in self._host]
+        self.tensors = [
+            _view(staging.on_device, begin, *size) for begin, size in zip(self._begins, sizes, strict=False)
+        ]
+
+    @staticmethod
+    def num_bytes(sizes: Sequence[ArraySize]) -> int:
+        return _begins(sizes)[-1]
+
+    def fill(self, arrays: Sequence[NDArray[Any]]) -> None:
+        """One array for each size, none longer; what is left of a place keeps what it held."""
+        self._staging.open()
+        for place, array in zip(self._host_arrays, arrays, strict=True):
+            place[: array.size] = array
+        last = arrays[-1]
+        self._staging.send(self._begins[len(arrays) - 1] + last.size * self._host_arrays[-1].itemsize)
+
+
+def _begins(sizes: Sequence[ArraySize]) -> list[int]:
+    """Where each array begins, in bytes, and where the last one ends."""
+    lengths = [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in sizes]
+    return [0, *np.cumsum(lengths).tolist()]
+
+
+def _view(memory: Tensor, begin: int, count: int, dtype: torch.dtype) -> Tensor:
+    return memory[begin : begin + count * dtype.itemsize].view(dtype)

@@ -1,0 +1,57 @@
+"""K and V of one layer out of their pages, one row a position, for kernels that read them faster from there."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.cache.kernels.dependent_launch import launch_options
+
+
+def gather(pool: Tensor, layer: int, slots: Tensor) -> Tensor:
+    """[n, 2, num_kv_heads, head_dim], K at 0 and V at 1, of slots int32 [n].
+
+    pool: [num_pages, layers, 2, num_kv_heads, page_size, head_dim], contiguous.
+    """
+    _, layers, _, heads, page_size, head_dim = pool.shape
+    rows = torch.empty((slots.shape[0], 2, heads, head_dim), dtype=pool.dtype, device=pool.device)
+    kernel: Any = _gather[(slots.shape[0],)]
+    kernel(
+        *(pool, slots, rows),
+        layers * 2 * heads * page_size * head_dim,
+        layer * 2 * heads * page_size * head_dim,
+        PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        LINES=2 * heads,
+        LINES_BLOCK=triton.next_power_of_2(2 * heads),
+        BLOCK=triton.next_power_of_2(head_dim),
+        **launch_options(pool.device),
+    )
+    return rows
+
+
+@triton.jit
+def _gather(
+    pool, slots, rows, page_elements, layer_elements,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    LINES: tl.constexpr,
+    LINES_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program a position: its lines, a head of K or of V each, lie a page's positions apart."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    position = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + position)
+    line = tl.arange(0, LINES_BLOCK)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    there = (line < LINES) & (column < HEAD_DIM)
+    source = pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements + layer_elements + (slot % PAGE_SIZE) * HEAD_DIM
+    values = tl.load(source + line * (PAGE_SIZE * HEAD_DIM) + column, mask=there)
+    tl.store(rows + (position * LINES + line) * HEAD_DIM + column, values, mask=there)

@@ -1,0 +1,90 @@
+"""Sequences that a remote writer fills, and the pages that stay out of use until it is quiet."""
+
+import numpy as np
+import torch
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.page_pools import PageIds, PagePools
+from tandem.cache.plan import runs_of, slots_of
+from tandem.cache.position_map import SKIP, PositionMap, SlotRuns
+from tandem.cache.sequence_pages import SequencePages
+from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.streams import Streams
+from tandem.cache.window import Int64Array
+
+
+class Receptions:
+    """Who is being received, by sequence: a sequence may be removed meanwhile, and its pages drain."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        pages: SequencePages,
+        pools: PagePools,
+        streams: Streams,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        """device: of the pages."""
+        self._table = table
+        self._pages = pages
+        self._pools = pools
+        self._streams = streams
+        self._page_size = page_size
+        self._device = device
+        self._incoming: dict[int, PageIds] = {}
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._incoming
+
+    def __len__(self) -> int:
+        return len(self._incoming)
+
+    def begin(self, sequence: int, length: int) -> PositionMap:
+        """Grows a sequence by `length` ≥ 1 positions; where each of them goes. OutOfPages changes nothing."""
+        table, size = self._table, self._page_size
+        row = table.row(sequence)
+        begin, stored = table.num_positions(row), int(table.lengths[row])
+        rows = np.array([row])
+        with self._streams.slid(rows, np.array([length]), receive=True) as gone:
+            end = begin + length - int(table.streams.dropped[row])
+            ends = np.array([end])
+            self._pages.grow(rows, table.lengths[rows], ends, queries=ends, gone=gone)
+        pages = table.held_pages(row, min(stored, end) // size, -(-end // size))
+        self._pools.hold(pages)
+        self._incoming[sequence] = pages
+        table.receiving[row] = True
+        if self._device.type == "cuda":
+            # Growing has queued work that clears pages. A remote write knows no stream of this process: what it wrote
+            # before that work ran would be lost.
+            torch.cuda.current_stream(self._device).synchronize()
+        return PositionMap(begin, self._runs(row, begin, begin + length))
+
+    def _runs(self, row: int, begin: int, end: int) -> tuple[SlotRuns, ...]:
+        groups, size = self._table.groups, self._page_size
+        if self._table.streams.windows[row] == 0:
+            return tuple(runs_of(group.pages[row], begin, end, size, int(group.begins[row])) for group in groups)
+        indices = self._table.streams.find(row, begin, end)
+        wanted = indices >= 0
+        slots = (np.where(wanted, slots_of(group.pages[row], np.maximum(indices, 0), size), SKIP) for group in groups)
+        return tuple(map(SlotRuns.from_slots, slots))
+
+    def finish(self, sequence: int) -> None:
+        """The writer is quiet. Idempotent."""
+        pages = self._incoming.pop(sequence, None)
+        if pages is None:
+            return
+        self._pools.settle(pages)
+        if sequence in self._table:
+            self._table.receiving[self._table.row(sequence)] = False
+
+    def check_settled_rows(self, rows: Int64Array) -> None:
+        """As check_settled, by the rows of sequences."""
+        for sequence in self._incoming:
+            if sequence in self._table and self._table.row(sequence) in rows:
+                self.check_settled(sequence)
+
+    def check_settled(self, sequence: int) -> None:
+        """InvalidArgument while the sequence is being received."""
+        if self._table.receiving[self._table.row(sequence)]:
+            raise InvalidArgument(f"sequence {sequence} is being received; finish_receive ends that")

@@ -1,0 +1,68 @@
+"""The rotary embeddings of a cache's layer groups, and the rotation of one forward."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.layout import KVLayout
+from tandem.cache.plan import TokenLayout
+from tandem.cache.rope import RopeParameters, RotaryEmbedding, Rotation
+from tandem.cache.window import Int64Array
+
+
+class Rotations:
+    """One embedding for each kind of RoPE; groups that share a kind share its table and, in a forward, its factors."""
+
+    def __init__(
+        self,
+        rope: RopeParameters | Sequence[RopeParameters],
+        layout: KVLayout,
+        max_positions: int,
+        device: torch.device,
+    ) -> None:
+        """rope: one for all layer groups or one for each; InvalidArgument when a rotary_dim exceeds a head."""
+        self._of_groups = [rope] * len(layout.groups) if isinstance(rope, RopeParameters) else list(rope)
+        if len(self._of_groups) != len(layout.groups):
+            raise InvalidArgument(
+                f"rope has {len(self._of_groups)} entries; the layout has {len(layout.groups)} groups"
+            )
+        for kind, group in zip(self._of_groups, layout.groups, strict=True):
+            if kind.rope_type != "none" and kind.rotary_dim > group.head_dim:
+                raise InvalidArgument(f"rotary_dim is {kind.rotary_dim}; the head_dim of its group is {group.head_dim}")
+        self.device = device
+        self._embeddings = {
+            kind: RotaryEmbedding(kind, max_positions, device, layout.dtype)
+            for kind in self._of_groups
+            if kind.rope_type != "none"
+        }
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the rotation of a position depends on the length of its sequence, in some group."""
+        return any(kind.by_length for kind in self._embeddings)
+
+    def at(self, positions: Tensor) -> list[Rotation | None]:
+        """Per group the rotation of positions, int64 [T] on the device; not by_length."""
+        rotations = {kind: embedding.rotation(positions) for kind, embedding in self._embeddings.items()}
+        return [rotations.get(kind) for kind in self._of_groups]
+
+    def of_places(self, count: int) -> list[Rotation | None]:
+        """Per group the rotation of places 0 … count - 1."""
+        return self.at(torch.arange(count))
+
+    def plan(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> list[Rotation | None]:
+        """Per group the rotation of a forward's tokens; see PagedKVCache.begin_forward for rope_lengths."""
+        positions = torch.from_numpy(tokens.positions.astype(np.int64))
+        rotations: dict[RopeParameters, Rotation] = {}
+        for kind, embedding in self._embeddings.items():
+            if not kind.by_length:
+                rotations[kind] = embedding.rotation(positions)
+                continue
+            lengths = tokens.seq_lens.astype(np.int64)
+            if rope_lengths is not None:
+                lengths = np.maximum(lengths, np.asarray(rope_lengths, np.int64))
+            rotations[kind] = embedding.rotation(positions, torch.from_numpy(lengths[tokens.owners]))
+        return [rotations.get(kind) for kind in self._of_groups]

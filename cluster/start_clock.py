@@ -1,0 +1,35 @@
+"""Where the time goes between `tandem up` and ready."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class StartClock:
+    """Seconds of the phases of one start, by name, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(time.monotonic() - began, 3)
+
+
+def phase_lines(seconds: Mapping[str, float]) -> list[str]:
+    """A line a phase, and one for their sum."""
+    rows = [*seconds.items(), ("in all", sum(seconds.values()))]
+    return [f"{name:20}{value:8.2f} s" for name, value in rows]
+
+
+def process_age() -> float:
+    """Seconds since this process began, as Linux counts them (to a hundredth): imports are behind us by now."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # starttime, the 22nd field; two stand before the bracket
+    return round(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 3)

@@ -1,0 +1,45 @@
+"""How a thread that waits for processes is told to stop waiting."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+
+class Stopping(Exception):
+    """The wait was called off: its cluster is being stopped."""
+
+
+class StopSignal:
+    """Given once, from any thread; whoever waits through it then gets Stopping."""
+
+    def __init__(self) -> None:
+        self._set: Future[None] = Future()
+
+    def call_off(self) -> None:
+        if not self._set.done():
+            self._set.set_result(None)
+
+    def wait_any(self, calls: Sequence[Future[Any]], seconds: float) -> set[Future[Any]]:
+        """Those of `calls` that have ended, as soon as there is one or `seconds` have passed."""
+        done, _ = wait([*calls, self._set], timeout=seconds, return_when=FIRST_COMPLETED)
+        if self._set.done():
+            raise Stopping
+        return done
+
+    def results(self, calls: Sequence[Future[Any]], seconds: float) -> list[Any]:
+        """What all of them returned; the exception of one that failed, without waiting for the others.
+
+        TimeoutError after `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        pending = set(calls)
+        while pending:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"no answer within {seconds:g} s")
+            done = self.wait_any(list(pending), left)
+            for call in done:
+                call.result()
+            pending -= done
+        return [call.result() for call in calls]

@@ -1,0 +1,47 @@
+"""Folders with a config.json of a real shape, for load_format dummy: random weights, and no tokenizer."""
+
+import json
+from pathlib import Path
+
+COMMON = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+SHAPES = {
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def write_shape(name: str, folder: Path) -> Path:
+    """A folder in `folder` with the config.json of SHAPES[name]."""
+    made = folder / name
+    made.mkdir(parents=True, exist_ok=True)
+    (made / "config.json").write_text(json.dumps(COMMON | SHAPES[name], indent=1) + "\n", encoding="utf-8")
+    return made

@@ -1,0 +1,75 @@
+"""From `tandem up` to ready, for Qwen3-8B's shape with random weights on two GPUs, phase by phase. Prints JSON.
+
+Two starts, one after the other: the first may build kernels, the second finds them cached and is the one that counts.
+`ready_seconds` runs from the start of the process to its ready line; phases are what the cluster says of itself.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.cluster.runtime_dir import running_cluster
+from tests.benchmarks.model_shapes import write_shape
+from tests.benchmarks.pair import DEPLOY
+from tests.benchmarks.results import at_most, plot, print_result, print_skipped, rounded
+
+MODEL = "qwen3-8b"
+STOP_SECONDS = 60.0
+TARGET_SECONDS = 40.0
+
+
+def start_once(config: Path, model: Path, settings: dict[str, object]) -> dict[str, Any]:
+    """Starts and stops a cluster by the command line. Raises SystemExit when it does not get ready."""
+    name = f"bench-start-{os.getpid()}"
+    command = [sys.executable, "-m", "tandem.cluster.cli", "up", str(config), "--model", str(model), "--grpc-port", "0"]
+    for key, value in {"name": name, **settings}.items():
+        command += ["--set", f"{key}={value}"]
+    began = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        seconds = time.monotonic() - began
+        if not line.startswith("ready grpc="):
+            raise SystemExit(f"no ready line but {line!r}")
+        state = running_cluster(name)
+        assert state is not None
+        return {"ready_seconds": rounded(seconds), "phases": dict(state.start_seconds)}
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=STOP_SECONDS)
+
+
+def result_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    phases = list(second["phases"])
+    bars = {
+        name: [start["phases"][phase] for phase in phases] for name, start in (("first", first), ("second", second))
+    }
+    return {
+        "first": first,
+        "second": second,
+        "targets": [at_most("tandem up to ready, kernels cached, s", second["ready_seconds"], TARGET_SECONDS)],
+        "plots": [plot("from tandem up to ready", "", "s", phases, bars)],
+    }
+
+
+def main() -> None:
+    if torch.cuda.device_count() < 2:
+        print_skipped("needs two CUDA devices of one host")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_shape(MODEL, Path(folder))
+        first, second = (start_once(DEPLOY / "gpu-1p1d.yaml", model, {"model.load_format": "dummy"}) for _ in range(2))
+    print_result(result_of(first, second))
+
+
+if __name__ == "__main__":
+    main()

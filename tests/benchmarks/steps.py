@@ -1,0 +1,244 @@
+"""Prefill and decode steps of Qwen3 shapes on one GPU, no cluster, against roofs of the same run; prints JSON.
+
+C: a device copy, bytes read and written a second. F: FLOP a second of an 8192³ bf16 product. decode: wall time of a
+step, run ahead as a decode worker does; floor: (weights + KV bytes) / C; idle: what it takes longer than its graph.
+prefill: chunks of 8192 up to the first token, FLOP counted with half of the attention square, ÷ time ÷ F.
+Random weights and KV. Beside them vLLM 0.23.0 on the same kind of GPU, CUDA graphs, prefix cache off.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.workers.model_runner import ModelRunner
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.registry import load_config
+from tandem.workers.sample_batch import SampleBatch
+from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.weights import load_decoder
+
+COMMON: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "Qwen3-0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+}
+DECODES = ((1, 1024), (16, 1024), (64, 1024), (128, 1024), (256, 1024), (1, 8192), (1, 32768))  # batch, context
+PREFILLS = (1024, 8192, 32768)
+VLLM_DECODE_MS = {
+    "Qwen3-8B": (5.15, 5.79, 7.91, 11.1, 18.6, 5.43, 6.28),
+    "Qwen3-0.6B": (1.64, 2.04, 3.67, 5.73, 9.95, 1.92, 2.56),
+}
+VLLM_PREFILL_MS = {"Qwen3-8B": (26.6, 216, 1244), "Qwen3-0.6B": (12.3, 32.1, 272)}
+CHUNK = 8192
+PAGE_SIZE = 16
+STEPS = 40
+COPY_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """copy: bytes a second; product: FLOP a second."""
+
+    copy: float
+    product: float
+
+
+def device_seconds(run: Callable[[], object]) -> float:
+    """Median on the device, caches flushed before each run."""
+    from triton.testing import do_bench
+
+    milliseconds: Any = do_bench(run, warmup=50, rep=300, return_mode="median")
+    return milliseconds / 1e3
+
+
+def measure_roofs() -> Roofs:
+    source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    a, b = torch.randn((2, 8192, 8192), dtype=torch.bfloat16, device="cuda")
+    return Roofs(
+        2 * COPY_BYTES / device_seconds(lambda: target.copy_(source)), 2 * 8192**3 / device_seconds(lambda: a @ b)
+    )
+
+
+class Bench:
+    """One model with random weights, and a cache of random KV."""
+
+    def __init__(self, name: str, max_batch: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(COMMON | MODELS[name]))
+            self.config = load_config(Path(folder), "bfloat16")
+            decoder = load_decoder(Path(folder), self.config, load_format="dummy", device="cuda")
+        group = LayerGroup(tuple(range(self.config.num_layers)), self.config.num_kv_heads, self.config.head_dim)
+        layout = KVLayout((group,), PAGE_SIZE, self.config.dtype)
+        num_pages = (max_batch * 1200 + 40960) // PAGE_SIZE
+        pool = torch.empty((num_pages, *layout.page_shape(0)), dtype=layout.dtype, device="cuda").normal_()
+        self.cache = PagedKVCache(
+            layout,
+            (pool,),
+            max_sequences=max_batch + 1,
+            max_sequence_length=40960,
+            rope=self.config.rope,
+            writer=None,
+        )
+        self.runner = ModelRunner(decoder, self.cache)
+        began = time.perf_counter()
+        self.runner.warm_up()
+        self.warm_up_seconds = time.perf_counter() - began
+        self.runner.capture_steps(max_batch)
+        torch.cuda.synchronize()
+        self.capture_seconds = time.perf_counter() - began - self.warm_up_seconds
+
+    def decode(self, batch: int, context: int, params: SamplingParams) -> tuple[float, float]:
+        """Seconds of a step, and of its graph alone; `context` positions are stored before the first."""
+        sequences = np.arange(batch)
+        for sequence in range(batch):
+            self.cache.add_sequence(sequence)
+            self.cache.prepare_receive(sequence, context)
+            self.cache.finish_receive(sequence)
+        sampling = SampleBatch.from_params([params] * batch)
+        tokens, positions = np.ones(batch, np.int64), np.full(batch, context + 1)
+        flight = self.runner.step(sequences, tokens, np.full(batch, -1), sampling, positions)
+        began = time.perf_counter()
+        for step in range(STEPS + 5):
+            if step == 5:
+                began = time.perf_counter()
+            following = self.runner.step(sequences, tokens, sequences, sampling, positions + 1 + step)
+            flight.wait()
+            flight = following
+        seconds = (time.perf_counter() - began) / STEPS
+        flight.wait()
+        alone = self._replay_seconds(batch)
+        for sequence in range(batch):
+            self.cache.remove_sequence(sequence)
+        return seconds, alone
+
+    def prefill(self, length: int) -> float:
+        """Seconds to the first token, median of three after one."""
+        greedy = SampleBatch.from_params([SamplingParams(temperature=0)])
+        generator, times = np.random.default_rng(0), []
+        for _ in range(4):
+            tokens = generator.integers(0, self.config.vocab_size, length)
+            self.cache.add_sequence(0)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for begin in range(0, length, CHUNK):
+                chunk = tokens[begin : begin + CHUNK]
+                last = np.array([chunk.size - 1] if begin + CHUNK >= length else [], np.int64)
+                plan = self.cache.begin_forward([0], [chunk.size])
+                logits = self.runner.forward(chunk, plan, last)
+                self.cache.end_forward(plan)
+                if last.size:
+                    self.runner.sample(logits, greedy, np.array([length]))
+            times.append(time.perf_counter() - began)
+            self.cache.remove_sequence(0)
+        return sorted(times[1:])[1]
+
+    def _replay_seconds(self, batch: int) -> float:
+        graphs = self.runner._graphs
+        assert graphs is not None
+        replay = graphs._replays[next(place for place, size in enumerate(graphs._sizes) if size >= batch)]
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        replay()
+        begin.record()
+        for _ in range(STEPS):
+            replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / STEPS / 1e3
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Elements of the products of all layers."""
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+
+
+def decode_floor(config: ModelConfig, batch: int, context: int, roofs: Roofs) -> float:
+    weights = layer_weights(config) + config.vocab_size * config.hidden_size
+    kv = batch * context * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return (weights + kv) * config.dtype.itemsize / roofs.copy
+
+
+def prefill_flops(config: ModelConfig, length: int) -> float:
+    attention = 2 * config.num_layers * config.num_heads * config.head_dim * length**2
+    return 2 * layer_weights(config) * length + attention + 2 * config.vocab_size * config.hidden_size
+
+
+def measure(name: str, roofs: Roofs, *, max_batch: int = 256) -> dict[str, Any]:
+    bench = Bench(name, max_batch)
+    result: dict[str, Any] = {
+        "warm_up_s": round(bench.warm_up_seconds, 2),
+        "capture_s": round(bench.capture_seconds, 2),
+    }
+    greedy = SamplingParams(temperature=0)
+    for (batch, context), theirs in zip(DECODES, VLLM_DECODE_MS[name], strict=True):
+        seconds, alone = bench.decode(batch, context, greedy)
+        result[f"decode {batch} at {context}"] = {
+            "ms": round(seconds * 1e3, 3),
+            "to_floor": round(seconds / decode_floor(bench.config, batch, context, roofs), 3),
+            "idle_us": round((seconds - alone) * 1e6, 1),
+            "to_vllm": round(seconds * 1e3 / theirs, 3),
+        }
+    drawn = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1)
+    result["decode 64 at 1024, drawn, ms"] = round(bench.decode(64, 1024, drawn)[0] * 1e3, 3)
+    for length, theirs in zip(PREFILLS, VLLM_PREFILL_MS[name], strict=True):
+        seconds = bench.prefill(length)
+        result[f"prefill {length}"] = {
+            "ms": round(seconds * 1e3, 2),
+            "to_product": round(prefill_flops(bench.config, length) / seconds / roofs.product, 3),
+            "to_vllm": round(seconds * 1e3 / theirs, 3),
+        }
+    return result
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        print(json.dumps({"skipped": "needs a CUDA device"}))
+        return
+    roofs = measure_roofs()
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "copy_gb_per_s": round(roofs.copy / 1e9, 1),
+        "product_tflops": round(roofs.product / 1e12, 1),
+    }
+    for name in MODELS:
+        result[name] = measure(name, roofs)
+        torch.cuda.empty_cache()
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What separating prefill from decode costs the first tokens, on two GPUs, unloaded, through gRPC. Prints JSON.
+
+In every round a new prompt takes two ways in turn, and numbers are medians over the rounds:
+
+    local      one worker: the client calls the prefill worker itself, which computes the prompt, samples, and answers,
+               and is told to push one position only. The same process, GPU, weights and kernels, without gateway,
+               reservation and push: less to do than any server around one worker has, so that ratios to it are strict
+    pd         a request through the gateway: reservation, prefill with push, first token; then decode
+
+    ttft_ratio   pd's first token ÷ local − 1                 target 0.01 from 8K tokens up; at 1K 2 ms in all
+    handoff      pd's second token − local, less one decode step: prefill's token time + decode's first token − one
+                 engine's first token, of which a decode step is work           target 1.5 ms
+    second_gap   from pd's first to its second token ÷ a decode step            target 2
+
+A decode step is the mean time between the tokens after the second. Where the first token's extra time goes:
+
+    reservation            at the gateway, from the request's arrival to the decode worker's answer
+    prefill_less_local     at the prefill worker, from the first forward to the signal: what the push costs
+    rest_of_gateway        RemoteSend less the prefill: messages, and waiting for the worker's step thread
+    client                 what the client saw less what the gateway saw
+"""
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.benchmarks.model_shapes import write_shape
+from tests.benchmarks.pair import Pair, Prefill, Request, running_cluster
+from tests.benchmarks.results import at_most, plot, print_result, print_skipped, rounded
+
+CASES = {"qwen3-8b": (1024, 8192, 32_768), "qwen3-0.6b": (8192,)}
+OUTPUT_TOKENS = 32
+MAX_LENGTH = 33_792
+LONG = 8192  # from here on the ratio counts, below it milliseconds
+WARM_UP = 2
+
+
+def measure(pair: Pair, length: int, rounds: int) -> dict[str, float]:
+    """Milliseconds, and ratios of one round."""
+    columns: dict[str, list[float]] = {}
+    for number in range(rounds + WARM_UP):
+        prompt = pair.prompt(length)
+        _heat(pair, length)
+        local = pair.prefill(prompt, push=False)
+        _heat(pair, length)
+        row = one_round(local, pair.request(prompt, OUTPUT_TOKENS))
+        if number >= WARM_UP:
+            for name, value in row.items():
+                columns.setdefault(name, []).append(value)
+    return {name: rounded(statistics.median(values)) for name, values in columns.items()}
+
+
+def one_round(local: Prefill, pd: Request) -> dict[str, float]:
+    times, timings = pd.arrivals, pd.timings
+    step = (times[-1] - times[1]) / (len(times) - 2)
+    return {
+        "local_ms": local.seconds * 1e3,
+        "ttft_ms": times[0] * 1e3,
+        "ttft_less_local_ms": (times[0] - local.seconds) * 1e3,
+        "ttft_ratio": times[0] / local.seconds - 1,
+        "reservation_ms": timings.queue_seconds * 1e3,
+        "prefill_less_local_ms": (timings.prefill_seconds - local.worker_seconds) * 1e3,
+        "rest_of_gateway_ms": (timings.first_token_seconds - timings.queue_seconds - timings.prefill_seconds) * 1e3,
+        "client_ms": (times[0] - timings.first_token_seconds) * 1e3,
+        "decode_step_ms": step * 1e3,
+        "second_gap_ms": (times[1] - times[0]) * 1e3,
+        "second_gap_to_step": (times[1] - times[0]) / step,
+        "handoff_ms": (times[1] - local.seconds) * 1e3,
+        "handoff_less_step_ms": (times[1] - local.seconds - step) * 1e3,
+    }
+
+
+def _heat(pair: Pair, length: int) -> None:
+    """A prefill nobody times: after a second of rest the GPU runs some percent faster, and one of the two ways would
+    always have that second."""
+    pair.prefill(pair.prompt(length), push=False)
+
+
+def targets(model: str, length: int, numbers: dict[str, float]) -> list[dict[str, Any]]:
+    case = f"{model} {length // 1024}K"
+    first = (
+        at_most(f"{case}: first token ÷ local − 1", numbers["ttft_ratio"], 0.01)
+        if length >= LONG
+        else at_most(f"{case}: first token − local, ms", numbers["ttft_less_local_ms"], 2.0)
+    )
+    return [
+        first,
+        at_most(f"{case}: handoff − decode step, ms", numbers["handoff_less_step_ms"], 1.5),
+        at_most(f"{case}: second token's gap ÷ decode step", numbers["second_gap_to_step"], 2.0),
+    ]
+
+
+def measure_model(address: str, worker_token: str, lengths: Sequence[int], rounds: int) -> dict[int, dict[str, float]]:
+    with Pair(address, worker_token) as pair:
+        return {length: measure(pair, length, rounds) for length in lengths}
+
+
+def result_of(found: dict[str, dict[int, dict[str, float]]], rounds: int) -> dict[str, Any]:
+    cases = [(model, length, numbers) for model, part in found.items() for length, numbers in part.items()]
+    names = [f"{model} {length // 1024}K" for model, length, _ in cases]
+    series = {name: [numbers[f"{name}_ms"] for _, _, numbers in cases] for name in ("local", "ttft")}
+    overhead = {
+        "first token − local": [numbers["ttft_less_local_ms"] for _, _, numbers in cases],
+        "handoff": [numbers["handoff_ms"] for _, _, numbers in cases],
+        "decode step": [numbers["decode_step_ms"] for _, _, numbers in cases],
+    }
+    return {
+        "rounds": rounds,
+        "models": found,
+        "targets": [target for case in cases for target in targets(*case)],
+        "plots": [
+            plot("time to first token", "", "ms", names, series),
+            plot("what disaggregation adds", "", "ms", names, overhead),
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    arguments = parser.parse_args()
+    if torch.cuda.device_count() < 2:
+        print_skipped("needs two CUDA devices of one host")
+        return
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model, lengths in CASES.items():
+            overrides = {"model.max_model_len": MAX_LENGTH, "cache.prefix_sharing": False}
+            with running_cluster("gpu-1p1d.yaml", write_shape(model, Path(folder)), overrides) as cluster:
+                found[model] = measure_model(cluster.grpc_address, cluster.worker_token, lengths, arguments.rounds)
+    print_result(result_of(found, arguments.rounds))
+
+
+if __name__ == "__main__":
+    main()

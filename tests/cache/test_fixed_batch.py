@@ -1,0 +1,116 @@
+"""Fixed batches against plain forwards: padding stores nothing, changes nothing, and tables are read at each run."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.fixed_batch import FixedBatch, pad_tables
+from tandem.cache.kernels.torch_kernels import TorchKernels
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan import PageTables
+from tandem.cache.rope import RopeParameters
+from tests.cache.table_kernels import TableKernels
+from tests.transfer.layouts import two_groups
+
+HEADS = {0: (4, 2, 8), 1: (2, 1, 4), 2: (4, 2, 8)}  # of q, of K and V, head_dim by layer
+LENGTHS = (3, 8, 5, 13)  # before the first step; pages hold 4
+DYNAMIC = RopeParameters("dynamic", 4, factor=2.0, max_position_embeddings=8)
+
+
+def make_cache(kernels: type[TorchKernels] = TableKernels, rope: RopeParameters | None = None) -> PagedKVCache:
+    layout = two_groups()
+    pools = [torch.full((40, *layout.page_shape(group)), torch.nan) for group in range(2)]
+    rope = rope or RopeParameters("default", 4)
+    cache = PagedKVCache(
+        layout, pools, max_sequences=8, max_sequence_length=40, rope=rope, writer=None, kernels=kernels
+    )
+    for sequence, length in enumerate(LENGTHS):
+        cache.add_sequence(sequence)
+        run(cache, cache.begin_forward([sequence], [length]), draw(length, seed=sequence))
+    return cache
+
+
+def draw(num_tokens: int, seed: int) -> dict[int, list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        layer: [torch.randn(num_tokens, heads, dim, generator=generator) for heads in (q_heads, kv_heads, kv_heads)]
+        for layer, (q_heads, kv_heads, dim) in HEADS.items()
+    }
+
+
+def padded(inputs: dict[int, list[Tensor]], size: int) -> dict[int, list[Tensor]]:
+    """Rows of large numbers that must not get anywhere."""
+    return {
+        layer: [torch.cat((one, torch.full((size - one.shape[0], *one.shape[1:]), 1e30))) for one in tensors]
+        for layer, tensors in inputs.items()
+    }
+
+
+@torch.inference_mode()
+def run(cache: PagedKVCache, plan: object, inputs: dict[int, list[Tensor]]) -> list[Tensor]:
+    return [cache.attention(plan, layer, *tensors) for layer, tensors in inputs.items()]  # type: ignore[arg-type]
+
+
+def contents(cache: PagedKVCache) -> list[Tensor]:
+    return [torch.stack(kv) for s in range(len(LENGTHS)) for kv in cache.gather_kv(s, 0, cache.num_tokens(s))]
+
+
+def test_steps_equal_those_of_plain_forwards() -> None:
+    fixed, plain = make_cache(), make_cache()
+    small, large = fixed.fixed_batches([2, 4], num_q_heads=4, num_inputs=2)
+    plans = {batch: batch.plan() for batch in (small, large)}
+    for step, sequences in enumerate(([2], [0, 1], [3, 1, 0], [0, 1, 2, 3], [1], [3, 2], [2, 0, 1])):
+        batch = small if len(sequences) <= 2 else large
+        inputs = draw(len(sequences), seed=10 + step)
+        extra = np.array(sequences)
+        fixed.begin_fixed(batch, sequences, [extra, -extra])
+        assert batch.inputs[0].tolist()[: len(sequences)] == sequences
+        assert batch.inputs[1].tolist()[: len(sequences)] == (-extra).tolist()
+        # The rotation is computed anew, as a graph does when it is replayed.
+        plans[batch] = batch.plan()
+        expected = run(plain, plain.begin_forward(sequences, [1] * len(sequences)), inputs)
+        actual = run(fixed, plans[batch], padded(inputs, batch.size))
+        for ours, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours[: len(sequences)], theirs)
+    for ours, theirs in zip(contents(fixed), contents(plain), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_empty_batch_touches_no_page() -> None:
+    cache = make_cache()
+    (batch,) = cache.fixed_batches([3], num_q_heads=4, num_inputs=0)
+    before = contents(cache)
+    batch.clear()
+    run(cache, batch.plan(), draw(3, seed=1))
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(cache), strict=True))
+
+
+def test_padding_follows_the_tables() -> None:
+    tables = PageTables(*(np.array(one, np.int32) for one in ([9, 21], [0, 3, 4], [7, 5, 2, 5], [2, 2], [10, 2])))
+    more = pad_tables(tables, 2)
+    assert more.slot_mapping.tolist() == [9, 21, -1, -1]
+    assert more.kv_indptr.tolist() == [0, 3, 4, 5, 6]
+    assert more.kv_indices.tolist() == [7, 5, 2, 5, 0, 0]
+    assert more.kv_last_page_len.tolist() == [2, 2, 1, 1]
+    assert more.kv_lens.tolist() == [10, 2, 1, 1]
+    assert all(array.dtype == np.int32 for array in vars(more).values())
+    assert pad_tables(tables, 0) is tables
+
+
+@pytest.mark.parametrize(("kernels", "rope"), [(TorchKernels, None), (TableKernels, DYNAMIC)], ids=["torch", "dynamic"])
+def test_there_are_none_where_kernels_or_rope_cannot(kernels: type[TorchKernels], rope: RopeParameters | None) -> None:
+    assert make_cache(kernels, rope).fixed_batches([2], num_q_heads=4, num_inputs=0) == []
+
+
+def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    cache = make_cache()
+    (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=0)
+    with pytest.raises(InvalidArgument, match="seq_ids has 3 sequences; the batch has room for 2"):
+        cache.begin_fixed(batch, [0, 1, 2], [])
+    assert [cache.num_tokens(sequence) for sequence in range(4)] == list(LENGTHS)
+
+
+def test_arrays_are_packed_as_counted() -> None:
+    assert FixedBatch.num_bytes(3, num_groups=1, num_inputs=1, max_pages=5) == 32 + 32 + 16 + 16 + 16 + 64

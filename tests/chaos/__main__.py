@@ -1,0 +1,30 @@
+"""`make chaos`: a long storm. Prints JSON: what was done to the cluster, and what its clients saw.
+
+python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N]
+"""
+
+import argparse
+import json
+import logging
+import tempfile
+from pathlib import Path
+
+from tandem.workers.random_checkpoint import make_checkpoint
+from tests.chaos.storm import Storm
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("blows", 1000), ("requests", 1000), ("seed", 0), ("clients", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
+        model = Path(folder) / "model"
+        make_checkpoint(model, arch="llama", size="tiny", seed=3)
+        outcome = Storm(model, options.seed, options.clients).run(options.blows, options.requests)
+    print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

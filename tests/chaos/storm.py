@@ -1,0 +1,276 @@
+"""A storm over a cluster: processes are killed, stopped and hung while clients ask, and nothing may be lost.
+
+The order of what happens, and after how many messages to clients, follows from the seed.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster.client import AsyncClient, Client
+from tandem.cluster.config import load_config
+from tandem.cluster.errors import CallError
+from tandem.cluster.launcher import Cluster
+from tandem.proto import inference_pb2
+from tandem.workers.tokenizer import Tokenizer
+from tests.local_processes import LocalProcesses
+from tests.oracle import greedy, load_oracle, random_prompt
+
+VOCABULARY = 512
+OUTPUT_TOKENS = 40
+TARGETS = ("prefill", "decode", "gateway")
+UNRESPONSIVE_SECONDS = 4.0
+
+CONFIG: dict[str, Any] = {
+    "num_islands": 2,
+    "island.threads_per_worker": 1,
+    "island.num_signals": 16,
+    "cache.page_size": 8,
+    "cache.num_pages": 96,
+    "scheduler.max_batch_tokens": 32,
+    "gateway.port": 0,
+    "gateway.max_attempts": 100,
+    "recovery.max_restarts": 100_000,
+    "recovery.drain_seconds": 1.0,
+    "recovery.unresponsive_seconds": UNRESPONSIVE_SECONDS,
+}
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One thing that happens, once clients got `messages` more messages. how: kill, stop (for a while), hang."""
+
+    messages: int
+    target: str
+    how: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request and what must come of it; greedy ones are checked against transformers."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]
+    tokens: list[int]
+    text: str
+
+
+@dataclass
+class Outcome:
+    """What clients saw, and what was done to the cluster."""
+
+    finished: int = 0
+    disconnected: int = 0
+    placed_again: int = 0
+    blows: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    restarts: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def plan_blows(seed: int, number: int) -> list[Blow]:
+    rng = random.Random(seed)
+    return [
+        Blow(
+            messages=rng.randrange(0, 60),
+            target=rng.choice(TARGETS),
+            how=rng.choices(("kill", "stop", "hang"), (8, 3, 1))[0],
+            seconds=rng.uniform(0.05, 1.0),
+        )
+        for _ in range(number)
+    ]
+
+
+class Storm:
+    """One cluster of two islands with a prefill and a decode worker each, and what happens to it."""
+
+    def __init__(self, model: Path, seed: int, num_clients: int = 8) -> None:
+        self._model = model
+        self._seed = seed
+        self._num_clients = num_clients
+        self.outcome = Outcome()
+        self.processes = LocalProcesses()
+        self.cluster = Cluster(load_config(None, {"model.path": str(model), **CONFIG}), self.processes)
+        self._received = 0
+        self._over = threading.Event()
+
+    def run(self, num_blows: int, num_requests: int) -> Outcome:
+        """Until all blows have fallen and at least num_requests were made; then the cluster is idle and whole."""
+        began = time.monotonic()
+        address = self.cluster.start()
+        try:
+            cases = asyncio.run(self._cases(address))
+            blows = threading.Thread(target=self._strike, args=(plan_blows(self._seed, num_blows),), name="blows")
+            blows.start()
+            try:
+                asyncio.run(self._clients(address, cases, num_requests))
+            finally:
+                self._over.set()
+                blows.join()
+            self._check_calm(address)
+        finally:
+            self.cluster.stop()
+        self._check_gone()
+        self.outcome.seconds = time.monotonic() - began
+        return self.outcome
+
+    async def _cases(self, address: str) -> list[Case]:
+        """Made before the storm: long prompts, shared prefixes, seeds, stop strings, log-probabilities."""
+        tokenizer = Tokenizer.from_folder(self._model)
+        assert tokenizer is not None
+        oracle = load_oracle(self._model)
+        rng = random.Random(self._seed)
+        shared = random_prompt(40, self._seed, VOCABULARY)
+        cases = []
+        async with AsyncClient(address) as client:
+            for number in range(12):
+                prompt = shared[: rng.choice((0, 16, 40))] + random_prompt(rng.randrange(1, 90), number, VOCABULARY)
+                sampling: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
+                if number % 3 == 1:
+                    sampling |= {"temperature": 1.0, "seed": number, "top_p": 0.9, "logprobs": 1}
+                tokens = await _tokens(client, prompt, sampling)
+                if sampling["temperature"] == 0:
+                    assert tokens == greedy(oracle, prompt, OUTPUT_TOKENS)
+                if number % 3 == 2:
+                    sampling["stop"] = [tokenizer.decode(tokens)[25:28]]
+                    tokens = await _tokens(client, prompt, sampling)
+                text = tokenizer.decode(tokens)
+                cases.append(Case(prompt, sampling, tokens, text))
+        return cases
+
+    # Clients
+
+    async def _clients(self, address: str, cases: Sequence[Case], num_requests: int) -> None:
+        async def one(client: AsyncClient, number: int) -> None:
+            rng = random.Random(f"{self._seed} {number}")
+            while not self._over.is_set() or self._made < num_requests:
+                await self._request(
+                    client, rng.choice(cases), rng.randrange(OUTPUT_TOKENS) if rng.random() < 0.2 else None
+                )
+
+        async with AsyncClient(address) as client:
+            await client.cluster_info()
+            await asyncio.gather(*(one(client, number) for number in range(self._num_clients)))
+
+    @property
+    def _made(self) -> int:
+        return self.outcome.finished + self.outcome.disconnected + self.outcome.errors.total()
+
+    async def _request(self, client: AsyncClient, case: Case, leave_after: int | None) -> None:
+        """One request; the client goes away after leave_after tokens if that is not None."""
+        tokens: list[int] = []
+        text, num_logprobs, last = "", 0, None
+        stream = client.generate(case.prompt, timeout=120, **case.sampling)
+        try:
+            async for update in stream:
+                self._received += 1
+                tokens += update.token_ids
+                text += update.text
+                num_logprobs += len(update.logprobs)
+                last = update
+                if leave_after is not None and len(tokens) > leave_after:
+                    break
+        except CallError as error:
+            self.outcome.errors[f"{type(error).__name__}: {error}"] += 1
+        finally:
+            await stream.aclose()
+        assert tokens == case.tokens[: len(tokens)], f"{tokens} is not the beginning of {case.tokens}"
+        if "logprobs" in case.sampling:
+            assert num_logprobs == len(tokens)
+        if last is None or last.usage is None:
+            self.outcome.disconnected += leave_after is not None
+            return
+        assert tokens == case.tokens, f"{tokens} ended before {case.tokens}"
+        assert case.text.startswith(text) if "stop" in case.sampling else text == case.text
+        assert (last.usage.prompt_tokens, last.usage.output_tokens) == (len(case.prompt), len(tokens))
+        assert last.timings is not None
+        self.outcome.placed_again += last.timings.attempts > 1
+        self.outcome.finished += 1
+
+    # Blows
+
+    def _strike(self, blows: Sequence[Blow]) -> None:
+        rng = random.Random(self._seed)
+        try:
+            for blow in blows:
+                until, deadline = self._received + blow.messages, time.monotonic() + 5
+                while self._received < until and time.monotonic() < deadline and not self._over.is_set():
+                    time.sleep(0.002)
+                if self._over.is_set():
+                    return
+                self._hit(blow, rng)
+        finally:
+            self._over.set()
+
+    def _hit(self, blow: Blow, rng: random.Random) -> None:
+        pids = self._wait_for(blow.target)
+        pid = rng.choice(pids)
+        try:
+            os.kill(pid, signal.SIGKILL if blow.how == "kill" else signal.SIGSTOP)
+            if blow.how == "stop":
+                time.sleep(blow.seconds)
+                os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass  # an earlier blow has ended its island
+        self.outcome.blows[f"{blow.how} {blow.target}"] += 1
+
+    def _wait_for(self, target: str) -> list[int]:
+        deadline = time.monotonic() + 60
+        while True:
+            pids = [pid for name, pid in sorted(self.processes.pids.items()) if f"/{target}" in name]
+            if pids:
+                return pids
+            assert time.monotonic() < deadline, f"no {target} was started again"
+            time.sleep(0.01)
+
+    # Afterwards
+
+    def _check_calm(self, address: str, seconds: float = 60.0) -> None:
+        """Both islands serve, all pages are free, nothing runs, and nobody holds pages of an epoch that is over."""
+        deadline = time.monotonic() + seconds
+        while busy := self._busy(address):
+            assert time.monotonic() < deadline, f"not calm after {seconds} s: {busy}"
+            time.sleep(0.1)
+        workers = [pid for name, pid in self.processes.pids.items() if "gateway" not in name]
+        assert len(workers) == 4
+        assert len(_segments(workers)) == 4
+
+    def _busy(self, address: str) -> str:
+        try:
+            with Client(address) as client:
+                info = client.cluster_info()
+        except CallError as error:
+            return str(error)
+        self.outcome.restarts = {island.name: island.restarts for island in info.islands}
+        self.outcome.restarts["gateway"] = info.gateway_restarts
+        if info.active or info.queued or [len(island.workers) for island in info.islands] != [2, 2]:
+            return str(info)
+        return "\n".join(str(worker) for island in info.islands for worker in island.workers if _is_busy(worker))
+
+    def _check_gone(self) -> None:
+        left = [pid for pid in self.processes.started_pids if os.path.exists(f"/proc/{pid}/fd/0")]
+        assert not left, f"processes left: {left}"
+
+
+def _is_busy(worker: inference_pb2.WorkerInfo) -> bool:
+    idle = worker.alive and worker.free_pages == worker.num_pages
+    return not idle or bool(worker.draining_pages or worker.running or worker.waiting)
+
+
+def _segments(pids: Sequence[int]) -> set[str]:
+    """The memory segments that these processes map, by inode."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {line.split()[4] for line in lines if "memfd:tandem" in line}
+
+
+async def _tokens(client: AsyncClient, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
+    return [token async for update in client.generate(prompt, timeout=60, **sampling) for token in update.token_ids]

@@ -1,0 +1,85 @@
+"""Processes that are no processes: a test says when they answer, fail and end."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.cluster.errors import ProcessEnded
+from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
+
+ANSWERS: dict[str, Any] = {"progress": (1, 2), "open": b"handle", "serve": "127.0.0.1:1", "placed_tokens": 0}
+
+
+def no_answer(method: str) -> None:
+    """What most methods return."""
+
+
+class FakeProcess(ActorProcess):
+    """Answers every call at once, but for wait() and the methods in `silent`; `fails` has what others raise."""
+
+    def __init__(self, name: str, answers: Callable[[str], Any] = no_answer) -> None:
+        self.name = name
+        self._answers = answers
+        self.calls: list[tuple[str, tuple[object, ...]]] = []
+        self.silent: set[str] = {"wait"}
+        self.fails: dict[str, Exception] = {}
+        self.killed = False
+        self._pending: list[Future[Any]] = []
+
+    def call(self, method: str, *arguments: object) -> Future[Any]:
+        answer: Future[Any] = Future()
+        self.calls.append((method, arguments))
+        if self.killed:
+            answer.set_exception(ProcessEnded(self.name, "killed"))
+        elif method in self.fails:
+            answer.set_exception(self.fails[method])
+        elif method in self.silent:
+            self._pending.append(answer)
+        else:
+            answer.set_result(ANSWERS[method] if method in ANSWERS else self._answers(method))
+        return answer
+
+    def kill(self) -> None:
+        self.killed = True
+        for answer in self._pending:
+            if not answer.done():
+                answer.set_exception(ProcessEnded(self.name, "killed"))
+
+
+class FakeGroup(ProcessGroup):
+    def __init__(self, members: list[FakeProcess]) -> None:
+        self._members = members
+
+    @property
+    def members(self) -> list[FakeProcess]:
+        return self._members
+
+    def end(self) -> None:
+        for member in self._members:
+            member.kill()
+
+
+@dataclass
+class FakeProcesses(Processes):
+    """fails has, by the name of a process, what its load() raises; answers gives what ANSWERS has not."""
+
+    fails: dict[str, Exception] = field(default_factory=dict)
+    groups: list[FakeGroup] = field(default_factory=list)
+    specs: list[list[ActorSpec]] = field(default_factory=list)
+    answers: Callable[[str], Any] = no_answer
+
+    def start(self, cluster: str, num_cpus: int | None) -> None:
+        pass
+
+    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> FakeGroup:
+        members = [FakeProcess(spec.name, self.answers) for spec in specs]
+        for member in members:
+            if member.name in self.fails:
+                member.fails["load"] = self.fails[member.name]
+        self.groups.append(FakeGroup(members))
+        self.specs.append(list(specs))
+        return self.groups[-1]
+
+    def stop(self) -> None:
+        pass

@@ -1,0 +1,83 @@
+"""A worker that answers as a test tells it to, for tests of what the gateway does when workers fail."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem.cluster.membership import IslandState
+from tandem.cluster.worker_link import WorkerAddress
+from tandem.proto import worker_pb2, worker_pb2_grpc
+from tandem.workers.config import Role
+
+Say = Callable[[list[int]], int]  # the next token after these
+
+
+@dataclass
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
+    """Both roles at one address. fails has what happens to the calls to come, by their names; the sequence of a
+    request is its prompt, and `say` gives each next token."""
+
+    say: Say
+    fails: dict[str, list[str]] = field(default_factory=dict)
+    prompts: list[list[int]] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    writer_quiet: list[bool] = field(default_factory=list)
+    address: str = ""
+
+    async def start(self) -> None:
+        self._prepared: dict[str, tuple[list[int], int]] = {}
+        self._server = grpc.aio.server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    def state(self, name: str, epoch: int, version: int) -> IslandState:
+        workers = tuple(
+            WorkerAddress(role, pe, self.address, "") for pe, role in enumerate((Role.PREFILL, Role.DECODE))
+        )
+        return IslandState(name, epoch, restarts=epoch - 1, workers=workers, version=version)
+
+    async def PrepareReceive(self, request: worker_pb2.PrepareReceiveRequest, context: Any) -> worker_pb2.Reservation:
+        await self._maybe_fail("PrepareReceive", context)
+        self._prepared[request.request_id] = (list(request.token_ids), request.max_tokens)
+        return worker_pb2.Reservation(reservation_id=1, epoch=request.epoch, pages=1)
+
+    async def RemoteSend(self, request: worker_pb2.RemoteSendRequest, context: Any) -> worker_pb2.RemoteSendResponse:
+        self.prompts.append(list(request.token_ids))
+        await self._maybe_fail("RemoteSend", context)
+        return worker_pb2.RemoteSendResponse(first_token=self.say(list(request.token_ids)), prefill_seconds=1.0)
+
+    async def StartGenerate(
+        self, request: worker_pb2.StartGenerateRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.GeneratedTokens]:
+        sequence, max_tokens = self._prepared[request.request_id]
+        sequence = [*sequence, self.say(sequence)]
+        for _ in range(max_tokens - 2):
+            await self._maybe_fail("StartGenerate", context)
+            sequence.append(self.say(sequence))
+            yield worker_pb2.GeneratedTokens(token_ids=sequence[-1:])
+        last = [self.say(sequence)] if max_tokens > 1 else []
+        yield worker_pb2.GeneratedTokens(token_ids=last, finish_reason=2)  # type: ignore[arg-type]  # length
+
+    async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
+        self.ended.append(request.request_id)
+        self.writer_quiet.append(request.writer_quiet)
+        await self._maybe_fail("Abort", context)
+        return worker_pb2.AbortResponse(known=True)
+
+    async def _maybe_fail(self, call: str, context: Any) -> None:
+        todo = self.fails.get(call)
+        if not todo:
+            return
+        status = todo.pop(0)
+        if status == "hang":
+            await asyncio.sleep(60)
+        if status != "go on":
+            await context.abort(grpc.StatusCode[status], "as the test says")

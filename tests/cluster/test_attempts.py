@@ -1,0 +1,165 @@
+"""Requests whose workers fail: what the gateway does then, against workers that fail as told."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.client import AsyncClient
+from tandem.cluster.client_messages import GenerateUpdate
+from tandem.cluster.config import load_config
+from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, ServerError
+from tandem.cluster.gateway import Gateway
+from tandem.cluster.process_settings import gateway_settings
+from tests.checkpoints import save_checkpoint
+from tests.cluster.fake_worker import FakeWorker
+from tests.requests import tokens_of
+
+PROMPT = [5, 6, 7]
+TOKENS = [(8 * 3 + number * 5) % 100 for number in range(6)]
+
+
+def say(sequence: list[int]) -> int:
+    return TOKENS[len(sequence) - len(PROMPT)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("llama", tmp_path_factory.mktemp("attempts"))
+
+
+Body = Callable[[Gateway, AsyncClient, FakeWorker], Awaitable[None]]
+
+
+def with_gateway(model: Path, worker: FakeWorker, body: Body, **options: object) -> None:
+    """Runs body beside a gateway that knows one island, served by `worker`."""
+    config = load_config(None, {"model.path": str(model), "gateway.port": 0, **options})
+
+    async def run() -> None:
+        await worker.start()
+        gateway = Gateway(gateway_settings(config, 256, 64))
+        address = await gateway.start()
+        await gateway.update_island(worker.state("i", epoch=1, version=1))
+        try:
+            async with AsyncClient(address) as client:
+                await body(gateway, client, worker)
+        finally:
+            await gateway.stop(0.1)
+            await worker.stop()
+
+    asyncio.run(run())
+
+
+async def ask(client: AsyncClient) -> list[GenerateUpdate]:
+    stream = client.generate(PROMPT, max_tokens=len(TOKENS), temperature=0, timeout=20)
+    return [update async for update in stream]
+
+
+LOST = ["UNAVAILABLE", "FAILED_PRECONDITION", "UNAUTHENTICATED", "ABORTED", "CANCELLED", "UNKNOWN", "DATA_LOSS"]
+
+
+@pytest.mark.parametrize("status", LOST)
+def test_a_lost_prefill_is_placed_again(model: Path, status: str) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        updates = await ask(client)
+        assert tokens_of(updates) == TOKENS
+        assert worker.prompts == [PROMPT, PROMPT]
+        assert updates[-1].timings is not None
+        assert updates[-1].timings.attempts == 2
+
+    with_gateway(model, FakeWorker(say, {"RemoteSend": [status]}), body)
+
+
+@pytest.mark.parametrize("status", LOST)
+def test_a_lost_decode_goes_on_after_the_tokens_sent(model: Path, status: str) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        updates = await ask(client)
+        assert tokens_of(updates) == TOKENS
+        assert worker.prompts == [PROMPT, PROMPT + TOKENS[:3]]
+        last = updates[-1]
+        assert last.usage is not None
+        assert (last.usage.prompt_tokens, last.usage.output_tokens) == (len(PROMPT), len(TOKENS))
+        assert last.finish_reason == "length"
+        assert last.timings is not None
+        assert (last.timings.attempts, last.timings.prefill_seconds) == (2, 2.0)
+        while not worker.ended:
+            await asyncio.sleep(0.01)  # the first attempt's pages are given back, and under an id of its own
+        assert len(set(worker.ended)) == 1
+
+    with_gateway(model, FakeWorker(say, {"StartGenerate": ["go on", "go on", status]}), body)
+
+
+def test_a_sender_that_is_not_quiet_yet_is_asked_again(model: Path) -> None:
+    """And the receiver hears that it may reuse the pages only when the sender has said so."""
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        assert tokens_of(await ask(client)) == TOKENS
+        while len(worker.ended) < 4:
+            await asyncio.sleep(0.01)
+        assert worker.writer_quiet == [False, False, False, True]  # prefill, decode, prefill again, decode again
+
+    with_gateway(model, FakeWorker(say, {"RemoteSend": ["UNAVAILABLE"], "Abort": ["UNAVAILABLE"]}), body)
+
+
+def test_attempts_are_bounded_and_the_error_says_why(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        with pytest.raises(AttemptsExhausted, match=r"3 attempts \(gateway.max_attempts\); 2 tokens.*as the test says"):
+            await ask(client)
+        assert worker.prompts == [PROMPT, PROMPT + TOKENS[:1], PROMPT + TOKENS[:2]]
+
+    fails = {"StartGenerate": ["UNAVAILABLE"] * 2, "RemoteSend": ["go on", "go on", "UNAVAILABLE"]}
+    with_gateway(model, FakeWorker(say, fails), body, **{"gateway.max_attempts": 3})
+
+
+@pytest.mark.parametrize(("status", "kind"), [("INTERNAL", ServerError), ("INVALID_ARGUMENT", InvalidRequest)])
+def test_what_is_the_requests_own_fault_is_not_repeated(model: Path, status: str, kind: type[Exception]) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        with pytest.raises(kind, match="as the test says"):
+            await ask(client)
+        assert worker.prompts == [PROMPT]
+
+    with_gateway(model, FakeWorker(say, {"RemoteSend": [status]}), body)
+
+
+def test_a_worker_that_cannot_be_reached_is_passed_over_and_costs_no_attempt(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        updates = await ask(client)
+        assert tokens_of(updates) == TOKENS
+        assert updates[-1].timings is not None
+        assert updates[-1].timings.attempts == 1
+
+    with_gateway(
+        model, FakeWorker(say, {"PrepareReceive": ["UNAVAILABLE", "UNAVAILABLE"]}), body, **{"gateway.max_attempts": 1}
+    )
+
+
+def test_an_island_that_was_started_again_ends_the_calls_to_the_old_epoch(model: Path) -> None:
+    """A host that vanishes closes no connection: the supervisor's word must be enough."""
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        asked = asyncio.ensure_future(ask(client))
+        while not worker.prompts:
+            await asyncio.sleep(0.01)
+        await gateway.update_island(worker.state("i", epoch=2, version=2))
+        assert tokens_of(await asked) == TOKENS
+
+    with_gateway(model, FakeWorker(say, {"RemoteSend": ["hang"]}), body)
+    with_gateway(model, FakeWorker(say, {"StartGenerate": ["go on", "hang"]}), body)
+    with_gateway(model, FakeWorker(say, {"PrepareReceive": ["go on"], "RemoteSend": ["hang"]}), body)
+
+
+def test_no_island_takes_requests_for_a_while(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        stopped = worker.state("i", epoch=1, version=2)
+        await gateway.update_island(type(stopped)("i", 1, 0, (), 2))
+        await gateway.update_island(worker.state("i", epoch=1, version=1))  # late: it must not be believed
+        with pytest.raises(DeadlineExceeded, match="queue_seconds"):
+            await ask(client)
+        assert not worker.prompts
+        asked = asyncio.ensure_future(ask(client))
+        await asyncio.sleep(0.05)
+        await gateway.update_island(worker.state("i", epoch=2, version=3))
+        assert tokens_of(await asked) == TOKENS
+
+    with_gateway(model, FakeWorker(say), body, **{"gateway.queue_seconds": 0.3})

@@ -1,0 +1,28 @@
+"""The request validator, where a running gateway is not needed."""
+
+import pytest
+
+from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.request import ModelLimits, RequestValidator
+from tandem.proto import inference_pb2
+
+
+def validate(prompt: int, max_tokens: int) -> int:
+    """The number of tokens that a model may make that changes its RoPE beyond 32 tokens."""
+    validator = RequestValidator(ModelLimits(vocab_size=9, max_model_len=100, pool_tokens=100, rope_switch=32), None)
+    message = inference_pb2.GenerateRequest()
+    message.token_ids.ids.extend([1] * prompt)
+    message.sampling.max_tokens = max_tokens
+    return validator.validate(message).params.max_tokens
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(1, 32), (30, 3), (32, 1), (33, 1), (33, 60)])
+def test_a_sequence_on_one_side_of_the_switch_is_accepted(prompt: int, max_tokens: int) -> None:
+    assert validate(prompt, max_tokens) == max_tokens
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "most"), [(1, 33, 32), (30, 4, 3), (32, 2, 1)])
+def test_one_that_would_grow_over_it_is_refused(prompt: int, max_tokens: int, most: int) -> None:
+    message = f"max_tokens is {max_tokens} after a prompt of {prompt} .*: at most {most}, or a prompt of more than 32"
+    with pytest.raises(InvalidRequest, match=message):
+        validate(prompt, max_tokens)

@@ -1,0 +1,255 @@
+"""What is watched, what is started again and how often: with processes that do as told."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from tandem.cluster.config import ClusterConfig, RecoverySection, load_config
+from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError, WorkerLost
+from tandem.cluster.gateway_supervisor import GatewaySupervisor
+from tandem.cluster.island import Island
+from tandem.cluster.island_supervisor import IslandSupervisor
+from tandem.cluster.liveness import POLL_SECONDS, Heartbeat, Liveness
+from tandem.cluster.membership import Membership
+from tandem.cluster.process_settings import gateway_settings, island_names
+from tandem.cluster.restart_budget import RestartBudget
+from tandem.cluster.stop_signal import Stopping, StopSignal
+from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses
+
+RECOVERY = RecoverySection(unresponsive_seconds=0.3, max_restarts=2, drain_seconds=0.5)
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class TestBudget:
+    def test_counts_within_a_window(self) -> None:
+        budget = RestartBudget(2, 10.0)
+        assert [budget.take(now) for now in (0.0, 1.0, 2.0, 9.9, 10.0, 10.5, 11.0)] == [
+            True, True, False, False, True, False, True,
+        ]  # fmt: skip
+        assert budget.used == 4
+
+    def test_none(self) -> None:
+        assert not RestartBudget(0, 10.0).take(0.0)
+
+
+class TestHeartbeat:
+    def test_silence_counts_from_the_first_answer(self) -> None:
+        process = FakeProcess("p")
+        process.silent.add("ping")
+        heartbeat = Heartbeat(process)
+        for _ in range(10):
+            heartbeat.tick(0.3)
+        assert heartbeat.silent_seconds == 0
+        process.silent.remove("ping")
+        heartbeat = Heartbeat(process)
+        heartbeat.tick(0.3)
+        process.silent.add("ping")
+        heartbeat.tick(0.3)
+        for _ in range(10):
+            heartbeat.tick(0.3)
+        assert heartbeat.silent_seconds == pytest.approx(3.0)
+
+    def test_a_watcher_that_was_stopped_itself_blames_nobody(self) -> None:
+        process = FakeProcess("p")
+        heartbeat = Heartbeat(process)
+        process.silent.add("ping")
+        heartbeat.tick(0.1)
+        heartbeat.tick(3600.0)
+        assert heartbeat.silent_seconds <= 2 * POLL_SECONDS
+
+    def test_an_answer_ends_the_silence(self) -> None:
+        process = FakeProcess("p")
+        process.fails["ping"] = TimeoutError("the step thread hangs")
+        heartbeat = Heartbeat(process)
+        heartbeat._has_answered = True
+        heartbeat.tick(0.3)
+        heartbeat.tick(0.3)
+        assert heartbeat.silent_seconds == pytest.approx(0.6)
+        process.fails.clear()
+        heartbeat.tick(0.3)
+        heartbeat.tick(0.3)
+        assert heartbeat.silent_seconds == 0
+
+
+class TestLiveness:
+    def test_an_end_is_told(self) -> None:
+        members = [FakeProcess("a"), FakeProcess("b")]
+        liveness = Liveness(members, 60.0, StopSignal())
+        threading.Timer(0.05, members[1].kill).start()
+        with pytest.raises(ProcessEnded, match="b ended"):
+            liveness.watch()
+
+    def test_the_silent_are_ended(self) -> None:
+        member = FakeProcess("a")
+        liveness = Liveness([member], 0.3, StopSignal())
+        threading.Timer(0.3, lambda: member.silent.add("ping")).start()
+        with pytest.raises(ProcessEnded, match="silent"):
+            liveness.watch()
+        assert member.killed
+
+    def test_a_loss_ends_the_wait_for_the_others(self) -> None:
+        members = [FakeProcess("a"), FakeProcess("b")]
+        liveness = Liveness(members, 60.0, StopSignal())
+        threading.Timer(0.05, members[0].kill).start()
+        with pytest.raises(ProcessEnded, match="a ended"):
+            liveness.results([Future()], 60)
+
+    def test_called_off(self) -> None:
+        stop = StopSignal()
+        threading.Timer(0.05, stop.call_off).start()
+        with pytest.raises(Stopping):
+            Liveness([FakeProcess("a")], 60.0, stop).watch()
+
+
+class Cluster:
+    """One supervised island of a prefill and a decode worker, and a gateway that notes what it is told."""
+
+    def __init__(self, processes: FakeProcesses, recovery: RecoverySection = RECOVERY, device: str = "cpu") -> None:
+        self.processes = processes
+        transport = {"cpu": "shared_memory", "cuda": "nvshmem"}[device]
+        values = {"name": "c", "model.path": ".", "island.device": device, "island.transport": transport}
+        self._config = load_config(None, values)
+        self.membership = Membership()
+        self.gateway = FakeProcess("gateway")
+        self.membership.attach(self.gateway)
+        self.failure: Future[TandemError] = Future()
+        self.supervisor = IslandSupervisor("i", self._island, self.membership, recovery, self.failure.set_result)
+
+    def _island(self, epoch: int) -> Island:
+        return Island(self.processes, self._config, 64, "i", epoch)
+
+    @property
+    def told(self) -> list[tuple[int, int, int]]:
+        """(epoch, restarts, number of workers) as the gateway was told."""
+        states = [arguments[0] for method, arguments in self.gateway.calls if method == "update_island"]
+        return [(state.epoch, state.restarts, len(state.workers)) for state in states]  # type: ignore[attr-defined]
+
+    @property
+    def last(self) -> FakeGroup:
+        return self.processes.groups[-1]
+
+
+class TestIsland:
+    def test_a_lost_member_ends_the_epoch(self) -> None:
+        cluster = Cluster(FakeProcesses())
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        first = cluster.last
+        first.members[1].kill()
+        until(lambda: len(cluster.told) == 3)
+        assert all(member.killed for member in first.members)
+        assert cluster.told == [(1, 0, 2), (1, 0, 0), (2, 1, 2)]
+        assert [spec.argument.epoch for spec in cluster.processes.specs[-1]] == [2, 2]  # type: ignore[attr-defined]
+        assert "stop" not in [method for method, _ in first.members[0].calls]
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+        assert "stop" in [method for method, _ in cluster.last.members[0].calls]
+
+    def test_survivors_are_left_until_the_gateway_says_so(self) -> None:
+        cluster = Cluster(FakeProcesses(), RECOVERY.model_copy(update={"drain_seconds": 60.0}))
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        survivor, lost = cluster.last.members
+        cluster.gateway.silent.add("placed_tokens")
+        lost.kill()
+        until(lambda: "placed_tokens" in [method for method, _ in cluster.gateway.calls])
+        assert not survivor.killed
+        cluster.gateway.kill()  # nobody reads any more what survivors generate
+        until(lambda: survivor.killed)
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+
+    def test_a_start_that_fails_is_tried_again(self) -> None:
+        processes = FakeProcesses(fails={"c/i.2/decode (PE 1)": OSError("disk")})
+        cluster = Cluster(processes)
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        cluster.last.members[0].kill()
+        until(lambda: cluster.told[-1] == (3, 2, 2))
+        assert len(processes.groups) == 3
+        assert all(member.killed for member in processes.groups[1].members)
+        cluster.last.members[0].kill()
+        assert "recovery.max_restarts" in str(cluster.failure.result(30))
+        assert isinstance(cluster.failure.result(), WorkerLost)
+        cluster.supervisor.join()
+        assert all(member.killed for group in processes.groups for member in group.members)
+
+    def test_the_first_start_is_not_tried_again(self) -> None:
+        processes = FakeProcesses(fails={"c/i.1/prefill (PE 0)": OSError("disk")})
+        cluster = Cluster(processes)
+        cluster.supervisor.start()
+        with pytest.raises(StartFailed, match="OSError: disk"):
+            cluster.supervisor.ready.result(30)
+        cluster.supervisor.join()
+        assert len(processes.groups) == 1
+        assert not cluster.failure.done()
+
+    def test_an_epoch_has_no_fewer_pages_than_the_one_before(self) -> None:
+        """A lost process may still hold memory of its GPU when the next one asks how much is free."""
+        cluster = Cluster(FakeProcesses(), device="cuda")
+        rooms = iter([64, 64, 40, 64, 90, 90])
+        cluster.processes.answers = lambda method: next(rooms) if method == "pages_that_fit" else None
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        cluster.last.members[0].kill()
+        until(lambda: cluster.told[-1] == (3, 2, 2))
+        opened = [
+            [arguments for method, arguments in group.members[0].calls if method == "open"]
+            for group in cluster.processes.groups
+        ]
+        assert opened == [[(64,)], [], [(64,)]]
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+
+    def test_called_off_while_it_starts(self) -> None:
+        cluster = Cluster(FakeProcesses())
+        start_group = cluster.processes.start_group
+
+        def never_loads(*arguments: object, **options: object) -> FakeGroup:
+            group = start_group(*arguments, **options)  # type: ignore[arg-type]
+            group.members[0].silent.add("load")
+            return group
+
+        cluster.processes.start_group = never_loads  # type: ignore[method-assign]
+        cluster.supervisor.start()
+        until(lambda: cluster.processes.groups)
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+        assert all(member.killed for member in cluster.last.members)
+
+
+class TestGateway:
+    def test_the_next_has_the_port_and_hears_of_the_islands(self) -> None:
+        processes, membership, released = FakeProcesses(), Membership(), []
+        config = load_config(None, {"model.path": ".", "gateway.port": 0})
+        failure: Future[TandemError] = Future()
+        supervisor = GatewaySupervisor(
+            processes, gateway_settings(config, 64, 8), membership, released.append, RECOVERY, failure.set_result
+        )
+        supervisor.start()
+        supervisor.ready.result(30)
+        membership.update("i", 1, 0, ())
+        processes.groups[-1].members[0].kill()
+        until(lambda: len(processes.groups) == 2 and ("wait", ()) in processes.groups[1].members[0].calls)
+        until(lambda: "update_island" in [method for method, _ in processes.groups[1].members[0].calls])
+        ((spec,),) = processes.specs[1:]
+        assert (spec.argument.port, spec.argument.incarnation) == (1, 2)  # type: ignore[attr-defined]
+        assert released == ["1."]
+        supervisor.stop()
+        supervisor.join()
+        assert not failure.done()
+
+
+def test_names_of_islands() -> None:
+    config: ClusterConfig = load_config(None, {"name": "c", "num_islands": 3})
+    assert island_names(config) == ["c-0", "c-1", "c-2"]
+    assert island_names(load_config(None, {"name": "c"})) == ["c"]

@@ -1,0 +1,73 @@
+"""The whole path with decode in fixed batches, one step ahead, as on a GPU; here what would be a graph is run anew."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.workers import worker
+from tandem.workers.model_runner import ModelRunner
+from tests.cache.table_kernels import TableKernels
+from tests.checkpoints import save_checkpoint
+from tests.island import Island, running_island
+from tests.oracle import greedy, load_oracle, random_prompt
+from tests.requests import GREEDY, complete, complete_all, tokens_of
+
+SETTINGS = {"scheduler.max_sequences": 12, "cache.prefix_sharing": False}
+PROMPTS = [random_prompt(7 + 3 * number, seed=number) for number in range(14)]
+DRAWN = {"max_tokens": 12, "temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9, "logprobs": 2, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("qwen3", tmp_path_factory.mktemp("graphs"))
+
+
+def rerun(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    return compute
+
+
+@pytest.fixture
+def island(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Island]:
+    capture = ModelRunner.capture_steps
+
+    def capture_steps(runner: ModelRunner, max_sequences: int) -> None:
+        capture(runner, max_sequences, rerun)
+        assert runner.runs_ahead
+
+    monkeypatch.setattr(worker, "PagedKVCache", partial(PagedKVCache, kernels=TableKernels))
+    monkeypatch.setattr(ModelRunner, "capture_steps", capture_steps)
+    with running_island(folder, SETTINGS) as island:
+        yield island
+        for one in island.workers:
+            assert one.cache.is_empty
+            assert one.cache.num_free_pages == one.cache.num_pages
+
+
+def test_tokens_equal_transformers(island: Island, folder: Path) -> None:
+    """More requests than places, of unlike lengths, so that the batch grows, shrinks and crosses buckets."""
+    oracle = load_oracle(folder)
+    expected = [greedy(oracle, prompt, 16) for prompt in PROMPTS]
+    assert complete_all(island.address, PROMPTS, max_tokens=16, **GREEDY) == expected
+    stop = expected[0][6]
+    stopped = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in expected]
+    assert complete_all(island.address, PROMPTS, max_tokens=16, stop_token_ids=[stop], **GREEDY) == stopped
+
+
+def test_draws_and_logprobs_equal_those_of_plain_steps(island: Island, folder: Path) -> None:
+    ahead = [complete(island.address, prompt, **DRAWN) for prompt in PROMPTS[:3]]
+    together = complete_all(island.address, PROMPTS[:3], **DRAWN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.undo()
+        patch.setattr(worker, "PagedKVCache", PagedKVCache)
+        patch.setattr(ModelRunner, "capture_steps", lambda self, count: None)
+        with running_island(folder, SETTINGS) as plain:
+            at_once = [complete(plain.address, prompt, **DRAWN) for prompt in PROMPTS[:3]]
+    assert [tokens_of(updates) for updates in ahead] == [tokens_of(updates) for updates in at_once] == together
+    for ours, theirs in zip(ahead, at_once, strict=True):
+        mine = [one.logprob for update in ours for one in update.logprobs]
+        assert len(mine) == DRAWN["max_tokens"]
+        assert mine == pytest.approx([one.logprob for update in theirs for one in update.logprobs], abs=1e-4)

@@ -1,0 +1,206 @@
+"""Processes that die, stop and hang, one at a time, in a cluster of two islands: real processes, without Ray."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cluster.client import Client
+from tandem.cluster.client_messages import GenerateUpdate
+from tandem.cluster.config import load_config
+from tandem.cluster.errors import WorkerLost
+from tandem.cluster.launcher import Cluster
+from tandem.proto import inference_pb2
+from tests.local_processes import LocalProcesses
+from tests.oracle import random_prompt
+from tests.requests import complete, tokens_of
+
+VOCABULARY = 512
+NUM_TOKENS = 400
+DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 11, "ignore_eos": True}  # replays must draw the same numbers
+OVERRIDES: dict[str, Any] = {
+    "num_islands": 2,
+    "island.threads_per_worker": 1,
+    "gateway.port": 0,
+    "gateway.max_attempts": 20,
+    "cache.num_pages": 128,
+    "recovery.max_restarts": 100,
+    "recovery.drain_seconds": 60.0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request that takes long enough for something to happen meanwhile, and what comes of it undisturbed."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+
+@pytest.fixture(scope="module")
+def processes() -> LocalProcesses:
+    return LocalProcesses()
+
+
+@pytest.fixture(scope="module")
+def served(small_model: Path, processes: LocalProcesses) -> Iterator[str]:
+    cluster = Cluster(load_config(None, {"model.path": str(small_model), **OVERRIDES}), processes)
+    yield cluster.start()
+    cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def case(served: str) -> Case:
+    prompt = random_prompt(50, 1, VOCABULARY)
+    return Case(prompt, tokens_of(complete(served, prompt, max_tokens=NUM_TOKENS, **DRAWN)))
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def info(address: str) -> inference_pb2.ClusterInfo:
+    with Client(address) as client:
+        return client.cluster_info()
+
+
+def epochs(address: str) -> list[int]:
+    return [island.epoch for island in info(address).islands]
+
+
+def whole(address: str) -> bool:
+    """Both islands serve, and all their pages are free."""
+    workers = [worker for island in info(address).islands for worker in island.workers]
+    return len(workers) == 4 and all(worker.free_pages == worker.num_pages for worker in workers)
+
+
+def working(address: str) -> list[inference_pb2.WorkerInfo]:
+    """The workers that serve a request, prefill and decode of one island, in a cluster where there is one request."""
+    for island in info(address).islands:
+        if any(worker.running or worker.waiting for worker in island.workers):
+            return list(island.workers)
+    return []
+
+
+def disturbed(address: str, case: Case, disturb: Callable[[], None]) -> list[GenerateUpdate]:
+    """A request during which, once three messages have come, something happens."""
+    updates = []
+    with Client(address) as client:
+        for update in client.generate(case.prompt, timeout=100, max_tokens=len(case.tokens), **DRAWN):
+            updates.append(update)
+            if len(updates) == 3:
+                disturb()
+    return updates
+
+
+def attempts(updates: list[GenerateUpdate]) -> int:
+    assert updates[-1].timings is not None
+    return updates[-1].timings.attempts
+
+
+def test_a_decode_worker_dies_and_the_stream_goes_on(served: str, case: Case) -> None:
+    until(lambda: whole(served))
+    before = epochs(served)
+    updates = disturbed(served, case, lambda: os.kill(working(served)[1].pid, signal.SIGKILL))
+    assert tokens_of(updates) == case.tokens
+    assert attempts(updates) == 2
+    until(lambda: whole(served))
+    assert sorted(new - old for new, old in zip(epochs(served), before, strict=True)) == [0, 1]
+
+
+def test_a_prefill_worker_dies_and_what_decodes_is_not_disturbed(served: str, case: Case) -> None:
+    until(lambda: whole(served))
+    before = sum(epochs(served))
+    updates = disturbed(served, case, lambda: os.kill(working(served)[0].pid, signal.SIGKILL))
+    assert tokens_of(updates) == case.tokens
+    assert attempts(updates) == 1
+    until(lambda: sum(epochs(served)) == before + 1 and whole(served))
+
+
+def test_a_prefill_worker_dies_before_the_first_token(served: str, case: Case, processes: LocalProcesses) -> None:
+    until(lambda: whole(served))
+    stopped = [pid for name, pid in processes.pids.items() if "/prefill" in name]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(complete, served, case.prompt, max_tokens=20, **DRAWN)
+        try:
+            decodes: dict[int, str] = {}
+            until(lambda: decodes.update(_waiting(served)) or decodes)
+            (island,) = decodes.values()
+            (lost,) = [pid for name, pid in processes.pids.items() if f"/{island}." in name and "/prefill" in name]
+            os.kill(lost, signal.SIGKILL)
+        finally:
+            for pid in stopped:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        updates = answer.result(100)
+    assert tokens_of(updates) == case.tokens[:20]
+    assert attempts(updates) == 2
+    until(lambda: whole(served))
+
+
+def _waiting(address: str) -> dict[int, str]:
+    islands = info(address).islands
+    return {worker.pe: island.name for island in islands for worker in island.workers if worker.waiting}
+
+
+def test_the_gateway_dies_and_the_client_goes_on(served: str, case: Case, processes: LocalProcesses) -> None:
+    until(lambda: whole(served))
+    before = info(served)
+
+    def kill() -> None:
+        (pid,) = [pid for name, pid in processes.pids.items() if "gateway" in name]
+        os.kill(pid, signal.SIGKILL)
+
+    updates = disturbed(served, case, kill)
+    assert tokens_of(updates) == case.tokens
+    last = updates[-1].usage
+    assert last is not None
+    assert (last.prompt_tokens, last.output_tokens) == (50, NUM_TOKENS)
+    assert info(served).gateway_restarts == before.gateway_restarts + 1
+    assert epochs(served) == [island.epoch for island in before.islands]
+    until(lambda: whole(served))
+
+
+def test_a_worker_that_is_stopped_for_a_while_is_slow_and_not_dead(served: str, case: Case) -> None:
+    until(lambda: whole(served))
+    before = epochs(served)
+
+    def stop() -> None:
+        pid = working(served)[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(pid, signal.SIGCONT)
+
+    updates = disturbed(served, case, stop)
+    assert tokens_of(updates) == case.tokens
+    assert attempts(updates) == 1
+    assert epochs(served) == before
+
+
+def test_a_worker_that_hangs_is_ended_and_restarts_are_bounded(small_model: Path, case: Case) -> None:
+    overrides = {**OVERRIDES, "num_islands": 1, "recovery.unresponsive_seconds": 2.0, "recovery.max_restarts": 1}
+    cluster = Cluster(load_config(None, {"model.path": str(small_model), **overrides}), LocalProcesses())
+    address = cluster.start()
+    try:
+        updates = disturbed(address, case, lambda: os.kill(working(address)[1].pid, signal.SIGSTOP))
+        assert tokens_of(updates) == case.tokens
+        assert attempts(updates) == 2
+        (island,) = info(address).islands
+        assert (island.epoch, island.restarts) == (2, 1)
+        os.kill(island.workers[0].pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=r"prefill \(PE 0\).*recovery.max_restarts"):
+            cluster.wait()
+    finally:
+        cluster.stop()

@@ -1,0 +1,169 @@
+"""Streams that break and go on: the resume field, as any client may use it, and the client library."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.cluster.client import AsyncClient, Client
+from tandem.cluster.errors import AttemptsExhausted, Unavailable
+from tandem.proto import inference_pb2, inference_pb2_grpc
+from tandem.workers.random_checkpoint import make_checkpoint
+from tests.cluster.fake_gateway import FakeGateway, serving
+from tests.island import Island, running_island
+from tests.oracle import random_prompt
+from tests.requests import complete, text_of, tokens_of
+
+SAMPLING: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0, "seed": 5, "ignore_eos": True, "logprobs": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume") / "model"
+    make_checkpoint(folder, arch="llama", size="tiny", seed=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def island(folder: Path) -> Iterator[Island]:
+    with running_island(folder, {"model.max_model_len": 512}) as island:
+        yield island
+
+
+@pytest.fixture
+def stub(island: Island) -> Iterator[inference_pb2_grpc.InferenceStub]:
+    with grpc.insecure_channel(island.address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+def request(prompt: list[int], received: list[int] | None, **sampling: Any) -> inference_pb2.GenerateRequest:
+    message = inference_pb2.GenerateRequest(
+        request_id="mine",
+        token_ids=inference_pb2.TokenIds(ids=prompt),
+        sampling=inference_pb2.SamplingParams(**SAMPLING | sampling),
+    )
+    if received is not None:
+        message.resume.CopyFrom(inference_pb2.Resume(token_ids=received))
+    return message
+
+
+@pytest.mark.parametrize("received", [0, 1, 2, 15, 29])
+def test_the_stream_goes_on_where_it_broke(
+    island: Island, stub: inference_pb2_grpc.InferenceStub, received: int
+) -> None:
+    prompt = random_prompt(20, 1, 500)
+    whole = complete(island.address, prompt, **SAMPLING)
+    tokens, logprobs = tokens_of(whole), [entry.logprob for update in whole for entry in update.logprobs]
+    rest = list(stub.Generate(request(prompt, tokens[:received]), timeout=30))
+    assert [token for message in rest for token in message.token_ids] == tokens[received:]
+    values = [entry.chosen.logprob for message in rest for entry in message.logprobs]
+    assert values == pytest.approx(logprobs[received:], abs=1e-4)
+    assert (rest[-1].usage.prompt_tokens, rest[-1].usage.output_tokens) == (20, 30)
+    assert rest[-1].usage.cached_tokens <= 20
+
+
+def test_text_and_stop_strings_go_on_across_the_break(island: Island, stub: inference_pb2_grpc.InferenceStub) -> None:
+    """For every place where the stream may break, also in the middle of a stop string or of a character."""
+    prompt = random_prompt(20, 2, 500)
+    whole = text_of(complete(island.address, prompt, **SAMPLING))
+    stop = whole[len(whole) // 2 :][:3]
+    parts = complete(island.address, prompt, stop=[stop], **SAMPLING)
+    assert parts[-1].finish_reason == "stop"
+    tokens = tokens_of(parts)
+    for received in range(0, len(tokens), 3):
+        first, count = "", 0
+        for part in complete(island.address, prompt, **SAMPLING | {"stop": [stop], "max_tokens": 30}):
+            if count + len(part.token_ids) > received:
+                break
+            first, count = first + part.text, count + len(part.token_ids)
+        rest = list(stub.Generate(request(prompt, tokens[:count], stop=[stop]), timeout=30))
+        assert first + "".join(message.text for message in rest) == text_of(parts)
+        assert [token for message in rest for token in message.token_ids] == tokens[count:]
+        assert rest[-1].finish_reason == inference_pb2.FINISH_REASON_STOP
+
+
+def test_a_resumed_request_takes_over_from_the_call_that_runs(
+    island: Island, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    prompt = random_prompt(20, 3, 500)
+    long = {"max_tokens": 400, "logprobs": None}
+    whole = tokens_of(complete(island.address, prompt, **SAMPLING | long))
+    first = stub.Generate(request(prompt, None, **long), timeout=30)
+    received = [token for _ in range(3) for token in next(first).token_ids]
+    second = list(stub.Generate(request(prompt, received, **long), timeout=30))
+    assert received + [token for message in second for token in message.token_ids] == whole
+    with pytest.raises(grpc.RpcError, match="taken request_id 'mine' over") as caught:
+        list(first)
+    assert caught.value.code() == grpc.StatusCode.ABORTED  # type: ignore[attr-defined]
+    running = stub.Generate(request(prompt, None, **long), timeout=30)
+    next(running)
+    with pytest.raises(grpc.RpcError, match="still runs"):
+        list(stub.Generate(request(prompt, None, **long), timeout=30))
+    running.cancel()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"request_id": ""}, "request_id is empty; resume needs"),
+        ({"resume": [1, 512]}, r"resume.token_ids\[1\] is 512"),
+        ({"resume": [7] * 30}, r"resume.token_ids\[29\] is 7, which ends the request \(length\)"),
+        ({"resume": [7, 9, 7], "stop_token_ids": [9]}, r"resume.token_ids\[1\] is 9, which ends the request \(stop\)"),
+    ],
+)
+def test_what_cannot_be_resumed(stub: inference_pb2_grpc.InferenceStub, change: dict[str, Any], named: str) -> None:
+    message = request([1, 2, 3], change.get("resume", [7]), stop_token_ids=change.get("stop_token_ids", []))
+    message.request_id = change.get("request_id", "mine")
+    with pytest.raises(grpc.RpcError, match=named) as caught:
+        list(stub.Generate(message, timeout=30))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+
+
+def test_the_client_asks_for_what_it_lacks() -> None:
+    """The gateway breaks off twice; each time the client says what it has, and asks the same again."""
+    gateway = FakeGateway(fails=(grpc.StatusCode.UNAVAILABLE, "gone"))
+
+    def recover() -> None:
+        while len(gateway.requests) < 3:
+            time.sleep(0.001)
+        gateway.fails = None
+
+    with serving(gateway) as address, Client(address) as client:
+        threading.Thread(target=recover, daemon=True).start()
+        updates = list(client.generate("x"))
+    assert updates[-1].finish_reason == "stop"
+    first, second, third, *_ = gateway.requests
+    assert not first.HasField("resume")
+    assert list(second.resume.token_ids) == [0, 1]
+    assert list(third.resume.token_ids) == [0, 1, 0, 1]
+    for field in ("request_id", "sampling", "text"):
+        assert getattr(first, field) == getattr(second, field) == getattr(third, field)
+    assert first.request_id
+    assert first.sampling.HasField("seed")
+
+
+def test_the_client_gives_up_in_time() -> None:
+    gateway = FakeGateway(fails=(grpc.StatusCode.UNAVAILABLE, "gone"), words=())
+    with serving(gateway) as address, Client(address, resume_seconds=0.5) as client:
+        gateway.fails = None
+        client.model_info()
+        gateway.fails = (grpc.StatusCode.UNAVAILABLE, "gone")
+        with pytest.raises(Unavailable, match="gone"):
+            list(client.generate("x"))
+    assert len(gateway.requests) > 1
+
+
+async def _collect(address: str) -> list[int]:
+    async with AsyncClient(address) as client:
+        return [token async for update in client.generate("x") for token in update.token_ids]
+
+
+def test_what_the_gateway_gave_up_is_not_asked_again() -> None:
+    gateway = FakeGateway(fails=(grpc.StatusCode.ABORTED, "5 attempts"))
+    with serving(gateway) as address, Client(address) as client, pytest.raises(AttemptsExhausted, match="5 attempts"):
+        list(client.generate("x"))
+    assert len(gateway.requests) == 1

@@ -1,0 +1,98 @@
+"""Decode steps in CUDA graphs against the eager path: batches that grow, shrink and cross buckets, step after step."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.workers.model_runner import ModelRunner
+from tandem.workers.models.registry import load_config
+from tandem.workers.sample_batch import SampleBatch
+from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.weights import load_decoder
+from tests.checkpoints import make_model
+from tests.oracle import random_prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+]
+NUM_SEQUENCES = 20
+# How many of the sequences, from the first, are stepped.
+PROGRAM = (1, 2, 3, 4, 5, 9, 16, 17, 20, 8, 7, 1, 2, 20, 12)
+GREEDY = SamplingParams(temperature=0)
+DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5, logprobs=3)
+
+
+class Steps:
+    """One model and cache, with prompts of unlike lengths stored."""
+
+    def __init__(self, folder: Path, dtype: str, graphs: bool) -> None:
+        config = load_config(folder, dtype)
+        group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
+        layout = KVLayout((group,), 16, config.dtype)
+        pool = torch.full((200, *layout.page_shape(0)), torch.nan, dtype=layout.dtype, device="cuda")
+        self.cache = PagedKVCache(
+            layout, (pool,), max_sequences=32, max_sequence_length=256, rope=config.rope, writer=None
+        )
+        self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
+        if graphs:
+            self.runner.capture_steps(NUM_SEQUENCES)
+        for sequence in range(NUM_SEQUENCES):
+            self.cache.add_sequence(sequence)
+            prompt = random_prompt(5 + 7 * sequence % 60, seed=sequence)
+            plan = self.cache.begin_forward([sequence], [len(prompt)])
+            self.runner.forward(np.array(prompt), plan, np.zeros(1, np.int64))
+            self.cache.end_forward(plan)
+
+    def run(self, params: SamplingParams) -> list[dict[int, int]]:
+        """The tokens of each step by sequence; a step is launched before the tokens of the one before are read."""
+        tokens = dict.fromkeys(range(NUM_SEQUENCES), 7)
+        flights: list[Any] = []
+        made: list[dict[int, int]] = []
+        for step, count in enumerate(PROGRAM):
+            rows = np.arange(count) if step % 2 else np.arange(count)[::-1].copy()
+            if self.runner.runs_ahead and flights:
+                # The input of a row is what the step before draws in its row there, or else the last one known.
+                before = {int(sequence): row for row, sequence in enumerate(flights[-1][0])}
+                for known in flights[-2:-1]:
+                    self._learn(known, tokens, made)
+                sources = np.array([before.get(int(sequence), -1) for sequence in rows])
+            else:
+                sources = np.full(count, -1)
+            inputs = np.array([tokens[int(sequence)] for sequence in rows])
+            sampling = SampleBatch.from_params([params] * count)
+            positions = np.array([self.cache.num_tokens(int(sequence)) + 1 for sequence in rows])
+            flights.append((rows, self.runner.step(rows, inputs, sources, sampling, positions)))
+            if not self.runner.runs_ahead:
+                self._learn(flights[-1], tokens, made)
+        if self.runner.runs_ahead:
+            for known in flights[-2:]:
+                self._learn(known, tokens, made)
+        return made
+
+    def _learn(self, flight: Any, tokens: dict[int, int], made: list[dict[int, int]]) -> None:
+        rows, pending = flight
+        sampled = dict(zip(rows.tolist(), pending.wait().token_ids.tolist(), strict=True))
+        tokens.update(sampled)
+        made.append(sampled)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_graphs_give_the_tokens_of_the_eager_path(family: str, params: SamplingParams, tmp_path: Path) -> None:
+    make_model(family, head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    eager, graphs = Steps(tmp_path, "bfloat16", graphs=False), Steps(tmp_path, "bfloat16", graphs=True)
+    assert graphs.runner.runs_ahead
+    assert not eager.runner.runs_ahead
+    assert graphs.run(params) == eager.run(params)
+
+
+def test_float32_steps_are_eager(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    assert not Steps(tmp_path, "float32", graphs=True).runner.runs_ahead

@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.workers.errors import GpuTooSmall
+from tandem.workers.memory_budget import RESERVED_BYTES, MemoryBudget, run_largest_forward
+from tandem.workers.models.registry import load_config
+from tandem.workers.weights import load_decoder
+from tests.checkpoints import save_checkpoint
+
+GIB = 1 << 30
+
+
+@given(
+    total=st.integers(1, 300 * GIB),
+    used=st.integers(0, 300 * GIB),
+    utilization=st.floats(0.01, 1),
+    page_bytes=st.integers(1, GIB),
+)
+def test_pages_fill_the_budget_and_no_more(total: int, used: int, utilization: float, page_bytes: int) -> None:
+    def needed(pages: int) -> int:
+        return used + RESERVED_BYTES + pages * page_bytes
+
+    budget = MemoryBudget(total, used, utilization)
+    try:
+        pages = budget.num_pages(page_bytes)
+    except GpuTooSmall:
+        assert needed(1) > int(total * utilization)
+    else:
+        assert pages >= 1
+        assert needed(pages) <= int(total * utilization) < needed(pages + 1)
+
+
+def test_weights_that_leave_no_room_say_what_would() -> None:
+    with pytest.raises(
+        GpuTooSmall, match=r"cache\.gpu_memory_utilization is 0\.1, of 100\.0 GiB: .* 20\.0 GiB"
+    ) as caught:
+        MemoryBudget(100 * GIB, 20 * GIB, 0.1).num_pages(2 << 20)
+    least = float(str(caught.value).rpartition("at least ")[2])
+    assert MemoryBudget(100 * GIB, 20 * GIB, least + 0.001).num_pages(2 << 20) >= 1
+    with pytest.raises(GpuTooSmall, match="no value suffices"):
+        MemoryBudget(24 * GIB, 23 * GIB, 0.9).num_pages(2 << 20)
+
+
+def test_the_largest_forward_has_logits_for_every_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_checkpoint("qwen3", tmp_path)
+    model = load_decoder(folder, load_config(folder))
+    seen: list[torch.Size] = []
+    forward = model.forward
+
+    def watched(*arguments: torch.Tensor) -> torch.Tensor:
+        logits = forward(*arguments)  # type: ignore[arg-type]
+        seen.append(logits.shape)
+        return logits
+
+    monkeypatch.setattr(model, "forward", watched)
+    run_largest_forward(model, 40, 8)
+    assert seen == [(8, model.config.vocab_size)]

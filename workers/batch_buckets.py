@@ -1,0 +1,20 @@
+"""The batch sizes that decode is captured for: a step runs in the least that holds it, filled up with padding."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+STEP = 8  # rows, the least that a tensor core's tile adds
+
+
+def bucket_sizes(limit: int) -> list[int]:
+    """1, 2, 4, 8, 16, 24, … below `limit`, and `limit` itself, at least 1."""
+    small = [size for size in (1, 2, 4) if size < limit]
+    return [*small, *range(STEP, limit, STEP), limit]
+
+
+def bucket_of(sizes: Sequence[int], rows: int) -> int:
+    """The place in ascending `sizes` of the least that is at least `rows`; ValueError when there is none."""
+    place = bisect_left(sizes, rows)
+    if place == len(sizes):
+        raise ValueError(f"rows is {rows}; at most {sizes[-1]} fit")
+    return place

@@ -1,0 +1,78 @@
+"""Products of tokens with the matrices of their experts, in one Triton kernel over blocks of one expert each."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.workers.kernels.expert_blocks import ExpertBlocks
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, blocks: ExpertBlocks, scale: Tensor | None, share: int
+) -> Tensor:
+    """See GroupedLinear. Rows of x lie at any distance, their elements next to each other."""
+    num_experts, columns, depth = weight.shape
+    num_blocks, rows = blocks.pairs.shape
+    y = torch.empty(blocks.num_pairs, columns, dtype=x.dtype, device=x.device)
+    few = rows <= 32
+    column_block = min(64 if few else 128, max(16, triton.next_power_of_2(columns)))
+    depth_block = min(128 if few else 64, max(16, triton.next_power_of_2(depth)))
+    kernel: Any = _grouped_linear[(num_blocks, triton.cdiv(columns, column_block))]
+    kernel(
+        *(x, weight, bias, scale, y, blocks.pairs, blocks.experts),
+        *(blocks.num_pairs, num_experts, columns, depth, x.stride(0), *weight.stride()),
+        SHARE=share,
+        ROWS=rows,
+        COLUMNS=column_block,
+        DEPTH=depth_block,
+        HAS_BIAS=bias is not None,
+        HAS_SCALE=scale is not None,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=4 if rows < 128 else 8,
+        num_stages=4 if few else 3,
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["num_pairs"])  # it differs from step to step
+def _grouped_linear(
+    x, weight, bias, scale, y, pairs, experts,
+    num_pairs, num_experts, columns, depth, x_row, weight_expert, weight_row, weight_column,
+    SHARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of pairs times COLUMNS rows of its expert's matrix. Blocks of one expert are neighbours: its rows of
+    the matrix then come from the cache."""
+    block = tl.program_id(0)
+    expert = tl.load(experts + block).to(tl.int64)
+    if expert < num_experts:
+        pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        there = pair < num_pairs
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        in_row = column < columns
+        step = tl.arange(0, DEPTH)
+        x_at = x + (pair // SHARE)[:, None] * x_row + step[None, :]
+        weight_at = weight + expert * weight_expert + column[None, :].to(tl.int64) * weight_row
+        weight_at += step[:, None].to(tl.int64) * weight_column
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for begin in range(0, depth, DEPTH):
+            inside = step < depth - begin
+            a = tl.load(x_at, mask=there[:, None] & inside[None, :], other=0.0)
+            b = tl.load(weight_at, mask=inside[:, None] & in_row[None, :], other=0.0)
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+            x_at += DEPTH
+            weight_at += DEPTH * weight_column
+        if HAS_BIAS:
+            total += tl.load(bias + expert * columns + column, mask=in_row, other=0.0).to(tl.float32)[None, :]
+        if HAS_SCALE:
+            total *= tl.load(scale + pair, mask=there, other=0.0)[:, None]
+        y_at = y + pair[:, None] * columns + column[None, :]
+        tl.store(y_at, total.to(y.dtype.element_ty), mask=there[:, None] & in_row[None, :])

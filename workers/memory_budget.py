@@ -1,0 +1,68 @@
+"""How many KV pages a worker's GPU has room for beside the weights."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tandem.workers.errors import GpuTooSmall
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.sample_batch import SampleBatch
+from tandem.workers.sampling import Sampler
+from tandem.workers.sampling_params import SamplingParams
+
+# What comes into being after the pages and can be asked for at no time before:
+FLASHINFER_BYTES = 256 << 20  # FlashInfer's workspace
+NVSHMEM_BYTES = 1 << 30  # NVSHMEM's own state, and its heap growing in steps of 512 MiB
+MARGIN_BYTES = 2 << 30  # CUDA graphs with their buffers, code of kernels, fragments in torch's allocator
+RESERVED_BYTES = FLASHINFER_BYTES + NVSHMEM_BYTES + MARGIN_BYTES
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes of one GPU. used: by anybody, when the weights are loaded and the largest forward has run."""
+
+    total: int
+    used: int
+    utilization: float
+
+    def num_pages(self, page_bytes: int) -> int:
+        """At least 1, else GpuTooSmall. page_bytes: of one page in all layer groups together."""
+        room = int(self.total * self.utilization) - self.used - RESERVED_BYTES
+        if room < page_bytes:
+            least = (self.used + RESERVED_BYTES + page_bytes) / self.total
+            advice = f"it must be at least {least:.3f}" if least <= 1 else "no value suffices: the model is too large"
+            raise GpuTooSmall(
+                f"cache.gpu_memory_utilization is {self.utilization:g}, of {gib(self.total)}: weights, workspace of "
+                f"the largest forward and what else is in use take {gib(self.used)}, NVSHMEM, CUDA graphs and "
+                f"FlashInfer {gib(RESERVED_BYTES)}, and no page of {page_bytes} bytes fits; {advice}"
+            )
+        return room // page_bytes
+
+
+def measure_budget(
+    model: DenseDecoder, utilization: float, *, max_batch_tokens: int, max_sequences: int
+) -> MemoryBudget:
+    """Of the current CUDA device: runs the largest forward, so that what it takes is seen, and looks.
+
+    Everything in use counts, other processes' memory too.
+    """
+    torch.cuda.empty_cache()  # what loading has left must not count twice
+    run_largest_forward(model, max_batch_tokens, max_sequences)
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return MemoryBudget(total, total - free, utilization)
+
+
+@torch.inference_mode()
+def run_largest_forward(model: DenseDecoder, max_batch_tokens: int, max_sequences: int) -> None:
+    """max_batch_tokens tokens without attention, which needs pages, then a draw with top_p for max_sequences rows."""
+    rows = min(max_batch_tokens, max_sequences)
+    tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
+    logits = model.forward(tokens, lambda layer, q, k, v, sinks: torch.cat((q, k), 1)[:, : q.shape[1]], tokens[:rows])
+    batch = SampleBatch.from_params([SamplingParams(temperature=1.0, top_p=0.5, seed=0)] * rows)
+    Sampler().sample(logits, batch, np.zeros(rows, np.int64))
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"

@@ -1,0 +1,17 @@
+"""Mixtral: Mistral with a mixture of experts in every layer."""
+
+import dataclasses
+from functools import partial
+
+from tandem.workers.models.config import ModelConfig, read_dense_config, read_optional_window
+from tandem.workers.models.fields import Fields
+from tandem.workers.models.moe import ExpertNames, read_moe
+from tandem.workers.models.rope_fields import read_rope
+
+NAMES = ExpertNames(block="block_sparse_moe", router="gate", projections=("w1", "w3", "w2"))
+READ_ROPE = partial(read_rope, default_theta=1e6)  # of a config that does not give it, as in transformers
+
+
+def read_config(fields: Fields, architecture: str) -> ModelConfig:
+    config = read_dense_config(fields, architecture, window=read_optional_window(fields), rope=READ_ROPE)
+    return dataclasses.replace(config, moe=read_moe(fields, NAMES, normalize=True))

@@ -1,0 +1,46 @@
+"""Sampled tokens on their way from the device to the host."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.workers.sampling import Logprobs
+from tandem.workers.token_logprobs import TokenLogprobs, split_logprobs
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """token_ids int64 [n]; logprobs has n entries, None where a row did not ask."""
+
+    token_ids: NDArray[np.int64]
+    logprobs: list[TokenLogprobs | None]
+
+
+class PendingSamples:
+    """What one step draws. Copied when made, behind the work on the current stream; wait() is for the copies' end."""
+
+    def __init__(self, tokens: Tensor, logprobs: Logprobs | None) -> None:
+        """tokens int64 [n] and logprobs, on the device: free to change once later work is queued on the stream."""
+        self._tokens = _to_host(tokens)
+        self._logprobs = None if logprobs is None else logprobs.map(_to_host)
+        self._copied = None
+        if tokens.device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> Samples:
+        """Blocks until the step is done; raises what the device reports."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        token_ids = self._tokens.numpy()
+        return Samples(token_ids, split_logprobs(self._logprobs, token_ids.tolist()))
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

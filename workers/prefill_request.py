@@ -1,0 +1,71 @@
+"""One prompt on its way through a prefill worker, and what comes of it."""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from tandem.cache.position_map import PositionMap
+from tandem.workers.lease import Lease
+from tandem.workers.reservation import Reservation
+from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.token_logprobs import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """What RemoteSend answers; seconds.
+
+    prefill_seconds: from the first forward until all KV had landed. push_seconds: what of it the push took by itself,
+    in calls that write, and from the sampled token on; writes beside or within kernels that compute take none.
+    """
+
+    first_token: int
+    logprobs: TokenLogprobs | None
+    cached_tokens: int
+    queue_seconds: float
+    prefill_seconds: float
+    push_seconds: float
+    bytes_pushed: int
+
+
+@dataclass(eq=False)
+class PrefillRequest:
+    """computed counts positions whose KV is in the cache here, or will be once the forwards launched so far are done.
+
+    sampled is the time of the first token; that and logprobs are there from then on.
+    """
+
+    request_id: str
+    sequence_id: int
+    token_ids: list[int]
+    params: SamplingParams
+    reservation: Reservation
+    position_map: PositionMap
+    lease: Lease
+    result: "Future[PrefillResult]" = field(default_factory=Future)
+    computed: int = 0
+    cached_tokens: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+    sampled: float = 0.0
+    push_seconds: float = 0.0
+    bytes_pushed: int = 0
+    first_token: int = -1
+    logprobs: TokenLogprobs | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def landed(self) -> PrefillResult:
+        """The result, now that all KV has landed."""
+        now = time.perf_counter()
+        return PrefillResult(
+            first_token=self.first_token,
+            logprobs=self.logprobs,
+            cached_tokens=self.cached_tokens,
+            queue_seconds=self.started - self.arrived,
+            prefill_seconds=now - self.started,
+            push_seconds=self.push_seconds + now - self.sampled,
+            bytes_pushed=self.bytes_pushed,
+        )

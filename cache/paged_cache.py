@@ -80,7 +80,9 @@ class PagedKVCache:
             of_groups.append(GroupPages(index, group.window, table, self._pools, own, layout.page_size))
             self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring))
         self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
-        self._receptions = Receptions(self._table, self._pages, self._pools, self._streams, layout.page_size)
+        self._receptions = Receptions(
+            self._table, self._pages, self._pools, self._streams, layout.page_size, pools[0].device
+        )
         self._growth = Growth(self._table, self._pages, self._receptions, self._streams, max_sequence_length)
         self._places = {
             layer: (group, index)

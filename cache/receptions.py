@@ -1,6 +1,7 @@
 """Sequences that a remote writer fills, and the pages that stay out of use until it is quiet."""
 
 import numpy as np
+import torch
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.page_pools import PageIds, PagePools
@@ -16,13 +17,21 @@ class Receptions:
     """Who is being received, by sequence: a sequence may be removed meanwhile, and its pages drain."""
 
     def __init__(
-        self, table: SequenceTable, pages: SequencePages, pools: PagePools, streams: Streams, page_size: int
+        self,
+        table: SequenceTable,
+        pages: SequencePages,
+        pools: PagePools,
+        streams: Streams,
+        page_size: int,
+        device: torch.device,
     ) -> None:
+        """device: of the pages."""
         self._table = table
         self._pages = pages
         self._pools = pools
         self._streams = streams
         self._page_size = page_size
+        self._device = device
         self._incoming: dict[int, PageIds] = {}
 
     def __contains__(self, sequence: int) -> bool:
@@ -45,6 +54,10 @@ class Receptions:
         self._pools.hold(pages)
         self._incoming[sequence] = pages
         table.receiving[row] = True
+        if self._device.type == "cuda":
+            # Growing has queued work that clears pages. A remote write knows no stream of this process: what it wrote
+            # before that work ran would be lost.
+            torch.cuda.current_stream(self._device).synchronize()
         return PositionMap(begin, self._runs(row, begin, begin + length))
 
     def _runs(self, row: int, begin: int, end: int) -> tuple[SlotRuns, ...]:

@@ -18,9 +18,11 @@ class Attempts:
     A draw depends on seed and position only, so the tokens are those that the lost workers would have given. Used once.
     """
 
-    def __init__(self, router: Router, generation: Generation, max_attempts: int) -> None:
+    def __init__(self, router: Router, generation: Generation, client: str, max_attempts: int) -> None:
+        """client: see Router.place."""
         self._router = router
         self._generation = generation
+        self._client = client
         self._max_attempts = max_attempts
 
     async def run(self, deadline: float) -> AsyncGenerator[inference_pb2.GenerateResponse]:
@@ -47,7 +49,7 @@ class Attempts:
     async def _attempt(self, deadline: float, again: bool) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         generation = self._generation
         placement = await self._router.place(
-            generation.request_id, generation.prompt, generation.max_tokens_left, again=again
+            generation.request_id, generation.prompt, generation.max_tokens_left, self._client, again=again
         )
         try:
             left = deadline - asyncio.get_running_loop().time()

@@ -76,6 +76,9 @@ def up(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, dotted; repeatable.")
     ] = None,
+    verify_kv: Annotated[
+        bool, typer.Option("--verify-kv", help="Compares digests of the KV that was pushed; sets island.verify_kv.")
+    ] = False,
     address: Annotated[str | None, typer.Option(help="Joins the Ray at this address instead of starting one.")] = None,
 ) -> None:
     """Start a cluster, print `ready grpc=HOST:PORT`, and stay until Ctrl-C or SIGTERM."""
@@ -86,6 +89,8 @@ def up(
         values.append(f"model.path={_yaml_string(str(model))}")
     if grpc_port is not None:
         values.append(f"gateway.port={grpc_port}")
+    if verify_kv:
+        values.append("island.verify_kv=true")
     loaded = load_config(config, values)
     if loaded.model.path is None:
         raise ConfigError("model.path is null; it must be a checkpoint folder: give --model DIR or set it in the YAML")

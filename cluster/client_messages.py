@@ -22,6 +22,7 @@ from tandem.proto import inference_pb2
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
+RETRY_AFTER_KEY = "retry-after-ms"
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.enable_http_proxy", 0),
@@ -133,9 +134,10 @@ def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
 def call_error(address: str, error: grpc.RpcError) -> CallError:
     """The typed error for a failed call; `raise call_error(address, error) from None`."""
     code, details = error.code(), error.details() or ""
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Overloaded(f"{address}: {details}", _retry_after_seconds(error))
     kinds: dict[grpc.StatusCode, type[CallError]] = {
         grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-        grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
         grpc.StatusCode.UNAVAILABLE: Unavailable,
         grpc.StatusCode.CANCELLED: Cancelled,
@@ -145,6 +147,13 @@ def call_error(address: str, error: grpc.RpcError) -> CallError:
     if code in kinds:
         return kinds[code](details if code == grpc.StatusCode.INVALID_ARGUMENT else f"{address}: {details}")
     return ServerError(f"{address}: {code.name}: {details}")
+
+
+def _retry_after_seconds(error: grpc.RpcError) -> float:
+    """What the gateway's trailing metadata advises; 1 where it says nothing."""
+    metadata: Any = error.trailing_metadata() or ()
+    advised = str(dict(metadata).get(RETRY_AFTER_KEY, ""))
+    return int(advised) / 1000 if advised.isdecimal() else 1.0
 
 
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:

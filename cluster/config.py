@@ -100,6 +100,15 @@ class IslandSection(Section):
     num_signals: Count = Field(
         default=256, le=1 << 16, description="requests that one decode worker can await at a time"
     )
+    lease_seconds: float = Field(
+        default=30.0,
+        ge=0.05,
+        le=3600,
+        description="how long workers keep pages and work on for a gateway that shows no sign of life, in seconds",
+    )
+    verify_kv: bool = Field(
+        default=False, description="whether decode workers compare digests of the KV pushed to them"
+    )
     threads_per_worker: Count | None = Field(
         default=None, le=1024, description="torch threads of one worker; null shares the machine's cores evenly"
     )
@@ -118,6 +127,9 @@ class GatewaySection(Section):
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=50051, ge=0, le=65535, description="gRPC port; 0 takes any free one")
     max_queued: Count = Field(default=1024, le=1 << 20, description="most requests that wait for room")
+    max_queued_tokens: Count = Field(
+        default=1 << 22, le=1 << 40, description="most tokens, prompts and outputs, that wait for room"
+    )
     max_attempts: Count = Field(
         default=5, le=1000, description="how often a request is placed when workers are lost while they serve it"
     )

@@ -93,7 +93,11 @@ class InvalidRequest(CallError, ValueError):
 
 
 class Overloaded(CallError):
-    """The queue is full; the same call may succeed later."""
+    """The queue is full; the same call may succeed later, best after retry_after_seconds."""
+
+    def __init__(self, message: str, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class DeadlineExceeded(CallError, TimeoutError):

@@ -1,6 +1,7 @@
 """The door: tandem.v1.Inference over gRPC, with health and reflection."""
 
 import asyncio
+import math
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from tandem.cluster.admission import AdmissionQueue
 from tandem.cluster.attempts import Attempts
+from tandem.cluster.client_messages import RETRY_AFTER_KEY
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import (
     AttemptsExhausted,
@@ -40,7 +43,6 @@ SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 STATUS_OF_ERROR: dict[type[TandemError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     AttemptsExhausted: grpc.StatusCode.ABORTED,
     ServerError: grpc.StatusCode.INTERNAL,
@@ -51,6 +53,7 @@ PASSED_ON = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+CLIENT_ID_KEY = "client-id"
 
 
 def attempt_prefix(incarnation: int) -> str:
@@ -73,6 +76,7 @@ class GatewaySettings:
     host: str
     port: int
     max_queued: int
+    max_queued_tokens: int
     max_attempts: int
     queue_seconds: float
     request_seconds: float
@@ -107,8 +111,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._islands = Islands(settings.max_message_bytes)
         self._router = Router(
             self._islands,
+            AdmissionQueue(settings.max_queued, settings.max_queued_tokens),
             id_prefix=attempt_prefix(settings.incarnation),
-            max_queued=settings.max_queued,
             queue_seconds=settings.queue_seconds,
         )
         limit = settings.max_message_bytes
@@ -170,6 +174,9 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         work = self._active[valid.request_id] = asyncio.ensure_future(self._generate(generation, context))
         try:
             await work
+        except Overloaded as error:
+            advice = ((RETRY_AFTER_KEY, str(math.ceil(1000 * error.retry_after_seconds))),)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), trailing_metadata=advice)
         except TandemError as error:
             await context.abort(STATUS_OF_ERROR.get(type(error), grpc.StatusCode.INTERNAL), str(error))
         except grpc.aio.AioRpcError as error:
@@ -200,7 +207,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 
     async def _generate(self, generation: Generation, context: Context) -> None:
         deadline = asyncio.get_running_loop().time() + self._seconds_left(context)
-        attempts = Attempts(self._router, generation, self._settings.max_attempts)
+        attempts = Attempts(self._router, generation, _client_of(context), self._settings.max_attempts)
         async with aclosing(attempts.run(deadline)) as messages:
             async for message in messages:
                 await context.write(message)
@@ -240,6 +247,12 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             islands=await self._islands.info(self._settings.transport),
             gateway_restarts=self._settings.incarnation - 1,
         )
+
+
+def _client_of(context: Context) -> str:
+    """Whose request it is: what the metadata client-id says, else the host it comes from."""
+    given = {key: value for key, value in context.invocation_metadata() or ()}.get(CLIENT_ID_KEY)
+    return f"id:{given}" if given else context.peer().rpartition(":")[0]
 
 
 async def _pass_on(context: Context, error: grpc.aio.AioRpcError) -> NoReturn:

@@ -23,6 +23,7 @@ WORKER_LOST = {
     grpc.StatusCode.FAILED_PRECONDITION,  # another epoch
     grpc.StatusCode.UNAUTHENTICATED,  # another process, which got the port of a lost one
     grpc.StatusCode.ABORTED,
+    grpc.StatusCode.DATA_LOSS,  # what landed was not what was sent
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNKNOWN,
 }

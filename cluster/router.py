@@ -10,13 +10,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.cluster.errors import DeadlineExceeded, Overloaded
+from tandem.cluster.admission import AdmissionQueue
+from tandem.cluster.errors import DeadlineExceeded
 from tandem.cluster.islands import Islands
 from tandem.cluster.worker_link import WorkerLink
 from tandem.proto import worker_pb2
 
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
 PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
+ABORT_AGAIN_SECONDS = 1.0
 WORKER_LOST = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,  # it may be stopped, and may answer all the same when it goes on
@@ -40,26 +42,31 @@ class Placement:
 
 
 class Router:
-    """Least loaded pair; a request without a place waits its turn, first come, first served, until its deadline.
+    """Least loaded pair; a request without a place waits its turn, until its deadline.
 
     Nothing is computed without landing space: a request is placed when a decode worker has answered PrepareReceive.
     id_prefix tells apart what different gateways ask of the workers.
     """
 
-    def __init__(self, islands: Islands, *, id_prefix: str, max_queued: int, queue_seconds: float) -> None:
+    def __init__(self, islands: Islands, queue: AdmissionQueue, *, id_prefix: str, queue_seconds: float) -> None:
         self._islands = islands
+        self._queue = queue
         self._id_prefix = id_prefix
         self._asked = itertools.count(1)
-        self._max_queued = max_queued
         self._queue_seconds = queue_seconds
-        self._turn = asyncio.Lock()  # asyncio's lock wakes its waiters in the order in which they came
         self._given_back = asyncio.Event()
         self._cleanup: set[asyncio.Task[None]] = set()
-        self.queued = 0
 
-    async def place(self, request_id: str, token_ids: list[int], max_tokens: int, *, again: bool = False) -> Placement:
-        """Finds a pair of workers; one that cannot be reached is passed over. `again`: the request was admitted before,
-        and a full queue does not turn it away.
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a place."""
+        return self._queue.requests
+
+    async def place(
+        self, request_id: str, token_ids: list[int], max_tokens: int, client: str, *, again: bool = False
+    ) -> Placement:
+        """Finds a pair of workers; one that cannot be reached is passed over. client: whose request it is; clients that
+        wait take turns. `again`: the request was admitted before, and a full queue does not turn it away.
 
         Raises Overloaded (queue full), DeadlineExceeded (no place in time) or the worker's AioRpcError.
         """
@@ -67,29 +74,35 @@ class Router:
             placement = await self._try(request_id, token_ids, max_tokens)
             if placement is not None:
                 return placement
-        if self.queued >= self._max_queued and not again:
-            raise Overloaded(f"{self.queued} requests are queued; gateway.max_queued is {self._max_queued}")
-        self.queued += 1
         try:
-            async with asyncio.timeout(self._queue_seconds), self._turn:
+            async with (
+                asyncio.timeout(self._queue_seconds),
+                self._queue.turn(client, len(token_ids) + max_tokens, admitted=again),
+            ):
                 return await self._wait_for_place(request_id, token_ids, max_tokens)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no decode worker had room for {len(token_ids)} prompt and {max_tokens} output tokens "
                 f"within {self._queue_seconds:g} s (gateway.queue_seconds)"
             ) from None
-        finally:
-            self.queued -= 1
 
     async def give_back(self, placement: Placement, complete: bool) -> None:
         """Ends a placement. Unless it is complete, both sides are told, the sender first: its answer means that it
-        writes no more, and only then may the receiver reuse the pages."""
+        writes no more, and only then may the receiver reuse the pages.
+
+        A sender that cannot say so yet is asked once more; after that leases and recalls end what is left.
+        """
+        request_id, quiet = placement.request_id, True
         if not complete:
-            quiet = await placement.prefill.abort(placement.request_id)
-            await placement.decode.abort(placement.request_id, writer_quiet=quiet)
+            quiet = await placement.prefill.abort(request_id)
+            await placement.decode.abort(request_id, writer_quiet=quiet)
         placement.prefill.load -= placement.prompt_tokens
         placement.decode.load -= placement.total_tokens
         self._given_back.set()
+        if not quiet:
+            await asyncio.sleep(ABORT_AGAIN_SECONDS)
+            if await placement.prefill.abort(request_id):
+                await placement.decode.abort(request_id, writer_quiet=True)
 
     async def close(self) -> None:
         """Waits for clean-ups under way."""
@@ -110,10 +123,17 @@ class Router:
         for decode, prefill in self._islands.pairs():
             # Never twice the same: a late Abort of what one worker was asked before must not meet what it is asked now.
             worker_id = f"{self._id_prefix}{next(self._asked)}/{request_id}"
+            request = worker_pb2.PrepareReceiveRequest(
+                request_id=worker_id,
+                epoch=decode.epoch,
+                token_ids=token_ids,
+                max_tokens=max_tokens,
+                writer_pe=prefill.pe,
+            )
             decode.load += total
             reservation = None
             try:
-                reservation = await self._prepare(decode, worker_id, token_ids, max_tokens)
+                reservation = await self._prepare(decode, request)
             finally:
                 if reservation is None:
                     decode.load -= total
@@ -123,17 +143,14 @@ class Router:
         return None
 
     async def _prepare(
-        self, decode: WorkerLink, request_id: str, token_ids: list[int], max_tokens: int
+        self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
     ) -> worker_pb2.Reservation | None:
-        request = worker_pb2.PrepareReceiveRequest(
-            request_id=request_id, epoch=decode.epoch, token_ids=token_ids, max_tokens=max_tokens
-        )
         call = asyncio.ensure_future(self._ask(decode, request))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
             # The worker may answer all the same; what it then holds is given back.
-            self.in_background(self._abandon(decode, request_id, call))
+            self.in_background(self._abandon(decode, request.request_id, call))
             raise
 
     async def _abandon(

@@ -56,9 +56,11 @@ class InferenceServicer(object):
 
     def Generate(self, request, context):
         """Streams the tokens of one request; the last message carries finish_reason, usage and timings.
-        Errors: INVALID_ARGUMENT (the message names field, value and limit), RESOURCE_EXHAUSTED (queue full),
-        DEADLINE_EXCEEDED, ABORTED (the workers were lost in each of its attempts, or a later call has taken the request
-        over). UNAVAILABLE comes from the connection only: the request can be resumed.
+        Errors: INVALID_ARGUMENT (the message names field, value and limit), RESOURCE_EXHAUSTED (queue full; trailing
+        metadata retry-after-ms says when to come again), DEADLINE_EXCEEDED, ABORTED (the workers were lost in each of its
+        attempts, or a later call has taken the request over). UNAVAILABLE comes from the connection only: the request can
+        be resumed.
+        Waiting requests take turns between clients: a client is what the metadata client-id says, else its host.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -22,7 +22,7 @@ class PositionMap(_message.Message):
     def __init__(self, start_position: _Optional[int] = ..., num_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., runs: _Optional[_Iterable[bytes]] = ..., layout_fingerprint: _Optional[int] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("reservation_id", "epoch", "target_pe", "signal_slot", "generation", "matched_tokens", "position_map", "pages")
+    __slots__ = ("reservation_id", "epoch", "target_pe", "signal_slot", "generation", "matched_tokens", "position_map", "pages", "writer_pe", "lease_seconds")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_PE_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,8 @@ class Reservation(_message.Message):
     MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POSITION_MAP_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    WRITER_PE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     reservation_id: int
     epoch: int
     target_pe: int
@@ -39,19 +41,23 @@ class Reservation(_message.Message):
     matched_tokens: int
     position_map: PositionMap
     pages: int
-    def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ...) -> None: ...
+    writer_pe: int
+    lease_seconds: float
+    def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "token_ids", "max_tokens")
+    __slots__ = ("request_id", "epoch", "token_ids", "max_tokens", "writer_pe")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WRITER_PE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    writer_pe: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ...) -> None: ...
 
 class RemoteSendRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "token_ids", "sampling", "reservation")

@@ -76,13 +76,14 @@ class WorkerServicer(object):
     def RemoteSend(self, request, context):
         """Prefill side: compute the prompt, push KV to the reservation, answer with the first token once all has landed.
         UNAVAILABLE when that did not happen in time: writes may still land.
+        Its reservation's lease does not run while such a call waits; ABORTED when it ran out in between.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartGenerate(self, request, context):
-        """Decode side: stream the tokens after the first, once all KV has landed.
+        """Decode side: stream the tokens after the first, once all KV has landed. DATA_LOSS when that is not what was sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,9 +4,10 @@ Starts in a fraction of a second, so that every checkpoint can have one. What ne
 through tandem.cluster.launcher.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,14 @@ from tandem.cluster.gateway import Gateway
 from tandem.cluster.membership import IslandState
 from tandem.cluster.process_settings import agreed_pages, gateway_settings, worker_configs
 from tandem.cluster.worker_link import WorkerAddress
+from tandem.transfer.factory import create_transport
+from tandem.transfer.fake import FakeFabric
+from tandem.transfer.membership import TransportConfig
+from tandem.transfer.transport import Transport
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.models.registry import load_config
 from tandem.workers.worker import Worker
+from tests.poison import poison_free_pages
 
 
 @dataclass(frozen=True)
@@ -33,20 +39,46 @@ class Island:
         return Client(self.address)
 
 
+class FakeIsland:
+    """Makes the fake transports of one island, for running_island; fabric is there once a worker was made."""
+
+    fabric: FakeFabric
+
+    def __call__(self, name: str, config: TransportConfig) -> Transport:
+        if config.pe == 0:
+            self.fabric = FakeFabric(
+                config.num_pes,
+                config.layout,
+                num_pages=config.num_pages,
+                num_signals=config.num_signals,
+                island=config.island,
+                epoch=config.epoch,
+            )
+        return self.fabric.transport(config.pe)
+
+
 @contextmanager
-def running_island(model: Path, overrides: dict[str, Any] | None = None) -> Iterator[Island]:
-    """overrides: dotted keys of the cluster's configuration. Small pages and chunks unless they say otherwise."""
+def running_island(
+    model: Path,
+    overrides: dict[str, Any] | None = None,
+    transports: Callable[[str, TransportConfig], Transport] = create_transport,
+) -> Iterator[Island]:
+    """overrides: dotted keys of the cluster's configuration. Small pages and chunks unless they say otherwise.
+
+    What was pushed is compared with what was sent, and pages that nobody holds are full of NaN.
+    """
     defaults = {
         "model.path": str(model),
         "cache.page_size": 8,
         "cache.num_pages": 256,
         "scheduler.max_batch_tokens": 64,
         "island.threads_per_worker": 1,
+        "island.verify_kv": True,
         "gateway.port": 0,
     }
     config = load_cluster_config(None, defaults | (overrides or {}))
     max_model_len = config.model.max_model_len or load_config(model).max_length
-    workers = [Worker(one) for one in worker_configs(config, max_model_len)]
+    workers = [Worker(one, transports) for one in worker_configs(config, max_model_len)]
     events = EventLoopThread("gateway")
     gateway: Gateway | None = None
     try:
@@ -64,6 +96,8 @@ def running_island(model: Path, overrides: dict[str, Any] | None = None) -> Iter
         address = events.run(gateway.start(), timeout=30)
         state = IslandState(workers[0].config.island, workers[0].config.epoch, 0, addresses, version=1)
         events.run(gateway.update_island(state), timeout=30)
+        for worker in workers:
+            worker.on_step_thread(partial(poison_free_pages, worker.cache, worker.pools))
         yield Island(address, workers, gateway)
     finally:
         if gateway is not None:

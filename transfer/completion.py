@@ -1,7 +1,9 @@
 """How a receiver learns that a push has landed: one signal word and one payload word a reservation.
 
 signal word   bits 62…40 generation of the slot (never 0) | bits 39…0 tokens landed in all layers
-payload word  the sender's result, the first sampled token
+payload word  bits 62…32 digest of the KV sent, 0 where none was asked for | bits 31…0 the first sampled token
+
+No word carries the epoch: each epoch has mailboxes of its own, and nobody maps an earlier one's.
 """
 
 from collections import deque
@@ -15,6 +17,8 @@ from tandem.transfer.errors import NoFreeSignal
 
 GENERATION_BITS = 23  # the sign bit of the int64 word stays clear
 TOKEN_BITS = 40
+TOKEN_ID_BITS = 32
+DIGEST_BITS = 31
 MAX_GENERATION = 2**GENERATION_BITS - 1
 MAX_TOKENS = 2**TOKEN_BITS - 1
 
@@ -43,6 +47,24 @@ def unpack_signal(word: int) -> tuple[int, int]:
     return word >> TOKEN_BITS, word & MAX_TOKENS
 
 
+def pack_payload(token_id: int, digest: int) -> int:
+    """The payload word. InvalidArgument when a part does not fit its bits."""
+    for name, value, bits in (("token_id", token_id, TOKEN_ID_BITS), ("digest", digest, DIGEST_BITS)):
+        if not 0 <= value < 1 << bits:
+            raise InvalidArgument(f"{name} is {value}; 0 … {(1 << bits) - 1} are accepted")
+    return digest << TOKEN_ID_BITS | token_id
+
+
+def unpack_payload(word: int) -> tuple[int, int]:
+    """(token id, digest)."""
+    return word & (1 << TOKEN_ID_BITS) - 1, word >> TOKEN_ID_BITS
+
+
+def is_newer(generation: int, other: int) -> bool:
+    """Whether a use of a slot comes after another use of it; generations go round after MAX_GENERATION."""
+    return 0 < (generation - other) % MAX_GENERATION <= MAX_GENERATION // 2
+
+
 class SignalBoard:
     """Which mailbox rows of a receiver are in use, and for the how-many-th time. Owned by its step thread.
 
@@ -53,6 +75,7 @@ class SignalBoard:
         self._generations = np.zeros(num_signals, np.int64)
         self._held = np.zeros(num_signals, np.bool_)
         self._free = deque(range(num_signals))  # first in, first out: a slot rests as long as it can
+        self._seen = np.zeros(num_signals, np.int64)
 
     @property
     def num_free(self) -> int:
@@ -74,11 +97,18 @@ class SignalBoard:
             self._held[signal.slot] = False
             self._free.append(signal.slot)
 
+    def count_stale(self, mailbox: Int64Array) -> int:
+        """How many slots got a signal of another use than their last one since the call before."""
+        words = mailbox[: self._seen.size, 0]
+        stale = (words != self._seen) & (words >> TOKEN_BITS != self._generations)
+        self._seen = words.copy()
+        return int(np.count_nonzero(stale))
+
     @staticmethod
     def landed(mailbox: Int64Array, slots: Int64Array, generations: Int64Array) -> Int64Array:
         """int64 [n]: tokens landed for each waiting (slot, generation), 0 where the row speaks of another generation.
 
-        mailbox: int64 [num_signals, 2], from Transport.mailbox().
+        mailbox: int64 [≥ num_signals, 2], from Transport.mailbox().
         """
         words = mailbox[slots, 0]
         return np.where(words >> TOKEN_BITS == generations, words & MAX_TOKENS, 0)

@@ -23,7 +23,8 @@ NAME = "fake"
 
 Write = Callable[[], None]
 
-FAILING_CALLS = ("write_tokens", "write_slots", "fence", "is_quiet", "post")
+CALLS = ("write_tokens", "write_slots", "fence", "is_quiet", "post")
+PAUSE_SECONDS = 60.0  # longer than any test waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,22 @@ class _Memory:
     posts: list[_Issued] = field(default_factory=list)
     held: bool = False
     alive: bool = True
+
+
+class Pause:
+    """A call that was made to wait. A test that forgets it goes on after PAUSE_SECONDS."""
+
+    def __init__(self, skip: int) -> None:
+        self.skip = skip
+        self.entered = threading.Event()
+        self._resumed = threading.Event()
+
+    def hold(self) -> None:
+        self.entered.set()
+        self._resumed.wait(PAUSE_SECONDS)
+
+    def resume(self) -> None:
+        self._resumed.set()
 
 
 class FakeFabric:
@@ -72,6 +89,8 @@ class FakeFabric:
         self._lock = threading.RLock()
         self._numbers = count()
         self._failures: dict[tuple[str, int], list[Exception]] = {}
+        self._pauses: dict[tuple[str, int], list[Pause]] = {}
+        self._corrupt: dict[int, int] = {}
         self._memories = [
             _Memory(
                 [
@@ -125,11 +144,23 @@ class FakeFabric:
 
     def fail_next(self, call: str, pe: int, error: Exception | None = None) -> None:
         """The next write_tokens, write_slots, fence, is_quiet or post towards that PE raises and does nothing."""
-        if call not in FAILING_CALLS:
-            raise ValueError(f"call is {call!r}; it must be one of {', '.join(FAILING_CALLS)}")
+        _check_call(call)
         failure = error or TransportError(f"{call} to PE {pe} was told to fail")
         with self._lock:
             self._failures.setdefault((call, pe), []).append(failure)
+
+    def pause_next(self, call: str, pe: int, skip: int = 0) -> Pause:
+        """The next such call towards that PE, after `skip` others, waits in its thread until the test resumes it."""
+        _check_call(call)
+        pause = Pause(skip)
+        with self._lock:
+            self._pauses.setdefault((call, pe), []).append(pause)
+        return pause
+
+    def corrupt_next(self, pe: int) -> None:
+        """The next write towards that PE lands with one bit wrong."""
+        with self._lock:
+            self._corrupt[pe] = self._corrupt.get(pe, 0) + 1
 
     def kill(self, pe: int) -> None:
         """The PE's process ends: its own calls raise, some of its writes in flight land and the rest never do.
@@ -162,13 +193,30 @@ class FakeFabric:
         if failures:
             raise failures.pop(0)
 
-    def _write(self, call: str, sender: int, pe: int, writes: Sequence[Write]) -> None:
+    def _wait(self, call: str, pe: int) -> None:
+        with self._lock:
+            pauses = self._pauses.get((call, pe), [])
+            if not pauses:
+                return
+            if pauses[0].skip:
+                pauses[0].skip -= 1
+                return
+            pause = pauses.pop(0)
+        pause.hold()
+
+    def _write(self, call: str, sender: int, pe: int, writes: Sequence[Write], entry: Tensor) -> None:
+        """entry: something that the writes set, of which a bit is turned when they are to be corrupt."""
+        self._wait(call, pe)
         with self._lock:
             self._start(call, sender, pe)
+            if self._corrupt.get(pe, 0):
+                self._corrupt[pe] -= 1
+                writes = [partial(_run_and_turn_bit, writes, entry)]
             if self._memories[pe].alive:
                 self._memories[pe].in_flight += [_Issued(next(self._numbers), sender, write) for write in writes]
 
     def _post(self, sender: int, pe: int, post: Write) -> None:
+        self._wait("post", pe)
         with self._lock:
             self._start("post", sender, pe)
             memory, number = self._memories[pe], next(self._numbers)
@@ -179,11 +227,13 @@ class FakeFabric:
                 post()
 
     def _fence(self, sender: int, pe: int) -> int:
+        self._wait("fence", pe)
         with self._lock:
             self._start("fence", sender, pe)
             return next(self._numbers)
 
     def _is_quiet(self, sender: int, pe: int, number: int) -> bool:
+        self._wait("is_quiet", pe)
         with self._lock:
             self._start("is_quiet", sender, pe)
             memory = self._memories[pe]
@@ -244,18 +294,24 @@ class FakeTransport(Transport):
             raise IndexError(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
         pool = self._pools(pe)[group]
         rows, keys, values = slots.long().clone(), k.index_select(0, token_indices), v.index_select(0, token_indices)
-        self._fabric._write("write_tokens", self.pe, pe, [partial(pool.put_tokens, layer, rows, keys, values)])
+        if not len(rows):
+            return
+        write = partial(pool.put_tokens, layer, rows, keys, values)
+        self._fabric._write("write_tokens", self.pe, pe, [write], self._entry(pool, layer, int(rows[0])))
 
     def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         self._check_peer(pe)
         self._check_slots("source_slots", source_slots)
         self._check_slots("target_slots", target_slots)
+        if not target_slots.size:
+            return
         source, pool = self._pools(self.pe)[group], self._pools(pe)[group]
         parts = [
             plan_copy(source_slots[part], target_slots[part], self.layout.page_size)
             for part in _page_sized(target_slots, self.layout.page_size)
         ]
-        self._fabric._write("write_slots", self.pe, pe, [partial(pool.copy, source, part) for part in parts])
+        writes = [partial(pool.copy, source, part) for part in parts]
+        self._fabric._write("write_slots", self.pe, pe, writes, self._entry(pool, 0, int(target_slots[0])))
 
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
@@ -274,8 +330,23 @@ class FakeTransport(Transport):
     def close(self) -> None:
         self._joined = False
 
+    def _entry(self, pool: PagePool, layer: int, slot: int) -> Tensor:
+        page, offset = divmod(slot, self.layout.page_size)
+        return pool.pool[page, layer, 0, 0, offset]
+
     def _pools(self, pe: int) -> list[PagePool]:
         return self._fabric._memories[pe].pools
+
+
+def _check_call(call: str) -> None:
+    if call not in CALLS:
+        raise ValueError(f"call is {call!r}; it must be one of {', '.join(CALLS)}")
+
+
+def _run_and_turn_bit(writes: Sequence[Write], entry: Tensor) -> None:
+    for write in writes:
+        write()
+    entry.view(torch.uint8)[0] ^= 1
 
 
 def _page_sized(slots: Int32Array, page_size: int) -> list[slice]:

@@ -13,6 +13,8 @@ class Role(StrEnum):
 class WorkerConfig:
     """Plain values only: it travels to the worker's process.
 
+    lease_seconds: how long a decode worker keeps a reservation that nobody starts, and how long a connection may be
+    silent before its calls count as gone. verify_kv, the same on every PE: whether digests of pushed KV are compared.
     token: what every call to the worker must carry. threads None leaves torch's own choice. threads_alone: of a decode
     worker while no prompt is on its way to it; None is as many as otherwise.
     """
@@ -34,6 +36,8 @@ class WorkerConfig:
     max_sequences: int = 256
     transport: str = "shared_memory"
     num_signals: int = 256
+    lease_seconds: float = 30.0
+    verify_kv: bool = False
     threads: int | None = None
     threads_alone: int | None = None
     host: str = "127.0.0.1"

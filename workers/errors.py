@@ -13,7 +13,15 @@ class NoRoom(WorkerError):
     """Pages, signal slots or places in the batch are taken; the same call may succeed later."""
 
 
-class StaleEpoch(WorkerError):
+class Stale(WorkerError):
+    """The call speaks of something that is over; nothing was done."""
+
+
+class StaleReservation(Stale):
+    """The reservation was used, recalled, aborted or has expired, or was never made."""
+
+
+class StaleEpoch(Stale):
     """The call belongs to another incarnation of the island."""
 
     def __init__(self, received: int, current: int) -> None:
@@ -22,6 +30,14 @@ class StaleEpoch(WorkerError):
 
 class Aborted(WorkerError):
     """The request was aborted while the call waited."""
+
+
+class LeaseExpired(WorkerError):
+    """Nobody has waited for the request for as long as its lease; it was stopped."""
+
+
+class CorruptKV(WorkerError):
+    """What landed is not what was sent; the request ends, the worker goes on."""
 
 
 class ForwardFailed(WorkerError):

@@ -40,11 +40,13 @@ def reservation_to_proto(reservation: Reservation) -> worker_pb2.Reservation:
         reservation_id=reservation.reservation_id,
         epoch=reservation.epoch,
         target_pe=reservation.target_pe,
+        writer_pe=reservation.writer_pe,
         signal_slot=reservation.signal_slot,
         generation=reservation.generation,
         matched_tokens=reservation.matched_tokens,
         position_map=worker_pb2.PositionMap(**asdict(reservation.wire_map)),
         pages=reservation.pages,
+        lease_seconds=reservation.lease_seconds,
     )
 
 
@@ -55,6 +57,7 @@ def reservation_from_proto(message: worker_pb2.Reservation) -> Reservation:
         reservation_id=message.reservation_id,
         epoch=message.epoch,
         target_pe=message.target_pe,
+        writer_pe=message.writer_pe,
         signal_slot=message.signal_slot,
         generation=message.generation,
         matched_tokens=message.matched_tokens,
@@ -66,6 +69,7 @@ def reservation_from_proto(message: worker_pb2.Reservation) -> Reservation:
             layout_fingerprint=wire.layout_fingerprint,
         ),
         pages=message.pages,
+        lease_seconds=message.lease_seconds,
     )
 
 

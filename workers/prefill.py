@@ -8,13 +8,19 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from tandem.cache.digest import digest_kv
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import PositionMap
-from tandem.transfer.completion import pack_signal
+from tandem.transfer.completion import pack_payload, pack_signal
+from tandem.transfer.errors import TransportError
+from tandem.transfer.recall import Recall
 from tandem.transfer.transport import Transport
 from tandem.transfer.wire_map import decode_map
-from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, StaleEpoch
+from tandem.workers.counters import Counters
+from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LeaseExpired
+from tandem.workers.grants import Grants, signal_of
 from tandem.workers.landing import Landing
+from tandem.workers.lease import Clock, Lease
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.prefill_request import PrefillRequest, PrefillResult
 from tandem.workers.push_meter import PushMeter
@@ -25,6 +31,9 @@ from tandem.workers.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 ABORTED_IDS_REMEMBERED = 4096  # a RemoteSend that arrives after its Abort must not start
+RESULTS_REMEMBERED = 1024  # a RemoteSend that arrives again gets the same answer
+RECALL_POLL_SECONDS = 0.02
+LEASE_SHARE = 0.8  # the writer stops before the receiver's own lease is over
 # A push is nearly always through when its last token is sampled: its answer should not wait for another's forward.
 PATIENCE_SECONDS = 0.002
 POLL_SECONDS = 0.001
@@ -35,7 +44,7 @@ class PrefillLoop:
 
     A request waits, runs, and lands: then all its forwards are launched, and its pages stay until its writes are quiet.
     Only that waits for writes: the next forward is launched while they are under way, and the signal is posted behind
-    them.
+    them. However a request ends, it lands; a receiver that recalls it is answered once it has.
     """
 
     def __init__(
@@ -47,18 +56,27 @@ class PrefillLoop:
         *,
         max_batch_tokens: int,
         sharing: bool,
+        verify: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
+        """verify: whether a digest of what was sent goes with the signal, for the receiver to compare."""
         self._runner = runner
         self._cache = cache
         self._transport = transport
         self._meter = meter
         self._max_batch_tokens = max_batch_tokens
         self._sharing = sharing
+        self._verify = verify
+        self._clock = clock
+        self.counters = Counters()
+        self._grants = Grants(transport, self.counters)
+        self._recalls_read = -RECALL_POLL_SECONDS
         self._waiting: deque[PrefillRequest] = deque()
         self._running: list[PrefillRequest] = []
         self._landing: dict[str, Landing] = {}
         self._by_id: dict[str, PrefillRequest] = {}
         self._aborted: OrderedDict[str, None] = OrderedDict()
+        self._results: OrderedDict[str, Future[PrefillResult]] = OrderedDict()
         self._released: tuple[str, ...] = ()  # prefixes, one for each gateway that was lost
         self._next_sequence = 1
 
@@ -69,18 +87,31 @@ class PrefillLoop:
     ) -> "Future[PrefillResult]":
         """Queues a prompt; the future ends when its first token is sampled and all its KV has landed.
 
-        A second call with the same request_id gets the first one's future. Raises InvalidCall, InvalidPositionMap.
+        A second call with the same request_id gets the first one's future. Raises InvalidCall, InvalidPositionMap,
+        Aborted, StaleEpoch, StaleReservation. The lease runs until attend().
         """
         if request_id in self._aborted or request_id.startswith(self._released):
             raise Aborted(f"request {request_id!r} was aborted before it arrived")
         if request_id in self._by_id:
             return self._by_id[request_id].result
+        if request_id in self._results:
+            return self._results[request_id]
         position_map = self._checked_map(token_ids, reservation)
-        request = PrefillRequest(request_id, self._next_sequence, token_ids, params, reservation, position_map)
+        self._grants.take(reservation)
+        lease = Lease(reservation.lease_seconds * LEASE_SHARE, self._clock)
+        request = PrefillRequest(request_id, self._next_sequence, token_ids, params, reservation, position_map, lease)
         self._next_sequence += 1
         self._by_id[request_id] = request
         self._waiting.append(request)
         return request.result
+
+    def attend(self, request_id: str) -> Lease | None:
+        """The lease of a request, which does not run until the caller leaves it; None when the request has ended."""
+        request = self._by_id.get(request_id)
+        if request is None:
+            return None
+        request.lease.attend()
+        return request.lease
 
     def abort(self, request_id: str) -> "Future[bool]":
         """Ends once this worker neither computes nor writes for the request; False when it was not here.
@@ -94,14 +125,8 @@ class PrefillLoop:
         request = self._by_id.get(request_id)
         if request is None:
             return _done(False)
-        if request in self._waiting:
-            self._waiting.remove(request)
-            del self._by_id[request_id]
-            request.result.set_exception(_aborted(request))
-            return _done(True)
-        if request in self._running:
-            self._land(request, _aborted(request))
-        return self._landing[request_id].abort()
+        self._stop(request, Aborted(f"request {request_id!r} was aborted"))
+        return self._landing[request_id].abort() if request_id in self._landing else _done(True)
 
     def release(self, prefix: str) -> "list[Future[bool]]":
         """abort() for every request whose id begins with `prefix`, those that are yet to arrive included."""
@@ -119,6 +144,8 @@ class PrefillLoop:
     # Steps
 
     def step(self) -> float | None:
+        self._heed_recalls()
+        self._stop_expired()
         self._settle()
         self._admit()
         chunks = self._next_chunks()
@@ -132,15 +159,44 @@ class PrefillLoop:
                         self._land(request, ForwardFailed(f"prefill of {request.request_id!r} failed: {error}"))
         if self._running or (chunks and self._waiting):
             return 0
-        return POLL_SECONDS if self._landing else None
+        return POLL_SECONDS if self._landing else RECALL_POLL_SECONDS
+
+    def _heed_recalls(self) -> None:
+        """Stops what receivers want back, and tells them once nothing of it is in flight any more."""
+        if self._clock() - self._recalls_read < RECALL_POLL_SECONDS:
+            return
+        self._recalls_read = self._clock()
+        recalls = self._grants.recalled()
+        for recall in recalls:
+            for request in self._recalled(recall):
+                self._stop(request, Aborted(f"request {request.request_id!r} was ended by its receiver"))
+        if recalls:
+            self._settle()
+        for recall in recalls:
+            if self._recalled(recall):
+                continue  # it lands: the recall stays unanswered, and is read again
+            try:
+                self._grants.answer(recall)
+            except TransportError:
+                log.exception("PE %d waits on for the answer to its recall", recall.pe)
+
+    def _recalled(self, recall: Recall) -> list[PrefillRequest]:
+        """Those of that use of the receiver's slot whose writes are not known to be quiet."""
+        return [
+            request
+            for request in self._by_id.values()
+            if request.reservation.target_pe == recall.pe and signal_of(request.reservation) == recall.signal
+        ]
+
+    def _stop_expired(self) -> None:
+        unfinished = [*self._waiting, *self._running]  # whoever lands only waits for what it has written
+        for request in [request for request in unfinished if request.lease.is_over]:
+            self.counters.expired_leases += 1
+            reason = f"no call waited for request {request.request_id!r} for {request.lease.seconds:g} s"
+            self._stop(request, LeaseExpired(reason))
 
     def _checked_map(self, token_ids: list[int], reservation: Reservation) -> PositionMap:
-        if reservation.epoch != self._transport.epoch:
-            raise StaleEpoch(reservation.epoch, self._transport.epoch)
-        for name, limit in (("target_pe", self._transport.num_pes), ("signal_slot", self._transport.num_signals)):
-            value = getattr(reservation, name)
-            if value >= limit:
-                raise InvalidCall(f"{name} is {value}; 0 … {limit - 1} are accepted")
+        self._grants.check(reservation)
         if not reservation.matched_tokens < len(token_ids):
             raise InvalidCall(
                 f"matched_tokens is {reservation.matched_tokens} of a prompt of {len(token_ids)}; one must be left"
@@ -224,12 +280,27 @@ class PrefillLoop:
             request.bytes_pushed = total
 
     def _end(self, request: PrefillRequest) -> None:
-        reservation = request.reservation
-        signal = pack_signal(reservation.generation, request.position_map.num_tokens)
-        self._transport.post(reservation.target_pe, reservation.signal_slot, signal, request.first_token)
+        reservation, digest = request.reservation, 0
+        if self._verify:
+            digest = digest_kv(self._cache, request.sequence_id, reservation.matched_tokens, request.num_tokens)
+        self._transport.post(
+            reservation.target_pe,
+            reservation.signal_slot,
+            pack_signal(reservation.generation, request.position_map.num_tokens),
+            pack_payload(request.first_token, digest),
+        )
         if self._sharing:
             self._cache.publish_prefix(request.sequence_id, request.token_ids)
         self._land(request, None)
+
+    def _stop(self, request: PrefillRequest, error: Exception) -> None:
+        """Nothing more is computed for the request; whoever waits for it hears `error` once its writes are quiet."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+            self._forget(request)
+            request.result.set_exception(error)
+        elif request in self._running:
+            self._land(request, error)
 
     def _land(self, request: PrefillRequest, error: Exception | None) -> None:
         """No forward will have this request any more; error: why it has no result."""
@@ -240,19 +311,23 @@ class PrefillLoop:
         """Lets go of the requests whose writes are quiet by now."""
         for request_id, landing in list(self._landing.items()):
             if landing.is_quiet():
-                del self._landing[request_id], self._by_id[request_id]
+                del self._landing[request_id]
+                self._forget(landing.request)
                 self._cache.remove_sequence(landing.request.sequence_id)
                 landing.finish()
+
+    def _forget(self, request: PrefillRequest) -> None:
+        """It writes no more and holds no page here; a call that comes again finds its result."""
+        del self._by_id[request.request_id]
+        self._results[request.request_id] = request.result
+        while len(self._results) > RESULTS_REMEMBERED:
+            self._results.popitem(last=False)
 
     def _await_landing(self, ended: Sequence[PrefillRequest]) -> None:
         until = time.monotonic() + PATIENCE_SECONDS
         self._settle()
         while any(request.request_id in self._landing for request in ended) and time.monotonic() < until:
             self._settle()
-
-
-def _aborted(request: PrefillRequest) -> Aborted:
-    return Aborted(f"request {request.request_id!r} was aborted")
 
 
 def _done(known: bool) -> "Future[bool]":

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from tandem.cache.position_map import PositionMap
+from tandem.workers.lease import Lease
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.token_logprobs import TokenLogprobs
@@ -40,6 +41,7 @@ class PrefillRequest:
     params: SamplingParams
     reservation: Reservation
     position_map: PositionMap
+    lease: Lease
     result: "Future[PrefillResult]" = field(default_factory=Future)
     computed: int = 0
     cached_tokens: int = 0

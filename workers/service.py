@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -17,8 +18,19 @@ from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.transfer.errors import TransferError
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.decode import DecodeLoop
-from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, NoRoom, StaleEpoch, WriterNotQuiet
+from tandem.workers.errors import (
+    Aborted,
+    CorruptKV,
+    ForwardFailed,
+    InvalidCall,
+    LeaseExpired,
+    NoRoom,
+    Stale,
+    StaleEpoch,
+    WriterNotQuiet,
+)
 from tandem.workers.finish import FinishReason
+from tandem.workers.lease import Lease
 from tandem.workers.messages import (
     logprobs_to_proto,
     reservation_from_proto,
@@ -36,8 +48,10 @@ log = logging.getLogger(__name__)
 
 STATUS_OF_ERROR: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (NoRoom, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (StaleEpoch, grpc.StatusCode.FAILED_PRECONDITION),
+    (Stale, grpc.StatusCode.FAILED_PRECONDITION),
     (Aborted, grpc.StatusCode.ABORTED),
+    (LeaseExpired, grpc.StatusCode.ABORTED),
+    (CorruptKV, grpc.StatusCode.DATA_LOSS),
     (InvalidCall, grpc.StatusCode.INVALID_ARGUMENT),
     (ForwardFailed, grpc.StatusCode.INTERNAL),
     (WriterNotQuiet, grpc.StatusCode.UNAVAILABLE),
@@ -74,10 +88,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._cache = cache
 
     async def _on_step_thread(self, context: Context, epoch: int, command: Callable[[], T]) -> T:
-        try:
+        def of_this_epoch() -> T:
             if epoch != self._config.epoch:
+                self._loop.counters.stale_calls += 1
                 raise StaleEpoch(epoch, self._config.epoch)
-            return await asyncio.wrap_future(self._thread.call(command))
+            return command()
+
+        try:
+            return await asyncio.wrap_future(self._thread.call(of_this_epoch))
         except Exception as error:
             await _refuse(context, error)
 
@@ -98,6 +116,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             running=self._loop.num_running,
             waiting=self._loop.num_waiting,
             resident_bytes=_resident_bytes(),
+            counters=inference_pb2.WorkerCounters(**asdict(self._loop.counters)),
         )
 
 
@@ -111,12 +130,21 @@ class PrefillService(WorkerService):
     async def RemoteSend(
         self, request: worker_pb2.RemoteSendRequest, context: Context
     ) -> worker_pb2.RemoteSendResponse:
+        attended: list[Lease] = []
+
         def submit() -> Future[PrefillResult]:
             reservation = reservation_from_proto(request.reservation)
             params = sampling_from_proto(request.sampling)
-            return self._prefill.submit(request.request_id, list(request.token_ids), params, reservation)
+            future = self._prefill.submit(request.request_id, list(request.token_ids), params, reservation)
+            lease = self._prefill.attend(request.request_id)
+            attended.extend([] if lease is None else [lease])
+            return future
 
-        result = await _outcome(context, await self._on_step_thread(context, request.epoch, submit))
+        try:
+            result = await _outcome(context, await self._on_step_thread(context, request.epoch, submit))
+        except asyncio.CancelledError:
+            self._thread.call(lambda: [lease.leave() for lease in attended])  # runs behind submit, if that runs at all
+            raise
         return worker_pb2.RemoteSendResponse(
             first_token=result.first_token,
             logprobs=None if result.logprobs is None else logprobs_to_proto(result.logprobs),
@@ -145,29 +173,33 @@ class DecodeService(WorkerService):
         reservation = await self._on_step_thread(
             context,
             request.epoch,
-            lambda: self._decode.prepare(request.request_id, list(request.token_ids), request.max_tokens),
+            lambda: self._decode.prepare(
+                request.request_id, list(request.token_ids), request.max_tokens, request.writer_pe
+            ),
         )
         return reservation_to_proto(reservation)
 
     async def StartGenerate(self, request: worker_pb2.StartGenerateRequest, context: Context) -> None:
         stream = TokenStream()
-        params = sampling_from_proto(request.sampling)
-        await self._on_step_thread(
-            context,
-            request.epoch,
-            lambda: self._decode.start(request.request_id, request.reservation_id, params, stream),
-        )
+        started: list[str] = []
+
+        def start() -> None:
+            params = sampling_from_proto(request.sampling)
+            self._decode.start(request.request_id, request.reservation_id, params, stream)
+            started.append(request.request_id)
+
         finished = False
         try:
+            await self._on_step_thread(context, request.epoch, start)
             while not finished:
                 tokens = await stream.next()
                 finished = tokens.finish_reason != FinishReason.RUNNING
-                if tokens.error:
-                    await _refuse(context, ForwardFailed(tokens.error))
+                if tokens.error is not None:
+                    await _refuse(context, tokens.error)
                 await context.write(_generated(tokens))
         finally:
-            if not finished:  # the reader went away
-                self._thread.call(lambda: self._decode.abort(request.request_id, writer_quiet=False))
+            if not finished:  # the reader went away; a start that is still to come is not one of a reader
+                self._thread.call(lambda: [self._decode.abort(started_id, False) for started_id in started])
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
         known = await self._on_step_thread(

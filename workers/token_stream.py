@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
+from tandem.workers.errors import WorkerError
 from tandem.workers.finish import FinishReason
 from tandem.workers.token_logprobs import TokenLogprobs
 
@@ -14,7 +15,7 @@ class Tokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.RUNNING
-    error: str = ""
+    error: WorkerError | None = None
 
 
 class TokenStream:
@@ -30,7 +31,7 @@ class TokenStream:
         self._pending.logprobs += logprobs
         self._pending.finish_reason = finish_reason
 
-    def fail(self, error: str) -> None:
+    def fail(self, error: WorkerError) -> None:
         self._pending.finish_reason = FinishReason.ERROR
         self._pending.error = error
         self._ready.set()
@@ -78,7 +79,7 @@ class StreamFanout:
         if updates:
             self._event_loop.call_soon_threadsafe(self._deliver, updates)
 
-    def fail(self, stream: TokenStream, error: str) -> None:
+    def fail(self, stream: TokenStream, error: WorkerError) -> None:
         self._event_loop.call_soon_threadsafe(stream.fail, error)
 
     def _deliver(self, updates: list[StreamUpdate]) -> None:

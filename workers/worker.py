@@ -15,6 +15,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.proto import worker_pb2_grpc
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
+from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
 from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import Role, WorkerConfig
@@ -50,8 +51,12 @@ def kv_layout(model: ModelConfig, page_size: int) -> KVLayout:
 class Worker:
     """Lifecycle: load() → open(pages) → join(handles) → serve() → stop(). stop() may come at any time, and twice."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(
+        self, config: WorkerConfig, transports: Callable[[str, TransportConfig], Transport] = create_transport
+    ) -> None:
+        """transports: makes the transport of that name."""
         self.config = config
+        self._transports = transports
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         crew = load_crew() if config.device == "cpu" else None
@@ -94,14 +99,14 @@ class Worker:
     def open(self, num_pages: int) -> bytes:
         """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric."""
         config = self.config
-        self._opened = create_transport(
+        self._opened = self._transports(
             config.transport,
             TransportConfig(
                 pe=config.pe,
                 num_pes=config.num_pes,
                 layout=kv_layout(self.model_config, config.page_size),
                 num_pages=num_pages,
-                num_signals=config.num_signals,
+                num_signals=mailbox_rows(config.num_signals, config.num_pes),
                 island=config.island,
                 epoch=config.epoch,
             ),
@@ -174,6 +179,7 @@ class Worker:
                 self._meter,
                 max_batch_tokens=config.max_batch_tokens,
                 sharing=self._sharing,
+                verify=self._verify,
             )
             self._step_thread = StepThread(loop, "step")
             service = PrefillService(config, self._step_thread, loop, cache)
@@ -187,6 +193,8 @@ class Worker:
                 eos_token_ids=self.model_config.eos_token_ids,
                 max_sequences=config.max_sequences,
                 sharing=self._sharing,
+                verify=self._verify,
+                lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
             service = DecodeService(config, self._step_thread, loop, cache)
@@ -195,11 +203,7 @@ class Worker:
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
         if config.role == Role.DECODE:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
-        limit = config.max_message_bytes
-        options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
-        self._server = grpc.aio.server(
-            options=[*options, ("grpc.so_reuseport", 0)], interceptors=[TokenRequired(config.token)]
-        )
+        self._server = grpc.aio.server(options=_server_options(config), interceptors=[TokenRequired(config.token)])
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         port = self._server.add_insecure_port(f"{config.host}:0")
         await self._server.start()
@@ -211,6 +215,11 @@ class Worker:
         model = self.model_config
         by_length = model.rope.by_length and self.config.max_model_len > (model.rope_switch or 0)
         return self.config.prefix_sharing and not by_length and model.layer_windows is None
+
+    @property
+    def _verify(self) -> bool:
+        # A digest is of all positions that were sent; with windows some have left their layers before the last is.
+        return self.config.verify_kv and self.model_config.layer_windows is None
 
     def _make_cache(self) -> PagedKVCache:
         model, config = self.model_config, self.config
@@ -226,3 +235,18 @@ class Worker:
             scale=model.attn_scale,
             softcap=model.attn_softcap,
         )
+
+
+def _server_options(config: WorkerConfig) -> list[tuple[str, int]]:
+    """A peer that hangs keeps its connection, so it is asked for a sign of life: without one its calls end as if it
+    had gone, at the latest after a lease, or after two seconds where a lease is shorter."""
+    half_lease_ms = max(1000, int(config.lease_seconds * 500))
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", half_lease_ms),
+        ("grpc.keepalive_timeout_ms", half_lease_ms),
+        ("grpc.http2.ping_timeout_ms", half_lease_ms),  # 60 s by default, and it is the one that ends a connection
+        ("grpc.http2.max_pings_without_data", 0),
+    ]

@@ -23,6 +23,7 @@ from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import PositionMap, SlotRuns
 from tandem.cache.rope import RopeParameters
+from tandem.cluster.admission import AdmissionQueue
 from tandem.cluster.generation import Generation
 from tandem.cluster.islands import Islands
 from tandem.cluster.membership import IslandState
@@ -140,6 +141,8 @@ class AtOnce(worker_pb2_grpc.WorkerServicer):
                 matched_tokens=0,
                 wire_map=encode_map(position_map(np.arange(64)), LAYOUT),
                 pages=64,
+                writer_pe=0,
+                lease_seconds=30.0,
             )
         )
 
@@ -163,12 +166,12 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
     islands = Islands(16 << 20)
     workers = tuple(WorkerAddress(role, pe, address, token) for pe, role in enumerate((Role.PREFILL, Role.DECODE)))
     await islands.update(IslandState("i", epoch=1, restarts=0, workers=workers, version=1))
-    router = Router(islands, id_prefix="1.", max_queued=8, queue_seconds=5)
+    router = Router(islands, AdmissionQueue(8, 1 << 20), id_prefix="1.", queue_seconds=5)
     prompt = list(range(1024))
     params = SamplingParams(max_tokens=2, temperature=0, seed=1)
 
     async def request() -> None:
-        placement = await router.place("r", prompt, 2)
+        placement = await router.place("r", prompt, 2, "client")
         generation = Generation(ValidRequest("r", prompt, params), time.perf_counter(), None, ())
         async for _ in generation.run(placement, 5.0):
             pass

@@ -25,6 +25,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     fails: dict[str, list[str]] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    writer_quiet: list[bool] = field(default_factory=list)
     address: str = ""
 
     async def start(self) -> None:
@@ -67,6 +68,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         self.ended.append(request.request_id)
+        self.writer_quiet.append(request.writer_quiet)
+        await self._maybe_fail("Abort", context)
         return worker_pb2.AbortResponse(known=True)
 
     async def _maybe_fail(self, call: str, context: Any) -> None:

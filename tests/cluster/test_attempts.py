@@ -56,7 +56,7 @@ async def ask(client: AsyncClient) -> list[GenerateUpdate]:
     return [update async for update in stream]
 
 
-LOST = ["UNAVAILABLE", "FAILED_PRECONDITION", "UNAUTHENTICATED", "ABORTED", "CANCELLED", "UNKNOWN"]
+LOST = ["UNAVAILABLE", "FAILED_PRECONDITION", "UNAUTHENTICATED", "ABORTED", "CANCELLED", "UNKNOWN", "DATA_LOSS"]
 
 
 @pytest.mark.parametrize("status", LOST)
@@ -88,6 +88,18 @@ def test_a_lost_decode_goes_on_after_the_tokens_sent(model: Path, status: str) -
         assert len(set(worker.ended)) == 1
 
     with_gateway(model, FakeWorker(say, {"StartGenerate": ["go on", "go on", status]}), body)
+
+
+def test_a_sender_that_is_not_quiet_yet_is_asked_again(model: Path) -> None:
+    """And the receiver hears that it may reuse the pages only when the sender has said so."""
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        assert tokens_of(await ask(client)) == TOKENS
+        while len(worker.ended) < 4:
+            await asyncio.sleep(0.01)
+        assert worker.writer_quiet == [False, False, False, True]  # prefill, decode, prefill again, decode again
+
+    with_gateway(model, FakeWorker(say, {"RemoteSend": ["UNAVAILABLE"], "Abort": ["UNAVAILABLE"]}), body)
 
 
 def test_attempts_are_bounded_and_the_error_says_why(model: Path) -> None:

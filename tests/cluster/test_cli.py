@@ -64,10 +64,11 @@ class TestUp:
         path.write_text("name: mine\n")
         model = tmp_path / "it's a model"
         options = ("--model", str(model), "--grpc-port", "0", "--set", "cache.num_pages=7", "--set", "name=other")
-        assert run("up", str(path), *options, "--address", "10.0.0.1:6379") == 0
+        assert run("up", str(path), *options, "--verify-kv", "--address", "10.0.0.1:6379") == 0
         ((config, address),) = seen
         assert (config.name, config.cache.num_pages, config.gateway.port) == ("other", 7, 0)
         assert config.model.path == str(model)
+        assert config.island.verify_kv
         assert address == "10.0.0.1:6379"
 
     def test_a_model_is_needed(self, tmp_path: Path, capsys: Capture) -> None:

@@ -1,11 +1,14 @@
 """What a request may say, through the gRPC door: parameters, finish reasons, errors."""
 
+import asyncio
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 
 from tandem.cluster.client import Client
@@ -220,10 +223,70 @@ def test_requests_wait_for_room_and_for_no_longer_than_allowed(folder: Path) -> 
         running.close()
 
 
-def test_full_queue(folder: Path) -> None:
+@pytest.mark.parametrize("bound", [{"gateway.max_queued": 1}, {"gateway.max_queued_tokens": 130}])
+def test_full_queue(folder: Path, bound: dict[str, int]) -> None:
     prompts = [random_prompt(60, seed, 500) for seed in range(12)]
+    (key,) = bound
     with (
-        running_island(folder, {"cache.num_pages": 16, "gateway.max_queued": 1}) as island,
-        pytest.raises(Overloaded, match="max_queued"),
+        running_island(folder, {"cache.num_pages": 16, **bound}) as island,
+        pytest.raises(Overloaded, match=key) as caught,
     ):
         complete_all(island.address, prompts, max_tokens=60, **GREEDY)
+    assert 0.1 <= caught.value.retry_after_seconds <= 60
+    assert caught.value.retry_after_seconds != 1.0  # what the client assumes without advice
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_pool_that_holds_one_request_serves_them_one_after_another(folder: Path, workers: int) -> None:
+    """On both sides: 13 pages are needed of 13, and with two of each kind whoever is free takes the next."""
+    prompts = [random_prompt(60, seed, 500) for seed in range(6)]
+    oracle = load_oracle(folder)
+    settings = {"cache.num_pages": 13, "island.num_prefill": workers, "island.num_decode": workers}
+    with running_island(folder, settings) as island:
+        tokens = complete_all(island.address, prompts, max_tokens=40, **GREEDY)
+    assert tokens == [greedy(oracle, prompt, 40) for prompt in prompts]
+
+
+def test_clients_that_wait_take_turns(folder: Path) -> None:
+    """One client's six requests are there first; another's only one does not wait for all of them."""
+    order: list[str] = []
+
+    async def one(stub: inference_pb2_grpc.InferenceStub, client: str, seed: int) -> None:
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=random_prompt(60, seed, 500)),
+            sampling=inference_pb2.SamplingParams(max_tokens=40, temperature=0, ignore_eos=True),
+        )
+        call = stub.Generate(request, timeout=60, metadata=(("client-id", client),))
+        messages = aiter(call)
+        await anext(messages)
+        order.append(client)
+        async for _ in messages:
+            pass
+
+    async def crowd(island: Island) -> None:
+        async with grpc.aio.insecure_channel(island.address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            tasks = []
+            for number, client in enumerate(["much"] * 6 + ["little"]):
+                tasks.append(asyncio.create_task(one(stub, client, number)))
+                while len(island.gateway._active) + len(order) <= number:
+                    await asyncio.sleep(0.001)
+            await asyncio.gather(*tasks)
+
+    with running_island(folder, {"cache.num_pages": 16}) as island:
+        stopped, resume = threading.Event(), threading.Event()
+        thread = island.workers[1]._step_thread
+        assert thread is not None
+        thread.call(lambda: (stopped.set(), resume.wait(30)))  # until all of them wait
+        assert stopped.wait(30)
+        releaser = threading.Thread(target=lambda: (_until(lambda: len(island.gateway._active) == 7), resume.set()))
+        releaser.start()
+        asyncio.run(crowd(island))
+        releaser.join(30)
+    assert order.index("little") <= 2
+    assert len(order) == 7
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.002)

@@ -9,7 +9,10 @@ from tandem.transfer.completion import (
     MAX_TOKENS,
     Signal,
     SignalBoard,
+    is_newer,
+    pack_payload,
     pack_signal,
+    unpack_payload,
     unpack_signal,
 )
 from tandem.transfer.errors import NoFreeSignal
@@ -73,3 +76,39 @@ def test_landed_counts_only_signals_of_the_asked_generation() -> None:
     generations = np.array([signal.generation for signal in asked])
     assert SignalBoard.landed(mailbox, slots, generations).tolist() == [17, 0, 0, MAX_TOKENS]
     assert SignalBoard.landed(mailbox, slots[:0], generations[:0]).shape == (0,)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1))
+def test_payload_words_round_trip_and_fit_an_int64(token: int, digest: int) -> None:
+    word = pack_payload(token, digest)
+    assert 0 <= word < 2**63
+    assert unpack_payload(int(np.int64(word))) == (token, digest)
+
+
+@pytest.mark.parametrize(("token", "digest"), [(-1, 0), (2**32, 0), (0, -1), (0, 2**31)])
+def test_payload_parts_that_do_not_fit_are_refused(token: int, digest: int) -> None:
+    with pytest.raises(InvalidArgument, match="accepted"):
+        pack_payload(token, digest)
+
+
+@given(st.integers(1, MAX_GENERATION), st.integers(1, 1000))
+def test_newer_generations_round_the_end(generation: int, uses: int) -> None:
+    later = (generation - 1 + uses) % MAX_GENERATION + 1
+    assert is_newer(later, generation)
+    assert not is_newer(generation, later)
+    assert not is_newer(generation, generation)
+
+
+def test_a_signal_is_stale_once_and_only_under_another_use() -> None:
+    board = SignalBoard(3)
+    signals = [board.acquire() for _ in range(3)]
+    mailbox = np.zeros((5, 2), np.int64)  # rows behind those of the board are not its own
+    mailbox[4] = 77
+    assert board.count_stale(mailbox) == 0
+    mailbox[0] = pack_signal(signals[0].generation, 9), 1
+    mailbox[1] = pack_signal(signals[1].generation + 1, 9), 1
+    assert board.count_stale(mailbox) == 1
+    assert board.count_stale(mailbox) == 0
+    board.release(signals[0])
+    board.acquire()
+    assert board.count_stale(mailbox) == 0, "what was seen before the slot's next use is not stale"

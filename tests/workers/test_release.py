@@ -8,12 +8,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tandem.transfer.fake import FakeFabric, FakeTransport
-from tandem.transfer.membership import TransportConfig
+from tandem.transfer.fake import FakeFabric
 from tandem.workers.authentication import authorized
 from tandem.workers.worker import Worker
 from tests.checkpoints import save_checkpoint
-from tests.island import running_island
+from tests.island import FakeIsland, running_island
 from tests.workers.test_service import Pair, Stub, code_of
 
 DECODE, NUM_PAGES = 1, 16
@@ -25,22 +24,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def island(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pair, FakeFabric, Worker, Worker]]:
-    fabrics: list[FakeFabric] = []
-
-    def create(name: str, config: TransportConfig) -> FakeTransport:
-        if not fabrics:
-            sizes = {"num_pages": config.num_pages, "num_signals": config.num_signals}
-            fabrics.append(FakeFabric(config.num_pes, config.layout, island=config.island, epoch=config.epoch, **sizes))
-        return fabrics[0].transport(config.pe)
-
-    monkeypatch.setattr("tandem.workers.worker.create_transport", create)
-    with running_island(checkpoint, {"cache.num_pages": NUM_PAGES, "cache.prefix_sharing": False}) as running:
+def island(checkpoint: Path) -> Iterator[tuple[Pair, FakeFabric, Worker, Worker]]:
+    transports = FakeIsland()
+    settings = {"cache.num_pages": NUM_PAGES, "cache.prefix_sharing": False}
+    with running_island(checkpoint, settings, transports) as running:
         prefill, decode = running.workers
         with grpc.insecure_channel(prefill.address) as one, grpc.insecure_channel(decode.address) as other:
             token = prefill.config.token
             pair = Pair(authorized(Stub(one), token), authorized(Stub(other), token))
-            yield pair, fabrics[0], prefill, decode
+            yield pair, transports.fabric, prefill, decode
 
 
 def test_only_the_lost_gateways_requests_end(island: tuple[Pair, FakeFabric, Worker, Worker]) -> None:

@@ -13,11 +13,13 @@ import torch
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.rope import RopeParameters
-from tandem.transfer.completion import pack_signal
+from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.fake import FakeFabric, FakeTransport
+from tandem.transfer.recall import mailbox_rows
 from tandem.workers.core_share import CoreShare
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.decode_batch import ON_HOST
+from tandem.workers.errors import WorkerError
 from tandem.workers.finish import FinishReason
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.pending_samples import PendingSamples, Samples
@@ -96,15 +98,15 @@ class Collector:
             if update.finish_reason != FinishReason.RUNNING:
                 self.ends[update.stream] = update.finish_reason
 
-    def fail(self, stream: TokenStream, error: str) -> None:
-        self.ends[stream] = error
+    def fail(self, stream: TokenStream, error: WorkerError) -> None:
+        self.ends[stream] = str(error)
 
 
 class Bench:
     """One decode worker's loop, whose sender is the test."""
 
     def __init__(self, max_sequences: int = 8) -> None:
-        self.fabric = FakeFabric(2, LAYOUT, num_pages=NUM_PAGES)
+        self.fabric = FakeFabric(2, LAYOUT, num_pages=NUM_PAGES, num_signals=mailbox_rows(8, 2))
         self._sender, receiver = self.fabric.joined()
         self.receiver: FakeTransport = receiver
         self.cache = PagedKVCache(
@@ -125,15 +127,15 @@ class Bench:
             eos_token_ids=(),
             max_sequences=max_sequences,
             sharing=False,
+            lease_seconds=60,
         )
 
     def start(self, name: str, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> tuple[Reservation, TokenStream]:
         """A request whose KV and first token have landed."""
-        reservation = self.loop.prepare(name, [1] * PROMPT, max_tokens)
+        reservation = self.loop.prepare(name, [1] * PROMPT, max_tokens, writer_pe=0)
         sequence, stream = reservation.reservation_id, TokenStream()
-        self._sender.post(
-            1, reservation.signal_slot, pack_signal(reservation.generation, PROMPT), token_at(sequence, PROMPT)
-        )
+        signal = pack_signal(reservation.generation, PROMPT)
+        self._sender.post(1, reservation.signal_slot, signal, pack_payload(token_at(sequence, PROMPT), 0))
         params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=stop_ids)
         self.loop.start(name, sequence, params, stream)
         return reservation, stream

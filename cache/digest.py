@@ -1,0 +1,39 @@
+"""A digest of stored KV by which sender and receiver compare what one wrote into the other's pages."""
+
+import torch
+from torch import Tensor
+
+from tandem.cache.paged_cache import PagedKVCache
+
+DIGEST_BITS = 31
+POSITIONS_AT_A_TIME = 1024  # bounds the copies of a long sequence
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+
+
+def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int) -> int:
+    """31 bits of the KV of positions begin … end - 1 in all layers, bit for bit; runs on the pages' device.
+
+    Σ word · weight(column) · weight(position) modulo 2⁶⁴, of which the upper half is taken: as quick as a sum, in any
+    order, and since weights are odd and differ, one wrong word is noticed and so are two that changed places.
+    """
+    total: Tensor | int = 0
+    for first in range(begin, end, POSITIONS_AT_A_TIME):
+        last = min(end, first + POSITIONS_AT_A_TIME)
+        for layer, (k, v) in enumerate(cache.gather_kv(sequence, first, last)):
+            total = total + _weigh(k, first, 2 * layer) + _weigh(v, first, 2 * layer + 1)
+    return int(total) >> 32 & (1 << DIGEST_BITS) - 1
+
+
+def _weigh(entries: Tensor, position: int, salt: int) -> Tensor:
+    """int64 []: of entries [n, heads, dim] that stand at `position` … ."""
+    words = entries.reshape(entries.shape[0], -1).view(WORDS[entries.element_size()]).long()
+    columns = _weights(salt << 32, words.shape[1], words.device)
+    positions = _weights(position, words.shape[0], words.device)
+    return ((words * columns).sum(1) * positions).sum()
+
+
+def _weights(begin: int, count: int, device: torch.device) -> Tensor:
+    """int64 [count], odd: a mix of begin, begin + 1, … by splitmix64's constants."""
+    mixed = torch.arange(begin + 1, begin + 1 + count, device=device) * -0x61C8864680B583EB
+    mixed = (mixed ^ mixed >> 30) * -0x40A7B892E31B1A47
+    return (mixed ^ mixed >> 27) | 1

@@ -1,0 +1,100 @@
+"""The digest is of what is stored, wherever its pages are, and notices every bit."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.cache import digest
+from tandem.cache.digest import DIGEST_BITS, digest_kv
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.rope import RopeParameters
+
+PAGE, LENGTH = 4, 22
+SEQUENCE = 7
+
+
+class Stored:
+    """One sequence of LENGTH positions, `lead` pages into the pool."""
+
+    def __init__(self, dtype: torch.dtype, lead: int = 0) -> None:
+        layout = KVLayout((LayerGroup((0, 2), 2, 8), LayerGroup((1,), 1, 8)), PAGE, dtype)
+        self.pools = [torch.zeros(16, *layout.page_shape(group), dtype=dtype) for group in range(2)]
+        self.cache = PagedKVCache(
+            layout, self.pools, max_sequences=4, max_sequence_length=64, rope=RopeParameters("none", 8), writer=None
+        )
+        if lead:
+            self.cache.add_sequence(1)
+            self.cache.reserve(1, lead * PAGE)
+        self.cache.add_sequence(SEQUENCE)
+        runs = self.cache.prepare_receive(SEQUENCE, LENGTH).runs
+        self.slots = [torch.from_numpy(group.slots()).long() for group in runs]
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for pool, slots in zip(self.pools, self.slots, strict=True):
+            layers, _, heads, _, dim = pool.shape[1:]
+            values = torch.randn(LENGTH, layers, 2, heads, dim, generator=generator).to(pool.dtype)
+            pool[slots // PAGE, :, :, :, slots % PAGE] = values
+
+    def bits(self, group: int, position: int) -> np.ndarray:
+        """A view of the position's KV that is written through: uint8."""
+        slot = int(self.slots[group][position])
+        return self.pools[group][slot // PAGE, :, :, :, slot % PAGE].view(torch.uint8).numpy()
+
+    def digest(self, begin: int = 0) -> int:
+        return digest_kv(self.cache, SEQUENCE, begin, LENGTH)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def test_equal_wherever_the_pages_are_and_however_it_is_read(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Stored(dtype), Stored(dtype, lead=3)
+    one.fill(0)
+    other.fill(0)
+    for pool in other.pools:
+        pool[:3] = 5  # what is stored beside does not count
+    assert not torch.equal(one.slots[0], other.slots[0])
+    assert 0 <= one.digest() < 1 << DIGEST_BITS
+    assert one.digest() == other.digest()
+    monkeypatch.setattr(digest, "POSITIONS_AT_A_TIME", 5)
+    assert one.digest(3) == other.digest(3) != one.digest()
+
+
+def test_nan_and_zeros_of_both_signs_are_bits_too(dtype: torch.dtype) -> None:
+    stored = Stored(dtype)
+    stored.pools[0].fill_(float("nan"))
+    before = stored.digest()
+    assert stored.digest() == before
+    stored.pools[0].zero_()
+    zeros = stored.digest()
+    stored.pools[0].neg_()
+    assert len({before, zeros, stored.digest()}) == 3
+
+
+@given(st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 1), st.integers(0, LENGTH - 1), st.data())
+def test_one_bit_changes_it(dtype: torch.dtype, group: int, position: int, data: st.DataObject) -> None:
+    stored = Stored(dtype)
+    stored.fill(1)
+    before = stored.digest()
+    bits = stored.bits(group, position)
+    index = tuple(data.draw(st.integers(0, extent - 1)) for extent in bits.shape)
+    bits[index] ^= 1 << data.draw(st.integers(0, 7))
+    assert stored.digest() != before
+
+
+@given(st.integers(0, LENGTH - 1), st.integers(0, LENGTH - 1), st.integers(0, 1))
+def test_positions_that_changed_places_change_it(one: int, other: int, group: int) -> None:
+    stored = Stored(torch.float32)
+    stored.fill(2)
+    before = stored.digest()
+    first, second = stored.bits(group, one).copy(), stored.bits(group, other).copy()
+    stored.bits(group, one)[:], stored.bits(group, other)[:] = second, first
+    assert (stored.digest() == before) == (one == other)

@@ -1,0 +1,211 @@
+"""A prefill and a decode loop in the test's own thread, over the fake transport and a clock that the test moves."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from tandem.cache.page_writer import PageWriter
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.position_map import Int32Array
+from tandem.transfer.fake import FakeFabric
+from tandem.transfer.recall import mailbox_rows
+from tandem.transfer.transport import Transport
+from tandem.workers.core_share import CoreShare
+from tandem.workers.decode import DecodeLoop
+from tandem.workers.errors import WorkerError
+from tandem.workers.finish import FinishReason
+from tandem.workers.model_runner import ModelRunner
+from tandem.workers.models.registry import load_config
+from tandem.workers.prefill import PrefillLoop
+from tandem.workers.push_meter import PushMeter
+from tandem.workers.reservation import Reservation
+from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.token_stream import StreamFanout, StreamUpdate, TokenStream
+from tandem.workers.weights import load_decoder
+from tandem.workers.worker import kv_layout
+from tests.poison import poison_free_pages
+
+PAGE, CHUNK, LEASE = 8, 16, 10.0
+PREFILL, DECODE = 0, 1
+NEVER_BUSY = 200  # steps after which a request must have ended
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Collected(StreamFanout):
+    """Keeps what the streams get."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: dict[int, FinishReason | WorkerError] = {}
+
+    def publish(self, updates: list[StreamUpdate]) -> None:
+        for update in updates:
+            if update.token_id is not None:
+                self.tokens.setdefault(id(update.stream), []).append(update.token_id)
+            if update.finish_reason != FinishReason.RUNNING:
+                self.ended[id(update.stream)] = update.finish_reason
+
+    def fail(self, stream: TokenStream, error: WorkerError) -> None:
+        self.ended[id(stream)] = error
+
+
+class CountedWrites(PageWriter):
+    """Passes everything on; bytes_written counts what was issued, landed or not. For layouts of one group."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.bytes_written = 0
+
+    def write_tokens(
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+    ) -> None:
+        self._transport.write_tokens(pe, group, layer, k, v, token_indices, slots)
+        layout = self._transport.layout
+        self.bytes_written += len(slots) * layout.token_bytes // layout.num_layers
+
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+        self._transport.write_slots(pe, group, source_slots, target_slots)
+        self.bytes_written += target_slots.size * self._transport.layout.token_bytes
+
+    def peer_pool(self, pe: int, group: int) -> Tensor | None:
+        return self._transport.peer_pool(pe, group)
+
+
+class LoopPair:
+    """Nothing happens unless the test steps a loop or moves the clock."""
+
+    def __init__(
+        self, folder: Path, *, num_pages: int = 32, num_signals: int = 8, sharing: bool = False, verify: bool = True
+    ) -> None:
+        config = load_config(folder)
+        layout = kv_layout(config, PAGE)
+        self.clock = Clock()
+        self.fabric = FakeFabric(2, layout, num_pages=num_pages, num_signals=mailbox_rows(num_signals, 2))
+        self.transports = self.fabric.joined()
+        self._writes = [CountedWrites(transport) for transport in self.transports]
+        model = load_decoder(folder, config)
+
+        def cache_over(transport: Transport, writer: PageWriter) -> PagedKVCache:
+            cache = PagedKVCache(
+                layout,
+                transport.pools,
+                max_sequences=64,
+                max_sequence_length=config.max_length,
+                rope=config.rope,
+                writer=writer,
+            )
+            poison_free_pages(cache, transport.pools)
+            return cache
+
+        self.caches = [cache_over(*ends) for ends in zip(self.transports, self._writes, strict=True)]
+        self.prefill = PrefillLoop(
+            ModelRunner(model, self.caches[PREFILL]),
+            self.caches[PREFILL],
+            self.transports[PREFILL],
+            PushMeter(self._writes[PREFILL]),
+            max_batch_tokens=CHUNK,
+            sharing=sharing,
+            verify=verify,
+            clock=self.clock,
+        )
+        self.fanout = Collected()
+        self.decode = DecodeLoop(
+            ModelRunner(model, self.caches[DECODE]),
+            self.caches[DECODE],
+            self.transports[DECODE],
+            self.fanout,
+            CoreShare(None, 1),
+            eos_token_ids=(),
+            max_sequences=16,
+            sharing=sharing,
+            verify=verify,
+            lease_seconds=LEASE,
+            clock=self.clock,
+        )
+        self._streams: dict[str, TokenStream] = {}
+
+    @staticmethod
+    def params(num_tokens: int) -> SamplingParams:
+        return SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, seed=1)
+
+    def prepare(self, request_id: str, prompt: Sequence[int], num_tokens: int = 4) -> Reservation:
+        return self.decode.prepare(request_id, list(prompt), num_tokens, PREFILL)
+
+    def send(self, request_id: str, prompt: Sequence[int], reservation: Reservation, num_tokens: int = 4) -> None:
+        """RemoteSend, with a call that waits for it."""
+        self.prefill.submit(request_id, list(prompt), self.params(num_tokens), reservation)
+        self.prefill.attend(request_id)
+
+    def start(self, request_id: str, reservation: Reservation, num_tokens: int = 4) -> None:
+        stream = TokenStream()
+        self.decode.start(request_id, reservation.reservation_id, self.params(num_tokens), stream)
+        self._streams[request_id] = stream
+
+    def run_prefill(self) -> None:
+        """Steps until nothing is left to compute."""
+        for _ in range(NEVER_BUSY):
+            if self.prefill.step() != 0:
+                return
+        raise AssertionError("the prefill loop does not come to an end")
+
+    def run_decode(self) -> None:
+        """Steps until every started request whose KV landed has ended."""
+        self.decode.step()
+        for _ in range(NEVER_BUSY):
+            if not self.decode.num_running:
+                return
+            self.decode.step()
+        raise AssertionError("the decode loop does not come to an end")
+
+    def complete(self, request_id: str, prompt: Sequence[int], num_tokens: int = 4) -> list[int]:
+        """All tokens of one request from beginning to end."""
+        reservation = self.prepare(request_id, prompt, num_tokens)
+        return self.finish(request_id, prompt, reservation, num_tokens)
+
+    def finish(
+        self, request_id: str, prompt: Sequence[int], reservation: Reservation, num_tokens: int = 4
+    ) -> list[int]:
+        """All tokens of a request that is reserved."""
+        future = self.prefill.submit(request_id, list(prompt), self.params(num_tokens), reservation)
+        self.start(request_id, reservation, num_tokens)
+        self.run_prefill()
+        self.run_decode()
+        assert self.ended(request_id) == FinishReason.LENGTH
+        return [future.result(0).first_token, *self.tokens(request_id)]
+
+    def tokens(self, request_id: str) -> list[int]:
+        """Those after the first."""
+        return self.fanout.tokens.get(id(self._streams[request_id]), [])
+
+    def ended(self, request_id: str) -> FinishReason | WorkerError | None:
+        return self.fanout.ended.get(id(self._streams[request_id]))
+
+    def heed_recalls(self) -> None:
+        """The receiver asks, the writer answers, the receiver takes the answer."""
+        self.decode.step()
+        self.clock.now += 1
+        self.prefill.step()
+        self.decode.step()
+
+    @property
+    def bytes_written(self) -> int:
+        return self._writes[PREFILL].bytes_written
+
+    @property
+    def in_flight(self) -> int:
+        """Writes on their way to the decode worker."""
+        return self.fabric.num_in_flight(DECODE)
+
+    def assert_free(self) -> None:
+        for cache in self.caches:
+            assert cache.is_empty
+            assert cache.num_draining_pages == 0
+            assert cache.num_free_pages == cache.num_pages

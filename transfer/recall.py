@@ -1,0 +1,110 @@
+"""How a receiver takes a reservation back from its writer when no one else can say that the writer is quiet.
+
+One-sided both ways: it needs no gateway and no RPC. Behind its signal rows every mailbox has a lane for each PE, which
+that PE alone writes:
+
+    receiver D                                   writer P
+    recall(slot, generation) ═══ lane D ═══►     refuses that use of the slot for good, writes no more for it, quiet
+    frees pages and slot     ◄═══ lane P ═══     the same word
+
+A lane holds one recall at a time; the receiver posts the next when the answer to the last has come, or is not wanted
+any more because somebody else said that the writer is quiet.
+"""
+
+import logging
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.transfer.completion import Int64Array, Signal, pack_signal, unpack_signal
+from tandem.transfer.errors import TransportError
+from tandem.transfer.transport import Transport
+
+log = logging.getLogger(__name__)
+
+
+def mailbox_rows(num_signals: int, num_pes: int) -> int:
+    """Rows that a mailbox needs for num_signals reservations and the lanes."""
+    return num_signals + num_pes
+
+
+def num_slots(transport: Transport) -> int:
+    """Rows for reservations; lane i is row num_slots + i."""
+    return transport.num_signals - transport.num_pes
+
+
+@dataclass(frozen=True)
+class Recall:
+    """At a writer: the receiver's PE; at a receiver: the writer's. signal: that use of a slot of the receiver's."""
+
+    pe: int
+    signal: Signal
+
+
+class RecallDesk:
+    """The receiver's end. Owned by its step thread."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._lanes = num_slots(transport)
+        self._queues: dict[int, deque[Recall]] = {}  # by writer
+        self._posted: dict[int, Recall] = {}  # what stands in each writer's lane
+
+    def ask(self, recall: Recall) -> None:
+        """Queues a recall."""
+        self._queues.setdefault(recall.pe, deque()).append(recall)
+
+    def withdraw(self, recall: Recall) -> None:
+        """It is not wanted any more."""
+        with suppress(ValueError):
+            self._queues[recall.pe].remove(recall)
+
+    def exchange(self, mailbox: Int64Array) -> list[Recall]:
+        """Posts what can be posted; the recalls that have been answered. A post that fails is tried again."""
+        answered = []
+        for pe, queue in self._queues.items():
+            if queue and self._posted.get(pe) == queue[0] and int(mailbox[self._lanes + pe, 0]) == _word(queue[0]):
+                answered.append(queue.popleft())
+            if queue and self._posted.get(pe) != queue[0]:
+                self._post(queue[0])
+        return answered
+
+    def _post(self, recall: Recall) -> None:
+        try:
+            self._transport.post(recall.pe, self._lanes + self._transport.pe, _word(recall), self._transport.epoch)
+        except TransportError as error:
+            log.warning("a recall could not be posted to PE %d: %s", recall.pe, error)
+        else:
+            self._posted[recall.pe] = recall
+
+
+class RecallInbox:
+    """The writer's end. Owned by its step thread."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._lanes = num_slots(transport)
+        self._answered = np.zeros(transport.num_pes, np.int64)
+
+    def unanswered(self) -> list[Recall]:
+        """Recalls that wait for answer()."""
+        words = self._transport.mailbox()[self._lanes :, 0]
+        waiting = np.flatnonzero(words != self._answered)
+        return [Recall(pe, _signal(int(words[pe]))) for pe in waiting.tolist()]
+
+    def answer(self, recall: Recall) -> None:
+        """Says that this PE is quiet towards the receiver, and writes and posts no more under that signal."""
+        word = _word(recall)
+        self._transport.post(recall.pe, self._lanes + self._transport.pe, word, self._transport.epoch)
+        self._answered[recall.pe] = word
+
+
+def _word(recall: Recall) -> int:
+    return pack_signal(recall.signal.generation, recall.signal.slot)
+
+
+def _signal(word: int) -> Signal:
+    generation, slot = unpack_signal(word)
+    return Signal(slot, generation)

@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class Pair:
         push: into pages that the decode worker has set aside, as for a request. Else it is told, as when a prefix is
         cached there, that the decode worker holds the prompt's KV but for the last position, and writes that one.
         """
-        request_id = f"bench-{os.getpid()}-{next(self._numbers)}"
+        request_id = f"bench-{uuid.uuid4().hex}"  # workers remember the answers to ids they know
         missing = len(prompt) if push else 1
         reservation = self._receiver.PrepareReceive(
             worker_pb2.PrepareReceiveRequest(

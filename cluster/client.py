@@ -7,10 +7,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from tandem.cluster.client_messages import (
     CHANNEL_OPTIONS,
@@ -60,20 +61,18 @@ class Client:
         return self._updates(build_request(prompt, sampling, request_id), timeout)
 
     def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
-        try:
-            info = self._stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=timeout)
-        except grpc.RpcError as error:
-            raise call_error(self.address, error) from None
-        self._answered = True
-        return info
+        return self._ask(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)
 
     def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
+        return self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
+
+    def _ask(self, call: Any, request: Message, timeout: float) -> Any:
         try:
-            info = self._stub.GetClusterInfo(inference_pb2.GetClusterInfoRequest(), timeout=timeout)
+            answer = call(request, timeout=timeout)
         except grpc.RpcError as error:
             raise call_error(self.address, error) from None
         self._answered = True
-        return info
+        return answer
 
     def _updates(self, request: inference_pb2.GenerateRequest, timeout: float) -> Generator[GenerateUpdate, None, None]:
         resumption = Resumption(request, timeout, self._resume_seconds)
@@ -136,20 +135,18 @@ class AsyncClient:
         return self._updates(build_request(prompt, sampling, request_id), timeout)
 
     async def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
-        try:
-            info = await self._stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=timeout)
-        except grpc.RpcError as error:
-            raise call_error(self.address, error) from None
-        self._answered = True
-        return info
+        return await self._ask(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)
 
     async def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
+        return await self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
+
+    async def _ask(self, call: Any, request: Message, timeout: float) -> Any:
         try:
-            info = await self._stub.GetClusterInfo(inference_pb2.GetClusterInfoRequest(), timeout=timeout)
+            answer = await call(request, timeout=timeout)
         except grpc.RpcError as error:
             raise call_error(self.address, error) from None
         self._answered = True
-        return info
+        return answer
 
     async def _updates(
         self, request: inference_pb2.GenerateRequest, timeout: float

@@ -12,20 +12,15 @@ from tandem.cluster.errors import InvalidRequest, ServerError
 from tandem.cluster.request import ValidRequest
 from tandem.cluster.router import Placement
 from tandem.cluster.text_output import TextOutput
-from tandem.cluster.worker_link import WorkerLink
+from tandem.cluster.worker_link import WORKER_LOST, WorkerLink
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.finish import FinishReason, FinishRule
 from tandem.workers.messages import sampling_to_proto
 from tandem.workers.tokenizer import Tokenizer
 
-WORKER_LOST = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.FAILED_PRECONDITION,  # another epoch
-    grpc.StatusCode.UNAUTHENTICATED,  # another process, which got the port of a lost one
+ATTEMPT_LOST = WORKER_LOST | {
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.DATA_LOSS,  # what landed was not what was sent
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.UNKNOWN,
 }
 
 
@@ -191,7 +186,7 @@ async def _tokens(
 
 def _attempt_error(link: WorkerLink, error: grpc.aio.AioRpcError) -> Exception:
     """AttemptLost when the worker is at fault and not the request."""
-    if error.code() not in WORKER_LOST:
+    if error.code() not in ATTEMPT_LOST:
         return error
     link.avoid()
     return AttemptLost(f"{link.role} worker (PE {link.pe}, epoch {link.epoch}): {error.code().name}: {error.details()}")

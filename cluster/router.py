@@ -13,20 +13,14 @@ import grpc.aio
 from tandem.cluster.admission import AdmissionQueue
 from tandem.cluster.errors import DeadlineExceeded
 from tandem.cluster.islands import Islands
-from tandem.cluster.worker_link import WorkerLink
+from tandem.cluster.worker_link import WORKER_LOST, WorkerLink
 from tandem.proto import worker_pb2
 
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
 PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
 ABORT_AGAIN_SECONDS = 1.0
-WORKER_LOST = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,  # it may be stopped, and may answer all the same when it goes on
-    grpc.StatusCode.FAILED_PRECONDITION,  # another epoch
-    grpc.StatusCode.UNAUTHENTICATED,  # another process, which got the port of a lost one
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.UNKNOWN,
-}
+# A worker that does not answer in time may be stopped, and may answer all the same when it goes on.
+PREPARE_LOST = WORKER_LOST | {grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
 @dataclass(frozen=True)
@@ -168,7 +162,7 @@ class Router:
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return None
-            if error.code() not in WORKER_LOST:
+            if error.code() not in PREPARE_LOST:
                 raise
             decode.avoid()
             self.in_background(_end_unanswered(decode, request.request_id))

@@ -11,6 +11,13 @@ from tandem.workers.authentication import authorized
 from tandem.workers.config import Role
 
 STATUS_SECONDS = 2.0
+WORKER_LOST = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.FAILED_PRECONDITION,  # another epoch
+    grpc.StatusCode.UNAUTHENTICATED,  # another process, which got the port of a lost one
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+}
 AVOID_SECONDS = 1.0  # how long a worker that could not be reached gets no new requests
 ABORT_SECONDS = 10.0
 

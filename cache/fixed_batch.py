@@ -1,23 +1,50 @@
 """A decode step whose arrays stand at fixed places on the device: what a CUDA graph can be captured with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables, GraphKernels, Kernels
 from tandem.cache.kernels.staging import ArraySize, FixedArrays, Staging
-from tandem.cache.plan import ForwardPlan, GroupPlan, Int64Array, PageTables, TokenLayout, lay_out_tokens
+from tandem.cache.plan import Int64Array, PageTables, TokenLayout, lay_out_tokens
+from tandem.cache.rope import Rotation
 from tandem.cache.rotations import Rotations
 
 SKIP_SLOT = -1  # append leaves such a token out
+
+
+@dataclass(frozen=True, eq=False)
+class StepAttention:
+    """What PagedKVCache.attention is for a forward, for a fixed batch. Per layer group kernels, plans and rotations."""
+
+    kernels: Sequence[GraphKernels]
+    plans: Sequence[Any]
+    rotations: Sequence[Rotation | None]
+    places: Mapping[int, tuple[int, int]]
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        norm: HeadNorm | None = None,
+    ) -> Tensor:
+        group, index = self.places[layer]
+        return self.kernels[group].step(index, q, k, v, self.rotations[group], self.plans[group], sinks, norm)
 
 
 class FixedBatch:
     """One new token each of up to `size` sequences. Rows without a sequence are padding: they store nothing, read the
     first position of page 0, and what they compute means nothing.
 
-    plan() is called where the graph is captured, fill() before each replay. inputs: int64 [size] tensors that the
+    attention() is called where the graph is captured, fill() before each replay. inputs: int64 [size] tensors that the
     caller has filled along with the batch's own arrays, num_inputs of them.
     """
 
@@ -26,16 +53,20 @@ class FixedBatch:
         size: int,
         kernels: Sequence[GraphKernels],
         rotations: Rotations,
+        places: Mapping[int, tuple[int, int]],
         *,
         num_q_heads: int,
         num_inputs: int,
         max_pages: int,
         staging: Staging,
     ) -> None:
-        """max_pages: of one sequence. staging: of at least FixedBatch.num_bytes(…); batches may share one."""
+        """places: of each layer its group, and its index there. max_pages: of one sequence.
+
+        staging: of at least FixedBatch.num_bytes(…); batches may share one."""
         self.size = size
         self._kernels = kernels
         self._rotations = rotations
+        self._places = places
         self._arrays = FixedArrays(staging, _sizes(size, len(kernels), num_inputs, max_pages))
         heads, tables = self._arrays.tensors[: num_inputs + 1], self._arrays.tensors[num_inputs + 1 :]
         self._positions, *self.inputs = heads
@@ -43,25 +74,14 @@ class FixedBatch:
             one.fixed_plan(DeviceTables(*tables[4 * group : 4 * group + 4]), num_q_heads)
             for group, one in enumerate(kernels)
         ]
-        self._layout = lay_out_tokens(np.zeros(size, np.int64), np.ones(size, np.int64))
 
     @staticmethod
     def num_bytes(size: int, num_groups: int, num_inputs: int, max_pages: int) -> int:
         return FixedArrays.num_bytes(_sizes(size, num_groups, num_inputs, max_pages))
 
-    def plan(self) -> ForwardPlan:
-        """What attention() takes; it computes the rotation of the positions that stand in the arrays now."""
-        empty = np.empty(0, np.int32)
-        tables = PageTables(empty, empty, empty, empty, empty)
-        rotations = self._rotations.at(self._positions)
-        return ForwardPlan(
-            seq_ids=(),
-            tokens=self._layout,
-            groups=tuple(
-                GroupPlan(tables, rotation, (), (), plan) for rotation, plan in zip(rotations, self._plans, strict=True)
-            ),
-            sent=(),
-        )
+    def attention(self) -> "StepAttention":
+        """Of the step that stands in the arrays when it runs; this computes the rotation of its positions."""
+        return StepAttention(self._kernels, self._plans, self._rotations.at(self._positions), self._places)
 
     def clear(self) -> None:
         """Makes all rows padding."""
@@ -74,8 +94,6 @@ class FixedBatch:
         """The step that the next replay computes: one token each of n ≤ size sequences; inputs int64 [n]."""
         missing = self.size - tokens.positions.size
         padded = [pad_tables(one, missing) for one in tables]
-        for kernels, plan, one in zip(self._kernels, self._plans, padded, strict=True):
-            kernels.refill(plan, one)
         arrays: list[np.ndarray] = [np.pad(array, (0, missing)) for array in (tokens.positions, *inputs)]
         for one in padded:
             arrays += [one.slot_mapping, one.kv_indptr, one.kv_last_page_len, one.kv_indices]
@@ -86,6 +104,7 @@ def make_fixed_batches(
     sizes: Sequence[int],
     kernels: Sequence[Kernels],
     rotations: Rotations,
+    places: Mapping[int, tuple[int, int]],
     *,
     num_q_heads: int,
     num_inputs: int,
@@ -101,6 +120,7 @@ def make_fixed_batches(
             size,
             fit,
             rotations,
+            places,
             num_q_heads=num_q_heads,
             num_inputs=num_inputs,
             max_pages=max_pages,

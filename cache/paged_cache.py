@@ -10,6 +10,7 @@ from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
 from tandem.cache.group_attention import GroupAttention
 from tandem.cache.group_pages import GroupPages
 from tandem.cache.growth import Growth
+from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.scoring import Scoring
@@ -208,17 +209,27 @@ class PagedKVCache:
         return ForwardPlan(sequences, tokens, groups, sent)
 
     def attention(
-        self, plan: ForwardPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self,
+        plan: ForwardPlan,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        norm: HeadNorm | None = None,
     ) -> Tensor:
         """o [T, num_q_heads, head_dim]: rotates q and k, stores K and V here and with receivers, attends causally.
 
         q is [T, num_q_heads, head_dim], k and v are [T, num_kv_heads, head_dim], not rotated, left as they are.
-        sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss).
+        sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss). norm:
+        what q and k go through before they are rotated.
         Call it once for each layer, in order, under torch.inference_mode.
         """
         group, index = self._places[layer]
         if k.shape[0] != plan.num_tokens:
             raise InvalidArgument(f"k has {k.shape[0]} tokens; the plan has {plan.num_tokens}")
+        if norm is not None:
+            q, k = norm.apply(q, k)
         return self._groups[group].attend(plan.groups[group], index, q, k, v, sinks)
 
     def end_forward(self, plan: ForwardPlan) -> None:
@@ -234,6 +245,7 @@ class PagedKVCache:
             sizes,
             [group.kernels for group in self._groups],
             self._rotations,
+            self._places,
             num_q_heads=num_q_heads,
             num_inputs=num_inputs,
             max_pages=self._table.groups[0].pages.shape[1],

@@ -105,17 +105,21 @@ class Rotation:
         return rotated if head is x else torch.cat((rotated, x[..., size:]), -1)
 
     def apply_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k rotated in one go; without a copy when k follows q in memory, as heads of one projection do."""
-        num_heads = q.shape[1]
-        neighbours = (
-            q.stride() == k.stride()
-            and k.data_ptr() == q.data_ptr() + num_heads * q.stride(1) * q.element_size()
-            and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
-        )
-        shape = (q.shape[0], num_heads + k.shape[1], q.shape[2])
-        both = q.as_strided(shape, q.stride()) if neighbours else torch.cat((q, k), 1)
-        rotated_q, rotated_k = self.apply(both).split_with_sizes((num_heads, k.shape[1]), 1)
+        """q and k rotated in one go."""
+        rotated_q, rotated_k = self.apply(join_heads(q, k)).split_with_sizes((q.shape[1], k.shape[1]), 1)
         return rotated_q, rotated_k
+
+
+def join_heads(q: Tensor, k: Tensor) -> Tensor:
+    """[T, Hq + Hkv, D] of q and k; without a copy when k follows q in memory, as heads of one projection do."""
+    num_heads = q.shape[1]
+    neighbours = (
+        q.stride() == k.stride()
+        and k.data_ptr() == q.data_ptr() + num_heads * q.stride(1) * q.element_size()
+        and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    )
+    shape = (q.shape[0], num_heads + k.shape[1], q.shape[2])
+    return q.as_strided(shape, q.stride()) if neighbours else torch.cat((q, k), 1)
 
 
 class RotaryEmbedding:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tandem.cache.fixed_batch import FixedBatch
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.batch_buckets import bucket_of
+from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.pending_samples import PendingSamples
 from tandem.workers.sample_batch import GREEDY_BELOW, NO_LOGPROBS, SampleBatch
@@ -37,7 +38,7 @@ class DecodeGraphs:
         self._cache = cache
         self._batches = batches
         self._sizes = [batch.size for batch in batches]
-        self._sampler = Sampler()
+        self._sampler = Sampler(choose_draw(model.device))
         self._last = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)  # what the last step drew
         replays = []
         for batch in reversed(batches):  # the largest first: the smaller ones then fit into its memory
@@ -68,7 +69,7 @@ class DecodeGraphs:
     def _compute(self, batch: FixedBatch) -> Tensor:
         tokens, sources = batch.inputs
         inputs = torch.where(sources < 0, tokens, self._last[sources.clamp(min=0)])
-        logits = self._model.forward(inputs, partial(self._cache.attention, batch.plan()), None)
+        logits = self._model.forward(inputs, batch.attention(), None)
         self._last[: batch.size].copy_(logits.argmax(-1))
         return logits
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from tandem.workers.errors import GpuTooSmall
+from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling import Sampler
@@ -59,9 +60,9 @@ def run_largest_forward(model: DenseDecoder, max_batch_tokens: int, max_sequence
     """max_batch_tokens tokens without attention, which needs pages, then a draw with top_p for max_sequences rows."""
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
-    logits = model.forward(tokens, lambda layer, q, k, v, sinks: torch.cat((q, k), 1)[:, : q.shape[1]], tokens[:rows])
+    logits = model.forward(tokens, lambda _, q, k, *others: torch.cat((q, k), 1)[:, : q.shape[1]], tokens[:rows])
     batch = SampleBatch.from_params([SamplingParams(temperature=1.0, top_p=0.5, seed=0)] * rows)
-    Sampler().sample(logits, batch, np.zeros(rows, np.int64))
+    Sampler(choose_draw(model.device)).sample(logits, batch, np.zeros(rows, np.int64))
 
 
 def gib(num_bytes: int) -> str:

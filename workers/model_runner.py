@@ -12,6 +12,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import ForwardPlan
 from tandem.workers.batch_buckets import bucket_sizes
 from tandem.workers.decode_graphs import Capture, DecodeGraphs, GraphCapture
+from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.pending_samples import PendingSamples, Samples
 from tandem.workers.sample_batch import SampleBatch
@@ -27,7 +28,7 @@ class ModelRunner:
     def __init__(self, model: DenseDecoder, cache: PagedKVCache) -> None:
         self._model = model
         self._cache = cache
-        self._sampler = Sampler()
+        self._sampler = Sampler(choose_draw(model.device))
         self._graphs: DecodeGraphs | None = None
 
     def warm_up(self) -> None:

@@ -11,6 +11,9 @@ from torch import Tensor
 from tandem.cache.kernels.upload import upload
 from tandem.workers.sample_batch import GREEDY_BELOW, NO_LOGPROBS, SampleBatch
 
+Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(logits float32 [n, vocab], rows, draws, temperature, top_p, min_p, top_k) -> token ids int64 [m]; see _Columns."""
+
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -37,19 +40,28 @@ class Logprobs:
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """Parameters of the rows that are drawn, [m, 1] each but rows [m], on the logits' device."""
+    """Parameters of the rows that are drawn, [m, 1] each but rows [m], on the logits' device; top_k 0 takes all."""
 
     rows: Tensor
     draws: Tensor
     temperature: Tensor
     top_p: Tensor
     min_p: Tensor
-    kth: Tensor
-    unlimited: Tensor
+    top_k: Tensor
+
+    def flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """All [m]."""
+        columns = (self.draws, self.temperature, self.top_p, self.min_p, self.top_k)
+        draws, temperature, top_p, min_p, top_k = (column.squeeze(1) for column in columns)
+        return self.rows, draws, temperature, top_p, min_p, top_k
 
 
 class Sampler:
     """Draws one token a row; filters in vLLM's order: temperature, min_p, top_k, top_p. Nothing waits for a device."""
+
+    def __init__(self, draw: Draw | None = None) -> None:
+        """draw: None draws by torch operations; see choose_draw."""
+        self._draw = draw
 
     def sample(
         self, logits: Tensor, params: SampleBatch, positions: NDArray[np.int64]
@@ -63,8 +75,11 @@ class Sampler:
         if drawn.size:
             part = params.take(drawn)
             columns = _upload(part, drawn, uniform(part.seed, positions[drawn]), logits)
-            weights = _filtered(logits[columns.rows] / columns.temperature, part, columns)
-            tokens[columns.rows] = _invert(weights, columns.draws)
+            if self._draw is not None:
+                tokens[columns.rows] = self._draw(logits, *columns.flat())
+            else:
+                weights = _filtered(logits[columns.rows] / columns.temperature, part, columns)
+                tokens[columns.rows] = _invert(weights, columns.draws)
         return tokens, _logprobs(logits, tokens, params.num_logprobs)
 
 
@@ -82,9 +97,8 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _upload(params: SampleBatch, rows: NDArray[np.int64], draws: NDArray[np.float64], logits: Tensor) -> _Columns:
     """params: those of `rows` alone; all in one copy."""
-    limited = params.top_k > 0
-    kth = np.where(limited, np.minimum(params.top_k, logits.shape[-1]), 1) - 1
-    arrays = [rows, draws, params.temperature, params.top_p, params.min_p, kth, ~limited]
+    top_k = np.clip(params.top_k, 0, logits.shape[-1])
+    arrays = [rows, draws, params.temperature, params.top_p, params.min_p, top_k]
     first, *columns = upload(arrays, logits.device)
     return _Columns(first, *(column[:, None] for column in columns))
 
@@ -110,7 +124,7 @@ def _filtered(scaled: Tensor, params: SampleBatch, columns: _Columns) -> Tensor:
 def _top_k_threshold(scaled: Tensor, most: int, columns: _Columns) -> Tensor:
     """The k-th best value of each row, k at most `most`, [n, 1]; -inf where top_k takes all."""
     best = scaled.topk(most, dim=-1).values
-    return best.gather(1, columns.kth).masked_fill_(columns.unlimited, -torch.inf)
+    return best.gather(1, (columns.top_k - 1).clamp_(min=0)).masked_fill_(columns.top_k == 0, -torch.inf)
 
 
 def _top_p_threshold(probabilities: Tensor, top_p: Tensor) -> Tensor:

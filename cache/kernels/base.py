@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from tandem.cache.head_norm import HeadNorm
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
@@ -93,12 +94,24 @@ class DeviceTables:
 
 @runtime_checkable
 class GraphKernels(Kernels, Protocol):
-    """Kernels whose append and attend can be captured in a CUDA graph, and replayed with other tables."""
+    """Kernels that can do a decode step inside a CUDA graph, which is replayed with other tables."""
 
     def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> Any:
-        """A plan whose append and attend read `tables` whenever they run, after refill() announced their content."""
+        """A plan whose steps read `tables` whenever they run."""
         ...
 
-    def refill(self, plan: Any, tables: PageTables) -> None:
-        """On the host: what `plan` runs next are these tables; the caller copies them to the device's."""
+    def step(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        plan: Any,
+        sinks: Tensor | None,
+        norm: HeadNorm | None,
+    ) -> Tensor:
+        """o [B, num_q_heads, head_dim]: what append() and then attend() give, of q and k after `norm`; plan is a fixed
+        one. What rows of padding give means nothing.
+        """
         ...

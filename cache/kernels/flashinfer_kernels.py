@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.triton_append import AppendTargets, append
+from tandem.cache.kernels.triton_decode import DecodeOptions, DecodePlan, decode
 from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan import PageTables, Send, TokenLayout
@@ -24,7 +26,6 @@ HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 WORKSPACE_BYTES = 256 << 20
 GATHER_FROM = 1024  # new tokens from which attention over gathered K and V is faster, the gathering included
-GRAPH_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +55,6 @@ class FlashInferPlan:
     parts: tuple[AttentionPart, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class FixedPlan:
-    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand."""
-
-    targets: AppendTargets
-    wrapper: Any
-    num_q_heads: int
-    keep_k: bool = False
-
-
 class FlashInferKernels:
     """See Kernels and GraphKernels. float16 and bfloat16, head_dim 64, 128 or 256, pages of 8 to 64 positions; else
     InvalidArgument.
@@ -84,11 +75,9 @@ class FlashInferKernels:
             "window_left": -1 if window is None else window - 1,  # without the token itself
             "logits_soft_cap": softcap,
         }
+        self._step_options = DecodeOptions(scale, window, softcap)
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
-        self._flashinfer: Any = flashinfer
-        self._workspace = workspace
-        self._graph_workspace = torch.empty(GRAPH_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         self._gathered: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
@@ -136,38 +125,25 @@ class FlashInferKernels:
         keep_k = any(send.token_indices.shape[0] for send in left)
         return replace(plan, targets=replace(plan.targets, peer_rows=peer_rows), keep_k=keep_k), tuple(left)
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
-        size = tables.slots.shape[0]
-        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            "HND",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=tables.kv_indptr,
-            paged_kv_indices_buffer=tables.kv_indices,
-            paged_kv_last_page_len_buffer=tables.kv_last_page_len,
-        )
-        wrapper.reset_workspace_buffer(self._workspace, self._graph_workspace)
-        ones = torch.ones(size, dtype=torch.int32)
-        indptr = torch.arange(size + 1, dtype=torch.int32)
-        wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._options)
-        return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads)
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan:
+        _, _, _, num_kv_heads, _, head_dim = self._pool.shape
+        return DecodePlan.make(tables, num_q_heads, num_kv_heads, head_dim)
 
-    def refill(self, plan: FixedPlan, tables: PageTables) -> None:
-        """The full plan() of fixed_plan() chose the kernel; this only shares out the work anew."""
-        indptr, indices, last_page_len = (
-            torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
-        )
-        self._planned.synchronize()
-        self._flashinfer.decode.fast_decode_plan(
-            *(plan.wrapper, indptr, indices, last_page_len, *self._sizes(plan.num_q_heads)),
-            **self._options,
-            global_override_indptr_cpu=indptr,
-        )
-        self._planned.record()
+    def step(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        plan: DecodePlan,
+        sinks: Tensor | None,
+        norm: HeadNorm | None,
+    ) -> Tensor:
+        return decode(self._pool, layer, q, k, v, rotation, plan, self._step_options, sinks, norm)
 
     def append(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan | FixedPlan
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan
     ) -> tuple[Tensor, Tensor]:
         """As Kernels says, but k comes back rotated only where plan.keep_k asks for it: attend reads the pages."""
         return append(self._pool, layer, q, k, v, rotation, plan.targets, keep_k=plan.keep_k)
@@ -178,11 +154,9 @@ class FlashInferKernels:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        plan: FlashInferPlan | FixedPlan,
+        plan: FlashInferPlan,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(plan, FixedPlan):
-            return _run(plan.wrapper, (q, self._layers[layer]), sinks)
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
         if len(plan.parts) == 1:

@@ -5,6 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.torch_kernels import TorchKernels, TorchPlan
 from tandem.cache.plan import PageTables, lay_out_tokens
@@ -17,36 +18,27 @@ class TableKernels(TorchKernels):
     def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DeviceTables:
         return tables
 
-    def refill(self, plan: DeviceTables, tables: PageTables) -> None:
-        assert tables.kv_indptr.size == plan.kv_indptr.shape[0]
-
-    def append(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: TorchPlan | DeviceTables
-    ) -> tuple[Tensor, Tensor]:
-        if isinstance(plan, TorchPlan):
-            return super().append(layer, q, k, v, rotation, plan)
-        if rotation is not None:
-            q, k = rotation.apply_both(q, k)
-        rows = np.flatnonzero(plan.slots.numpy() >= 0)
-        if rows.size:
-            super().append(layer, q[rows], k[rows], v[rows], None, self._stored(rows, plan))
-        return q, k
-
-    def attend(
+    def step(
         self,
         layer: int,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        plan: TorchPlan | DeviceTables,
-        sinks: Tensor | None = None,
+        rotation: Rotation | None,
+        plan: DeviceTables,
+        sinks: Tensor | None,
+        norm: HeadNorm | None,
     ) -> Tensor:
-        if isinstance(plan, TorchPlan):
-            return super().attend(layer, q, k, v, plan, sinks)
         output = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
         rows = np.flatnonzero(plan.slots.numpy() >= 0)
         if rows.size:
-            output[rows] = super().attend(layer, q[rows], k[rows], v[rows], self._stored(rows, plan), sinks)
+            if norm is not None:
+                q, k = norm.apply(q, k)
+            if rotation is not None:
+                q, k = rotation.apply_both(q, k)
+            stored = self._stored(rows, plan)
+            super().append(layer, q[rows], k[rows], v[rows], None, stored)
+            output[rows] = super().attend(layer, q[rows], k[rows], v[rows], stored, sinks)
         return output
 
     def _stored(self, rows: NDArray[np.int64], tables: DeviceTables) -> TorchPlan:

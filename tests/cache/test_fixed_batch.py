@@ -1,5 +1,8 @@
 """Fixed batches against plain forwards: padding stores nothing, changes nothing, and tables are read at each run."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -28,7 +31,7 @@ def make_cache(kernels: type[TorchKernels] = TableKernels, rope: RopeParameters 
     )
     for sequence, length in enumerate(LENGTHS):
         cache.add_sequence(sequence)
-        run(cache, cache.begin_forward([sequence], [length]), draw(length, seed=sequence))
+        run_forward(cache, [sequence], [length], draw(length, seed=sequence))
     return cache
 
 
@@ -49,8 +52,14 @@ def padded(inputs: dict[int, list[Tensor]], size: int) -> dict[int, list[Tensor]
 
 
 @torch.inference_mode()
-def run(cache: PagedKVCache, plan: object, inputs: dict[int, list[Tensor]]) -> list[Tensor]:
-    return [cache.attention(plan, layer, *tensors) for layer, tensors in inputs.items()]  # type: ignore[arg-type]
+def run(attention: Callable[..., Tensor], inputs: dict[int, list[Tensor]]) -> list[Tensor]:
+    return [attention(layer, *tensors) for layer, tensors in inputs.items()]
+
+
+def run_forward(
+    cache: PagedKVCache, sequences: list[int], counts: list[int], inputs: dict[int, list[Tensor]]
+) -> list[Tensor]:
+    return run(partial(cache.attention, cache.begin_forward(sequences, counts)), inputs)
 
 
 def contents(cache: PagedKVCache) -> list[Tensor]:
@@ -60,7 +69,7 @@ def contents(cache: PagedKVCache) -> list[Tensor]:
 def test_steps_equal_those_of_plain_forwards() -> None:
     fixed, plain = make_cache(), make_cache()
     small, large = fixed.fixed_batches([2, 4], num_q_heads=4, num_inputs=2)
-    plans = {batch: batch.plan() for batch in (small, large)}
+    steps = {batch: batch.attention() for batch in (small, large)}
     for step, sequences in enumerate(([2], [0, 1], [3, 1, 0], [0, 1, 2, 3], [1], [3, 2], [2, 0, 1])):
         batch = small if len(sequences) <= 2 else large
         inputs = draw(len(sequences), seed=10 + step)
@@ -69,9 +78,9 @@ def test_steps_equal_those_of_plain_forwards() -> None:
         assert batch.inputs[0].tolist()[: len(sequences)] == sequences
         assert batch.inputs[1].tolist()[: len(sequences)] == (-extra).tolist()
         # The rotation is computed anew, as a graph does when it is replayed.
-        plans[batch] = batch.plan()
-        expected = run(plain, plain.begin_forward(sequences, [1] * len(sequences)), inputs)
-        actual = run(fixed, plans[batch], padded(inputs, batch.size))
+        steps[batch] = batch.attention()
+        expected = run_forward(plain, sequences, [1] * len(sequences), inputs)
+        actual = run(steps[batch], padded(inputs, batch.size))
         for ours, theirs in zip(actual, expected, strict=True):
             torch.testing.assert_close(ours[: len(sequences)], theirs)
     for ours, theirs in zip(contents(fixed), contents(plain), strict=True):
@@ -83,7 +92,7 @@ def test_an_empty_batch_touches_no_page() -> None:
     (batch,) = cache.fixed_batches([3], num_q_heads=4, num_inputs=0)
     before = contents(cache)
     batch.clear()
-    run(cache, batch.plan(), draw(3, seed=1))
+    run(batch.attention(), draw(3, seed=1))
     assert all(torch.equal(a, b) for a, b in zip(before, contents(cache), strict=True))
 
 

@@ -25,8 +25,14 @@ pytestmark = [
 NUM_SEQUENCES = 20
 # How many of the sequences, from the first, are stepped.
 PROGRAM = (1, 2, 3, 4, 5, 9, 16, 17, 20, 8, 7, 1, 2, 20, 12)
-GREEDY = SamplingParams(temperature=0)
+GREEDY = SamplingParams(temperature=0, logprobs=3)
 DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5, logprobs=3)
+
+MOSTLY = 0.95  # of the tokens are the same
+FLOAT16_LOGPROB = 0.03
+
+Drawn = dict[int, tuple[int, dict[int, float]]]
+"""By sequence the token and the best log-probabilities of one step."""
 
 
 class Steps:
@@ -50,11 +56,14 @@ class Steps:
             self.runner.forward(np.array(prompt), plan, np.zeros(1, np.int64))
             self.cache.end_forward(plan)
 
-    def run(self, params: SamplingParams) -> list[dict[int, int]]:
-        """The tokens of each step by sequence; a step is launched before the tokens of the one before are read."""
+    def run(self, params: SamplingParams, told: "list[Drawn] | None" = None) -> "list[Drawn]":
+        """What each step draws; a step is launched before the tokens of the one before are read.
+
+        told: what goes on as if it had been drawn, of every step.
+        """
         tokens = dict.fromkeys(range(NUM_SEQUENCES), 7)
         flights: list[Any] = []
-        made: list[dict[int, int]] = []
+        made: list[Drawn] = []
         for step, count in enumerate(PROGRAM):
             rows = np.arange(count) if step % 2 else np.arange(count)[::-1].copy()
             if self.runner.runs_ahead and flights:
@@ -71,26 +80,37 @@ class Steps:
             flights.append((rows, self.runner.step(rows, inputs, sources, sampling, positions)))
             if not self.runner.runs_ahead:
                 self._learn(flights[-1], tokens, made)
+                if told is not None:
+                    tokens.update({sequence: token for sequence, (token, _) in told[step].items()})
         if self.runner.runs_ahead:
             for known in flights[-2:]:
                 self._learn(known, tokens, made)
         return made
 
-    def _learn(self, flight: Any, tokens: dict[int, int], made: list[dict[int, int]]) -> None:
+    def _learn(self, flight: Any, tokens: dict[int, int], made: "list[Drawn]") -> None:
         rows, pending = flight
-        sampled = dict(zip(rows.tolist(), pending.wait().token_ids.tolist(), strict=True))
-        tokens.update(sampled)
-        made.append(sampled)
+        samples = pending.wait()
+        drawn = zip(samples.token_ids.tolist(), samples.logprobs, strict=True)
+        made.append(dict(zip(rows.tolist(), ((token, dict(one.top)) for token, one in drawn), strict=True)))
+        tokens.update({sequence: token for sequence, (token, _) in made[-1].items()})
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_graphs_give_the_tokens_of_the_eager_path(family: str, params: SamplingParams, tmp_path: Path) -> None:
+def test_graphs_go_on_as_the_eager_path(family: str, params: SamplingParams, tmp_path: Path) -> None:
+    """Kernels differ, so near-equals may swap: the eager path is told what the graphs drew, and may differ in few."""
     make_model(family, head_dim=64, hidden_size=256).save_pretrained(tmp_path)
-    eager, graphs = Steps(tmp_path, "bfloat16", graphs=False), Steps(tmp_path, "bfloat16", graphs=True)
+    eager, graphs = Steps(tmp_path, "float16", graphs=False), Steps(tmp_path, "float16", graphs=True)
     assert graphs.runner.runs_ahead
     assert not eager.runner.runs_ahead
-    assert graphs.run(params) == eager.run(params)
+    ours = graphs.run(params)
+    theirs = eager.run(params, told=ours)
+    pairs = [(mine[sequence], other[sequence]) for mine, other in zip(ours, theirs, strict=True) for sequence in mine]
+    assert len(pairs) == sum(PROGRAM)
+    assert np.mean([mine[0] == other[0] for mine, other in pairs]) > MOSTLY
+    for (_, mine), (_, other) in pairs:
+        for token in mine.keys() & other.keys():
+            assert mine[token] == pytest.approx(other[token], abs=FLOAT16_LOGPROB)
 
 
 def test_float32_steps_are_eager(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tandem.cache.head_norm import HeadNorm
 from tandem.cache.rope import RotaryEmbedding
 from tandem.workers.models.config import ModelConfig
 
@@ -29,8 +30,12 @@ class ReferenceAttention:
         self._rotary = [RotaryEmbedding(rope, max_positions, torch.device("cpu"), torch.float32) for rope in ropes]
         self.batch: list[tuple[Sequence, int]] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
+    ) -> Tensor:
         outputs, begin = [], 0
+        if norm is not None:
+            q, k = norm.apply(q, k)
         for sequence, count in self.batch:
             rows = slice(begin, begin + count)
             outputs.append(self._attend_one(sequence, layer, q[rows], k[rows], v[rows], sinks))

@@ -4,17 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.workers.kernels.base import RowNorm
 from tandem.workers.kernels.torch_layer import TorchLayerKernels
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
 
-from tandem.workers.kernels.triton_gemv import gemv
+from tandem.workers.kernels.triton_gemv import TritonRowKernels
 from tandem.workers.kernels.triton_layer import TritonLayerKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-REFERENCE, TRITON = TorchLayerKernels(), TritonLayerKernels()
+REFERENCE, TRITON, ROW = TorchLayerKernels(), TritonLayerKernels(), TritonRowKernels()
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -70,13 +71,27 @@ def test_silu_mul(dtype: torch.dtype, width: int) -> None:
     assert_one_rounding(TRITON.silu_mul(gate_up), REFERENCE.silu_mul(gate_up.clone()))
 
 
+def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm | None) -> Tensor:
+    row = x.double()
+    if norm is not None:
+        row = row / (row.square().mean() + norm.eps).sqrt() * norm.weight.double()
+    return row @ weight.double().T + (0 if bias is None else bias.double())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(7, 64), (64, 200), (12, 4096), (5, 9000)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_gemv(dtype: torch.dtype, rows: int, columns: int, bias: bool) -> None:
+@pytest.mark.parametrize(("rows", "columns"), [(14, 64), (64, 200), (12, 4096), (6, 9000)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_one_row(dtype: torch.dtype, rows: int, columns: int, biased: bool) -> None:
     weight, x = draw(rows, columns, dtype=dtype) / columns**0.5, draw(1, columns, dtype=dtype, seed=1)
-    added = draw(rows, dtype=dtype, seed=2) if bias else None
-    expected = x.double() @ weight.double().T + (0 if added is None else added.double())
-    actual = gemv(x, weight, added)
+    bias = draw(rows, dtype=dtype, seed=2) if biased else None
+    norm = RowNorm(draw(columns, dtype=dtype, seed=3), 0.1)
+    actual = ROW.linear(x, weight, bias)
     assert actual.dtype == dtype
-    assert_close(actual, expected)
+    assert_close(actual, exact_product(x, weight, bias, None))
+    assert_close(ROW.linear(x, weight, bias, norm), exact_product(x, weight, bias, norm))
+    total = draw(1, rows, dtype=dtype, seed=4)
+    before = total.double()
+    ROW.add_linear(total, x, weight, bias)
+    assert_close(total, before + exact_product(x, weight, bias, None))
+    gate, up = exact_product(x, weight, bias, norm).chunk(2, -1)
+    assert_close(ROW.linear_silu_mul(x, weight, bias, norm), gate / (1 + torch.exp(-gate)) * up)

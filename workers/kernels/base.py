@@ -1,5 +1,6 @@
 """What a backend's kernels do between the projections of a decoder layer."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -22,4 +23,30 @@ class LayerKernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) · up [T, I] of gate_up [T, 2·I], gate first."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class RowNorm:
+    """A row becomes itself / its root mean square · weight [in], in float32 and not rounded."""
+
+    weight: Tensor
+    eps: float
+
+
+class RowKernels(Protocol):
+    """Products of one row x [1, in] and weight [out, in], contiguous and in the dtype of x, with what stands around
+    them in a layer. bias: [out]. norm: what x goes through before. Sums are in float32.
+    """
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm | None = None) -> Tensor:
+        """x · weightᵀ + bias [1, out]."""
+        ...
+
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm) -> Tensor:
+        """silu(gate) · up [1, out / 2] of linear's halves, gate first; rounded where silu_mul rounds."""
+        ...
+
+    def add_linear(self, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """total [1, out] += x · weightᵀ + bias."""
         ...

@@ -2,9 +2,10 @@
 
 import torch
 
-from tandem.workers.kernels.base import LayerKernels
+from tandem.workers.kernels.base import LayerKernels, RowKernels
 from tandem.workers.kernels.native_layer import NativeLayerKernels, load_native_layer
 from tandem.workers.kernels.torch_layer import TorchLayerKernels
+from tandem.workers.sampling import Draw
 
 
 def choose_layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
@@ -19,3 +20,21 @@ def choose_layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKerne
 def native_layer_kernels(device: torch.device, dtype: torch.dtype) -> NativeLayerKernels | None:
     """None where they do not serve. The first call may compile: a second."""
     return load_native_layer() if device.type == "cpu" and dtype == torch.float32 else None
+
+
+def choose_row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels | None:
+    """For 16 bits on a GPU; None elsewhere."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    from tandem.workers.kernels.triton_gemv import TritonRowKernels  # triton may be missing elsewhere
+
+    return TritonRowKernels()
+
+
+def choose_draw(device: torch.device) -> Draw | None:
+    """What a Sampler takes; None: torch operations do."""
+    if device.type != "cuda":
+        return None
+    from tandem.workers.kernels.triton_sampling import draw  # triton may be missing elsewhere
+
+    return draw

@@ -1,4 +1,8 @@
-"""The product of a weight and one row: a decode step of one sequence reads every weight once, and no more counts."""
+"""Products of a weight and one row: a decode step of one sequence reads every weight once, and no more counts.
+
+What stands before and after a product in a decoder layer rides along: the norm of the row, the gate of a feed-forward
+and the sum with the residual. So a layer is five kernels, and each fetches its first weights while the one before ends.
+"""
 
 from typing import Any
 
@@ -9,29 +13,51 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.dependent_launch import launch_options
+from tandem.workers.kernels.base import RowNorm
 
 LONG_INPUT = 8192  # columns from which few warps a program, each with more loads in flight, are faster
 ROWS = 4
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [1, in] · weightᵀ + bias [1, out], summed in float32; weight [out, in] contiguous, in the dtype of x.
+class TritonRowKernels:
+    """See RowKernels. What cuBLAS reaches here is 0.6 to 0.9 of the memory's rate, this 0.75 to 1 (LOG.md)."""
 
-    What cuBLAS reaches here is 0.6 to 0.9 of the memory's rate, this 0.75 to 1 (tests/benchmarks/LOG.md).
-    """
-    rows, columns = weight.shape
-    output = torch.empty((1, rows), dtype=x.dtype, device=x.device)
-    narrow = columns >= LONG_INPUT or rows <= 4096 <= columns
-    block, warps, stages = (512, 2, 4) if narrow else (1024, 4, 3)
-    block = min(block, triton.next_power_of_2(columns))
-    kernel: Any = _gemv[(triton.cdiv(rows, ROWS),)]
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm | None = None) -> Tensor:
+        output = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device)
+        return _launch(x, weight, bias, norm, output)
+
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm) -> Tensor:
+        output = torch.empty((1, weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+        return _launch(x, weight, bias, norm, output, gated=True)
+
+    def add_linear(self, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        _launch(x, weight, bias, None, total, add=True)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: RowNorm | None,
+    output: Tensor,
+    *,
+    gated: bool = False,
+    add: bool = False,
+) -> Tensor:
+    rows, columns = output.shape[1], weight.shape[1]
+    per_program, block, warps, stages = _tiling(rows, columns, gated)
+    kernel: Any = _gemv[(triton.cdiv(rows, per_program),)]
     kernel(
-        *(x, weight, x if bias is None else bias, output, rows),
+        *(x, weight, x if bias is None else bias, x if norm is None else norm.weight, output, rows),
+        0.0 if norm is None else norm.eps,
         COLUMNS=columns,
-        ROWS=ROWS,
+        ROWS=per_program,
         BLOCK=block,
-        EVEN=rows % ROWS == 0 and columns % block == 0,
+        EVEN=rows % per_program == 0 and columns % block == 0,
         BIAS=bias is not None,
+        NORM=norm is not None,
+        GATED=gated,
+        ADD=add,
         num_warps=warps,
         num_stages=stages,
         **launch_options(x.device),
@@ -39,37 +65,84 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return output
 
 
+def _tiling(rows: int, columns: int, gated: bool) -> tuple[int, int, int, int]:
+    """Outputs of a program, columns at once, warps and stages; by measurement, see LOG.md."""
+    narrow = columns >= LONG_INPUT or rows <= 4096 <= columns
+    block, warps, stages = (512, 2, 4) if narrow else (1024, 4, 3)
+    return ROWS // 2 if gated else ROWS, min(block, triton.next_power_of_2(columns)), warps, stages
+
+
 @triton.jit
 def _gemv(
-    x, weight, bias, output, num_rows,
+    x, weight, bias, gain, output, num_rows, eps,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program has ROWS rows of the weight, whose first tiles it fetches before x is there."""
+    """A program makes ROWS outputs. The first tiles of the weight are fetched before x is there."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     lines = weight + row[:, None].to(tl.int64) * COLUMNS
+    up_lines = weight + (row + num_rows)[:, None].to(tl.int64) * COLUMNS
     there = row < num_rows
     tile = _load_tile(lines, there, column, 0, COLUMNS, EVEN)
+    up_tile = tile
+    if GATED:
+        up_tile = _load_tile(up_lines, there, column, 0, COLUMNS, EVEN)
     if PDL:
         gdc_wait()
-    sums = tile * tl.load(x + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
+    inputs, squares = _load_inputs(x, gain, column, 0, COLUMNS, EVEN, NORM)
+    sums, up_sums = tile * inputs[None, :], up_tile * inputs[None, :]
     for begin in range(BLOCK, COLUMNS, BLOCK):
-        if EVEN:
-            inputs = tl.load(x + begin + column)
-        else:
-            inputs = tl.load(x + begin + column, mask=begin + column < COLUMNS, other=0.0)
-        sums += _load_tile(lines, there, column, begin, COLUMNS, EVEN) * inputs.to(tl.float32)[None, :]
-    result = tl.sum(sums, 1)
+        inputs, more = _load_inputs(x, gain, column, begin, COLUMNS, EVEN, NORM)
+        sums += _load_tile(lines, there, column, begin, COLUMNS, EVEN) * inputs[None, :]
+        if GATED:
+            up_sums += _load_tile(up_lines, there, column, begin, COLUMNS, EVEN) * inputs[None, :]
+        squares += more
+    factor = 1.0
+    if NORM:
+        factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / COLUMNS + eps)
+    dtype = output.dtype.element_ty
+    result = _finish(tl.sum(sums, 1) * factor, bias + row, there, BIAS)
+    if GATED:
+        gate = result.to(dtype).to(tl.float32)
+        up = _finish(tl.sum(up_sums, 1) * factor, bias + num_rows + row, there, BIAS).to(dtype).to(tl.float32)
+        result = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    if ADD:
+        result = result.to(dtype).to(tl.float32) + tl.load(output + row, mask=there, other=0.0).to(tl.float32)
+    tl.store(output + row, result.to(dtype), mask=there)
+
+
+@triton.jit
+def _finish(sums, biases, there, BIAS: tl.constexpr):
     if BIAS:
-        result += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
-    tl.store(output + row, result.to(output.dtype.element_ty), mask=there)
+        sums += tl.load(biases, mask=there, other=0.0).to(tl.float32)
+    return sums
+
+
+@triton.jit
+def _load_inputs(x, gain, column, begin, COLUMNS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr):
+    """float32 [BLOCK], 0 outside: the row, times `gain` where it is normed; and its squares."""
+    if EVEN:
+        inputs = tl.load(x + begin + column).to(tl.float32)
+        weighed = inputs
+        if NORM:
+            weighed = inputs * tl.load(gain + begin + column).to(tl.float32)
+    else:
+        inside = begin + column < COLUMNS
+        inputs = tl.load(x + begin + column, mask=inside, other=0.0).to(tl.float32)
+        weighed = inputs
+        if NORM:
+            weighed = inputs * tl.load(gain + begin + column, mask=inside, other=0.0).to(tl.float32)
+    return weighed, inputs * inputs
 
 
 @triton.jit

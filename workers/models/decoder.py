@@ -1,6 +1,5 @@
 """The pre-norm decoder that all families share: norms, attention and a feed-forward in every layer."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,30 +7,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.workers.kernels.base import LayerKernels
-from tandem.workers.kernels.choice import choose_layer_kernels
+from tandem.cache.head_norm import HeadNorm
+from tandem.workers.kernels.base import LayerKernels, RowKernels
+from tandem.workers.kernels.choice import choose_layer_kernels, choose_row_kernels
+from tandem.workers.models.attend import Attend, split_heads
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.feed_forward import FeedForward, prepare_feed_forward
 from tandem.workers.models.parameters import DecoderParameters, LayerParameters
 from tandem.workers.models.projection import Projection
-
-Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], sinks [Hq] or None) -> o [T, Hq, D].
-
-Rotates, keeps K and V, and attends.
-"""
+from tandem.workers.models.row_decoder import RowDecoder
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer as it is run. qk_norm: the norm weights of all q and k heads [Hq + Hkv, D], or None.
+    """One layer as it is run.
 
     Offsets of norms are in their weights. post_norm stands before the feed-forward, as in LayerParameters.
     """
 
     input_norm: Tensor
     qkv: Projection
-    qk_norm: Tensor | None
+    qk_norm: HeadNorm | None
     sinks: Tensor | None
     o: Projection
     attention_out_norm: Tensor | None
@@ -43,10 +39,16 @@ class DecoderLayer:
 class DenseDecoder:
     """Call forward under torch.inference_mode."""
 
-    def __init__(self, config: ModelConfig, parameters: DecoderParameters, kernels: LayerKernels | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: DecoderParameters,
+        kernels: LayerKernels | None = None,
+        row_kernels: RowKernels | None = None,
+    ) -> None:
         """Takes over filled `parameters` and empties their list of layers, so that no weight is held twice.
 
-        kernels: None takes the fastest for the parameters' device.
+        kernels, row_kernels: None takes the fastest for the parameters' device.
         """
         self.config = config
         self._kernels = kernels or choose_layer_kernels(parameters.embedding.device, config.dtype)
@@ -58,9 +60,16 @@ class DenseDecoder:
         # The embedding needs plain rows: a projection that repacks would hold the tied weight twice.
         tied = parameters.lm_head is parameters.embedding and self.device.type == "cpu"
         self._lm_head = partial(F.linear, weight=parameters.lm_head) if tied else Projection(parameters.lm_head, None)
+        self._row_decoder: RowDecoder | None = None
+        row_kernels = row_kernels or choose_row_kernels(self.device, config.dtype)
+        if row_kernels is not None and all(RowDecoder.fits(config, layer) for layer in parameters.layers):
+            self._row_decoder = RowDecoder(config, row_kernels, self._final_norm, parameters.lm_head)
         self._layers: list[DecoderLayer] = []
         while parameters.layers:
-            self._layers.append(_prepare(config, parameters.layers.pop(0), self._kernels))
+            layer = parameters.layers.pop(0)
+            self._layers.append(_prepare(config, layer, self._kernels))
+            if self._row_decoder is not None:
+                self._row_decoder.add_layer(layer, self._layers[-1].qk_norm)
 
     @property
     def device(self) -> torch.device:
@@ -73,9 +82,11 @@ class DenseDecoder:
         """
         kernels, eps = self._kernels, self.config.rms_norm_eps
         x, delta = self._embed(token_ids), None
+        if self._row_decoder is not None and token_ids.shape[0] == 1 and last_rows is None:
+            return self._cap(self._row_decoder.forward(x, attend))
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(kernels.add_rms_norm(x, delta, layer.input_norm, eps))
-            o = attend(index, *self._split_heads(qkv, layer.qk_norm), layer.sinks).flatten(1)
+            o = attend(index, *split_heads(self.config, qkv), layer.sinks, layer.qk_norm).flatten(1)
             if last_rows is not None and index == self.config.num_layers - 1:
                 if last_rows.shape[0] == 0:  # all K and V are kept: from here on only last_rows matter
                     return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=x.device)
@@ -83,7 +94,7 @@ class DenseDecoder:
             delta = self._norm_if(layer.o(o), layer.attention_out_norm)
             delta = layer.feed_forward(kernels.add_rms_norm(x, delta, layer.post_norm, eps))
             delta = self._norm_if(delta, layer.feed_forward_out_norm)
-        return self._logits(kernels.add_rms_norm(x, delta, self._final_norm, eps))
+        return self._cap(self._lm_head(kernels.add_rms_norm(x, delta, self._final_norm, eps)))
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         x = F.embedding(token_ids, self._embedding)
@@ -92,28 +103,16 @@ class DenseDecoder:
     def _norm_if(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self._kernels.add_rms_norm(x, None, weight, self.config.rms_norm_eps)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        logits, cap = self._lm_head(x).float(), self.config.final_softcap
+    def _cap(self, logits: Tensor) -> Tensor:
+        logits, cap = logits.float(), self.config.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-    def _split_heads(self, qkv: Tensor, qk_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, Hq, D], k and v [T, Hkv, D] of qkv [T, (Hq + 2·Hkv)·D]; views, rows of one stride."""
-        config = self.config
-        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
-        if qk_norm is None:
-            q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
-        else:
-            qk, v = heads.split_with_sizes((qk_norm.shape[0], config.num_kv_heads), 1)
-            qk = self._kernels.norm_heads(qk, qk_norm, config.rms_norm_eps)
-            q, k = qk.split_with_sizes((config.num_heads, config.num_kv_heads), 1)
-        return q, k, v
 
 
 def _prepare(config: ModelConfig, layer: LayerParameters, kernels: LayerKernels) -> DecoderLayer:
     return DecoderLayer(
         input_norm=layer.input_norm,
         qkv=Projection(layer.qkv, layer.qkv_bias),
-        qk_norm=_join_qk_norm(config, layer.q_norm, layer.k_norm),
+        qk_norm=_join_qk_norm(config, layer.q_norm, layer.k_norm, kernels),
         sinks=layer.sinks,
         o=Projection(layer.o, layer.o_bias),
         attention_out_norm=layer.attention_out_norm,
@@ -123,9 +122,12 @@ def _prepare(config: ModelConfig, layer: LayerParameters, kernels: LayerKernels)
     )
 
 
-def _join_qk_norm(config: ModelConfig, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor | None:
-    """The norm weights of all q and k heads, [Hq + Hkv, D], so that one call normalises both."""
+def _join_qk_norm(
+    config: ModelConfig, q_norm: Tensor | None, k_norm: Tensor | None, kernels: LayerKernels
+) -> HeadNorm | None:
+    """The norm weights of all q and k heads in one tensor, so that one call normalises both."""
     if q_norm is None or k_norm is None:
         return None
     shape = (config.head_dim,)
-    return torch.cat([q_norm.expand(config.num_heads, *shape), k_norm.expand(config.num_kv_heads, *shape)])
+    weight = torch.cat([q_norm.expand(config.num_heads, *shape), k_norm.expand(config.num_kv_heads, *shape)])
+    return HeadNorm(weight, config.rms_norm_eps, kernels.norm_heads)

@@ -1,15 +1,10 @@
 """Linear layers in the form that the processor multiplies fastest."""
 
-from collections.abc import Callable
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.workers.kernels.choice import native_layer_kernels
+from tandem.workers.kernels.choice import choose_row_kernels, native_layer_kernels
 from tandem.workers.kernels.native_layer import pack
-
-OneRowProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Projection:
@@ -24,19 +19,11 @@ class Projection:
         self._outputs = weight.shape[0]
         self._native = native_layer_kernels(weight.device, weight.dtype)
         self._weight = weight if self._native is None else pack(weight)
-        self._multiply_one = _one_row_product(weight)
+        self._row_kernels = choose_row_kernels(weight.device, weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._native is not None:
             return self._native.linear(x, self._weight, self._outputs, self._bias)
-        if self._multiply_one is not None and x.shape[0] == 1:
-            return self._multiply_one(x, self._weight, self._bias)
+        if self._row_kernels is not None and x.shape[0] == 1:
+            return self._row_kernels.linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
-
-
-def _one_row_product(weight: Tensor) -> OneRowProduct | None:
-    if weight.device.type != "cuda" or weight.dtype == torch.float32:
-        return None
-    from tandem.workers.kernels.triton_gemv import gemv  # triton may be missing elsewhere
-
-    return gemv

@@ -1,0 +1,292 @@
+"""A layer's decode step in one Triton kernel: norm of heads, rotation, append and attention over the page table.
+
+Flash-decoding (Dao et al., 2023): the positions of a sequence are shared out over several programs for each KV head,
+and the last of them to finish merges what all have found. The shares follow from the lengths on the device: nothing has
+to be planned on the host.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.cache.head_norm import HeadNorm
+from tandem.cache.kernels.base import DeviceTables
+from tandem.cache.kernels.dependent_launch import launch_options
+from tandem.cache.rope import Rotation
+
+PROGRAMS = 1024  # that a step is shared out over at most: merging costs more than a last wave that is not full
+MAX_SPLITS = 32
+MIN_SHARE = 64  # positions of a program, the least that is worth a merge
+BLOCK = 64  # positions at once
+LEAST_ROWS = 16  # of a tensor core's tile
+WARPS, STAGES = 2, 3
+ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding included
+
+
+@dataclass(frozen=True, eq=False)
+class DecodePlan:
+    """tables: where they stand. splits: the most programs for one sequence and KV head. partial: float32 [B, Hq,
+    splits, D + 4], what each found, then its largest score, its sum and padding to 16 bytes; counters: int32 [B, Hkv],
+    0 between steps.
+    """
+
+    tables: DeviceTables
+    splits: int
+    partial: Tensor
+    counters: Tensor
+
+    @classmethod
+    def make(cls, tables: DeviceTables, num_q_heads: int, num_kv_heads: int, head_dim: int) -> "DecodePlan":
+        rows, device = tables.slots.shape[0], tables.slots.device
+        fair = triton.next_power_of_2(triton.cdiv(PROGRAMS, rows * num_kv_heads))
+        splits = max(1, min(fair // 2 if fair * rows * num_kv_heads > PROGRAMS else fair, MAX_SPLITS))
+        partial = torch.empty((rows, num_q_heads, splits, head_dim + ENDS.value), dtype=torch.float32, device=device)
+        return cls(tables, splits, partial, torch.zeros((rows, num_kv_heads), dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """scale, window and softcap: see KernelFactory."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+def decode(
+    pool: Tensor,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotation: Rotation | None,
+    plan: DecodePlan,
+    options: DecodeOptions,
+    sinks: Tensor | None,
+    norm: HeadNorm | None,
+) -> Tensor:
+    """o [B, num_q_heads, head_dim] of one new token each of B sequences; see GraphKernels.step.
+
+    pool: as for append. q [B, num_q_heads, head_dim], k and v [B, num_kv_heads, head_dim]: rows of tokens may lie
+    apart, a token's heads not; head_dim a power of two, at least 16. float32 is computed by the tensor cores' tf32.
+    """
+    rows, num_q_heads, head_dim = q.shape
+    _, layers, _, num_kv_heads, page_size, _ = pool.shape
+    group = num_q_heads // num_kv_heads
+    rotary_dim = head_dim if rotation is None else rotation.cos.shape[-1]
+    cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.signed_sin)
+    output = torch.empty((rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    tables = plan.tables
+    kernel: Any = _decode[(rows * num_kv_heads * plan.splits,)]
+    kernel(
+        *(q, k, v, q if norm is None else norm.weight, cos, sin, pool),
+        *(tables.slots, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len),
+        *(q if sinks is None else sinks, plan.partial, plan.counters, output),
+        *(q.stride(0), k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)),
+        layers * 2 * num_kv_heads * page_size * head_dim,
+        layer * 2 * num_kv_heads * page_size * head_dim,
+        options.scale,
+        options.softcap or 0.0,
+        0.0 if norm is None else norm.eps,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        HALF=rotary_dim // 2,
+        PAGE_SIZE=page_size,
+        BLOCK=BLOCK,
+        MIN_SHARE=MIN_SHARE,
+        SPLITS=plan.splits,
+        WINDOW=options.window or 0,
+        CAPPED=options.softcap is not None,
+        SINKS=sinks is not None,
+        NORM=norm is not None,
+        ROUND=norm is not None and norm.weight.dtype == q.dtype,
+        ROTATE=rotation is not None,
+        num_warps=WARPS,
+        num_stages=STAGES,
+        **launch_options(pool.device),
+    )
+    return output
+
+
+LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _decode(
+    q, k, v, norm, cos, sin, pool, slots, kv_indptr, kv_indices, kv_last_page_len, sinks, partial, counters, output,
+    q_token, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    NORM: tl.constexpr,
+    ROUND: tl.constexpr,
+    ROTATE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Each program has a share of the positions of one sequence, for the q heads of one KV head.
+
+    Tables and stored positions are older than the step: only the new token waits for earlier kernels. The first
+    program of a KV head stores it, and begins its softmax with it, so that nobody reads what is being written.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    split = tl.program_id(0) % SPLITS
+    head = tl.program_id(0) // SPLITS % KV_HEADS
+    token = (tl.program_id(0) // (SPLITS * KV_HEADS)).to(tl.int64)
+    first_page = tl.load(kv_indptr + token)
+    num_pages = tl.load(kv_indptr + token + 1) - first_page
+    stored = (num_pages - 1) * PAGE_SIZE + tl.load(kv_last_page_len + token) - 1
+    oldest = tl.maximum(stored + 1 - WINDOW, 0) if WINDOW > 0 else 0
+    share = tl.maximum(tl.cdiv(tl.cdiv(stored - oldest, SPLITS), BLOCK) * BLOCK, MIN_SHARE)
+    used = tl.maximum(tl.cdiv(stored - oldest, share), 1)
+    slot = tl.load(slots + token)
+    if PDL:
+        gdc_wait()
+    if split < used:
+        row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
+        one = tl.arange(0, 1)[:, None]
+        cos += token * cos_token
+        sin += token * sin_token
+        q_head = head * GROUP + row
+        query = _prepare(
+            *(q + token * q_token + q_head * HEAD_DIM, norm + q_head * HEAD_DIM, cos, sin, row < GROUP, column),
+            *(eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE),
+        )
+        kv_head = head + one
+        key = _prepare(
+            k + token * k_token + kv_head * HEAD_DIM, norm + (KV_HEADS * GROUP + kv_head) * HEAD_DIM,
+            cos, sin, one < 1, column, eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE,
+        )  # fmt: skip
+        value = tl.load(v + token * v_token + kv_head * HEAD_DIM + column)
+        places = pool + layer_elements + head * (PAGE_SIZE * HEAD_DIM)
+        to_values = KV_HEADS * PAGE_SIZE * HEAD_DIM
+        if (split == 0) & (slot >= 0):
+            own = places + (slot // PAGE_SIZE).to(tl.int64) * page_elements + slot % PAGE_SIZE * HEAD_DIM
+            tl.store(own + one + column, key)
+            tl.store(own + to_values + one + column, value)
+        # The first program begins with the new token, the others with nothing.
+        new = _score(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1), scale, softcap, CAPPED)
+        most = tl.where(split == 0, new, float("-inf"))
+        total = tl.where(split == 0, new * 0.0 + 1.0, 0.0)
+        sums = tl.where(split == 0, value.to(tl.float32), 0.0) + tl.zeros((ROWS, HEAD_DIM), tl.float32)
+        begin = oldest + split * share
+        end = tl.minimum(begin + share, stored)
+        for start in range(begin, end, BLOCK):
+            position = start + tl.arange(0, BLOCK)
+            there = position < end
+            page = tl.load(kv_indices + first_page + position // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+            lines = (places + page * page_elements + position % PAGE_SIZE * HEAD_DIM)[:, None] + column
+            keys = tl.load(lines, mask=there[:, None], other=0.0)
+            scores = _score(tl.dot(query, tl.trans(keys)), scale, softcap, CAPPED)
+            scores = tl.where(there[None, :], scores, float("-inf"))
+            higher = tl.maximum(most, tl.max(scores, 1))
+            weights = tl.exp2(scores - higher[:, None])
+            kept = tl.exp2(most - higher)
+            total = total * kept + tl.sum(weights, 1)
+            values = tl.load(lines + to_values, mask=there[:, None], other=0.0)
+            sums = sums * kept[:, None] + tl.dot(weights.to(values.dtype), values)
+            most = higher
+        q_heads = token * (KV_HEADS * GROUP) + head * GROUP
+        if used == 1:
+            if SINKS:
+                heads = tl.arange(0, ROWS)
+                sink = tl.load(sinks + head * GROUP + heads, mask=heads < GROUP, other=0.0).to(tl.float32)
+                total += tl.exp2(sink * LOG2E - most)
+            result = sums / total[:, None]
+            tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=row < GROUP)
+        else:
+            places_of = partial + ((q_heads + row) * SPLITS + split) * (HEAD_DIM + ENDS)
+            tl.store(places_of + column, sums, mask=row < GROUP)
+            tl.store(places_of + HEAD_DIM, most[:, None], mask=row < GROUP)
+            tl.store(places_of + HEAD_DIM + 1, total[:, None], mask=row < GROUP)
+            tl.debug_barrier()  # all threads have stored before the count says so
+            counter = counters + token * KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+                tl.store(counter, 0)
+                _merge(partial, sinks, output, q_heads, head, used, GROUP, HEAD_DIM, SPLITS, SINKS)
+
+
+@triton.jit
+def _prepare(
+    rows, weights, cos, sin, there, column, eps,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    ROUND: tl.constexpr,
+    ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Heads [n, HEAD_DIM] at `rows` (pointers [n, 1]), normed and rotated, in their own dtype; 0 where not there."""
+    dtype = rows.dtype.element_ty
+    x = tl.load(rows + column, mask=there, other=0.0).to(tl.float32)
+    y, partner = x, column
+    if ROTATE:
+        partner = tl.where(column < HALF, column + HALF, tl.where(column < 2 * HALF, column - HALF, column))
+        y = tl.load(rows + partner, mask=there, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = (1.0 / tl.sqrt(tl.sum(x * x, 1) / HEAD_DIM + eps))[:, None]
+        x = _weigh(x * inverse, weights + column, there, dtype, ROUND)
+        if ROTATE:
+            y = _weigh(y * inverse, weights + partner, there, dtype, ROUND)
+    if ROTATE:
+        rotated = column < 2 * HALF
+        x = x * tl.load(cos + column, mask=rotated, other=1.0) + y * tl.load(sin + column, mask=rotated, other=0.0)
+    return x.to(dtype)
+
+
+@triton.jit
+def _weigh(normed, weights, there, dtype: tl.constexpr, ROUND: tl.constexpr):
+    """normed · weights, float32, rounded where LayerKernels.norm_heads rounds."""
+    if ROUND:
+        normed = normed.to(dtype).to(tl.float32)
+    return (normed * tl.load(weights, mask=there, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _score(products, scale, softcap, CAPPED: tl.constexpr):
+    """Scores in units of log 2."""
+    if CAPPED:
+        return (2.0 * tl.sigmoid(2.0 * products * scale / softcap) - 1.0) * softcap * LOG2E
+    return products * (scale * LOG2E)
+
+
+@triton.jit
+def _merge(
+    partial, sinks, output, q_heads, head, used,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the output of one KV head's q heads from what its `used` programs have found."""
+    split, column = tl.arange(0, SPLITS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
+    there = split < used
+    for row in tl.static_range(GROUP):  # pyright: ignore[reportGeneralTypeIssues]
+        found = partial + ((q_heads + row) * SPLITS + split) * (HEAD_DIM + ENDS)
+        most = tl.load(found + HEAD_DIM, mask=there, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(found + HEAD_DIM + 1, mask=there, other=0.0, cache_modifier=".cg")
+        sums = tl.load(found + column, mask=there, other=0.0, cache_modifier=".cg")
+        highest = tl.max(most)
+        weights = tl.exp2(most - highest)
+        whole = tl.sum(total * weights)
+        if SINKS:
+            whole += tl.exp2(tl.load(sinks + head * GROUP + row).to(tl.float32) * LOG2E - highest)
+        result = tl.sum(sums * (weights / whole), 0)
+        place = output + (q_heads + row) * HEAD_DIM + tl.arange(0, HEAD_DIM)
+        tl.store(place, result.to(output.dtype.element_ty))

@@ -1,0 +1,164 @@
+"""A layer's decode step against norm, rotation and softmax in float64: on a GPU, else in Triton's interpreter."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.head_norm import HeadNorm
+from tandem.cache.kernels.base import DeviceTables
+from tandem.cache.rope import Rotation
+from tests.tolerances import assert_close
+
+pytest.importorskip("triton")
+
+from tandem.cache.kernels import triton_decode
+from tandem.cache.kernels.triton_decode import DecodeOptions, DecodePlan, decode
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGES, LAYERS, LAYER = 90, 2, 1
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """lengths: positions of each sequence, the new one included; 0: a row of padding."""
+
+    lengths: tuple[int, ...] = (5, 1, 70, 0)
+    q_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    rotary_dim: int | None = None
+    page_size: int = 8
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    norm: bool = False
+    rotate: bool = True
+    splits: int = 2
+
+
+CASES = {
+    "plain": Case(),
+    "shares of one sequence": Case(lengths=(300, 8, 129), splits=4),
+    "one program": Case(lengths=(200, 65), splits=1),
+    "pages of 64": Case(lengths=(130, 64, 65), page_size=64),
+    "heads are normed": Case(norm=True),
+    "no rotation": Case(rotate=False, norm=True),
+    "partial rotary, normed": Case(rotary_dim=8, norm=True),
+    "groups of 3": Case(q_heads=6, lengths=(130, 3)),
+    "one head": Case(q_heads=1, kv_heads=1),
+    "a window": Case(window=20, lengths=(20, 21, 200)),
+    "a window of 1": Case(window=1, lengths=(1, 2, 90)),
+    "a cap": Case(softcap=2.0, lengths=(100, 9)),
+    "sinks": Case(sinks=True, lengths=(140, 1)),
+    "all at once": Case(sinks=True, norm=True, window=100, softcap=3.0, q_heads=14, lengths=(250, 0)),
+}
+
+
+class Step:
+    """Random stored K and V on pages in no order, NaN wherever nothing is stored, and one new token a sequence."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, generator = case, torch.Generator().manual_seed(3)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(DEVICE, torch.float16)
+
+        rows, dim = len(case.lengths), case.head_dim
+        heads = (case.q_heads, case.kv_heads, case.kv_heads)
+        self.q, self.k, self.v = draw(rows, sum(heads), dim).split(heads, 1)
+        self.rotation = None
+        if case.rotate:
+            self.rotation = Rotation(*(draw(rows, 1, case.rotary_dim or dim) for _ in range(2)))
+        self.sinks = draw(case.q_heads) if case.sinks else None
+        self.weight = draw(sum(heads[:2]), dim)
+        self.norm = HeadNorm(self.weight, EPS, lambda *_: pytest.fail("the kernel norms")) if case.norm else None
+        self.pool = torch.full((PAGES, LAYERS, 2, case.kv_heads, case.page_size, dim), torch.nan).half().to(DEVICE)
+        order = np.random.default_rng(0).permutation(np.arange(1, PAGES)).tolist()
+        counts = [max(-(-length // case.page_size), 1) for length in case.lengths]
+        self.pages = [[order.pop() for _ in range(count)] for count in counts]
+        self.stored: list[Tensor] = []
+        for length, pages in zip(case.lengths, self.pages, strict=True):
+            self.stored.append(draw(2, case.kv_heads, max(length - 1, 0), dim))
+            for position in range(length - 1):
+                page, offset = pages[position // case.page_size], position % case.page_size
+                self.pool[page, LAYER, :, :, offset] = self.stored[-1][:, :, position]
+
+    def tables(self) -> DeviceTables:
+        size, lengths = self.case.page_size, self.case.lengths
+        slots = [
+            pages[(n - 1) // size] * size + (n - 1) % size if n else -1
+            for n, pages in zip(lengths, self.pages, strict=True)
+        ]
+        indptr = np.cumsum([0, *map(len, self.pages)])
+        last = [(max(n, 1) - 1) % size + 1 for n in lengths]
+        arrays = (slots, indptr, last, [page for pages in self.pages for page in pages])
+        return DeviceTables(*(torch.tensor(one, dtype=torch.int32, device=DEVICE) for one in arrays))
+
+    def run(self, plan: DecodePlan) -> Tensor:
+        options = DecodeOptions(0.3, self.case.window, self.case.softcap)
+        new = (self.q, self.k, self.v, self.rotation)
+        return decode(self.pool, LAYER, *new, plan, options, self.sinks, self.norm)
+
+    def normed(self, heads: Tensor, weight: Tensor) -> Tensor:
+        exact = heads.double()
+        if self.norm is None:
+            return exact
+        return exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+    def expected(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each sequence o [Hq, D] and the new K [Hkv, D], float64."""
+        case, outputs = self.case, []
+        rotation = self.rotation
+        twice = None if rotation is None else Rotation(rotation.cos.double(), rotation.signed_sin.double())
+        q, k = self.normed(self.q, self.weight[: case.q_heads]), self.normed(self.k, self.weight[case.q_heads :])
+        q, k = (q, k) if twice is None else (twice.apply(q), twice.apply(k))
+        for row, stored in enumerate(self.stored):
+            keys, values = torch.cat((stored.double(), torch.stack((k[row], self.v[row].double()))[:, :, None]), 2)
+            first = 0 if case.window is None else max(keys.shape[1] - case.window, 0)
+            group = case.q_heads // case.kv_heads
+            keys, values = (one[:, first:].repeat_interleave(group, 0) for one in (keys, values))
+            scores = torch.einsum("hd,hnd->hn", q[row], keys) * 0.3
+            if case.softcap is not None:
+                scores = case.softcap * torch.tanh(scores / case.softcap)
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks.double()[:, None]), 1)
+            weights = scores.softmax(1)[:, : keys.shape[1]]
+            outputs.append((torch.einsum("hn,hnd->hd", weights, values), k[row]))
+        return outputs
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_step(case: Case) -> None:
+    step = Step(case)
+    tables = step.tables()
+    plan = DecodePlan.make(tables, case.q_heads, case.kv_heads, case.head_dim)
+    plan = replace(plan, splits=min(plan.splits, case.splits))
+    before = step.pool.clone()
+    output = step.run(plan)
+    assert not plan.counters.any()  # the next step begins as this did
+    after = step.pool.clone()
+    for row, (expected, key) in enumerate(step.expected()):
+        if case.lengths[row]:
+            assert_close(output[row], expected)
+            page, offset = divmod(int(tables.slots[row]), case.page_size)
+            assert_close(after[page, LAYER, 0, :, offset], key)
+            assert torch.equal(after[page, LAYER, 1, :, offset], step.v[row])
+            after[page, LAYER, :, :, offset] = torch.nan
+    assert torch.equal(after.isnan(), before.isnan())  # nothing else was written
+    assert torch.equal(after.nan_to_num(), before.nan_to_num())
+
+
+def test_a_step_is_shared_out_over_about_as_many_programs() -> None:
+    def splits(rows: int, kv_heads: int) -> int:
+        tables = DeviceTables(*(torch.zeros(rows, dtype=torch.int32) for _ in range(4)))
+        return DecodePlan.make(tables, 4 * kv_heads, kv_heads, 16).splits
+
+    assert splits(1, 1) == triton_decode.MAX_SPLITS
+    for rows, kv_heads in ((16, 8), (24, 8), (64, 8), (100, 3)):
+        programs = splits(rows, kv_heads) * rows * kv_heads
+        assert triton_decode.PROGRAMS / 2 < programs <= triton_decode.PROGRAMS
+    assert splits(10_000, 8) == 1

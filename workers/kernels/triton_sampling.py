@@ -1,0 +1,146 @@
+"""Drawing of tokens in one kernel, without a sort: thresholds are found by narrowing an interval.
+
+Top_k and top_p keep what is not below some logit, so they ask for the largest logit at which a sum over what lies below
+is small enough. Floats are ordered as the integers that their bits make; each pass over a row cuts an interval of these
+to a quarter, and ends early when a single token is left in it.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 4096, 16
+
+
+def draw(
+    logits: Tensor, rows: Tensor, draws: Tensor, temperature: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor
+) -> Tensor:
+    """Token ids int64 [m], which Sampler's torch operations draw too, but for rounding: see Draw.
+
+    logits: float32 [n, vocab], contiguous; the others [m], where m may be less than n: rows int64, which of them; draws
+    float64; temperature, top_p and min_p float32; top_k int64, 0 for all.
+    """
+    tokens = torch.empty(rows.shape[0], dtype=torch.int64, device=logits.device)
+    kernel: Any = _draw[(rows.shape[0],)]
+    kernel(logits, rows, draws, temperature, top_p, min_p, top_k, tokens, logits.shape[1], BLOCK=BLOCK, num_warps=WARPS)
+    return tokens
+
+
+@triton.jit
+def _draw(logits, rows, draws, temperature, top_p, min_p, top_k, tokens, vocab, BLOCK: tl.constexpr):
+    """A program a row. A token's weight is its probability ÷ that of the best."""
+    one = tl.program_id(0)
+    row = logits + tl.load(rows + one) * vocab
+    heat, least, share, k = (
+        tl.load(temperature + one), tl.load(min_p + one), tl.load(top_p + one), tl.load(top_k + one)
+    )  # fmt: skip
+    most = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for begin in range(0, vocab, BLOCK):
+        most = tl.maximum(most, _load(row, begin, vocab, heat, BLOCK))
+    best = tl.max(most, 0)
+    above = _order(best).to(tl.int64) + 1  # nothing has an order this high
+    low = tl.full((), -(1 << 31), tl.int64)
+    if k > 0 and k < vocab:
+        low = _search(row, vocab, heat, best, 0.0, low, above, (vocab - k).to(tl.float64), tl.constexpr(False), BLOCK)
+    if share < 1:
+        total = _total(row, vocab, heat, best, least, low, BLOCK)
+        low = _search(
+            row, vocab, heat, best, least, low, above, (1 - share.to(tl.float64)) * total, tl.constexpr(True), BLOCK
+        )
+    total = _total(row, vocab, heat, best, least, low, BLOCK)
+    tl.store(tokens + one, _invert(row, vocab, heat, best, least, low, tl.load(draws + one) * total, BLOCK))
+
+
+@triton.jit
+def _load(row, begin, vocab, heat, BLOCK: tl.constexpr):
+    """Scaled logits, -inf outside."""
+    token = begin + tl.arange(0, BLOCK)
+    return tl.div_rn(tl.load(row + token, mask=token < vocab, other=float("-inf")), heat)
+
+
+@triton.jit
+def _order(values):
+    """int32 that are ordered as the floats are."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _weights(scaled, best, least, low):
+    """float64, 0 for what is filtered out: weights below `least`, orders below `low`."""
+    weights = tl.exp(scaled - best)
+    return tl.where((weights >= least) & (_order(scaled) >= low.to(tl.int32)), weights, 0.0).to(tl.float64)
+
+
+@triton.jit
+def _total(row, vocab, heat, best, least, low, BLOCK: tl.constexpr):
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for begin in range(0, vocab, BLOCK):
+        sums += _weights(_load(row, begin, vocab, heat, BLOCK), best, least, low)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _search(row, vocab, heat, best, least, low, above, limit, WEIGH: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest order, from `low` to below `above`, below which tokens from `low` on come to at most `limit`: their
+    weights, or (WEIGH False) their number."""
+    filtered = low
+    below_low, below_above = tl.full((), 0, tl.int32), tl.full((), 0x7FFFFFFF, tl.int32)
+    while (above - low > 1) & (below_above - below_low > 1):
+        step = (above - low) // 4
+        a, b, c = low + step, low + (above - low) // 2, above - tl.maximum(step, 1)
+        counts_a, counts_b, counts_c = (
+            tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+        )  # fmt: skip
+        sums_a, sums_b, sums_c = (
+            tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+        )  # fmt: skip
+        for begin in range(0, vocab, BLOCK):
+            scaled = _load(row, begin, vocab, heat, BLOCK)
+            order = _order(scaled)
+            there = (begin + tl.arange(0, BLOCK) < vocab) & (order >= filtered.to(tl.int32))
+            under_a, under_b = there & (order < a.to(tl.int32)), there & (order < b.to(tl.int32))
+            under_c = there & (order < c.to(tl.int32))
+            counts_a += under_a.to(tl.int32)
+            counts_b += under_b.to(tl.int32)
+            counts_c += under_c.to(tl.int32)
+            if WEIGH:
+                weights = _weights(scaled, best, least, filtered)
+                sums_a += tl.where(under_a, weights, 0.0)
+                sums_b += tl.where(under_b, weights, 0.0)
+                sums_c += tl.where(under_c, weights, 0.0)
+        count_a, count_b, count_c = tl.sum(counts_a, 0), tl.sum(counts_b, 0), tl.sum(counts_c, 0)
+        if WEIGH:
+            fit_a, fit_b, fit_c = tl.sum(sums_a, 0) <= limit, tl.sum(sums_b, 0) <= limit, tl.sum(sums_c, 0) <= limit
+        else:
+            fit_a, fit_b, fit_c = count_a <= limit, count_b <= limit, count_c <= limit
+        # What is below grows with the order, so fits hold up to some point.
+        above = tl.where(fit_c, above, tl.where(fit_b, c, tl.where(fit_a, b, a)))
+        below_above = tl.where(fit_c, below_above, tl.where(fit_b, count_c, tl.where(fit_a, count_b, count_a)))
+        low = tl.where(fit_c, c, tl.where(fit_b, b, tl.where(fit_a, a, low)))
+        below_low = tl.where(fit_c, count_c, tl.where(fit_b, count_b, tl.where(fit_a, count_a, below_low)))
+    return low
+
+
+@triton.jit
+def _invert(row, vocab, heat, best, least, low, target, BLOCK: tl.constexpr):
+    """The first token at which the running sum of weights exceeds target; the last that has weight where none does."""
+    before = tl.full((), 0.0, tl.float64)  # the sum up to the block
+    found, last = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
+    begin = tl.full((), 0, tl.int32)
+    while (found < 0) & (begin < vocab):
+        weights = _weights(_load(row, begin, vocab, heat, BLOCK), best, least, low)
+        token = begin + tl.arange(0, BLOCK)
+        last = tl.maximum(last, tl.max(tl.where(weights > 0, token, 0), 0))
+        of_block = tl.sum(weights, 0)
+        if before + of_block > target:
+            sums = before + tl.cumsum(weights, 0)
+            first = tl.min(tl.where((sums > target) & (weights > 0), token, vocab), 0)
+            # Rounded otherwise, the sum of the whole block may exceed what its running sum does not.
+            found = tl.where(first < vocab, first, last)
+        before += of_block
+        begin += BLOCK
+    return tl.where(found < 0, last, found).to(tl.int64)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from tandem.cache.errors import CacheError, InvalidArgument
+from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
 from tandem.cache.group_attention import GroupAttention
 from tandem.cache.group_pages import GroupPages
@@ -24,6 +24,7 @@ from tandem.cache.rotations import Rotations
 from tandem.cache.send_marks import SendMarks
 from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.sequences import Sequences
 from tandem.cache.streams import Streams
 from tandem.cache.window import Int64Array
 
@@ -65,7 +66,6 @@ class PagedKVCache:
             raise InvalidArgument(f"max_sequence_length is {max_sequence_length}; it must be at least 1")
         self.layout = layout
         self._page_size = layout.page_size
-        self._max_length = max_sequence_length
         self._writer = writer
         self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
         self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
@@ -84,6 +84,18 @@ class PagedKVCache:
             self._table, self._pages, self._pools, self._streams, layout.page_size, pools[0].device
         )
         self._growth = Growth(self._table, self._pages, self._receptions, self._streams, max_sequence_length)
+        self._sequences = Sequences(
+            self._table,
+            self._pages,
+            self._pools,
+            self._receptions,
+            self._streams,
+            self._marks,
+            self._growth,
+            page_size=layout.page_size,
+            max_length=max_sequence_length,
+            has_windows=layout.has_windows,
+        )
         self._places = {
             layer: (group, index)
             for group, members in enumerate(layout.groups)
@@ -94,35 +106,16 @@ class PagedKVCache:
 
     def add_sequence(self, sequence: int) -> None:
         """An empty sequence. OutOfSequences when max_sequences are there; an id that still drains is refused."""
-        if sequence in self._receptions:
-            raise InvalidArgument(f"sequence {sequence} still drains; finish_receive ends that")
-        self._table.add(sequence)
+        self._sequences.add(sequence)
 
     def remove_sequence(self, sequence: int) -> None:
         """Lets go of pages, mark and reservation; what is being received drains until finish_receive. Idempotent."""
-        if sequence not in self._table:
-            return
-        self._pools.release(self._table.held_pages(self._table.row(sequence)))
-        self._table.remove(sequence)
-        self._marks.drop(sequence)
+        self._sequences.remove(sequence)
 
     def fork_sequence(self, parent: int, child: int, position: int = -1) -> None:
         """A new sequence with the first `position` positions of `parent` (-1: all): shares full pages, copies a
         partial one. With windows, what a query at `position` sees must be there yet."""
-        row, streams = self._settled_row(parent), self._table.streams
-        window, sink = int(streams.windows[row]), int(streams.sinks[row])
-        length = self._table.num_positions(row)
-        at, most = (length if position == -1 else position), (min(sink, length) if window else length)
-        if not 0 <= at <= most:
-            raise InvalidArgument(f"position is {position}; -1 (all {length}) and 0 … {most} are accepted")
-        self.add_sequence(child)
-        try:
-            self._pages.fork(row, self._table.row(child), at)
-            if window:
-                streams.enable(self._table.row(child), window, sink)
-        except CacheError:
-            self._table.remove(child)
-            raise
+        self._sequences.fork(parent, child, position)
 
     def pop(self, sequence: int, count: int) -> None:
         """Takes back the last `count` positions; pages of a reservation stay. Those popped may be appended anew.
@@ -130,13 +123,7 @@ class PagedKVCache:
         With windows, what a query at the new length sees must be there yet; after a forward it is, as long as no more
         is popped than it appended.
         """
-        row = self._settled_row(sequence)
-        length = int(self._table.lengths[row]) - count
-        if count < 0 or length < 0:
-            raise InvalidArgument(f"count is {count}; 0 … {length + count} are accepted")
-        self._streams.check_cut(row, length)
-        self._pages.cut(row, length)
-        self._marks.rewind(sequence, self._table.num_positions(row))
+        self._sequences.pop(sequence, count)
 
     def reserve(self, sequence: int, num_tokens: int, longest_append: int | None = None) -> None:
         """Sets pages aside, so that the sequence can always grow to num_tokens positions; takes the place of an
@@ -145,12 +132,7 @@ class PagedKVCache:
         longest_append: the most that one forward will append (None: num_tokens), by which groups with a window need
         less; what prepare_receive adds may be longer.
         """
-        row = self._table.row(sequence)
-        longest = num_tokens if longest_append is None else longest_append
-        if self._table.streams.windows[row]:
-            num_tokens = min(num_tokens, self._table.streams.longest(row, longest))
-        self._growth.check_length(sequence, num_tokens)
-        self._pages.reserve(row, num_tokens, longest)
+        self._sequences.reserve(sequence, num_tokens, longest_append)
 
     def enable_sliding_window(self, sequence: int, window: int, sink: int) -> None:
         """From now on an empty sequence keeps, after what a forward appends, its first `sink` positions and the last
@@ -159,13 +141,7 @@ class PagedKVCache:
         K is stored before RoPE and rotated by its place among what is kept. The sequence can be forked within its sink,
         and the child slides as it does; pop takes back what is kept. Whoever receives it must slide alike.
         """
-        row = self._settled_row(sequence)
-        if self.layout.has_windows:
-            raise InvalidArgument("the layout has groups with a window; sequences slide only in layouts without")
-        if self._table.num_positions(row):
-            raise InvalidArgument(f"sequence {sequence} holds positions; only an empty one can begin to slide")
-        self._streams.check_window(window, sink, self._max_length)
-        self._table.streams.enable(row, window, sink)
+        self._sequences.enable_sliding_window(sequence, window, sink)
 
     def num_pages_needed(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, ...]:
         """Per layer group the pages that reserve() takes for a sequence that is empty."""
@@ -261,7 +237,7 @@ class PagedKVCache:
         Positions in pages that no later query sees, by the groups' windows, are skipped. Until finish_receive the pages
         stay out of use whatever happens to the sequence, and it may only be removed.
         """
-        row = self._settled_row(sequence)
+        row = self._sequences.settled_row(sequence)
         if length < 1:
             raise InvalidArgument(f"length is {length}; it must be at least 1")
         if self.layout.has_windows and not self._marks.is_done(sequence):  # what it is to send may leave a window
@@ -309,23 +285,11 @@ class PagedKVCache:
 
         At least one token is left over to be computed.
         """
-        self._check_sharing(sequence)
-        row = self._table.row(sequence)
-        if any(pages.size for pages in self._table.held_pages(row)):
-            raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
-        pages = self._pools.prefixes.match(token_ids, max(len(token_ids) - 1, 0) // self._page_size)
-        self._pages.share(row, pages)
-        return pages[0].size * self._page_size
+        return self._sequences.match_prefix(sequence, token_ids)
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed."""
-        self._check_sharing(sequence)
-        row = self._settled_row(sequence)
-        length = int(self._table.lengths[row])
-        if len(token_ids) > length:
-            raise InvalidArgument(f"token_ids has {len(token_ids)} tokens; sequence {sequence} holds {length}")
-        pages = self._table.held_pages(row, 0, len(token_ids) // self._page_size)
-        self._pools.prefixes.publish(token_ids, pages)
+        self._sequences.publish_prefix(sequence, token_ids)
 
     def clear_prefixes(self) -> None:
         """Forgets all prefixes; pages that sequences use stay theirs."""
@@ -384,15 +348,3 @@ class PagedKVCache:
             for layer, kv in zip(members.layers, group.gather(range(len(members.layers)), row, indices), strict=True)
         }
         return [found[layer] for layer in range(self.layout.num_layers)]
-
-    # Checks
-
-    def _settled_row(self, sequence: int) -> int:
-        self._receptions.check_settled(sequence)
-        return self._table.row(sequence)
-
-    def _check_sharing(self, sequence: int) -> None:
-        if self._table.streams.windows[self._table.row(sequence)]:
-            raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
-        if self.layout.has_windows:
-            raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")

@@ -14,6 +14,7 @@ from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.layout import KVLayout
+from tandem.cache.open_trees import OpenTrees, Parents
 from tandem.cache.page_pools import PagePools
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.plan import ForwardPlan
@@ -83,7 +84,17 @@ class PagedKVCache:
         self._receptions = Receptions(
             self._table, self._pages, self._pools, self._streams, layout.page_size, pools[0].device
         )
-        self._growth = Growth(self._table, self._pages, self._receptions, self._streams, max_sequence_length)
+        self._trees = OpenTrees(
+            self._table,
+            self._pages,
+            self._marks,
+            [group.kernels for group in self._groups],
+            page_size=layout.page_size,
+            has_windows=layout.has_windows,
+        )
+        self._growth = Growth(
+            self._table, self._pages, self._receptions, self._streams, self._trees, max_sequence_length
+        )
         self._sequences = Sequences(
             self._table,
             self._pages,
@@ -91,6 +102,7 @@ class PagedKVCache:
             self._receptions,
             self._streams,
             self._marks,
+            self._trees,
             self._growth,
             page_size=layout.page_size,
             max_length=max_sequence_length,
@@ -166,13 +178,21 @@ class PagedKVCache:
         seq_ids: Sequence[int] | Int64Array,
         append_lengths: Sequence[int] | Int64Array,
         rope_lengths: Sequence[int] | Int64Array | None = None,
+        token_tree_parents: Sequence[Parents | None] | None = None,
     ) -> ForwardPlan:
         """Grows sequence seq_ids[i] by append_lengths[i] ≥ 1 positions and plans the forward that computes them.
 
         rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the
         whole prompt where it comes in chunks. None, or where smaller: the length after this append.
+
+        token_tree_parents: None, or an entry for each sequence. None for a plain one; else, for each new position, the
+        node that it follows in the sequence's token tree, or -1 for a root. Nodes count over the whole open tree, which
+        later calls may grow; parents come before their children, and at most 256 fit. Until commit_token_tree the
+        sequence takes no plain forward; it is not forked, published, sent or received into. pop takes back the last
+        nodes. Sequences that slide or are being sent, and layouts with windows, take no trees.
         """
-        rows, tokens = self._growth.grow(seq_ids, np.asarray(append_lengths, np.int64))
+        appends = np.asarray(append_lengths, np.int64)
+        rows, tokens = self._growth.grow(seq_ids, appends, token_tree_parents)
         sequences = tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
         pages = tuple(group.pages for group in self._table.groups)
         sends, sent = self._marks.plan(sequences, rows, tokens, pages, self._page_size, self._table.streams)
@@ -200,6 +220,14 @@ class PagedKVCache:
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
         self._marks.commit(plan.sent)
+
+    def commit_token_tree(self, seq_ids: Sequence[int] | Int64Array, leaf_indices: Sequence[int] | Int64Array) -> None:
+        """Ends the open tree of each sequence: the path to node leaf_indices[i] becomes its next positions, and all
+        other nodes are taken back; -1 takes back all.
+
+        InvalidArgument, before anything changes, for a sequence without an open tree or a node that is not there.
+        """
+        self._trees.commit(seq_ids, leaf_indices)
 
     def fixed_batches(self, sizes: Sequence[int], num_q_heads: int, num_inputs: int) -> list[FixedBatch]:
         """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them.
@@ -257,6 +285,7 @@ class PagedKVCache:
         InvalidArgument when the map asks for some that have left a window here.
         """
         row = self._table.row(sequence)
+        self._trees.check_closed(sequence)
         if self._writer is None:
             raise InvalidArgument(f"sequence {sequence} cannot be sent: the cache was made without a writer")
         if begin != position_map.start_position:

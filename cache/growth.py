@@ -40,6 +40,7 @@ class Growth:
             self.check_length(int(seq_ids[longest]), int(lengths[longest] + appends[longest]))
             queries = np.maximum(lengths - in_flight, 0)
             self._pages.grow(rows, lengths, lengths + appends, queries=queries, gone=gone)
+        self._receptions.clear_ends(rows, lengths)
         return rows, lay_out_tokens(lengths, appends)
 
     def check_length(self, sequence: int, length: int) -> None:

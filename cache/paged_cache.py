@@ -84,7 +84,7 @@ class PagedKVCache:
             self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring, fp8))
         self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
         self._receptions = Receptions(
-            self._table, self._pages, self._pools, self._streams, layout.page_size, pools[0].device
+            self._table, self._pages, self._pools, self._streams, layout.page_size, pools
         )
         self._trees = OpenTrees(
             self._table,

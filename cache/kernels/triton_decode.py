@@ -21,12 +21,22 @@ from tandem.cache.kernels.dependent_launch import launch_options
 from tandem.cache.kernels.triton_append import quantise
 from tandem.cache.rope import Rotation
 
-PROGRAMS = 1024  # that a step is shared out over at most: merging costs more than a last wave that is not full
+PROGRAMS = 512  # that a step is shared out over at most: merging costs more than a last wave that is not full
 MAX_SPLITS = 32
-MIN_SHARE = 64  # positions of a program, the least that is worth a merge
-BLOCK = 64  # positions at once
 LEAST_ROWS = 16  # of a tensor core's tile
-WARPS, STAGES = 2, 3
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """block: positions at once, the least that a share has."""
+
+    block: int
+    warps: int
+    stages: int
+
+
+MANY, FEW = Tiling(64, 2, 3), Tiling(128, 8, 2)  # programs on a multiprocessor; by measurement, see LOG.md
+FEW_FROM = 16  # splits: then there are so few sequences that a multiprocessor has a program or two
 ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding included
 
 
@@ -45,8 +55,8 @@ class DecodePlan:
     @classmethod
     def make(cls, tables: DeviceTables, num_q_heads: int, num_kv_heads: int, head_dim: int) -> "DecodePlan":
         rows, device = tables.slots.shape[0], tables.slots.device
-        fair = triton.next_power_of_2(triton.cdiv(PROGRAMS, rows * num_kv_heads))
-        splits = max(1, min(fair // 2 if fair * rows * num_kv_heads > PROGRAMS else fair, MAX_SPLITS))
+        fair = PROGRAMS // (rows * num_kv_heads)
+        splits = max(1, min(1 << fair.bit_length() >> 1, MAX_SPLITS))  # a power of two, rounded down
         partial = torch.empty((rows, num_q_heads, splits, head_dim + ENDS.value), dtype=torch.float32, device=device)
         return cls(tables, splits, partial, torch.zeros((rows, num_kv_heads), dtype=torch.int32, device=device))
 
@@ -85,7 +95,7 @@ def decode(
     rotary_dim = head_dim if rotation is None else rotation.cos.shape[-1]
     cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.signed_sin)
     output = torch.empty((rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
-    tables = plan.tables
+    tables, tiling = plan.tables, FEW if plan.splits >= FEW_FROM else MANY
     kernel: Any = _decode[(rows * num_kv_heads * plan.splits,)]
     kernel(
         *(q, k, v, q if norm is None else norm.weight, cos, sin, pool),
@@ -100,11 +110,11 @@ def decode(
         KV_HEADS=num_kv_heads,
         GROUP=group,
         ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
+        FEW_ROWS=triton.next_power_of_2(group),
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,
         PAGE_SIZE=page_size,
-        BLOCK=BLOCK,
-        MIN_SHARE=MIN_SHARE,
+        BLOCK=tiling.block,
         SPLITS=plan.splits,
         WINDOW=options.window or 0,
         CAPPED=options.softcap is not None,
@@ -113,8 +123,8 @@ def decode(
         NORM=norm is not None,
         ROUND=norm is not None and norm.weight.dtype == q.dtype,
         ROTATE=rotation is not None,
-        num_warps=WARPS,
-        num_stages=STAGES,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
         **launch_options(pool.device),
     )
     return output
@@ -131,11 +141,11 @@ def _decode(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    MIN_SHARE: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -160,7 +170,7 @@ def _decode(
     num_pages = tl.load(kv_indptr + token + 1) - first_page
     stored = (num_pages - 1) * PAGE_SIZE + tl.load(kv_last_page_len + token) - 1
     oldest = tl.maximum(stored + 1 - WINDOW, 0) if WINDOW > 0 else 0
-    share = tl.maximum(tl.cdiv(tl.cdiv(stored - oldest, SPLITS), BLOCK) * BLOCK, MIN_SHARE)
+    share = tl.maximum(tl.cdiv(tl.cdiv(stored - oldest, SPLITS), BLOCK) * BLOCK, BLOCK)
     used = tl.maximum(tl.cdiv(stored - oldest, share), 1)
     slot = tl.load(slots + token)
     if PDL:
@@ -181,7 +191,7 @@ def _decode(
             cos, sin, one < 1, column, eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE,
         )  # fmt: skip
         value = tl.load(v + token * v_token + kv_head * HEAD_DIM + column)
-        dtype: tl.constexpr = q.dtype.element_ty
+        dtype = q.dtype.element_ty
         entry: tl.constexpr = pool.dtype.element_ty
         value_scale = 1.0
         if FP8:
@@ -235,7 +245,7 @@ def _decode(
             counter = counters + token * KV_HEADS + head
             if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
                 tl.store(counter, 0)
-                _merge(partial, sinks, output, q_heads, head, used, GROUP, HEAD_DIM, SPLITS, SINKS)
+                _merge(partial, sinks, output, q_heads, head, used, GROUP, FEW_ROWS, HEAD_DIM, SPLITS, SINKS)
 
 
 @triton.jit
@@ -285,23 +295,30 @@ def _score(products, scale, softcap, CAPPED: tl.constexpr):
 def _merge(
     partial, sinks, output, q_heads, head, used,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
     """Writes the output of one KV head's q heads from what its `used` programs have found."""
-    split, column = tl.arange(0, SPLITS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
-    there = split < used
-    for row in tl.static_range(GROUP):  # pyright: ignore[reportGeneralTypeIssues]
-        found = partial + ((q_heads + row) * SPLITS + split) * (HEAD_DIM + ENDS)
-        most = tl.load(found + HEAD_DIM, mask=there, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(found + HEAD_DIM + 1, mask=there, other=0.0, cache_modifier=".cg")
-        sums = tl.load(found + column, mask=there, other=0.0, cache_modifier=".cg")
-        highest = tl.max(most)
-        weights = tl.exp2(most - highest)
-        whole = tl.sum(total * weights)
-        if SINKS:
-            whole += tl.exp2(tl.load(sinks + head * GROUP + row).to(tl.float32) * LOG2E - highest)
-        result = tl.sum(sums * (weights / whole), 0)
-        place = output + (q_heads + row) * HEAD_DIM + tl.arange(0, HEAD_DIM)
-        tl.store(place, result.to(output.dtype.element_ty))
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
+    split = tl.arange(0, SPLITS)[None, :]
+    here = row < GROUP
+    found = partial + (q_heads + row) * (SPLITS * (HEAD_DIM + ENDS))
+    ends = found + split * (HEAD_DIM + ENDS) + HEAD_DIM
+    most = tl.load(ends, mask=here & (split < used), other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(ends + 1, mask=here & (split < used), other=0.0, cache_modifier=".cg")
+    highest = tl.max(tl.where(here, most, 0.0), 1, keep_dims=True)
+    total = tl.sum(totals * tl.exp2(most - highest), 1, keep_dims=True)
+    if SINKS:
+        sink = tl.load(sinks + head * GROUP + row, mask=here, other=0.0).to(tl.float32)
+        total += tl.exp2(sink * LOG2E - highest)
+    sums = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+    for _ in tl.range(0, used, loop_unroll_factor=8):  # pyright: ignore[reportGeneralTypeIssues]
+        # Unrolled, so that many loads are under way.
+        of_one = tl.load(found + column, mask=here, other=0.0, cache_modifier=".cg")
+        most_of_one = tl.load(found + HEAD_DIM, mask=here, other=0.0, cache_modifier=".cg")
+        sums += of_one * tl.exp2(most_of_one - highest)
+        found += HEAD_DIM + ENDS
+    result = sums / tl.where(here, total, 1.0)
+    tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=here)

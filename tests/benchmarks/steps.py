@@ -1,7 +1,8 @@
 """Prefill and decode steps of Qwen3 shapes on one GPU, no cluster, against roofs of the same run; prints JSON.
 
 C: a device copy, bytes read and written a second. F: FLOP a second of an 8192³ bf16 product. decode: wall time of a
-step, run ahead as a decode worker does; floor: (weights + KV bytes) / C; idle: what it takes longer than its graph.
+step, run ahead as a decode worker does; floor: (weights + KV bytes) / C; idle: of the profiler's timeline of some more
+steps, what lies between steps (idle_us) and between the kernels of a step (gaps_us), a step.
 prefill: chunks of 8192 up to the first token, FLOP counted with half of the attention square, ÷ time ÷ F.
 Random weights and KV. Beside them vLLM 0.23.0 on the same kind of GPU, CUDA graphs, prefix cache off.
 """
@@ -25,6 +26,8 @@ from tandem.workers.models.registry import load_config
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.weights import load_decoder
+from tests.benchmarks.results import at_least, at_most, print_result, print_skipped, rounded
+from tests.benchmarks.timeline import Idle, idle, record
 
 COMMON: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -65,6 +68,11 @@ VLLM_PREFILL_MS = {"Qwen3-8B": (26.6, 216, 1244), "Qwen3-0.6B": (12.3, 32.1, 272
 CHUNK = 8192
 PAGE_SIZE = 16
 STEPS = 40
+RECORDED_STEPS = 8
+FLOOR_TARGETS = {"Qwen3-8B": (1, 64, 256), "Qwen3-0.6B": (1,)}  # batches at the first context
+FLOOR_LIMITS = {"Qwen3-8B": 1.18, "Qwen3-0.6B": 1.6}
+IDLE_LIMIT_US = 20.0
+PREFILL_LIMIT = 0.85
 COPY_BYTES = 2 << 30
 
 
@@ -121,29 +129,32 @@ class Bench:
         torch.cuda.synchronize()
         self.capture_seconds = time.perf_counter() - began - self.warm_up_seconds
 
-    def decode(self, batch: int, context: int, params: SamplingParams) -> tuple[float, float]:
-        """Seconds of a step, and of its graph alone; `context` positions are stored before the first."""
+    def decode(self, batch: int, context: int, params: SamplingParams) -> tuple[float, Idle]:
+        """Seconds of a step, and the idle time of one; `context` positions are stored before the first."""
         sequences = np.arange(batch)
         for sequence in range(batch):
             self.cache.add_sequence(sequence)
             self.cache.prepare_receive(sequence, context)
             self.cache.finish_receive(sequence)
         sampling = SampleBatch.from_params([params] * batch)
-        tokens, positions = np.ones(batch, np.int64), np.full(batch, context + 1)
-        flight = self.runner.step(sequences, tokens, np.full(batch, -1), sampling, positions)
-        began = time.perf_counter()
-        for step in range(STEPS + 5):
-            if step == 5:
-                began = time.perf_counter()
-            following = self.runner.step(sequences, tokens, sequences, sampling, positions + 1 + step)
+
+        def run(steps: int) -> None:
+            tokens, positions = np.ones(batch, np.int64), np.full(batch, context)
+            flight = self.runner.step(sequences, tokens, np.full(batch, -1), sampling, positions)
+            for step in range(1, steps):
+                following = self.runner.step(sequences, tokens, sequences, sampling, positions + step)
+                flight.wait()
+                flight = following
             flight.wait()
-            flight = following
+
+        run(5)
+        began = time.perf_counter()
+        run(STEPS)
         seconds = (time.perf_counter() - began) / STEPS
-        flight.wait()
-        alone = self._replay_seconds(batch)
+        seen = idle(record(lambda: run(RECORDED_STEPS)))
         for sequence in range(batch):
             self.cache.remove_sequence(sequence)
-        return seconds, alone
+        return seconds, Idle(seen.between / RECORDED_STEPS, seen.inside / RECORDED_STEPS)
 
     def prefill(self, length: int) -> float:
         """Seconds to the first token, median of three after one."""
@@ -165,19 +176,6 @@ class Bench:
             times.append(time.perf_counter() - began)
             self.cache.remove_sequence(0)
         return sorted(times[1:])[1]
-
-    def _replay_seconds(self, batch: int) -> float:
-        graphs = self.runner._graphs
-        assert graphs is not None
-        replay = graphs._replays[next(place for place, size in enumerate(graphs._sizes) if size >= batch)]
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        replay()
-        begin.record()
-        for _ in range(STEPS):
-            replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / STEPS / 1e3
 
 
 def layer_weights(config: ModelConfig) -> int:
@@ -205,11 +203,12 @@ def measure(name: str, roofs: Roofs, *, max_batch: int = 256) -> dict[str, Any]:
     }
     greedy = SamplingParams(temperature=0)
     for (batch, context), theirs in zip(DECODES, VLLM_DECODE_MS[name], strict=True):
-        seconds, alone = bench.decode(batch, context, greedy)
+        seconds, unused = bench.decode(batch, context, greedy)
         result[f"decode {batch} at {context}"] = {
             "ms": round(seconds * 1e3, 3),
             "to_floor": round(seconds / decode_floor(bench.config, batch, context, roofs), 3),
-            "idle_us": round((seconds - alone) * 1e6, 1),
+            "idle_us": round(unused.between, 1),
+            "gaps_us": round(unused.inside, 1),
             "to_vllm": round(seconds * 1e3 / theirs, 3),
         }
     drawn = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1)
@@ -224,20 +223,32 @@ def measure(name: str, roofs: Roofs, *, max_batch: int = 256) -> dict[str, Any]:
     return result
 
 
+def targets_of(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """What issue 3 asks of results, measure()'s by model."""
+    targets = []
+    for name, result in results.items():
+        for batch in FLOOR_TARGETS[name]:
+            numbers = result[f"decode {batch} at 1024"]
+            targets.append(at_most(f"{name}, decode of {batch} ÷ floor", numbers["to_floor"], FLOOR_LIMITS[name]))
+            targets.append(at_most(f"{name}, decode of {batch}, idle µs", numbers["idle_us"], IDLE_LIMIT_US))
+    for length in PREFILLS[1:] if "Qwen3-8B" in results else ():
+        reached = results["Qwen3-8B"][f"prefill {length}"]["to_product"]
+        targets.append(at_least(f"Qwen3-8B, prefill of {length} ÷ product", reached, PREFILL_LIMIT))
+    return targets
+
+
 def main() -> None:
     if not torch.cuda.is_available():
-        print(json.dumps({"skipped": "needs a CUDA device"}))
+        print_skipped("needs a CUDA device")
         return
     roofs = measure_roofs()
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "copy_gb_per_s": round(roofs.copy / 1e9, 1),
-        "product_tflops": round(roofs.product / 1e12, 1),
-    }
+    results: dict[str, Any] = {}
     for name in MODELS:
-        result[name] = measure(name, roofs)
+        results[name] = measure(name, roofs)
         torch.cuda.empty_cache()
-    print(json.dumps(result, indent=1))
+    roof_numbers = {"copy_gb_per_s": rounded(roofs.copy / 1e9), "product_tflops": rounded(roofs.product / 1e12)}
+    device = {"device": torch.cuda.get_device_name()}
+    print_result(device | roof_numbers | results | {"targets": targets_of(results)})
 
 
 if __name__ == "__main__":

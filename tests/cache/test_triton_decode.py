@@ -46,6 +46,7 @@ CASES = {
     "plain": Case(),
     "shares of one sequence": Case(lengths=(300, 8, 129), splits=4),
     "one program": Case(lengths=(200, 65), splits=1),
+    "few sequences": Case(lengths=(400,), splits=16),
     "pages of 64": Case(lengths=(130, 64, 65), page_size=64),
     "heads are normed": Case(norm=True),
     "no rotation": Case(rotate=False, norm=True),

@@ -15,8 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem.cache.kernels.dependent_launch import launch_options
 from tandem.workers.kernels.base import RowNorm
 
-LONG_INPUT = 8192  # columns from which few warps a program, each with more loads in flight, are faster
-ROWS = 4
+WHOLE_ROW = 4096  # columns that a program multiplies at once, at most
 
 
 class TritonRowKernels:
@@ -45,7 +44,7 @@ def _launch(
     add: bool = False,
 ) -> Tensor:
     rows, columns = output.shape[1], weight.shape[1]
-    per_program, block, warps, stages = _tiling(rows, columns, gated)
+    per_program, block, warps, stages = _tiling(columns, gated)
     kernel: Any = _gemv[(triton.cdiv(rows, per_program),)]
     kernel(
         *(x, weight, x if bias is None else bias, x if norm is None else norm.weight, output, rows),
@@ -65,11 +64,15 @@ def _launch(
     return output
 
 
-def _tiling(rows: int, columns: int, gated: bool) -> tuple[int, int, int, int]:
-    """Outputs of a program, columns at once, warps and stages; by measurement, see LOG.md."""
-    narrow = columns >= LONG_INPUT or rows <= 4096 <= columns
-    block, warps, stages = (512, 2, 4) if narrow else (1024, 4, 3)
-    return ROWS // 2 if gated else ROWS, min(block, triton.next_power_of_2(columns)), warps, stages
+def _tiling(columns: int, gated: bool) -> tuple[int, int, int, int]:
+    """Outputs of a program, columns at once, warps and stages; by measurement, see LOG.md.
+
+    Whole rows where they are short: then nearly all of a program's weights are on their way before x is there.
+    """
+    if columns > WHOLE_ROW:
+        return (2 if gated else 4), 1024, 4, 3
+    block = triton.next_power_of_2(columns)
+    return (2 if gated or block > 1024 else 4), block, 4, 1
 
 
 @triton.jit

@@ -1,0 +1,56 @@
+"""What a GPU did while something ran, from the profiler's timeline."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+COPIES = ("Memcpy HtoD", "Memcpy DtoH")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One kernel or copy on the device; times in µs."""
+
+    begin: float
+    end: float
+    name: str
+
+    @property
+    def is_copy(self) -> bool:
+        """Between host and device: in no CUDA graph of ours, so a step begins and ends with one."""
+        return self.name.startswith(COPIES)
+
+
+@dataclass(frozen=True)
+class Idle:
+    """µs in which nothing ran. between: before and after copies, which is where a step waits for the host. inside: of
+    all other gaps, those between the kernels of a graph. Both are too large by what recording each kernel costs.
+    """
+
+    between: float
+    inside: float
+
+
+def idle(spans: Sequence[Span]) -> Idle:
+    """Of a timeline, in any order; spans may overlap."""
+    ordered = sorted(spans, key=lambda span: span.begin)
+    between = inside = 0.0
+    last = ordered[0]  # of those so far the one that ends last
+    for span in ordered[1:]:
+        gap = max(span.begin - last.end, 0.0)
+        if span.is_copy or last.is_copy:
+            between += gap
+        else:
+            inside += gap
+        last = max(last, span, key=lambda one: one.end)
+    return Idle(between, inside)
+
+
+def record(run: Callable[[], object]) -> list[Span]:
+    """What the device does during run(), which must wait for it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        run()
+    events = profiler.events() or []
+    on_device = [one for one in events if one.device_type.name == "CUDA"]
+    return [Span(one.time_range.start, one.time_range.end, one.name) for one in on_device]

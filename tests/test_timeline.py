@@ -1,0 +1,18 @@
+"""How the benchmarks count the time in which a GPU did nothing."""
+
+from tests.benchmarks.timeline import Idle, Span, idle
+
+
+def test_gaps_are_split_into_those_at_copies_and_those_in_graphs() -> None:
+    spans = [
+        Span(0, 2, "Memcpy HtoD (Pinned -> Device)"),
+        Span(5, 9, "a"),
+        Span(8, 20, "b overlaps a"),
+        Span(10, 12, "c within b"),
+        Span(21, 23, "d"),
+        Span(27, 28, "Memcpy DtoH (Device -> Pinned)"),
+        Span(30, 31, "Memcpy HtoD (Pinned -> Device)"),
+        Span(31, 40, "a"),
+    ]
+    assert idle(spans[::-1]) == Idle(between=3 + 4 + 2, inside=1)
+    assert idle(spans[1:4]) == Idle(0, 0)

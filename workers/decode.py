@@ -2,8 +2,12 @@
 
 import logging
 import time
+from collections.abc import Sequence
+
+import numpy as np
 
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.window import Int64Array
 from tandem.transfer.transport import Transport
 from tandem.workers.core_share import CoreShare
 from tandem.workers.counters import Counters
@@ -68,12 +72,15 @@ class DecodeLoop:
         self._landing: list[DecodeRequest] = []
         self._batch = DecodeBatch()
         self._flight: Flight | None = None
+        self._unpublished: list[DecodeRequest] = []
 
     # Commands
 
-    def prepare(self, request_id: str, token_ids: list[int], max_tokens: int, writer_pe: int) -> Reservation:
+    def prepare(
+        self, request_id: str, token_ids: Sequence[int] | Int64Array, max_tokens: int, writer_pe: int
+    ) -> Reservation:
         """See Reservations.prepare."""
-        return self._reservations.prepare(request_id, token_ids, max_tokens, writer_pe)
+        return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe)
 
     def start(self, request_id: str, reservation_id: int, params: SamplingParams, stream: TokenStream) -> None:
         """Tokens of a reserved request go to `stream`, once its KV has landed."""
@@ -148,13 +155,17 @@ class DecodeLoop:
                 joining.append(request)
             else:
                 updates.append(StreamUpdate(request.stream, None, None, reason))
+                self._publish_prompts([request])
                 self._leave(request, writer_quiet=True)
         if joining:
             self._batch.join(joining)
+            self._unpublished += joining
         self._fanout.publish(updates)
 
     def _forward(self) -> None:
         flight = self._launch() if len(self._batch) else None
+        self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
+        self._unpublished = []
         if self._runner.runs_ahead:
             flight, self._flight = self._flight, flight
         if flight is not None:
@@ -165,6 +176,12 @@ class DecodeLoop:
         return batch.launched(
             self._runner.step(batch.sequence_ids, batch.tokens, batch.sources, batch.sampling, batch.lengths + 1)
         )
+
+    def _publish_prompts(self, requests: list[DecodeRequest]) -> None:
+        """Lets others share the prompts of requests that have landed."""
+        for request in requests if self._sharing else []:
+            if not request.left:
+                self._cache.publish_prefix(request.sequence_id, request.prompt)
 
     def _deliver(self, flight: Flight) -> None:
         """Waits for the tokens of a step and hands them out."""
@@ -195,11 +212,11 @@ class DecodeLoop:
     def _fail_batch(self, error: Exception) -> None:
         """Ends every request that has a token on its way, also those whose last one a step before was to bring."""
         flight, self._flight = self._flight, None
+        try:
+            self._runner.drain()  # what was launched may still write to their pages
+        except Exception:
+            log.exception("the step in flight failed, too")
         if flight is not None:
-            try:
-                flight.pending.wait()  # it may still write to their pages
-            except Exception:
-                log.exception("the step in flight failed, too")
             self._release(flight.released)
         requests = self._reservations.landed()
         self._batch.leave(requests)
@@ -214,7 +231,7 @@ class DecodeLoop:
 
     def _leave(self, request: DecodeRequest, writer_quiet: bool) -> None:
         if self._sharing and request.landed and len(request.output) > 1:
-            self._cache.publish_prefix(request.sequence_id, request.prompt + request.output[:-1])
+            self._cache.publish_prefix(request.sequence_id, np.concatenate((request.prompt, request.output[:-1])))
         if self._flight is not None and request in self._flight.requests:
             self._flight.released.append(request.sequence_id)
         else:

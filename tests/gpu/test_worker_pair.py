@@ -13,6 +13,7 @@ from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.transfer.codec import decode_runs
 from tandem.workers.authentication import authorized
 from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.messages import prompt_to_bytes
 from tests.checkpoints import make_model
 from tests.gpu.pe_process import PeProcess, pe_processes, together
 from tests.gpu.worker_process import WorkerPe
@@ -31,6 +32,7 @@ TOKEN = "a token of the workers"
 EPOCH, PAGE, NUM_PAGES, LAYERS = 1, 16, 64, 3
 GREEDY = inference_pb2.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, seed=1)
 PROMPT = random_prompt(6 * PAGE + 5, 0)
+PROMPT_BYTES = prompt_to_bytes(PROMPT)
 # dtype, head_dim, whether the decode worker's pages are mapped; the other way is by puts
 ISLANDS = {
     "bf16-128-mapped": ("bfloat16", 128, True),
@@ -52,10 +54,11 @@ class Pair:
         """PROMPT through both workers; the answer, and the slots where its KV went."""
         ids = {"request_id": request_id, "epoch": EPOCH}
         reservation = self.decode_stub.PrepareReceive(
-            worker_pb2.PrepareReceiveRequest(**ids, token_ids=PROMPT, max_tokens=4), timeout=60
+            worker_pb2.PrepareReceiveRequest(**ids, prompt=PROMPT_BYTES, max_tokens=4), timeout=60
         )
         answer = self.prefill_stub.RemoteSend(
-            worker_pb2.RemoteSendRequest(**ids, token_ids=PROMPT, sampling=GREEDY, reservation=reservation), timeout=300
+            worker_pb2.RemoteSendRequest(**ids, prompt=PROMPT_BYTES, sampling=GREEDY, reservation=reservation),
+            timeout=300,
         )
         return answer, decode_runs(reservation.position_map.runs[0], max_tokens=len(PROMPT)).slots()
 
@@ -126,10 +129,11 @@ def test_the_decode_worker_goes_on_from_it(pair: Pair) -> None:
     for request_id in ("one", "two"):
         ids = {"request_id": request_id, "epoch": EPOCH}
         reservation = pair.decode_stub.PrepareReceive(
-            worker_pb2.PrepareReceiveRequest(**ids, token_ids=PROMPT, max_tokens=4), timeout=60
+            worker_pb2.PrepareReceiveRequest(**ids, prompt=PROMPT_BYTES, max_tokens=4), timeout=60
         )
         pair.prefill_stub.RemoteSend(
-            worker_pb2.RemoteSendRequest(**ids, token_ids=PROMPT, sampling=GREEDY, reservation=reservation), timeout=300
+            worker_pb2.RemoteSendRequest(**ids, prompt=PROMPT_BYTES, sampling=GREEDY, reservation=reservation),
+            timeout=300,
         )
         start = worker_pb2.StartGenerateRequest(**ids, reservation_id=reservation.reservation_id, sampling=GREEDY)
         stream = pair.decode_stub.StartGenerate(start, timeout=300)

@@ -71,6 +71,9 @@ class ScriptedRunner:
         self.log.append(f"launch {step}: {sequence_ids.tolist()}")
         return cast(PendingSamples, ScriptedSamples(self, step, list(self._last)))
 
+    def drain(self) -> None:
+        self.log.append("drain")
+
 
 class ScriptedSamples:
     def __init__(self, runner: ScriptedRunner, step: int, tokens: list[int]) -> None:
@@ -244,7 +247,7 @@ def test_a_failed_launch_fails_the_batch_and_waits_for_the_step_before() -> None
     _, first = bench.start("first", max_tokens=9)
     bench.runner.fail_at = lambda step: step == 2
     bench.run()
-    assert bench.runner.log == ["launch 0: [1]", "launch 1: [1]", "read 0", "read 1"]
+    assert bench.runner.log == ["launch 0: [1]", "launch 1: [1]", "read 0", "drain"]
     assert bench.collector.ends[first] == "decode of 'first' failed: no luck"
     assert bench.cache.num_free_pages == NUM_PAGES
     bench.runner.fail_at = lambda step: False

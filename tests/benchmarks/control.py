@@ -8,7 +8,6 @@ calls           seconds of the control messages of one request (PrepareReceive, 
 """
 
 import asyncio
-import json
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable
@@ -42,6 +41,7 @@ from tandem.workers.pending_samples import PendingSamples
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.token_stream import TokenStream
+from tests.benchmarks.results import at_most, print_result
 
 PAGE, TOKENS, POOL_PAGES = 16, 32 * 1024, 65_536
 LAYOUT = KVLayout((LayerGroup(tuple(range(36)), 8, 128),), PAGE, torch.bfloat16)
@@ -214,8 +214,15 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
 
 
 def main() -> None:
-    results = {"map": map_costs(), "decode_step_256_us": decode_step_us(), "calls": asyncio.run(call_costs())}
-    print(json.dumps(results, indent=2))
+    maps, step, calls = map_costs(), decode_step_us(), asyncio.run(call_costs())
+    targets = [
+        at_most("map of 32K tokens on fresh pages, bytes", maps["fresh_bytes"], 64),
+        at_most("map of 32K tokens on random pages ÷ raw ids", maps["random_ratio_to_raw"], 1 / 30),
+        at_most("map on fresh pages, encode and decode, µs", maps["fresh_encode_decode_us"], 100),
+        at_most("decode step of 256 sequences, µs", step, 200),
+        at_most("control messages of a request ÷ bare calls", calls["ratio"], 1.3),
+    ]
+    print_result({"map": maps, "decode_step_256_us": step, "calls": calls, "targets": targets})
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from tandem.workers.token_stream import StreamFanout, StreamUpdate, TokenStream
 log = logging.getLogger(__name__)
 
 LANDING_POLL_SECONDS = 0.0003
+STEP_POLL_SECONDS = 0.0001
 
 
 class DecodeLoop:
@@ -32,9 +33,10 @@ class DecodeLoop:
     A request is in _reservations from PrepareReceive to its last token, in _landing from StartGenerate until its KV
     is there, and in _batch while it is stepped.
 
-    Where the runner runs ahead, a step is launched before the tokens of the one before it, _flight, are read. Who stops
-    at one of those has a row too many in the step launched since: it is ignored, and the pages are released when that
-    step is done.
+    Where the runner runs ahead, a step, _flight, is launched before the tokens of the one before it, _reading, are
+    read. Who stops at one of those has a row too many in the step launched since: it is ignored, and the pages are
+    released when that step is done. Nobody waits for a device here, so that a reservation, say, is made while a step
+    computes.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class DecodeLoop:
         self._landing: list[DecodeRequest] = []
         self._batch = DecodeBatch()
         self._flight: Flight | None = None
+        self._reading: Flight | None = None
         self._unpublished: list[DecodeRequest] = []
 
     # Commands
@@ -118,18 +121,19 @@ class DecodeLoop:
     # Steps
 
     def step(self) -> float | None:
-        reap_again = self._reservations.reap()
-        if self._landing:
-            self._take_landed()
-        self._cores.take(alone=self.num_waiting == 0)
-        if len(self._batch) or self._flight is not None:
-            try:
-                self._forward()
-            except Exception as error:
-                log.exception("a decode forward failed")
-                self._fail_batch(error)
+        if self._reading is None:
+            reap_again = self._reservations.reap()
+            if self._landing:
+                self._take_landed()
+            self._cores.take(alone=self.num_waiting == 0)
+            if not len(self._batch) and self._flight is None:
+                return LANDING_POLL_SECONDS if self._landing else reap_again
+        try:
+            return self._forward()
+        except Exception as error:
+            log.exception("a decode forward failed")
+            self._fail_batch(error)
             return 0
-        return LANDING_POLL_SECONDS if self._landing else reap_again
 
     def _take_landed(self) -> None:
         """Moves every started request whose KV has landed into the batch."""
@@ -162,14 +166,21 @@ class DecodeLoop:
             self._unpublished += joining
         self._fanout.publish(updates)
 
-    def _forward(self) -> None:
-        flight = self._launch() if len(self._batch) else None
-        self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
-        self._unpublished = []
-        if self._runner.runs_ahead:
-            flight, self._flight = self._flight, flight
-        if flight is not None:
+    def _forward(self) -> float:
+        """Launches a step, unless one is still to be read, and reads one that is done; see StepLoop.step."""
+        if self._reading is None:
+            flight = self._launch() if len(self._batch) else None
+            self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
+            self._unpublished = []
+            if self._runner.runs_ahead:
+                flight, self._flight = self._flight, flight
+            self._reading = flight
+        if self._reading is not None:
+            if not self._reading.pending.is_done():
+                return STEP_POLL_SECONDS
+            flight, self._reading = self._reading, None
             self._deliver(flight)
+        return 0
 
     def _launch(self) -> Flight:
         batch = self._batch
@@ -184,7 +195,7 @@ class DecodeLoop:
                 self._cache.publish_prefix(request.sequence_id, request.prompt)
 
     def _deliver(self, flight: Flight) -> None:
-        """Waits for the tokens of a step and hands them out."""
+        """Hands out the tokens of a step."""
         try:
             samples = flight.pending.wait()
         finally:
@@ -211,12 +222,13 @@ class DecodeLoop:
 
     def _fail_batch(self, error: Exception) -> None:
         """Ends every request that has a token on its way, also those whose last one a step before was to bring."""
-        flight, self._flight = self._flight, None
+        flights = [flight for flight in (self._reading, self._flight) if flight is not None]
+        self._reading = self._flight = None
         try:
             self._runner.drain()  # what was launched may still write to their pages
         except Exception:
             log.exception("the step in flight failed, too")
-        if flight is not None:
+        for flight in flights:
             self._release(flight.released)
         requests = self._reservations.landed()
         self._batch.leave(requests)
@@ -232,8 +244,10 @@ class DecodeLoop:
     def _leave(self, request: DecodeRequest, writer_quiet: bool) -> None:
         if self._sharing and request.landed and len(request.output) > 1:
             self._cache.publish_prefix(request.sequence_id, np.concatenate((request.prompt, request.output[:-1])))
-        if self._flight is not None and request in self._flight.requests:
-            self._flight.released.append(request.sequence_id)
+        for flight in (self._flight, self._reading):  # the later one first
+            if flight is not None and request in flight.requests:
+                flight.released.append(request.sequence_id)
+                break
         else:
             self._release([request.sequence_id])
         request.left = True

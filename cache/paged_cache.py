@@ -83,9 +83,7 @@ class PagedKVCache:
             of_groups.append(GroupPages(index, group.window, table, self._pools, own, layout.page_size))
             self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring, fp8))
         self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
-        self._receptions = Receptions(
-            self._table, self._pages, self._pools, self._streams, layout.page_size, pools
-        )
+        self._receptions = Receptions(self._table, self._pages, self._pools, self._streams, layout.page_size, pools)
         self._trees = OpenTrees(
             self._table,
             self._pages,
@@ -311,14 +309,14 @@ class PagedKVCache:
 
     # Prefixes
 
-    def match_prefix(self, sequence: int, token_ids: Sequence[int]) -> int:
+    def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> int:
         """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
 
         At least one token is left over to be computed.
         """
         return self._sequences.match_prefix(sequence, token_ids)
 
-    def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
+    def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> None:
         """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed."""
         self._sequences.publish_prefix(sequence, token_ids)
 

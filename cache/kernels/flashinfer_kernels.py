@@ -14,6 +14,7 @@ from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.triton_append import AppendTargets, append
 from tandem.cache.kernels.triton_gather import gather
+from tandem.cache.kernels.triton_tree import TreeTiles, attend_trees, lay_out_tiles
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
@@ -29,11 +30,12 @@ GRAPH_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in 
 
 @dataclass(frozen=True, eq=False)
 class AttentionPart:
-    """Some sequences of a forward, all with one new token each or all with several.
+    """Some sequences of a forward, all with one new token each, all with several, or all with nodes of trees.
 
     tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
     FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device. kv_slots: int32,
     on the device, of all positions that they attend to, where these are gathered first; kv_indptr then counts them.
+    trees: of nodes, whose arrays then tell only what is before their trees.
     """
 
     single: bool
@@ -43,6 +45,7 @@ class AttentionPart:
     kv_indices: Tensor
     kv_last_page_len: Tensor
     kv_slots: Tensor | None
+    trees: TreeTiles | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +68,8 @@ class FixedPlan:
 
 
 class FlashInferKernels:
-    """See Kernels and GraphKernels. float16 and bfloat16, head_dim 64, 128 or 256, pages of 8 to 64 positions; else
-    InvalidArgument.
+    """See Kernels, GraphKernels and TreeKernels. float16 and bfloat16, head_dim 64, 128 or 256, pages of 8 to 64
+    positions; else InvalidArgument.
 
     FlashInfer's wrappers hold the forward that was planned last, so they are planned when its first layer attends:
     forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
@@ -90,6 +93,7 @@ class FlashInferKernels:
         self._workspace = workspace
         self._graph_workspace = torch.empty(GRAPH_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        self._before_trees: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         self._gathered: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
         self._current: FlashInferPlan | None = None
@@ -97,13 +101,23 @@ class FlashInferKernels:
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> FlashInferPlan:
         appends = np.diff(tokens.qo_indptr)
-        single = appends == 1
-        groups = [np.flatnonzero(single), np.flatnonzero(~single)]
-        page_size = self._pool.shape[4]
-        drafts = [_draft(tokens, tables, appends, sequences, page_size) for sequences in groups if sequences.size]
+        single, page_size = tokens.single, self._pool.shape[4]
+        nodes = np.zeros(appends.size, np.int32)
+        tiles: list[Int32Array] = []
+        if tokens.trees is not None:
+            nodes[tokens.trees.sequences] = tokens.trees.sizes
+            tiles = lay_out_tiles(tokens, tables, page_size)
+        groups = [np.flatnonzero(of) for of in (single, ~single & (nodes == 0), nodes > 0)]
+        drafts = [
+            _draft(tokens, tables, appends, sequences, nodes[sequences], page_size)
+            for sequences in groups
+            if sequences.size
+        ]
         of_parts = [(draft.kv_indices, draft.tokens, draft.kv_slots) for draft in drafts]
-        arrays = [tables.slot_mapping, *(array for of_part in of_parts for array in of_part)]
+        arrays = [tables.slot_mapping, *tiles, *(array for of_part in of_parts for array in of_part)]
         slots, *uploaded = upload(arrays, self._pool.device)
+        trees = TreeTiles(*uploaded[:3]) if tiles else None
+        uploaded = uploaded[len(tiles) :]
         parts = tuple(
             AttentionPart(
                 draft.single,
@@ -113,6 +127,7 @@ class FlashInferKernels:
                 pages,
                 torch.from_numpy(draft.kv_last_page_len),
                 kv_slots if draft.kv_slots.size else None,
+                trees if draft.of_trees else None,
             )
             for draft, pages, rows, kv_slots in zip(drafts, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True)
         )
@@ -195,6 +210,10 @@ class FlashInferKernels:
         return output
 
     def _attend_part(self, layer: int, part: AttentionPart, q: Tensor, sinks: Tensor | None) -> Tensor:
+        if part.trees is not None:
+            context, lse = self._before_trees.run(q, self._layers[layer], return_lse=True)
+            scale, softcap = self._options["sm_scale"], self._options["logits_soft_cap"]
+            return attend_trees(self._pool, layer, q, context, lse, part.trees, scale, softcap, sinks)
         if part.kv_slots is not None:
             return _run(self._gathered, (q, *gather(self._pool, layer, part.kv_slots).unbind(1)), sinks)
         return _run(self._decode if part.single else self._prefill, (q, self._layers[layer]), sinks)
@@ -202,6 +221,13 @@ class FlashInferKernels:
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._pool.device)
         self._pool.index_copy_(0, target, self._pool.index_select(0, source))
+
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        slots = np.concatenate((sources, targets)).astype(np.int64)
+        pages, offsets = upload(list(np.divmod(slots, self._pool.shape[4])), self._pool.device)
+        count = sources.size
+        moved = self._pool[pages[:count], :, :, :, offsets[:count]]
+        self._pool[pages[count:], :, :, :, offsets[count:]] = moved
 
     def clear_pages(self, pages: Int32Array) -> None:
         (index,) = upload([pages.astype(np.int64)], self._pool.device)
@@ -226,6 +252,8 @@ class FlashInferKernels:
                 continue
             if part.single:
                 self._decode.plan(*tables, *sizes, **self._options)
+            elif part.trees is not None:
+                self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._options)
             else:
                 self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._options)
         self._planned.record()
@@ -247,6 +275,7 @@ def _run(wrapper: Any, inputs: tuple[Any, ...], sinks: Tensor | None) -> Tensor:
 @dataclass(frozen=True, eq=False)
 class _Draft:
     single: bool
+    of_trees: bool
     tokens: NDArray[np.int64]
     qo_indptr: Int32Array
     kv_indptr: Int32Array
@@ -256,21 +285,31 @@ class _Draft:
 
 
 def _draft(
-    tokens: TokenLayout, tables: PageTables, appends: Int32Array, sequences: NDArray[np.int64], page_size: int
+    tokens: TokenLayout,
+    tables: PageTables,
+    appends: Int32Array,
+    sequences: NDArray[np.int64],
+    nodes: Int32Array,
+    page_size: int,
 ) -> _Draft:
-    """An AttentionPart of `sequences` (int64 [n]), before anything is on the device; no kv_slots: not gathered."""
-    counts = np.diff(tables.kv_indptr)[sequences]
+    """An AttentionPart of `sequences` (int64 [n]), before anything is on the device; no kv_slots: not gathered.
+
+    nodes: int32 [n], of their trees, all or none 0. Where nothing is before a tree, one position stands in.
+    """
+    lengths = np.maximum(tables.kv_lens[sequences] - nodes, 1)
+    counts = -(-lengths // page_size)
     appends = appends[sequences]
     pages = tables.kv_indices[_ragged(tables.kv_indptr[sequences], counts)]
-    gathered = int(appends.max()) > 1 and int(appends.sum()) >= GATHER_FROM
-    lengths = tables.kv_lens[sequences]
+    of_trees = bool(nodes[0])
+    gathered = not of_trees and int(appends.max()) > 1 and int(appends.sum()) >= GATHER_FROM
     return _Draft(
-        single=bool(appends[0] == 1),
+        single=bool(appends[0] == 1) and not of_trees,
+        of_trees=of_trees,
         tokens=_ragged(tokens.qo_indptr[sequences], appends),
         qo_indptr=_indptr(appends),
         kv_indptr=_indptr(lengths if gathered else counts),
         kv_indices=pages,
-        kv_last_page_len=tables.kv_last_page_len[sequences],
+        kv_last_page_len=lengths - (counts - 1) * page_size,
         kv_slots=_all_slots(pages, counts, lengths, page_size) if gathered else pages[:0],
     )
 

@@ -12,6 +12,7 @@ from tandem.cache.group_pages import GroupPages
 from tandem.cache.growth import Growth
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.layout import KVLayout
 from tandem.cache.open_trees import OpenTrees, Parents
@@ -77,9 +78,10 @@ class PagedKVCache:
         of_groups: list[GroupPages] = []
         for index, (pool, group, table) in enumerate(zip(pools, layout.groups, self._table.groups, strict=True)):
             scoring = Scoring(group.head_dim**-0.5 if scale is None else scale, group.window, softcap)
-            own = kernels(pool, scoring.scale, group.window, softcap)
+            fp8 = Fp8Entries.of_group(layout, index, pool.device)
+            own = kernels(pool, scoring.scale, group.window, softcap, fp8)
             of_groups.append(GroupPages(index, group.window, table, self._pools, own, layout.page_size))
-            self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring))
+            self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring, fp8))
         self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
         self._receptions = Receptions(
             self._table, self._pages, self._pools, self._streams, layout.page_size, pools[0].device
@@ -360,7 +362,7 @@ class PagedKVCache:
         return max(self._pools.num_draining)
 
     def gather_kv(self, sequence: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K is rotated.
+        """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K rotated, FP8 widened.
 
         begin is at least first_position(sequence), unless nothing is asked for.
         """

@@ -109,7 +109,7 @@ class NativeKernels:
         if tokens.positions.size != queries.size or tokens.trees is not None:
             single = tokens.single
             queries, places, lengths = queries[single], places[single], lengths[single]
-            parts = plan_prompts(tokens, tables, self._pages, self._torch.scoring.window)
+            parts = plan_prompts(tokens, tables, self._pages, self._torch.scoring.window, self._pages.dtype)
         arrays = (tables.slot_mapping, tables.kv_indices, queries, places, lengths)
         indices = np.concatenate(arrays, dtype=np.int32)
         num_tokens, num_decodes = tables.slot_mapping.size, queries.size

@@ -45,9 +45,9 @@ class PageGather:
     shape: tuple[int, int, int, int]  # 2, sequences, heads, positions gathered
     num_keys: int  # the positions worth keeping
 
-    def __call__(self, spans: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-        """k and v [sequences, heads, num_keys, head_dim]."""
-        both = spans.index_select(0, self.rows).view(*self.shape, head_dim)
+    def __call__(self, spans: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [sequences, heads, num_keys, head_dim], in q's dtype."""
+        both = spans.index_select(0, self.rows).view(*self.shape, q.shape[2]).to(q.dtype)
         if self.num_keys < self.shape[3]:
             both = both.narrow(3, 0, self.num_keys)
         k, v = both.unbind(0)
@@ -72,7 +72,7 @@ class DecodePart:
         output[self.tokens] = part
 
     def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
-        keys, values = self.gather(spans, q.shape[2])
+        keys, values = self.gather(spans, q)
         batch, heads, num_keys, head_dim = keys.shape
         if batch == 1 and q.dtype == torch.float32:
             return scoring.attend(q.unsqueeze(2), keys, values, self.mask, sinks).squeeze(2)
@@ -128,31 +128,31 @@ class ChunkPart:
         output[self.begin : self.end] = part
 
     def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
-        keys, values = self.gather(spans, q.shape[2])
+        keys, values = self.gather(spans, q)
         q = q.transpose(0, 1).unsqueeze(0)
         o = scoring.attend(q, keys, values, self.mask, sinks)
         return o.squeeze(0).transpose(0, 1)
 
 
 def plan_attention(
-    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None = None
+    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
 ) -> tuple[AttentionPart, ...]:
-    """Parts that cover every token of the forward once. pool gives shapes and dtype; it is not read."""
+    """Parts that cover every token of the forward once. pool gives shapes; it is not read. dtype: of q."""
     rows = _rows(tokens, tables)
-    planner = _Planner(rows, tables.kv_indices, pool, window)
+    planner = _Planner(rows, tables.kv_indices, pool, window, dtype)
     if tokens.positions.size == rows.tokens.size and tokens.trees is None:
         return tuple(planner.decodes(rows))
     single = tokens.single
     decodes = planner.decodes(rows.take(single)) if single.any() else []
-    return (*decodes, *plan_prompts(tokens, tables, pool, window))
+    return (*decodes, *plan_prompts(tokens, tables, pool, window, dtype))
 
 
 def plan_prompts(
-    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None = None
+    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
 ) -> tuple[AttentionPart, ...]:
     """Parts that cover the tokens of sequences with more than one, and those of trees."""
     rows = _rows(tokens, tables)
-    planner = _Planner(rows, tables.kv_indices, pool, window)
+    planner = _Planner(rows, tables.kv_indices, pool, window, dtype)
     appends = np.diff(tokens.qo_indptr)
     single = tokens.single
     fresh = ~single & (appends == tables.kv_lens)
@@ -207,12 +207,14 @@ class _Rows:
 
 
 class _Planner:
-    def __init__(self, all_rows: _Rows, kv_indices: Int32Array, pool: Tensor, window: int | None) -> None:
+    def __init__(
+        self, all_rows: _Rows, kv_indices: Int32Array, pool: Tensor, window: int | None, dtype: torch.dtype
+    ) -> None:
         _, layers, _, heads, self._page_size, _ = pool.shape
         self._all_rows = all_rows
         self._kv_indices = kv_indices
         self._window = window
-        self._dtype = pool.dtype
+        self._dtype = dtype
         self._device = pool.device
         self._heads = heads
         self._page_rows = np.int32(layers * 2 * heads)

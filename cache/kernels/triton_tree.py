@@ -77,19 +77,21 @@ def attend_trees(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    fp8_scales: Tensor | None = None,
 ) -> Tensor:
     """o of n packed nodes, which takes the place of `context`, what they saw of the positions before their trees.
 
     pool: [num_pages, layers, 2, num_kv_heads, page_size, head_dim], contiguous. q, context: [n, num_q_heads, head_dim],
     contiguous; head_dim is a power of two of at least 16. lse: float32 [n, num_q_heads], of base 2, of context; both
-    are ignored for trees without one. sinks: [num_q_heads]. A context must not have counted those.
+    are ignored for trees without one. sinks: [num_q_heads]. A context must not have counted those. fp8_scales: of a
+    float8_e4m3fn pool, float32 [2, num_kv_heads], by which its entries are multiplied.
     """
     _, layers, _, num_kv_heads, page_size, head_dim = pool.shape
     group = q.shape[1] // num_kv_heads
     heads = min(triton.next_power_of_2(group), HEADS_PER_TILE)
     kernel: Any = _attend_trees[(tiles.tiles.shape[0] // TILE_FIELDS, num_kv_heads * triton.cdiv(group, heads))]
     kernel(
-        *(pool, q, context, lse, sinks, tiles.tiles, tiles.slots, tiles.masks),
+        *(pool, q, context, lse, sinks, fp8_scales, tiles.tiles, tiles.slots, tiles.masks),
         layers * 2 * num_kv_heads * page_size * head_dim,
         layer * 2 * num_kv_heads * page_size * head_dim,
         scale,
@@ -105,6 +107,7 @@ def attend_trees(
         WORDS=MASK_WORDS,
         SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
+        FP8=fp8_scales is not None,
         **launch_options(pool.device),
     )
     return context
@@ -112,7 +115,7 @@ def attend_trees(
 
 @triton.jit
 def _attend_trees(
-    pool, q, output, lse, sinks, tiles, slots, masks,
+    pool, q, output, lse, sinks, fp8_scales, tiles, slots, masks,
     page_elements, layer_elements, scale, softcap,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -125,6 +128,7 @@ def _attend_trees(
     WORDS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has one tile of nodes and up to HEADS q heads of one KV head; scores and log-sum-exp are of base 2."""
@@ -163,6 +167,8 @@ def _attend_trees(
             + layer_elements + kv_head * (PAGE_SIZE * HEAD_DIM) + (slot % PAGE_SIZE) * HEAD_DIM
         )  # fmt: skip
         keys = tl.load(rows[None, :] + column[:, None], mask=in_tree[None, :], other=0.0)
+        if FP8:
+            keys = (keys.to(tl.float32) * tl.load(fp8_scales + kv_head)).to(queries.dtype)
         scores = tl.dot(queries, keys) * scale
         if SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
@@ -180,6 +186,8 @@ def _attend_trees(
         values = tl.load(
             rows[:, None] + KV_HEADS * PAGE_SIZE * HEAD_DIM + column[None, :], mask=in_tree[:, None], other=0.0
         )
+        if FP8:
+            values = (values.to(tl.float32) * tl.load(fp8_scales + KV_HEADS + kv_head)).to(queries.dtype)
         total = total * shrunk + tl.sum(weights, 1)
         weighted = weighted * shrunk[:, None] + tl.dot(weights.to(values.dtype), values)
         top = highest

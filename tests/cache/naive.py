@@ -32,7 +32,7 @@ def layout_of(*kv_heads: int, page_size: int = 4, dtype: torch.dtype = torch.flo
 def pools_of(layout: KVLayout, num_pages: int) -> tuple[Tensor, ...]:
     """Pools full of NaN: what was never written must not matter."""
     return tuple(
-        torch.full((num_pages, *layout.page_shape(group)), torch.nan, dtype=layout.dtype)
+        torch.full((num_pages, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype)
         for group in range(len(layout.groups))
     )
 
@@ -171,8 +171,9 @@ class NaiveCache:
     def _attend(self, sequence: int, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         of = self.sequences[sequence]
         positions = torch.arange(start, start + q.shape[0])
-        of.keys[layer] = torch.cat((of.keys[layer], self._rotated(layer, k.double(), positions)))
-        of.values[layer] = torch.cat((of.values[layer], v.double()))
+        keys, values = self._stored(layer, self._rotated(layer, k.double(), positions), v.double())
+        of.keys[layer] = torch.cat((of.keys[layer], keys))
+        of.values[layer] = torch.cat((of.values[layer], values))
         return attend(
             self._rotated(layer, q.double(), positions),
             of.keys[layer],
@@ -183,6 +184,11 @@ class NaiveCache:
             sinks=self.sinks,
         )
 
+    def _stored(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What is left of k and v [n, heads, dim] in the layout's entries."""
+        scales = self.layout.scales
+        return (k, v) if scales is None else (round_by(k, scales.k[layer]), round_by(v, scales.v[layer]))
+
     def _rotated(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         rotary = self._rotaries[layer]
         if rotary is None:
@@ -190,6 +196,25 @@ class NaiveCache:
         cos, sin = (factor.double()[:, None] for factor in rotary.cos_sin(positions))
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def e4m3_values() -> Tensor:
+    """float64 [127]: what codes 0 … 126 of float8_e4m3fn mean, by its definition; 128 … 254 are their negatives."""
+    codes = torch.arange(127)
+    exponent, mantissa = (codes >> 3).double(), (codes & 7).double() / 8
+    return torch.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))
+
+
+def round_by(x: Tensor, scales: tuple[float, ...]) -> Tensor:
+    """x [n, heads, dim] through entries: x / scale to the nearest value there is, the even code of two, times scale."""
+    scale = torch.tensor(scales, dtype=torch.float32).double()[:, None]
+    values = e4m3_values()
+    magnitude = (x / scale).abs()
+    above = torch.searchsorted(values, magnitude).clamp(1, 126)
+    below = above - 1
+    up, down = values[above] - magnitude, magnitude - values[below]
+    nearest = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    return values[nearest].copysign(x) * scale
 
 
 def attend(

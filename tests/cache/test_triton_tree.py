@@ -32,6 +32,7 @@ class Case:
     page_size: int = 4
     softcap: float | None = None
     sinks: bool = False
+    fp8: bool = False
     dtype: torch.dtype = torch.float32
     trees: tuple[tuple[int, list[int], int], ...] = ((5, BUSH, 8), (0, BUSH, 3), (8, [-1, -1], 1))
 
@@ -44,6 +45,7 @@ CASES = {
     "sinks": Case(sinks=True),
     "sinks and softcap": Case(sinks=True, softcap=1.5),
     "float16": Case(head_dim=64, dtype=torch.float16, sinks=True),
+    "8 bits": Case(head_dim=64, dtype=torch.float16, fp8=True),
     "page of 1": Case(page_size=1),
     "several tiles": Case(trees=((3, CHAIN, 70), (0, [-1] * 70, 20), (1, [*CHAIN, -1, 70], 2))),
 }
@@ -87,6 +89,7 @@ def test_trees(case: Case) -> None:
     pool = torch.full(
         (table.size, LAYERS, 2, case.kv_heads, case.page_size, case.head_dim), torch.nan, dtype=case.dtype
     )
+    scales = torch.rand(2, case.kv_heads, generator=generator) + 0.5
     count = tokens.positions.size
     q = torch.randn(count, case.q_heads, case.head_dim, generator=generator).to(case.dtype)
     sinks = torch.randn(case.q_heads, generator=generator) * 2 if case.sinks else None
@@ -96,11 +99,13 @@ def test_trees(case: Case) -> None:
     for index, (length, parents, new) in enumerate(case.trees):
         total = length + len(parents)
         kv = torch.randn(2, total, case.kv_heads, case.head_dim, generator=generator).to(case.dtype)
+        if case.fp8:
+            kv = kv.to(torch.float8_e4m3fn).to(case.dtype)
         pages = table.reshape(-1, pages_each)[index]
         for position in range(total):
             page, offset = pages[position // case.page_size], position % case.page_size
             pool[page, LAYER, :, :, offset] = kv[:, position]
-        keys, values = kv.double()
+        keys, values = kv.double() * (scales[:, None, :, None] if case.fp8 else 1.0)
         for node in range(len(parents) - new, len(parents)):
             own = q[token].double()
             if length:
@@ -115,7 +120,7 @@ def test_trees(case: Case) -> None:
             token += 1
     tiles = TreeTiles(*(torch.from_numpy(array).to(DEVICE) for array in lay_out_tiles(tokens, tables, case.page_size)))
     output = attend_trees(
-        pool.to(DEVICE),
+        (pool.to(torch.float8_e4m3fn) if case.fp8 else pool).to(DEVICE),
         LAYER,
         q.to(DEVICE),
         context.to(DEVICE),
@@ -124,5 +129,6 @@ def test_trees(case: Case) -> None:
         0.3,
         case.softcap,
         None if sinks is None else sinks.to(DEVICE),
+        scales.to(DEVICE) if case.fp8 else None,
     )
     assert_close(output.cpu(), expected)

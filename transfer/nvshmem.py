@@ -66,7 +66,8 @@ class NvshmemTransport(Transport):
         super().__init__(config)
         self._peer_access = peer_access
         self._unique_id: nvshmem.core.UniqueID | None = None
-        # Own pools (8-bit floats as bytes), own mailbox (int64 [2, num_signals], signals then payloads), staging of DevicePuts.
+        # Own pools (8-bit floats as bytes), own mailbox (int64 [2, num_signals], signals then payloads), staging of
+        # DevicePuts.
         self._symmetric: list[Tensor] = []
         self._peers: list[list[Tensor] | None] = []  # [pe], pools and mailbox; None where not mapped
         self._library: ObjectCode | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.crew import load_crew
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.proto import worker_pb2_grpc
@@ -22,6 +23,7 @@ from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.core_share import CoreShare
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.kv_scales import choose_scales
 from tandem.workers.memory_budget import measure_budget
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.config import ModelConfig
@@ -37,15 +39,15 @@ T = TypeVar("T")
 RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
 
-def kv_layout(model: ModelConfig, page_size: int) -> KVLayout:
-    """A group for each kind of window among the layers, in the order of their first layers."""
+def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None) -> KVLayout:
+    """A group for each kind of window among the layers, in the order of their first layers. scales: see KVLayout."""
     layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
         layers_of.setdefault(window, []).append(layer)
     groups = (
         LayerGroup(tuple(layers), model.num_kv_heads, model.head_dim, window) for window, layers in layers_of.items()
     )
-    return KVLayout(tuple(groups), page_size, model.dtype)
+    return KVLayout(tuple(groups), page_size, model.dtype, scales)
 
 
 class Worker:
@@ -62,6 +64,7 @@ class Worker:
         crew = load_crew() if config.device == "cpu" else None
         self._cores = CoreShare(crew, config.threads, config.threads_alone)
         self.model_config = load_config(Path(config.model_path), config.dtype)
+        self._layout = kv_layout(self.model_config, config.page_size, choose_scales(config, self.model_config))
         self.loaded_bytes = 0
         self.total_bytes = 0
         self.address = ""
@@ -94,7 +97,7 @@ class Worker:
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
         )
-        return budget.num_pages(kv_layout(self.model_config, config.page_size).token_bytes * config.page_size)
+        return budget.num_pages(self._layout.token_bytes * config.page_size)
 
     def open(self, num_pages: int) -> bytes:
         """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric."""
@@ -104,7 +107,7 @@ class Worker:
             TransportConfig(
                 pe=config.pe,
                 num_pes=config.num_pes,
-                layout=kv_layout(self.model_config, config.page_size),
+                layout=self._layout,
                 num_pages=num_pages,
                 num_signals=mailbox_rows(config.num_signals, config.num_pes),
                 island=config.island,
@@ -223,14 +226,13 @@ class Worker:
 
     def _make_cache(self) -> PagedKVCache:
         model, config = self.model_config, self.config
-        layout = kv_layout(model, config.page_size)
         local_rope = model.local_rope or model.rope
         return PagedKVCache(
-            layout,
+            self._layout,
             self._transport.pools,
             max_sequences=config.max_sequences * 2,
             max_sequence_length=config.max_model_len,
-            rope=[model.rope if group.window is None else local_rope for group in layout.groups],
+            rope=[model.rope if group.window is None else local_rope for group in self._layout.groups],
             writer=self._meter,
             scale=model.attn_scale,
             softcap=model.attn_softcap,

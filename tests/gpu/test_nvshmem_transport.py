@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.position_map import Int32Array
 from tandem.transfer.completion import SignalBoard, pack_signal
@@ -33,7 +34,11 @@ FLOAT32, BF16 = torch.float32, torch.bfloat16
 LAYOUTS = {
     "small-float32": two_groups(FLOAT32),
     "small-bfloat16": two_groups(BF16),
+    "small-fp8": two_groups(BF16, KVScales.uniform(3)),
     "large-bfloat16": KVLayout((LayerGroup((0, 2), 256, 128), LayerGroup((1,), 8, 96)), PAGE_SIZE, BF16),
+    "large-fp8": KVLayout(
+        (LayerGroup((0, 2), 512, 128), LayerGroup((1,), 16, 96)), PAGE_SIZE, BF16, KVScales.uniform(3)
+    ),
 }
 # Every layout over mapped peers, and over puts.
 ISLANDS = {f"{name}-{how}": (layout, how == "mapped") for name, layout in LAYOUTS.items() for how in ("mapped", "puts")}

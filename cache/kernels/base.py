@@ -71,6 +71,16 @@ class KernelFactory(Protocol):
     ) -> Kernels: ...
 
 
+@runtime_checkable
+class TreeKernels(Kernels, Protocol):
+    """Kernels whose attend() gives each token of TokenLayout.trees what it may see, and no more."""
+
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        """All layers of slots sources[i] to targets[i], int32 [n] each; a target may be the source of another move,
+        which still moves what was there before."""
+        ...
+
+
 PeerPool = Callable[[int], Tensor | None]
 """PageWriter.peer_pool of one layer group."""
 

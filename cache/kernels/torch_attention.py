@@ -10,12 +10,14 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
+from tandem.cache.token_tree import unpack_masks
 
 PADDED_PAGES_ALLOWED = 64  # up to here, padding costs less than a second part
 
@@ -138,9 +140,9 @@ def plan_attention(
     """Parts that cover every token of the forward once. pool gives shapes; it is not read. dtype: of q."""
     rows = _rows(tokens, tables)
     planner = _Planner(rows, tables.kv_indices, pool, window, dtype)
-    if tokens.positions.size == rows.tokens.size:
+    if tokens.positions.size == rows.tokens.size and tokens.trees is None:
         return tuple(planner.decodes(rows))
-    single = np.diff(tokens.qo_indptr) == 1
+    single = tokens.single
     decodes = planner.decodes(rows.take(single)) if single.any() else []
     return (*decodes, *plan_prompts(tokens, tables, pool, window, dtype))
 
@@ -148,19 +150,34 @@ def plan_attention(
 def plan_prompts(
     tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
 ) -> tuple[AttentionPart, ...]:
-    """Parts that cover the tokens of sequences with more than one."""
+    """Parts that cover the tokens of sequences with more than one, and those of trees."""
     rows = _rows(tokens, tables)
     planner = _Planner(rows, tables.kv_indices, pool, window, dtype)
     appends = np.diff(tokens.qo_indptr)
-    single = appends == 1
+    single = tokens.single
     fresh = ~single & (appends == tables.kv_lens)
+    masks = _tree_masks(tokens)
+    fresh[list(masks)] = False
     parts: list[AttentionPart] = []
     if fresh.any():
         parts += _fresh(np.flatnonzero(fresh), rows)
     for sequence in np.flatnonzero(~single & ~fresh):
-        chunk = slice(sequence, sequence + 1)
-        parts.append(planner.chunk(rows.take(chunk), int(appends[sequence])))
+        row, append = rows.take(slice(sequence, sequence + 1)), int(appends[sequence])
+        parts.append(planner.chunk(row, append, masks.get(int(sequence))))
     return tuple(parts)
+
+
+def _tree_masks(tokens: TokenLayout) -> dict[int, Tensor]:
+    """By sequence, float32 [new nodes, nodes]: 0 where a node is seen, -inf elsewhere."""
+    trees = tokens.trees
+    if trees is None:
+        return {}
+    ends = np.cumsum(np.diff(tokens.qo_indptr)[trees.sequences])
+    masks = np.split(trees.masks, ends[:-1])
+    return {
+        sequence: torch.from_numpy(np.where(unpack_masks(mask, size), np.float32(0), np.float32(-np.inf)))
+        for sequence, size, mask in zip(trees.sequences.tolist(), trees.sizes.tolist(), masks, strict=True)
+    }
 
 
 def _rows(tokens: TokenLayout, tables: PageTables) -> "_Rows":
@@ -211,12 +228,16 @@ class _Planner:
         parts = [rows.take(sizes == size) for size in np.unique(sizes)]
         return [self._decode(part, int(part.counts.max())) for part in parts]
 
-    def chunk(self, row: _Rows, append: int) -> ChunkPart:
+    def chunk(self, row: _Rows, append: int, tree: Tensor | None) -> ChunkPart:
+        """tree: what its tokens see of the last positions, those of a tree; None: each sees those up to its own."""
         begin, num_keys = int(row.tokens[0]), int(row.lengths[0])
-        visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
         gather = self._gather(row, int(row.counts[0]), num_keys)
-        mask = additive_mask(visible, num_keys, self._window).to(self._device, self._dtype)
-        return ChunkPart(begin, begin + append, gather, mask)
+        if tree is None:
+            visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
+            mask = additive_mask(visible, num_keys, self._window)
+        else:
+            mask = F.pad(tree, (num_keys - tree.shape[1], 0))
+        return ChunkPart(begin, begin + append, gather, mask.to(self._device, self._dtype))
 
     def _decode(self, rows: _Rows, widest: int) -> DecodePart:
         num_keys = int(rows.lengths.max())

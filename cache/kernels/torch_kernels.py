@@ -105,6 +105,11 @@ class TorchKernels:
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         self._pool[self._index(targets)] = self._pool[self._index(sources)]
 
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        source, target = self._index(sources), self._index(targets)
+        moved = self._pool[source // self._page_size, :, :, :, source % self._page_size]
+        self._pool[target // self._page_size, :, :, :, target % self._page_size] = moved
+
     def clear_pages(self, pages: Int32Array) -> None:
         self._pool.index_fill_(0, self._index(pages), 0)
 

@@ -13,6 +13,7 @@ from tandem.cache.kernels.crew import load_crew
 from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.pool_sizes import PageUse, num_pages_in, pages_of_groups
 from tandem.proto import worker_pb2_grpc
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
@@ -30,12 +31,14 @@ from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.registry import load_config
 from tandem.workers.prefill import PrefillLoop
 from tandem.workers.push_meter import PushMeter
+from tandem.workers.reservations import LONGEST_APPEND
 from tandem.workers.service import DecodeService, PrefillService
 from tandem.workers.step_thread import StepThread
 from tandem.workers.token_stream import StreamFanout
 from tandem.workers.weights import load_decoder
 
 T = TypeVar("T")
+PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
 RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
 
@@ -48,6 +51,14 @@ def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None
         LayerGroup(tuple(layers), model.num_kv_heads, model.head_dim, window) for window, layers in layers_of.items()
     )
     return KVLayout(tuple(groups), page_size, model.dtype, scales)
+
+
+def page_uses(config: WorkerConfig) -> tuple[PageUse, ...]:
+    """What decode and prefill workers hold at a time; every PE has pools for both, for pools are symmetric."""
+    return (
+        PageUse(config.max_sequences, config.max_model_len, LONGEST_APPEND),
+        PageUse(PROMPTS_AT_ONCE, config.max_model_len, config.max_batch_tokens),
+    )
 
 
 class Worker:
@@ -97,10 +108,14 @@ class Worker:
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
         )
-        return budget.num_pages(self._layout.token_bytes * config.page_size)
+        room = budget.room(self._layout.token_bytes * config.page_size)
+        return num_pages_in(self._layout, room, page_uses(config))
 
     def open(self, num_pages: int) -> bytes:
-        """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric."""
+        """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric.
+
+        Groups with a window get fewer where their window cannot use as many.
+        """
         config = self.config
         self._opened = self._transports(
             config.transport,
@@ -108,7 +123,7 @@ class Worker:
                 pe=config.pe,
                 num_pes=config.num_pes,
                 layout=self._layout,
-                num_pages=num_pages,
+                num_pages=pages_of_groups(self._layout, num_pages, page_uses(config)),
                 num_signals=mailbox_rows(config.num_signals, config.num_pes),
                 island=config.island,
                 epoch=config.epoch,

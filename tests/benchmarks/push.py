@@ -35,7 +35,7 @@ WARM_UP = 3
 
 
 def join_island(pe: int) -> Transport:
-    transport = create_transport("nvshmem", TransportConfig(pe, 2, LAYOUT, NUM_PAGES, 8, "bench-push", 1))
+    transport = create_transport("nvshmem", TransportConfig(pe, 2, LAYOUT, (NUM_PAGES,), 8, "bench-push", 1))
     handles: list[Any] = [None, None]
     dist.all_gather_object(handles, transport.open())
     transport.join(handles)

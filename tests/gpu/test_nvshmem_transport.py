@@ -55,7 +55,7 @@ def processes() -> Iterator[list[PeProcess]]:
 def mapped(request: pytest.FixtureRequest, processes: list[PeProcess]) -> Iterator[bool]:
     """Joins an island anew, in the same processes; whether its peers are mapped."""
     layout, mapped = request.param
-    join(processes, TransportConfig(0, 2, layout, NUM_PAGES, num_signals=4, island="gpu", epoch=7), mapped)
+    join(processes, TransportConfig(0, 2, layout, (NUM_PAGES,) * 2, num_signals=4, island="gpu", epoch=7), mapped)
     assert all(together(processes, "are_zero"))
     assert not any(mail.any() for mail in together(processes, "call", "mailbox"))
     yield mapped
@@ -256,7 +256,7 @@ def test_what_is_out_of_range_is_refused(island: list[PeProcess]) -> None:
 
 
 def test_handles_of_others_are_refused_before_anything_is_mapped(processes: list[PeProcess]) -> None:
-    config = TransportConfig(0, 2, two_groups(), NUM_PAGES, num_signals=4, island="gpu", epoch=8)
+    config = TransportConfig(0, 2, two_groups(), (NUM_PAGES,) * 2, num_signals=4, island="gpu", epoch=8)
     handles = [process.do("open", replace(config, pe=process.pe), True) for process in processes]
     own, other = (json.loads(handle) for handle in handles)
     for field, change, message in (

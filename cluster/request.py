@@ -5,9 +5,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
-
 from tandem.cluster.errors import InvalidRequest
 from tandem.proto import inference_pb2
 from tandem.workers.chat_template import ChatTemplateError
@@ -47,9 +44,6 @@ class RequestValidator:
         self._tokenizer = tokenizer
 
     def validate(self, message: inference_pb2.GenerateRequest) -> ValidRequest:
-        refuse_unknown_fields(message, "GenerateRequest")
-        refuse_unknown_fields(message.sampling, "sampling")
-        refuse_unknown_fields(message.resume, "resume")
         if len(message.request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(
                 f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are accepted"
@@ -123,12 +117,3 @@ class RequestValidator:
                 f"otherwise in sequences beyond {switch} tokens, and none may grow over that: at most "
                 f"{switch - prompt + 1}, or a prompt of more than {switch} tokens"
             )
-
-
-def refuse_unknown_fields(message: Message, name: str) -> None:
-    """InvalidRequest for a message of a later version, whose meaning would be lost."""
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        numbers = sorted({field.field_number for field in unknown})
-        known = ", ".join(field.name for field in message.DESCRIPTOR.fields)
-        raise InvalidRequest(f"{name} has unknown field number {numbers[0]}; this version knows {known}")

@@ -204,13 +204,16 @@ class PrefillLoop:
         if not self._cache.has_room(len(token_ids), self._max_batch_tokens, ever=True):
             pages = max(self._cache.num_pages_needed(len(token_ids), self._max_batch_tokens))
             raise InvalidCall(f"the prompt needs {pages} pages; this worker has {self._cache.num_pages}")
-        return decode_map(
+        position_map = decode_map(
             reservation.wire_map,
             self._cache.layout,
             num_pages=self._transport.num_pages,
             expected_start=reservation.matched_tokens,
             expected_tokens=len(token_ids) - reservation.matched_tokens,
         )
+        if not reservation.authentic:  # comes last: what the other checks can say is more to the point
+            raise InvalidCall("reservation.seal does not fit: it is not as a decode worker of this island made it")
+        return position_map
 
     def _admit(self) -> None:
         while self._waiting:

@@ -14,6 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from tandem.cache.kv_scales import KVScales
 from tandem.cluster.admin import Admin
 from tandem.cluster.admission import AdmissionQueue
 from tandem.cluster.attempts import Attempts
@@ -36,6 +37,7 @@ from tandem.cluster.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.authentication import TokenRequired
+from tandem.workers.kv_scales import stores_fp8
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
 from tandem.workers.well_formed import WellFormedRequired
@@ -76,6 +78,7 @@ class GatewaySettings:
     transport: str
     model_path: str
     dtype: str
+    kv_cache_dtype: str
     max_model_len: int
     page_size: int
     num_pages: int
@@ -238,6 +241,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.ModelInfo:
         model, settings = self._model, self._settings
+        # The scales do not change the size.
+        scales = KVScales.uniform(model.num_layers) if stores_fp8(settings.kv_cache_dtype, model) else None
         return inference_pb2.ModelInfo(
             name=Path(settings.model_path).name,
             architecture=model.architecture,
@@ -246,7 +251,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             max_model_len=settings.max_model_len,
             num_layers=model.num_layers,
             page_size=settings.page_size,
-            kv_bytes_per_token=kv_layout(model, settings.page_size).token_bytes,
+            kv_bytes_per_token=kv_layout(model, settings.page_size, scales).token_bytes,
             eos_token_ids=model.eos_token_ids,
             has_tokenizer=self._tokenizer is not None,
             has_chat_template=self._tokenizer is not None and self._tokenizer.has_chat_template,

@@ -145,11 +145,11 @@ class PrefillService(WorkerService):
 
         def submit() -> Future[PrefillResult]:
             check_request_id(request.request_id)
-            token_ids = check_prompt(request.token_ids, self._vocab_size)
-            check_length(len(token_ids), 1, self._config.max_model_len)
+            prompt = check_prompt(request.prompt, self._vocab_size)
+            check_length(len(prompt), 1, self._config.max_model_len)
             params = check_sampling(request.sampling, self._vocab_size)
             reservation = reservation_from_proto(request.reservation, self._config.token)
-            future = self._prefill.submit(request.request_id, token_ids, params, reservation)
+            future = self._prefill.submit(request.request_id, prompt, params, reservation)
             lease = self._prefill.attend(request.request_id)
             attended.extend([] if lease is None else [lease])
             return future
@@ -192,9 +192,9 @@ class DecodeService(WorkerService):
     ) -> worker_pb2.Reservation:
         def prepare() -> Reservation:
             check_request_id(request.request_id)
-            token_ids = check_prompt(request.token_ids, self._vocab_size)
-            check_length(len(token_ids), request.max_tokens, self._config.max_model_len)
-            return self._decode.prepare(request.request_id, token_ids, request.max_tokens, request.writer_pe)
+            prompt = check_prompt(request.prompt, self._vocab_size)
+            check_length(len(prompt), request.max_tokens, self._config.max_model_len)
+            return self._decode.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe)
 
         reservation = await self._on_step_thread(context, request.epoch, prepare)
         return reservation_to_proto(reservation, self._config.token)

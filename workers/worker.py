@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.crew import load_crew
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.pool_sizes import PageUse, num_pages_in, pages_of_groups
 from tandem.proto import worker_pb2_grpc
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
@@ -22,12 +24,14 @@ from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.core_share import CoreShare
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.kv_scales import choose_scales
 from tandem.workers.memory_budget import measure_budget
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.registry import load_config
 from tandem.workers.prefill import PrefillLoop
 from tandem.workers.push_meter import PushMeter
+from tandem.workers.reservations import LONGEST_APPEND
 from tandem.workers.service import DecodeService, PrefillService
 from tandem.workers.step_thread import StepThread
 from tandem.workers.token_stream import StreamFanout
@@ -35,18 +39,27 @@ from tandem.workers.weights import load_decoder
 from tandem.workers.well_formed import WellFormedRequired
 
 T = TypeVar("T")
+PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
 RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
 
-def kv_layout(model: ModelConfig, page_size: int) -> KVLayout:
-    """A group for each kind of window among the layers, in the order of their first layers."""
+def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None) -> KVLayout:
+    """A group for each kind of window among the layers, in the order of their first layers. scales: see KVLayout."""
     layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
         layers_of.setdefault(window, []).append(layer)
     groups = (
         LayerGroup(tuple(layers), model.num_kv_heads, model.head_dim, window) for window, layers in layers_of.items()
     )
-    return KVLayout(tuple(groups), page_size, model.dtype)
+    return KVLayout(tuple(groups), page_size, model.dtype, scales)
+
+
+def page_uses(config: WorkerConfig) -> tuple[PageUse, ...]:
+    """What decode and prefill workers hold at a time; every PE has pools for both, for pools are symmetric."""
+    return (
+        PageUse(config.max_sequences, config.max_model_len, LONGEST_APPEND),
+        PageUse(PROMPTS_AT_ONCE, config.max_model_len, config.max_batch_tokens),
+    )
 
 
 class Worker:
@@ -64,6 +77,7 @@ class Worker:
         self._transports = transports
         self._share_cores()
         self.model_config = load_config(Path(config.model_path), config.dtype)
+        self._layout = kv_layout(self.model_config, config.page_size, choose_scales(config, self.model_config))
         self.loaded_bytes = 0
         self.total_bytes = 0
         self.address = ""
@@ -97,18 +111,22 @@ class Worker:
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
         )
-        return budget.num_pages(kv_layout(self.model_config, config.page_size).token_bytes * config.page_size)
+        room = budget.room(self._layout.token_bytes * config.page_size)
+        return num_pages_in(self._layout, room, page_uses(config))
 
     def open(self, num_pages: int) -> bytes:
-        """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric."""
+        """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric.
+
+        Groups with a window get fewer where their window cannot use as many.
+        """
         config = self.config
         self._opened = self._transports(
             config.transport,
             TransportConfig(
                 pe=config.pe,
                 num_pes=config.num_pes,
-                layout=kv_layout(self.model_config, config.page_size),
-                num_pages=num_pages,
+                layout=self._layout,
+                num_pages=pages_of_groups(self._layout, num_pages, page_uses(config)),
                 num_signals=mailbox_rows(config.num_signals, config.num_pes),
                 island=config.island,
                 epoch=config.epoch,
@@ -258,14 +276,13 @@ class Worker:
 
     def _make_cache(self) -> PagedKVCache:
         model, config = self.model_config, self.config
-        layout = kv_layout(model, config.page_size)
         local_rope = model.local_rope or model.rope
         return PagedKVCache(
-            layout,
+            self._layout,
             self._transport.pools,
             max_sequences=config.max_sequences * 2,
             max_sequence_length=config.max_model_len,
-            rope=[model.rope if group.window is None else local_rope for group in layout.groups],
+            rope=[model.rope if group.window is None else local_rope for group in self._layout.groups],
             writer=self._meter,
             scale=model.attn_scale,
             softcap=model.attn_softcap,

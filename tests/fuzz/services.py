@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from tandem.cluster.client import AsyncClient
 from tandem.proto import admin_pb2, inference_pb2, worker_pb2
 from tandem.workers.authentication import HEADER
+from tandem.workers.messages import prompt_to_bytes
 from tandem.workers.worker import Worker
 from tests.fuzz.mutations import TEXT, mutate_field, mutated_bytes
 from tests.island import Island
@@ -164,7 +165,7 @@ class Fuzz:
         prompt = random_prompt(rng.randrange(1, 80), number, self._vocabulary)  # shares no prefix with the good one
         bad = rng.randrange(3)
         prepare = worker_pb2.PrepareReceiveRequest(
-            request_id=request_id, epoch=1, token_ids=prompt, max_tokens=rng.randrange(1, 9)
+            request_id=request_id, epoch=1, prompt=prompt_to_bytes(prompt), max_tokens=rng.randrange(1, 9)
         )
         answer = await self._call(2, PREPARE, prepare.SerializeToString(), PREPARE.statuses)
         if not answer:
@@ -172,7 +173,7 @@ class Fuzz:
         reservation = worker_pb2.Reservation.FromString(answer[0])
         sampling = inference_pb2.SamplingParams(max_tokens=prepare.max_tokens, temperature=0)
         send = worker_pb2.RemoteSendRequest(
-            request_id=request_id, epoch=1, token_ids=prompt, sampling=sampling, reservation=reservation
+            request_id=request_id, epoch=1, prompt=prompt_to_bytes(prompt), sampling=sampling, reservation=reservation
         )
         start = worker_pb2.StartGenerateRequest(
             request_id=request_id, epoch=1, reservation_id=reservation.reservation_id, sampling=sampling
@@ -221,7 +222,7 @@ class Fuzz:
         sampling = inference_pb2.SamplingParams(max_tokens=rng.randrange(1, 6), temperature=rng.choice((0, 1)), seed=3)
         values: dict[str, Any] = {
             "request_id": f"bad/{number}", "epoch": 1, "sampling": sampling, "max_tokens": 4, "num_decode": 1,
-            "token_ids": inference_pb2.TokenIds(ids=prompt) if method is GENERATE else prompt,
+            "token_ids": inference_pb2.TokenIds(ids=prompt), "prompt": prompt_to_bytes(prompt),
             "reservation": worker_pb2.Reservation(epoch=1, target_pe=1, generation=1, lease_seconds=1),
             "reservation_id": number,
         }  # fmt: skip

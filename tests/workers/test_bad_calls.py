@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.workers.messages import prompt_to_bytes
 from tests.workers.test_service import EPOCH, PROMPT, Pair, checkpoint, code_of, running_pair
 
 __all__ = ["checkpoint"]  # the fixture
@@ -37,15 +38,16 @@ def served(pair: Pair, request_id: str) -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"token_ids": []}, "token_ids is empty"),
-        ({"token_ids": [2**32 - 1]}, "token_ids has 4294967295; the vocabulary"),
+        ({"prompt": b""}, "prompt has 0 bytes"),
+        ({"prompt": b"\0" * 7}, "prompt has 7 bytes"),
+        ({"prompt": prompt_to_bytes([2**32 - 1])}, "prompt has token 4294967295; the vocabulary"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 2**32 - 1}, "positions for a sequence"),
         ({"request_id": "x" * 257}, "request_id has 257 characters"),
     ],
 )
 def test_a_reservation_that_cannot_be(pair: Pair, values: dict[str, Any], named: str) -> None:
-    good = {"request_id": "r", "epoch": EPOCH, "token_ids": PROMPT, "max_tokens": 4}
+    good = {"request_id": "r", "epoch": EPOCH, "prompt": prompt_to_bytes(PROMPT), "max_tokens": 4}
     request = worker_pb2.PrepareReceiveRequest(**(good | values))
     assert named in refused(lambda: pair.decode.PrepareReceive(request, timeout=10))
     served(pair, f"after {named}")
@@ -76,8 +78,8 @@ def test_sampling_that_cannot_be(pair: Pair, sampling: dict[str, Any], named: st
 def test_a_token_that_is_none_fails_nobody_else(pair: Pair) -> None:
     reservation = pair.prepare("token")
     send = pair.remote_send("token", reservation)
-    send.token_ids[3] = 100_000
-    assert "token_ids has 100000" in refused(lambda: pair.prefill.RemoteSend(send, timeout=10))
+    send.prompt = prompt_to_bytes([5, 100_000, 7])
+    assert "prompt has token 100000" in refused(lambda: pair.prefill.RemoteSend(send, timeout=10))
     assert pair.abort(pair.decode, "token", writer_quiet=True)
 
 

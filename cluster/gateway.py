@@ -40,6 +40,7 @@ from tandem.workers.authentication import TokenRequired
 from tandem.workers.kv_scales import stores_fp8
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
+from tandem.workers.well_formed import WellFormedRequired
 from tandem.workers.worker import kv_layout
 
 Context = grpc.aio.ServicerContext
@@ -128,7 +129,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         token, credentials = settings.security.token(), settings.security.credentials()
         self._server = grpc.aio.server(
             options=[*options, ("grpc.so_reuseport", 0)],  # else a second gateway could share a port that is in use
-            interceptors=[] if token is None else [TokenRequired(token)],
+            interceptors=[*([] if token is None else [TokenRequired(token)]), WellFormedRequired()],
             maximum_concurrent_rpcs=settings.max_calls,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)

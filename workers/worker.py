@@ -36,6 +36,7 @@ from tandem.workers.service import DecodeService, PrefillService
 from tandem.workers.step_thread import StepThread
 from tandem.workers.token_stream import StreamFanout
 from tandem.workers.weights import load_decoder
+from tandem.workers.well_formed import WellFormedRequired
 
 T = TypeVar("T")
 PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
@@ -232,7 +233,7 @@ class Worker:
                 verify=self._verify,
             )
             self._step_thread = StepThread(loop, "step")
-            service = PrefillService(config, self._step_thread, loop, cache)
+            service = PrefillService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
         else:
             loop = DecodeLoop(
                 runner,
@@ -247,13 +248,15 @@ class Worker:
                 lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
-            service = DecodeService(config, self._step_thread, loop, cache)
+            service = DecodeService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
         self._loop = loop
         self._step_thread.start()
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
         if config.role == Role.DECODE:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
-        self._server = grpc.aio.server(options=_server_options(config), interceptors=[TokenRequired(config.token)])
+        self._server = grpc.aio.server(
+            options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         port = self._server.add_insecure_port(f"{config.host}:0")
         await self._server.start()

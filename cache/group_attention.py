@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.cache.group_table import GroupTable
 from tandem.cache.kernels.base import Kernels, PushingKernels
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, look_up_pages, slots_of
@@ -17,7 +18,7 @@ from tandem.cache.window import Int64Array
 
 
 class GroupAttention:
-    """kernels and table are those of group `group`; scoring is what sequences with a sliding window attend by."""
+    """kernels, table and fp8 are those of group `group`; scoring is what sequences with a sliding window attend by."""
 
     def __init__(
         self,
@@ -27,6 +28,7 @@ class GroupAttention:
         writer: PageWriter | None,
         page_size: int,
         scoring: Scoring,
+        fp8: Fp8Entries | None,
     ) -> None:
         self._group = group
         self.kernels = kernels
@@ -34,6 +36,7 @@ class GroupAttention:
         self._writer = writer
         self._page_size = page_size
         self._scoring = scoring
+        self._fp8 = fp8
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
         """rows: int64 [B], those of the sequences that have grown by `tokens`."""
@@ -63,8 +66,9 @@ class GroupAttention:
             if layer == 0 and send.source_slots.size:
                 self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots)
             if send.token_indices.shape[0]:
+                entries = (k, v) if self._fp8 is None else self._fp8.quantise(layer, k, v)
                 self._writer.write_tokens(
-                    send.target_pe, self._group, layer, k, v, send.token_indices, send.token_slots
+                    send.target_pe, self._group, layer, *entries, send.token_indices, send.token_slots
                 )
         if not plan.streams:
             return self.kernels.attend(layer, q, k, v, plan.kernel_plan, sinks)

@@ -22,7 +22,7 @@ class LocalProcesses(Processes):
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tandem.cluster.actors"])
+        self._context.set_forkserver_preload(["tandem.cluster.actors", "pytest"])  # each process imports "__main__"
         self._actors: dict[str, LocalActor] = {}
         self.started_pids: list[int] = []
 

@@ -313,7 +313,7 @@ class PrefillLoop:
     def _land(self, request: PrefillRequest, error: Exception | None) -> None:
         """No forward will have this request any more; error: why it has no result."""
         self._running.remove(request)
-        self._landing[request.request_id] = Landing(self._transport, request, error)
+        self._landing[request.request_id] = Landing(self._transport, request, error, self._clock)
 
     def _settle(self) -> None:
         """Lets go of the requests whose writes are quiet by now."""

@@ -34,6 +34,7 @@ from tandem.workers.token_stream import StreamFanout
 from tandem.workers.weights import load_decoder
 
 T = TypeVar("T")
+SERVE_SECONDS = 570.0  # FlashInfer compiles what it needs at first use: two minutes, more on few cores
 RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
 
@@ -120,7 +121,7 @@ class Worker:
 
     def serve(self) -> str:
         """Starts stepping and answering; HOST:PORT of the worker service."""
-        self.address = self._events.run(self._start(), timeout=120)
+        self.address = self._events.run(self._start(), timeout=SERVE_SECONDS)
         return self.address
 
     @property

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
@@ -49,19 +50,35 @@ class Kernels(Protocol):
         ...
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n]."""
+        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n], in the dtype in which they came."""
         ...
 
 
 class KernelFactory(Protocol):
     """Kernels for a pool. scale: of the scores. window: positions that a token sees, its own included; None: all.
 
-    softcap: scaled scores become softcap · tanh(score / softcap); None: they stay.
+    softcap: scaled scores become softcap · tanh(score / softcap); None: they stay. fp8: how K and V become the pool's
+    elements; None: as they are.
     """
 
     def __call__(
-        self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None
+        self,
+        pool: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        fp8: Fp8Entries | None = None,
     ) -> Kernels: ...
+
+
+@runtime_checkable
+class TreeKernels(Kernels, Protocol):
+    """Kernels whose attend() gives each token of TokenLayout.trees what it may see, and no more."""
+
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        """All layers of slots sources[i] to targets[i], int32 [n] each; a target may be the source of another move,
+        which still moves what was there before."""
+        ...
 
 
 PeerPool = Callable[[int], Tensor | None]

@@ -159,11 +159,16 @@ class PagedKVCache:
         """Per layer group the pages that reserve() takes for a sequence that is empty."""
         return self._pages.needed(num_tokens, num_tokens if longest_append is None else longest_append)
 
-    def has_room(self, num_tokens: int, longest_append: int | None = None, *, ever: bool = False) -> bool:
-        """Whether reserve() would work for one more sequence now, or (ever) if it were the only one."""
-        have = self._pools.num_pages if ever else self._pools.num_free
+    def has_room(self, num_tokens: int, longest_append: int | None = None) -> bool:
+        """Whether reserve() would work for one more sequence now."""
         needed = self.num_pages_needed(num_tokens, longest_append)
-        return all(pages <= limit for pages, limit in zip(needed, have, strict=True))
+        return all(pages <= free for pages, free in zip(needed, self._pools.num_free, strict=True))
+
+    def shortage(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, int] | None:
+        """Pages that reserve() would take of a layer group that has fewer in all, and how many it has; or None."""
+        needed = self.num_pages_needed(num_tokens, longest_append)
+        short = (pair for pair in zip(needed, self._pools.num_pages, strict=True) if pair[0] > pair[1])
+        return next(short, None)
 
     def clear(self) -> None:
         """Removes all sequences and prefixes; pages that drain go on doing so."""

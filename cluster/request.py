@@ -52,9 +52,9 @@ class RequestValidator:
         self._tokenizer = tokenizer
 
     def validate(self, message: inference_pb2.GenerateRequest) -> ValidRequest:
-        _refuse_unknown_fields(message, "GenerateRequest")
-        _refuse_unknown_fields(message.sampling, "sampling")
-        _refuse_unknown_fields(message.resume, "resume")
+        refuse_unknown_fields(message, "GenerateRequest")
+        refuse_unknown_fields(message.sampling, "sampling")
+        refuse_unknown_fields(message.resume, "resume")
         if len(message.request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(
                 f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are accepted"
@@ -131,7 +131,8 @@ class RequestValidator:
             )
 
 
-def _refuse_unknown_fields(message: Message, name: str) -> None:
+def refuse_unknown_fields(message: Message, name: str) -> None:
+    """InvalidRequest for a message of a later version, whose meaning would be lost."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         numbers = sorted({field.field_number for field in unknown})

@@ -207,9 +207,9 @@ class PrefillLoop:
             raise InvalidCall(
                 f"matched_tokens is {reservation.matched_tokens} of a prompt of {len(token_ids)}; one must be left"
             )
-        if not self._cache.has_room(len(token_ids), self._max_batch_tokens, ever=True):
-            pages = max(self._cache.num_pages_needed(len(token_ids), self._max_batch_tokens))
-            raise InvalidCall(f"the prompt needs {pages} pages; this worker has {self._cache.num_pages}")
+        shortage = self._cache.shortage(len(token_ids), self._max_batch_tokens)
+        if shortage is not None:
+            raise InvalidCall(f"the prompt needs {shortage[0]} pages; this worker has {shortage[1]}")
         return decode_map(
             reservation.wire_map,
             self._cache.layout,

@@ -97,9 +97,10 @@ class Reservations:
             raise InvalidCall(f"writer_pe is {writer_pe}; 0 … {self._transport.num_pes - 1} are accepted")
         capacity = len(token_ids) + max_tokens - 1  # the last token is never fed back
         pages = max(self._cache.num_pages_needed(capacity, LONGEST_APPEND))
-        if not self._cache.has_room(capacity, LONGEST_APPEND, ever=True):
+        shortage = self._cache.shortage(capacity, LONGEST_APPEND)
+        if shortage is not None:
             raise InvalidCall(
-                f"prompt and max_tokens need {pages} pages; this worker has {self._cache.num_pages} "
+                f"prompt and max_tokens need {shortage[0]} pages; this worker has {shortage[1]} "
                 f"of {self._cache.layout.page_size} tokens"
             )
         if len(self._requests) + len(self._draining) >= self._max_sequences:

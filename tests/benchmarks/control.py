@@ -79,7 +79,7 @@ def map_costs() -> dict[str, Any]:
 
     def round_trip() -> PositionMap:
         wire = encode_map(fresh, LAYOUT)
-        return decode_map(wire, LAYOUT, num_pages=POOL_PAGES, expected_start=0, expected_tokens=TOKENS)
+        return decode_map(wire, LAYOUT, num_pages=(POOL_PAGES,), expected_start=0, expected_tokens=TOKENS)
 
     assert round_trip() == fresh
     random_bytes = message_of(encode_map(random, LAYOUT)).ByteSize()

@@ -38,7 +38,7 @@ WARM_UP = 3
 def join_island(pe: int, puts: bool) -> Transport:
     from tandem.transfer.nvshmem import NvshmemTransport  # needs a GPU's packages
 
-    config = TransportConfig(pe, 2, LAYOUT, NUM_PAGES, 8, "bench-push", 1)
+    config = TransportConfig(pe, 2, LAYOUT, (NUM_PAGES,), 8, "bench-push", 1)
     transport = NvshmemTransport(config, peer_access=not puts)
     handles: list[Any] = [None, None]
     dist.all_gather_object(handles, transport.open())

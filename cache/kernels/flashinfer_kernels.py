@@ -14,6 +14,7 @@ from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.triton_append import AppendTargets, append
+from tandem.cache.kernels.triton_fp8_decode import attend_fp8
 from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan import PageTables, Send, TokenLayout
@@ -25,6 +26,7 @@ HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 WORKSPACE_BYTES = 256 << 20
 GATHER_FROM = 1024  # new tokens from which attention over gathered K and V is faster, the gathering included
+GATHER_FP8_FROM = 192  # the same where gathering widens 8 bits, which FlashInfer otherwise does for every block of q
 GRAPH_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
 
 
@@ -35,6 +37,7 @@ class AttentionPart:
     tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
     FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device. kv_slots: int32,
     on the device, of all positions that they attend to, where these are gathered first; kv_indptr then counts them.
+    on_device: kv_indptr and kv_last_page_len there.
     """
 
     single: bool
@@ -44,6 +47,7 @@ class AttentionPart:
     kv_indices: Tensor
     kv_last_page_len: Tensor
     kv_slots: Tensor | None
+    on_device: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +61,10 @@ class FlashInferPlan:
 
 @dataclass(frozen=True, eq=False)
 class FixedPlan:
-    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand."""
+    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand; None over 8 bits."""
 
     targets: AppendTargets
+    tables: DeviceTables
     wrapper: Any
     num_q_heads: int
     keep_k: bool = False
@@ -96,6 +101,7 @@ class FlashInferKernels:
             "window_left": -1 if window is None else window - 1,  # without the token itself
             "logits_soft_cap": softcap,
         }
+        self._scoring: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         self._paged_options = {**self._options, "kv_data_type": pool.dtype}
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
@@ -113,8 +119,14 @@ class FlashInferKernels:
         single = appends == 1
         groups = [np.flatnonzero(single), np.flatnonzero(~single)]
         page_size = self._pool.shape[4]
-        drafts = [_draft(tokens, tables, appends, sequences, page_size) for sequences in groups if sequences.size]
-        of_parts = [(draft.kv_indices, draft.tokens, draft.kv_slots) for draft in drafts]
+        gather_from = GATHER_FROM if self._fp8 is None else GATHER_FP8_FROM
+        drafts = [
+            _draft(tokens, tables, appends, sequences, page_size, gather_from) for sequences in groups if sequences.size
+        ]
+        of_parts = [
+            (draft.kv_indices, draft.tokens, draft.kv_slots, draft.kv_indptr, draft.kv_last_page_len)
+            for draft in drafts
+        ]
         arrays = [tables.slot_mapping, *(array for of_part in of_parts for array in of_part)]
         slots, *uploaded = upload(arrays, self._pool.device)
         parts = tuple(
@@ -126,8 +138,11 @@ class FlashInferKernels:
                 pages,
                 torch.from_numpy(draft.kv_last_page_len),
                 kv_slots if draft.kv_slots.size else None,
+                (kv_indptr, kv_last_page_len),
             )
-            for draft, pages, rows, kv_slots in zip(drafts, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True)
+            for draft, pages, rows, kv_slots, kv_indptr, kv_last_page_len in zip(
+                drafts, *(uploaded[which::5] for which in range(5)), strict=True
+            )
         )
         return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
 
@@ -151,6 +166,8 @@ class FlashInferKernels:
 
     def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
         size = tables.slots.shape[0]
+        if self._fp8 is not None:
+            return FixedPlan(AppendTargets(tables.slots, None), tables, None, num_q_heads)
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
@@ -164,10 +181,12 @@ class FlashInferKernels:
         ones = torch.ones(size, dtype=torch.int32)
         indptr = torch.arange(size + 1, dtype=torch.int32)
         wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._paged_options)
-        return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads)
+        return FixedPlan(AppendTargets(tables.slots, None), tables, wrapper, num_q_heads)
 
     def refill(self, plan: FixedPlan, tables: PageTables) -> None:
         """The full plan() of fixed_plan() chose the kernel; this only shares out the work anew."""
+        if plan.wrapper is None:
+            return
         indptr, indices, last_page_len = (
             torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
         )
@@ -196,7 +215,12 @@ class FlashInferKernels:
         sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(plan, FixedPlan):
-            return self._attend_pages(plan.wrapper, layer, q, sinks)
+            tables = plan.tables
+            if self._fp8 is not None:
+                return self._attend_singly(
+                    layer, q, (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len), sinks
+                )
+            return _run(plan.wrapper, (q, self._layers[layer]), sinks)
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
         if len(plan.parts) == 1:
@@ -211,16 +235,22 @@ class FlashInferKernels:
     def _attend_part(self, layer: int, part: AttentionPart, q: Tensor, sinks: Tensor | None) -> Tensor:
         if part.kv_slots is not None:
             return _run(self._gathered, (q, *self._gather(layer, part.kv_slots)), sinks)
-        return self._attend_pages(self._decode if part.single else self._prefill, layer, q, sinks)
-
-    def _attend_pages(self, wrapper: Any, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
         pages, fp8 = self._layers[layer], self._fp8
         if fp8 is None:
-            return _run(wrapper, (q, pages), sinks)
+            return _run(self._decode if part.single else self._prefill, (q, pages), sinks)
+        if part.single:
+            return self._attend_singly(layer, q, (part.on_device[0], part.kv_indices, part.on_device[1]), sinks)
         scales = fp8.of_all_heads[layer]
         if scales is not None:
-            return _run(wrapper, (q, pages), sinks, k_scale=scales[0], v_scale=scales[1])
-        return fp8.scale_output(layer, _run(wrapper, (fp8.scale_queries(layer, q), pages), sinks))
+            return _run(self._prefill, (q, pages), sinks, k_scale=scales[0], v_scale=scales[1])
+        return fp8.scale_output(layer, _run(self._prefill, (fp8.scale_queries(layer, q), pages), sinks))
+
+    def _attend_singly(
+        self, layer: int, q: Tensor, tables: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
+    ) -> Tensor:
+        """tables: kv_indptr, kv_indices and kv_last_page_len, on the device."""
+        assert self._fp8 is not None
+        return attend_fp8(self._pool, layer, q, *tables, self._fp8.scales[layer], **self._scoring, sinks=sinks)
 
     def _gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """k and v [n, num_kv_heads, head_dim] at slots, int32 [n] on the device; entries of 8 bits widened."""
@@ -251,6 +281,8 @@ class FlashInferKernels:
             sizes = self._sizes(num_q_heads)
             if part.kv_slots is not None:
                 self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
+                continue
+            if part.single and self._fp8 is not None:
                 continue
             if part.single:
                 self._decode.plan(*tables, *sizes, **self._paged_options)
@@ -286,13 +318,18 @@ class _Draft:
 
 
 def _draft(
-    tokens: TokenLayout, tables: PageTables, appends: Int32Array, sequences: NDArray[np.int64], page_size: int
+    tokens: TokenLayout,
+    tables: PageTables,
+    appends: Int32Array,
+    sequences: NDArray[np.int64],
+    page_size: int,
+    gather_from: int,
 ) -> _Draft:
     """An AttentionPart of `sequences` (int64 [n]), before anything is on the device; no kv_slots: not gathered."""
     counts = np.diff(tables.kv_indptr)[sequences]
     appends = appends[sequences]
     pages = tables.kv_indices[_ragged(tables.kv_indptr[sequences], counts)]
-    gathered = int(appends.max()) > 1 and int(appends.sum()) >= GATHER_FROM
+    gathered = int(appends.max()) > 1 and int(appends.sum()) >= gather_from
     lengths = tables.kv_lens[sequences]
     return _Draft(
         single=bool(appends[0] == 1),

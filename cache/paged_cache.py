@@ -314,14 +314,14 @@ class PagedKVCache:
 
     # Prefixes
 
-    def match_prefix(self, sequence: int, token_ids: Sequence[int]) -> int:
+    def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> int:
         """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
 
         At least one token is left over to be computed.
         """
         return self._sequences.match_prefix(sequence, token_ids)
 
-    def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
+    def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> None:
         """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed."""
         self._sequences.publish_prefix(sequence, token_ids)
 

@@ -62,7 +62,11 @@ def page_uses(config: WorkerConfig) -> tuple[PageUse, ...]:
 
 
 class Worker:
-    """Lifecycle: load() → open(pages) → join(handles) → serve() → stop(). stop() may come at any time, and twice."""
+    """Lifecycle: load() → open(pages) → join(handles) → serve() → stop(). stop() may come at any time, and twice.
+
+    Between serve() and stop() a worker may change its island, its role or both, with the weights that it has:
+    leave() → rejoin(config) → open(pages) → …
+    """
 
     def __init__(
         self, config: WorkerConfig, transports: Callable[[str, TransportConfig], Transport] = create_transport
@@ -70,10 +74,7 @@ class Worker:
         """transports: makes the transport of that name."""
         self.config = config
         self._transports = transports
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        crew = load_crew() if config.device == "cpu" else None
-        self._cores = CoreShare(crew, config.threads, config.threads_alone)
+        self._share_cores()
         self.model_config = load_config(Path(config.model_path), config.dtype)
         self._layout = kv_layout(self.model_config, config.page_size, choose_scales(config, self.model_config))
         self.loaded_bytes = 0
@@ -81,6 +82,7 @@ class Worker:
         self.address = ""
         self._opened: Transport | None = None
         self._events = EventLoopThread("grpc")
+        self._cache: PagedKVCache | None = None
         self._loop: PrefillLoop | DecodeLoop | None = None
         self._step_thread: StepThread | None = None
         self._server: grpc.aio.Server | None = None
@@ -142,6 +144,12 @@ class Worker:
         return self.address
 
     @property
+    def cache(self) -> PagedKVCache:
+        """Between serve() and leave() or stop(); for the step thread only."""
+        assert self._cache is not None, "serve() comes first"
+        return self._cache
+
+    @property
     def pools(self) -> tuple[Tensor, ...]:
         """The symmetric pages, one tensor per layer group; valid between join() and stop()."""
         return self._transport.pools
@@ -169,16 +177,40 @@ class Worker:
             for quiet in self.on_step_thread(lambda: loop.release(prefix)):
                 quiet.result(RELEASE_SECONDS)
 
-    def stop(self) -> None:
-        """Ends calls, the step thread and the transport, in this order."""
+    def leave(self) -> None:
+        """Ends calls, the step thread and the transport, in this order; the weights stay. All PEs leave at once: the
+        transport's end may be collective. Idempotent, and right at any time."""
+        self.address = ""  # from now on ping() asks no step thread
         if self._server is not None:
-            self._events.run(self._server.stop(grace=0.5), timeout=10)
+            self._events.run(self._server.stop(grace=None), timeout=10)
             self._server = None
-        self._events.stop()
         if self._step_thread is not None:
             self._step_thread.stop()
+            self._step_thread = None
+        self._loop = None
+        self._cache = None  # with what was captured over its pools, before their memory ends
         if self._opened is not None:
             self._opened.close()
+            self._opened = None
+
+    def rejoin(self, config: WorkerConfig) -> None:
+        """After leave(): what this process is in its island's next epoch; open() comes next."""
+        self.config = config
+        self._share_cores()
+
+    def stop(self) -> None:
+        """leave(), and nothing comes after it."""
+        try:
+            self.leave()
+        finally:
+            self._events.stop()
+
+    def _share_cores(self) -> None:
+        config = self.config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        crew = load_crew() if config.device == "cpu" else None
+        self._cores = CoreShare(crew, config.threads, config.threads_alone)
 
     @property
     def _transport(self) -> Transport:
@@ -187,7 +219,7 @@ class Worker:
 
     async def _start(self) -> str:
         config = self.config
-        cache = self.cache = self._make_cache()
+        cache = self._cache = self._make_cache()
         runner = ModelRunner(self._model, cache)
         if config.role == Role.PREFILL:
             loop = PrefillLoop(

@@ -86,7 +86,7 @@ def attend_fp8(
     return output
 
 
-@triton.jit(do_not_specialize=["layer_elements"])
+@triton.jit
 def _attend_split(
     q, pool, kv_indptr, kv_indices, kv_last_page_len, scales, partial, lse,
     q_token, q_head, page_elements, layer_elements, num_kv_heads, scale, softcap, window,

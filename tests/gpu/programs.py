@@ -1,6 +1,6 @@
 """Forwards through a paged cache on a GPU, beside attention in float64 over plain tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,9 +69,15 @@ class Shape:
 
 
 @torch.inference_mode()
-def run(cache: PagedKVCache, appends: Mapping[int, int], inputs: Inputs, sinks: Tensor | None = None) -> list[Tensor]:
-    """One forward; o of each layer."""
-    plan = cache.begin_forward(list(appends), list(appends.values()))
+def run(
+    cache: PagedKVCache,
+    appends: Mapping[int, int],
+    inputs: Inputs,
+    sinks: Tensor | None = None,
+    parents: Sequence[Sequence[int] | None] | None = None,
+) -> list[Tensor]:
+    """One forward; o of each layer. parents: token_tree_parents."""
+    plan = cache.begin_forward(list(appends), list(appends.values()), token_tree_parents=parents)
     outputs = [cache.attention(plan, layer, q, k, v, sinks) for layer, (q, k, v) in enumerate(inputs)]
     cache.end_forward(plan)
     return outputs

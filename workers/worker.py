@@ -39,6 +39,7 @@ from tandem.workers.weights import load_decoder
 from tandem.workers.well_formed import WellFormedRequired
 
 T = TypeVar("T")
+SERVE_SECONDS = 570.0  # FlashInfer compiles what it needs at first use: two minutes, more on few cores
 PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
 RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
@@ -141,7 +142,7 @@ class Worker:
 
     def serve(self) -> str:
         """Starts stepping and answering; HOST:PORT of the worker service."""
-        self.address = self._events.run(self._start(), timeout=120)
+        self.address = self._events.run(self._start(), timeout=SERVE_SECONDS)
         return self.address
 
     @property

@@ -86,7 +86,8 @@ class FlashInferKernels:
         self._workspace = workspace
         self._graph_workspace = torch.empty(GRAPH_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-        self._before_trees: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        # For a few tokens of each sequence fa2 is faster than fa3: 438 instead of 571 µs for 32 × 64 behind 4096.
+        self._before_trees: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
         self._gathered: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
         self._current: FlashInferPlan | None = None

@@ -7,7 +7,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
 
 import grpc
 import grpc.aio
@@ -18,7 +17,7 @@ from tandem.cache.kv_scales import KVScales
 from tandem.cluster.admin import Admin
 from tandem.cluster.admission import AdmissionQueue
 from tandem.cluster.attempts import Attempts
-from tandem.cluster.client_messages import RETRY_AFTER_KEY
+from tandem.cluster.client_messages import CLIENT_ID_KEY, RETRY_AFTER_KEY
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import (
     AttemptsExhausted,
@@ -61,7 +60,6 @@ PASSED_ON = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-CLIENT_ID_KEY = "client-id"
 
 
 def attempt_prefix(incarnation: int) -> str:
@@ -200,7 +198,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         except TandemError as error:
             await context.abort(STATUS_OF_ERROR.get(type(error), grpc.StatusCode.INTERNAL), str(error))
         except grpc.aio.AioRpcError as error:
-            await _pass_on(context, error)
+            code = error.code() if error.code() in PASSED_ON else grpc.StatusCode.INTERNAL
+            await context.abort(code, f"a worker answered {error.code().name}: {error.details()}")
         except asyncio.CancelledError:
             if self._active.get(valid.request_id) is work:
                 raise
@@ -275,10 +274,3 @@ def _client_of(context: Context) -> str:
     """Whose request it is: what the metadata client-id says, else the host it comes from."""
     given = {key: value for key, value in context.invocation_metadata() or ()}.get(CLIENT_ID_KEY)
     return f"id:{given}" if given else context.peer().rpartition(":")[0]
-
-
-async def _pass_on(context: Context, error: grpc.aio.AioRpcError) -> NoReturn:
-    code = error.code()
-    status = code if code in PASSED_ON else grpc.StatusCode.INTERNAL
-    await context.abort(status, f"a worker answered {code.name}: {error.details()}")
-    raise AssertionError("abort raises")

@@ -30,6 +30,7 @@ from tandem.workers.errors import (
     StaleEpoch,
     WriterNotQuiet,
 )
+from tandem.workers.event_loop import unwatched
 from tandem.workers.finish import FinishReason
 from tandem.workers.lease import Lease
 from tandem.workers.messages import (
@@ -71,10 +72,8 @@ async def _refuse(context: Context, error: Exception) -> NoReturn:
 
 async def _outcome(context: Context, future: "Future[T]") -> T:
     """What the step thread will put there. The caller's cancellation must not cancel it: others may wait for it too."""
-    answer = asyncio.wrap_future(future)
-    answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs what nobody awaits
     try:
-        return await asyncio.shield(answer)
+        return await asyncio.shield(unwatched(asyncio.wrap_future(future)))
     except Exception as error:
         await _refuse(context, error)
 

@@ -94,7 +94,7 @@ class PagedKVCache:
             has_windows=layout.has_windows,
         )
         self._growth = Growth(
-            self._table, self._pages, self._receptions, self._streams, self._trees, max_sequence_length
+            self._table, self._pages, self._receptions, self._streams, self._trees, self._marks, max_sequence_length
         )
         self._sequences = Sequences(
             self._table,
@@ -160,11 +160,16 @@ class PagedKVCache:
         """Per layer group the pages that reserve() takes for a sequence that is empty."""
         return self._pages.needed(num_tokens, num_tokens if longest_append is None else longest_append)
 
-    def has_room(self, num_tokens: int, longest_append: int | None = None, *, ever: bool = False) -> bool:
-        """Whether reserve() would work for one more sequence now, or (ever) if it were the only one."""
-        have = self._pools.num_pages if ever else self._pools.num_free
+    def has_room(self, num_tokens: int, longest_append: int | None = None) -> bool:
+        """Whether reserve() would work for one more sequence now."""
         needed = self.num_pages_needed(num_tokens, longest_append)
-        return all(pages <= limit for pages, limit in zip(needed, have, strict=True))
+        return all(pages <= free for pages, free in zip(needed, self._pools.num_free, strict=True))
+
+    def shortage(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, int] | None:
+        """Pages that reserve() would take of a layer group that has fewer in all, and how many it has; or None."""
+        needed = self.num_pages_needed(num_tokens, longest_append)
+        short = (pair for pair in zip(needed, self._pools.num_pages, strict=True) if pair[0] > pair[1])
+        return next(short, None)
 
     def clear(self) -> None:
         """Removes all sequences and prefixes; pages that drain go on doing so."""
@@ -321,14 +326,14 @@ class PagedKVCache:
 
     # Prefixes
 
-    def match_prefix(self, sequence: int, token_ids: Sequence[int]) -> int:
+    def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> int:
         """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
 
         At least one token is left over to be computed.
         """
         return self._sequences.match_prefix(sequence, token_ids)
 
-    def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
+    def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> None:
         """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed."""
         self._sequences.publish_prefix(sequence, token_ids)
 

@@ -20,15 +20,17 @@ from tandem.cluster.client_messages import (
     Sampling,
     build_request,
     call_error,
+    client_metadata,
     update,
 )
 from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.resumption import Resumption
-from tandem.proto import inference_pb2, inference_pb2_grpc
+from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 GENERATE_SECONDS = 600.0
 RESUME_SECONDS = 60.0
 INFO_SECONDS = 10.0
+SCALE_SECONDS = 600.0
 NO_SECURITY = ClientSecurity()
 
 
@@ -36,9 +38,18 @@ class Client:
     """A gateway at HOST:PORT, for use from any thread: `with Client(address) as client: …`."""
 
     def __init__(
-        self, address: str, security: ClientSecurity = NO_SECURITY, resume_seconds: float = RESUME_SECONDS
+        self,
+        address: str,
+        security: ClientSecurity = NO_SECURITY,
+        resume_seconds: float = RESUME_SECONDS,
+        client_id: str | None = None,
     ) -> None:
+        """client_id: whose requests these are, where clients wait and take turns; one of its own when None.
+
+        ConfigError unless it is printable ASCII, of 1 to 128 characters.
+        """
         self.address = address
+        self._metadata = client_metadata(client_id)
         self._resume_seconds = resume_seconds
         self._answered = False
         credentials = security.credentials(address)
@@ -48,6 +59,7 @@ class Client:
             else grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         )
         self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
+        self._admin = security.authorize(admin_pb2_grpc.AdminStub(self._channel))
 
     def generate(
         self,
@@ -66,6 +78,21 @@ class Client:
     def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
         return self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
 
+    def scale(
+        self,
+        island: str = "",
+        *,
+        num_prefill: int | None = None,
+        num_decode: int | None = None,
+        timeout: float = SCALE_SECONDS,
+    ) -> admin_pb2.ScaleResponse:
+        """Gives a running island another shape and returns when it serves again; None leaves a role as it is.
+
+        island may be empty where there is one. Raises ScaleRefused when the island serves on as it was.
+        """
+        order = admin_pb2.ScaleRequest(island=island, num_prefill=num_prefill, num_decode=num_decode)
+        return self._ask(self._admin.Scale, order, timeout)
+
     def _ask(self, call: Any, request: Message, timeout: float) -> Any:
         try:
             answer = call(request, timeout=timeout)
@@ -77,7 +104,7 @@ class Client:
     def _updates(self, request: inference_pb2.GenerateRequest, timeout: float) -> Generator[GenerateUpdate, None, None]:
         resumption = Resumption(request, timeout, self._resume_seconds)
         while True:
-            call = self._stub.Generate(request, timeout=resumption.seconds_left)
+            call = self._stub.Generate(request, timeout=resumption.seconds_left, metadata=self._metadata)
             try:
                 for message in call:
                     self._answered = True
@@ -110,9 +137,18 @@ class AsyncClient:
     """As Client, for one asyncio loop: `async with AsyncClient(address) as client: …`."""
 
     def __init__(
-        self, address: str, security: ClientSecurity = NO_SECURITY, resume_seconds: float = RESUME_SECONDS
+        self,
+        address: str,
+        security: ClientSecurity = NO_SECURITY,
+        resume_seconds: float = RESUME_SECONDS,
+        client_id: str | None = None,
     ) -> None:
+        """client_id: whose requests these are, where clients wait and take turns; one of its own when None.
+
+        ConfigError unless it is printable ASCII, of 1 to 128 characters.
+        """
         self.address = address
+        self._metadata = client_metadata(client_id)
         self._resume_seconds = resume_seconds
         self._answered = False
         credentials = security.credentials(address)
@@ -122,6 +158,7 @@ class AsyncClient:
             else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         )
         self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
+        self._admin = security.authorize(admin_pb2_grpc.AdminStub(self._channel))
 
     def generate(
         self,
@@ -140,6 +177,21 @@ class AsyncClient:
     async def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
         return await self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
 
+    async def scale(
+        self,
+        island: str = "",
+        *,
+        num_prefill: int | None = None,
+        num_decode: int | None = None,
+        timeout: float = SCALE_SECONDS,
+    ) -> admin_pb2.ScaleResponse:
+        """Gives a running island another shape and returns when it serves again; None leaves a role as it is.
+
+        island may be empty where there is one. Raises ScaleRefused when the island serves on as it was.
+        """
+        order = admin_pb2.ScaleRequest(island=island, num_prefill=num_prefill, num_decode=num_decode)
+        return await self._ask(self._admin.Scale, order, timeout)
+
     async def _ask(self, call: Any, request: Message, timeout: float) -> Any:
         try:
             answer = await call(request, timeout=timeout)
@@ -153,7 +205,7 @@ class AsyncClient:
     ) -> AsyncGenerator[GenerateUpdate, None]:
         resumption = Resumption(request, timeout, self._resume_seconds)
         while True:
-            call = self._stub.Generate(request, timeout=resumption.seconds_left)
+            call = self._stub.Generate(request, timeout=resumption.seconds_left, metadata=self._metadata)
             try:
                 async for message in call:
                     self._answered = True

@@ -1,14 +1,33 @@
 """Between protobuf messages and the values that the loops work with."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+import numpy as np
+
+from tandem.cache.window import Int64Array
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.transfer.wire_map import WireMap
+from tandem.workers.errors import InvalidCall
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.seal import is_sealed, seal
 from tandem.workers.token_logprobs import TokenLogprobs
 
 OPTIONAL_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "skip_special_tokens")
+PROMPT_DTYPE = np.dtype("<u4")
+
+
+def prompt_to_bytes(token_ids: Sequence[int] | Int64Array) -> bytes:
+    """The field `prompt` of a message."""
+    return np.asarray(token_ids, PROMPT_DTYPE).tobytes()
+
+
+def prompt_from_bytes(prompt: bytes) -> Int64Array:
+    """The token ids of such a field, int64 [n]; InvalidCall when they are none, or no whole number."""
+    if not prompt or len(prompt) % PROMPT_DTYPE.itemsize:
+        raise InvalidCall(f"prompt has {len(prompt)} bytes; token ids of {PROMPT_DTYPE.itemsize} each are accepted")
+    return np.frombuffer(prompt, PROMPT_DTYPE).astype(np.int64)
 
 
 def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams:
@@ -35,8 +54,9 @@ def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
     )
 
 
-def reservation_to_proto(reservation: Reservation) -> worker_pb2.Reservation:
-    return worker_pb2.Reservation(
+def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Reservation:
+    """token: the island's, by which the message is sealed."""
+    message = worker_pb2.Reservation(
         reservation_id=reservation.reservation_id,
         epoch=reservation.epoch,
         target_pe=reservation.target_pe,
@@ -48,10 +68,12 @@ def reservation_to_proto(reservation: Reservation) -> worker_pb2.Reservation:
         pages=reservation.pages,
         lease_seconds=reservation.lease_seconds,
     )
+    seal(message, token)
+    return message
 
 
-def reservation_from_proto(message: worker_pb2.Reservation) -> Reservation:
-    """Nothing is checked here: the loop that uses the reservation does."""
+def reservation_from_proto(message: worker_pb2.Reservation, token: str) -> Reservation:
+    """token: the island's. Nothing is refused here: the loop that uses the reservation does."""
     wire = message.position_map
     return Reservation(
         reservation_id=message.reservation_id,
@@ -70,6 +92,7 @@ def reservation_from_proto(message: worker_pb2.Reservation) -> Reservation:
         ),
         pages=message.pages,
         lease_seconds=message.lease_seconds,
+        authentic=is_sealed(message, token),
     )
 
 

@@ -143,8 +143,8 @@ def _append(
             k_factor = tl.load(fp8_factors + heads, mask=there)
             v_factor = tl.load(fp8_factors + num_kv_heads + heads, mask=there)
             entry: tl.constexpr = pool.dtype.element_ty
-            ka, kb, kc = quantise(ka, k_factor, entry), quantise(kb, k_factor, entry), quantise(kc, k_factor, entry)
-            va, vb, vc = quantise(va, v_factor, entry), quantise(vb, v_factor, entry), quantise(vc, v_factor, entry)
+            ka, kb, kc = _quantise(ka, k_factor, entry), _quantise(kb, k_factor, entry), _quantise(kc, k_factor, entry)
+            va, vb, vc = _quantise(va, v_factor, entry), _quantise(vb, v_factor, entry), _quantise(vc, v_factor, entry)
         slot = tl.load(slots + token)
         in_layer = layer_elements + heads * (PAGE_SIZE * HEAD_DIM)
         value = num_kv_heads * (PAGE_SIZE * HEAD_DIM)
@@ -162,8 +162,7 @@ def _append(
 
 
 @triton.jit
-def quantise(x, factor, dtype: tl.constexpr):
-    """x · factor in float8_e4m3fn, saturated."""
+def _quantise(x, factor, dtype: tl.constexpr):
     scaled = x.to(tl.float32) * factor
     return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 

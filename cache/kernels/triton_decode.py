@@ -18,7 +18,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.dependent_launch import launch_options
-from tandem.cache.kernels.triton_append import quantise
 from tandem.cache.rope import Rotation
 
 PROGRAMS = 512  # that a step is shared out over at most: merging costs more than a last wave that is not full
@@ -81,13 +80,11 @@ def decode(
     options: DecodeOptions,
     sinks: Tensor | None,
     norm: HeadNorm | None,
-    fp8: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """o [B, num_q_heads, head_dim] of one new token each of B sequences; see GraphKernels.step.
 
     pool: as for append. q [B, num_q_heads, head_dim], k and v [B, num_kv_heads, head_dim]: rows of tokens may lie
-    apart, a token's heads not; head_dim a power of two, at least 16. fp8: of a float8_e4m3fn pool the scales of K and V
-    and their inverses, float32 [2, num_kv_heads] each.
+    apart, a token's heads not; head_dim a power of two, at least 16.
     """
     rows, num_q_heads, head_dim = q.shape
     _, layers, _, num_kv_heads, page_size, _ = pool.shape
@@ -100,7 +97,7 @@ def decode(
     kernel(
         *(q, k, v, q if norm is None else norm.weight, cos, sin, pool),
         *(tables.slots, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len),
-        *(q if sinks is None else sinks, *((q, q) if fp8 is None else fp8), plan.partial, plan.counters, output),
+        *(q if sinks is None else sinks, plan.partial, plan.counters, output),
         *(q.stride(0), k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)),
         layers * 2 * num_kv_heads * page_size * head_dim,
         layer * 2 * num_kv_heads * page_size * head_dim,
@@ -119,7 +116,6 @@ def decode(
         WINDOW=options.window or 0,
         CAPPED=options.softcap is not None,
         SINKS=sinks is not None,
-        FP8=fp8 is not None,
         NORM=norm is not None,
         ROUND=norm is not None and norm.weight.dtype == q.dtype,
         ROTATE=rotation is not None,
@@ -135,7 +131,7 @@ LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _decode(
-    q, k, v, norm, cos, sin, pool, slots, kv_indptr, kv_indices, kv_last_page_len, sinks, scales, inverse,
+    q, k, v, norm, cos, sin, pool, slots, kv_indptr, kv_indices, kv_last_page_len, sinks,
     partial, counters, output,
     q_token, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps,
     KV_HEADS: tl.constexpr,
@@ -150,7 +146,6 @@ def _decode(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
-    FP8: tl.constexpr,
     NORM: tl.constexpr,
     ROUND: tl.constexpr,
     ROTATE: tl.constexpr,
@@ -191,14 +186,6 @@ def _decode(
             cos, sin, one < 1, column, eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE,
         )  # fmt: skip
         value = tl.load(v + token * v_token + kv_head * HEAD_DIM + column)
-        dtype = q.dtype.element_ty
-        entry: tl.constexpr = pool.dtype.element_ty
-        value_scale = 1.0
-        if FP8:
-            scale *= tl.load(scales + head)
-            value_scale = tl.load(scales + KV_HEADS + head)
-            key = quantise(key, tl.load(inverse + head), entry)
-            value = quantise(value, tl.load(inverse + KV_HEADS + head), entry)
         places = pool + layer_elements + head * (PAGE_SIZE * HEAD_DIM)
         to_values = KV_HEADS * PAGE_SIZE * HEAD_DIM
         if (split == 0) & (slot >= 0):
@@ -217,17 +204,16 @@ def _decode(
             there = position < end
             page = tl.load(kv_indices + first_page + position // PAGE_SIZE, mask=there, other=0).to(tl.int64)
             lines = (places + page * page_elements + position % PAGE_SIZE * HEAD_DIM)[:, None] + column
-            keys = tl.load(lines, mask=there[:, None], other=0.0).to(dtype)
+            keys = tl.load(lines, mask=there[:, None], other=0.0)
             scores = _score(tl.dot(query, tl.trans(keys)), scale, softcap, CAPPED)
             scores = tl.where(there[None, :], scores, float("-inf"))
             higher = tl.maximum(most, tl.max(scores, 1))
             weights = tl.exp2(scores - higher[:, None])
             kept = tl.exp2(most - higher)
             total = total * kept + tl.sum(weights, 1)
-            values = tl.load(lines + to_values, mask=there[:, None], other=0.0).to(dtype)
-            sums = sums * kept[:, None] + tl.dot(weights.to(dtype), values)
+            values = tl.load(lines + to_values, mask=there[:, None], other=0.0)
+            sums = sums * kept[:, None] + tl.dot(weights.to(values.dtype), values)
             most = higher
-        sums *= value_scale
         q_heads = token * (KV_HEADS * GROUP) + head * GROUP
         if used == 1:
             if SINKS:

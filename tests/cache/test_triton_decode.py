@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables
-from tandem.cache.kv_scales import FP8
 from tandem.cache.rope import Rotation
 from tests.tolerances import assert_close
 
@@ -39,7 +38,6 @@ class Case:
     norm: bool = False
     rotate: bool = True
     splits: int = 2
-    fp8: bool = False
 
 
 CASES = {
@@ -57,7 +55,6 @@ CASES = {
     "a window of 1": Case(window=1, lengths=(1, 2, 90)),
     "a cap": Case(softcap=2.0, lengths=(100, 9)),
     "sinks": Case(sinks=True, lengths=(140, 1)),
-    "8 bits": Case(fp8=True, lengths=(100, 3)),
     "all at once": Case(sinks=True, norm=True, window=100, softcap=3.0, q_heads=14, lengths=(250, 0)),
 }
 
@@ -80,30 +77,16 @@ class Step:
         self.sinks = draw(case.q_heads) if case.sinks else None
         self.weight = draw(sum(heads[:2]), dim)
         self.norm = HeadNorm(self.weight, EPS, lambda *_: pytest.fail("the kernel norms")) if case.norm else None
-        self.scales = (
-            (1 + torch.arange(2.0 * case.kv_heads).view(2, case.kv_heads)).to(DEVICE) / 9 if case.fp8 else None
-        )
         self.pool = torch.full((PAGES, LAYERS, 2, case.kv_heads, case.page_size, dim), torch.nan).half().to(DEVICE)
         order = np.random.default_rng(0).permutation(np.arange(1, PAGES)).tolist()
         counts = [max(-(-length // case.page_size), 1) for length in case.lengths]
         self.pages = [[order.pop() for _ in range(count)] for count in counts]
         self.stored: list[Tensor] = []
         for length, pages in zip(case.lengths, self.pages, strict=True):
-            entries, kept = self.stored_as(draw(2, case.kv_heads, max(length - 1, 0), dim))
-            self.stored.append(kept)
+            self.stored.append(draw(2, case.kv_heads, max(length - 1, 0), dim))
             for position in range(length - 1):
                 page, offset = pages[position // case.page_size], position % case.page_size
-                self.pool[page, LAYER, :, :, offset] = entries[:, :, position].half()
-        if case.fp8:
-            self.pool = self.pool.to(FP8)
-
-    def stored_as(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """What stands in the pool for kv [2, Hkv, n, D], and what that means."""
-        if self.scales is None:
-            return kv, kv
-        scales = self.scales[:, :, None, None]
-        entries = (kv.float() / scales).to(FP8)
-        return entries, entries.double() * scales
+                self.pool[page, LAYER, :, :, offset] = self.stored[-1][:, :, position]
 
     def tables(self) -> DeviceTables:
         size, lengths = self.case.page_size, self.case.lengths
@@ -119,8 +102,7 @@ class Step:
     def run(self, plan: DecodePlan) -> Tensor:
         options = DecodeOptions(0.3, self.case.window, self.case.softcap)
         new = (self.q, self.k, self.v, self.rotation)
-        fp8 = None if self.scales is None else (self.scales, 1 / self.scales)
-        return decode(self.pool, LAYER, *new, plan, options, self.sinks, self.norm, fp8)
+        return decode(self.pool, LAYER, *new, plan, options, self.sinks, self.norm)
 
     def normed(self, heads: Tensor, weight: Tensor) -> Tensor:
         exact = heads.double()
@@ -137,7 +119,7 @@ class Step:
         q, k = (q, k) if twice is None else (twice.apply(q), twice.apply(k))
         for row, stored in enumerate(self.stored):
             new = torch.stack((k[row], self.v[row].double()))[:, :, None]
-            keys, values = torch.cat((stored.double(), self.stored_as(new.half())[1].double()), 2)
+            keys, values = torch.cat((stored.double(), new), 2)
             first = 0 if case.window is None else max(keys.shape[1] - case.window, 0)
             group = case.q_heads // case.kv_heads
             keys, values = (one[:, first:].repeat_interleave(group, 0) for one in (keys, values))
@@ -147,7 +129,7 @@ class Step:
             if self.sinks is not None:
                 scores = torch.cat((scores, self.sinks.double()[:, None]), 1)
             weights = scores.softmax(1)[:, : keys.shape[1]]
-            outputs.append((torch.einsum("hn,hnd->hd", weights, values), self.stored_as(new.half())[0][:, :, 0]))
+            outputs.append((torch.einsum("hn,hnd->hd", weights, values), new[:, :, 0].half()))
         return outputs
 
 
@@ -157,16 +139,16 @@ def test_step(case: Case) -> None:
     tables = step.tables()
     plan = DecodePlan.make(tables, case.q_heads, case.kv_heads, case.head_dim)
     plan = replace(plan, splits=min(plan.splits, case.splits))
-    before = step.pool.half()
+    before = step.pool.clone()
     output = step.run(plan)
     assert not plan.counters.any()  # the next step begins as this did
-    after = step.pool.half()
+    after = step.pool.clone()
     for row, (expected, entries) in enumerate(step.expected()):
         if case.lengths[row]:
             assert_close(output[row], expected)
             page, offset = divmod(int(tables.slots[row]), case.page_size)
-            assert_close(after[page, LAYER, 0, :, offset], entries[0].half())
-            assert torch.equal(after[page, LAYER, 1, :, offset], entries[1].half())
+            assert_close(after[page, LAYER, 0, :, offset], entries[0])
+            assert torch.equal(after[page, LAYER, 1, :, offset], entries[1])
             after[page, LAYER, :, :, offset] = torch.nan
     assert torch.equal(after.isnan(), before.isnan())  # nothing else was written
     assert torch.equal(after.nan_to_num(), before.nan_to_num())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.model_runner import ModelRunner
@@ -38,11 +39,11 @@ Drawn = dict[int, tuple[int, dict[int, float]]]
 class Steps:
     """One model and cache, with prompts of unlike lengths stored."""
 
-    def __init__(self, folder: Path, dtype: str, graphs: bool) -> None:
+    def __init__(self, folder: Path, dtype: str, graphs: bool, scales: KVScales | None = None) -> None:
         config = load_config(folder, dtype)
         group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
-        layout = KVLayout((group,), 16, config.dtype)
-        pool = torch.full((200, *layout.page_shape(0)), torch.nan, dtype=layout.dtype, device="cuda")
+        layout = KVLayout((group,), 16, config.dtype, scales)
+        pool = torch.full((200, *layout.page_shape(0)), torch.nan, device="cuda").to(layout.stored_dtype)
         self.cache = PagedKVCache(
             layout, (pool,), max_sequences=32, max_sequence_length=256, rope=config.rope, writer=None
         )
@@ -111,6 +112,14 @@ def test_graphs_go_on_as_the_eager_path(family: str, params: SamplingParams, tmp
     for (_, mine), (_, other) in pairs:
         for token in mine.keys() & other.keys():
             assert mine[token] == pytest.approx(other[token], abs=FLOAT16_LOGPROB)
+
+
+def test_graphs_over_kv_in_8_bits(tmp_path: Path) -> None:
+    make_model("qwen3", head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    scales = KVScales(((0.01,), (0.02, 0.015)), ((0.02,), (0.01, 0.03)))
+    eager, graphs = (Steps(tmp_path, "bfloat16", with_graphs, scales) for with_graphs in (False, True))
+    assert graphs.runner.runs_ahead
+    assert graphs.run(GREEDY) == eager.run(GREEDY)
 
 
 def test_float32_steps_are_eager(tmp_path: Path) -> None:

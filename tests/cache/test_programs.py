@@ -11,7 +11,6 @@ from tests.cache.settings import SETTINGS
 PROGRAMS, STEPS = 12, 350
 ALWAYS = {"forks", "sends", "landings"}
 WITHOUT_WINDOWS = ALWAYS | {
-    "appends beyond a map refused",
     "commits",
     "forks of streams",
     "landings of streams",

@@ -10,9 +10,11 @@ from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
 from tandem.cache.group_attention import GroupAttention
 from tandem.cache.group_pages import GroupPages
 from tandem.cache.growth import Growth
-from tandem.cache.kernels.base import KernelFactory
-from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.base import KernelFactory, LatentKernelFactory
+from tandem.cache.kernels.choice import choose_kernels, choose_latent_kernels
 from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.latent import LatentHeads, UpProjections
+from tandem.cache.latent_attention import LatentGroupAttention, check_latents, make_latent_kernels
 from tandem.cache.layout import KVLayout
 from tandem.cache.page_pools import PagePools
 from tandem.cache.page_writer import PageWriter
@@ -54,12 +56,15 @@ class PagedKVCache:
         writer: PageWriter | None,
         scale: float | None = None,
         softcap: float | None = None,
+        latent: LatentHeads | None = None,
         kernels: KernelFactory = choose_kernels,
+        latent_kernels: LatentKernelFactory = choose_latent_kernels,
     ) -> None:
         """pools: per layer group `[num_pages, *layout.page_shape(group)]`, contiguous, the caller's; what they hold at
         first does not matter. rope: one for all groups, or one for each. writer: None when nothing is sent.
 
-        scale: of the softmax; None is head_dim ** -0.5. softcap: scores become softcap · tanh(score / softcap).
+        scale: of the softmax; None is that of q's width, ** -0.5. softcap: scores become softcap · tanh(score /
+        softcap); refused with latents. latent: the heads that read groups with latents.
         """
         layout.check_pools(pools)
         if max_sequence_length < 1:
@@ -72,13 +77,22 @@ class PagedKVCache:
         self._marks = SendMarks()
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._streams = Streams(self._table, self._rotations, layout.page_size)
-        self._groups: list[GroupAttention] = []
-        of_groups: list[GroupPages] = []
+        check_latents(layout, latent, softcap)
+        self._groups: list[GroupAttention | LatentGroupAttention] = []
         for index, (pool, group, table) in enumerate(zip(pools, layout.groups, self._table.groups, strict=True)):
+            if latent is not None and group.latent_rank is not None:
+                own = make_latent_kernels(group, latent, pool, scale, latent_kernels)
+                self._groups.append(LatentGroupAttention(index, group, latent, own, table, writer, layout.page_size))
+                continue
             scoring = Scoring(group.head_dim**-0.5 if scale is None else scale, group.window, softcap)
             own = kernels(pool, scoring.scale, group.window, softcap)
-            of_groups.append(GroupPages(index, group.window, table, self._pools, own, layout.page_size))
             self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring))
+        of_groups = [
+            GroupPages(index, group.window, table, self._pools, forward.kernels, layout.page_size)
+            for index, (group, table, forward) in enumerate(
+                zip(layout.groups, self._table.groups, self._groups, strict=True)
+            )
+        ]
         self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
         self._receptions = Receptions(
             self._table, self._pages, self._pools, self._streams, layout.page_size, pools[0].device
@@ -94,7 +108,7 @@ class PagedKVCache:
             self._growth,
             page_size=layout.page_size,
             max_length=max_sequence_length,
-            has_windows=layout.has_windows,
+            layout=layout,
         )
         self._places = {
             layer: (group, index)
@@ -195,7 +209,26 @@ class PagedKVCache:
         group, index = self._places[layer]
         if k.shape[0] != plan.num_tokens:
             raise InvalidArgument(f"k has {k.shape[0]} tokens; the plan has {plan.num_tokens}")
-        return self._groups[group].attend(plan.groups[group], index, q, k, v, sinks)
+        of_group = self._groups[group]
+        if not isinstance(of_group, GroupAttention):
+            raise InvalidArgument(f"layer is {layer}, which keeps latents; latent_attention serves it")
+        return of_group.attend(plan.groups[group], index, q, k, v, sinks)
+
+    def latent_attention(
+        self, plan: ForwardPlan, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections
+    ) -> Tensor:
+        """As attention, of a layer that keeps latents, see tandem.cache.latent: o [T, num_heads, value_dim].
+
+        q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
+        they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
+        """
+        group, index = self._places[layer]
+        of_group = self._groups[group]
+        if not isinstance(of_group, LatentGroupAttention):
+            raise InvalidArgument(f"layer is {layer}, which keeps no latents; attention serves it")
+        if q.shape[0] != plan.num_tokens:
+            raise InvalidArgument(f"q has {q.shape[0]} tokens; the plan has {plan.num_tokens}")
+        return of_group.attend(plan.groups[group], index, q, latents, keys, up)
 
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
@@ -332,6 +365,7 @@ class PagedKVCache:
 
     def gather_kv(self, sequence: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K is rotated.
+        Of a layer with latents k is the whole entry, and v its latent.
 
         begin is at least first_position(sequence), unless nothing is asked for.
         """

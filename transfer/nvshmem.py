@@ -118,7 +118,7 @@ class NvshmemTransport(Transport):
         return None if peer is None else peer[group]
 
     def write_tokens(
-        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
         self._check_peer(pe)
         if not slots.shape[0]:

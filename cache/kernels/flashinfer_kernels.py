@@ -17,6 +17,7 @@ from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
+from tandem.cache.ragged import indptr_of, ragged_range, slots_of_pages
 from tandem.cache.rope import Rotation
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -261,37 +262,18 @@ def _draft(
     """An AttentionPart of `sequences` (int64 [n]), before anything is on the device; no kv_slots: not gathered."""
     counts = np.diff(tables.kv_indptr)[sequences]
     appends = appends[sequences]
-    pages = tables.kv_indices[_ragged(tables.kv_indptr[sequences], counts)]
+    pages = tables.kv_indices[ragged_range(tables.kv_indptr[sequences], counts)]
     gathered = int(appends.max()) > 1 and int(appends.sum()) >= GATHER_FROM
     lengths = tables.kv_lens[sequences]
     return _Draft(
         single=bool(appends[0] == 1),
-        tokens=_ragged(tokens.qo_indptr[sequences], appends),
-        qo_indptr=_indptr(appends),
-        kv_indptr=_indptr(lengths if gathered else counts),
+        tokens=ragged_range(tokens.qo_indptr[sequences], appends),
+        qo_indptr=indptr_of(appends),
+        kv_indptr=indptr_of(lengths if gathered else counts),
         kv_indices=pages,
         kv_last_page_len=tables.kv_last_page_len[sequences],
-        kv_slots=_all_slots(pages, counts, lengths, page_size) if gathered else pages[:0],
+        kv_slots=slots_of_pages(pages, counts, lengths, page_size) if gathered else pages[:0],
     )
-
-
-def _indptr(counts: Int32Array) -> Int32Array:
-    indptr = np.zeros(counts.size + 1, np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    return indptr
-
-
-def _ragged(begins: Int32Array, counts: Int32Array) -> NDArray[np.int64]:
-    """begins[i], begins[i] + 1, … (counts[i] of them), one after another."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
-
-
-def _all_slots(pages: Int32Array, counts: Int32Array, lengths: Int32Array, page_size: int) -> Int32Array:
-    """Slots of the lengths[i] positions on counts[i] of `pages`, sequence after sequence."""
-    slots = (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1)
-    begins = ((np.cumsum(counts) - counts) * page_size).astype(np.int32)
-    return slots[_ragged(begins, lengths)]
 
 
 def _row_addresses(pool: Tensor, slots: Int32Array) -> NDArray[np.int64]:

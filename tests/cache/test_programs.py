@@ -14,12 +14,13 @@ from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tests.cache.naive import (
     HEAD_DIM,
+    LATENT_HEADS,
     MAX_LENGTH,
-    ROPE,
     NaiveCache,
     NaiveSequence,
     draw_inputs,
     pools_of,
+    ropes_of,
     run,
     windowed,
 )
@@ -28,7 +29,13 @@ from tests.tolerances import assert_close
 
 PAGE_SIZE, NUM_PAGES, MOST_SEQUENCES, LONGEST = 4, 20, 5, 30
 PLAIN = KVLayout((LayerGroup((1,), 1, HEAD_DIM), LayerGroup((0,), 2, HEAD_DIM)), PAGE_SIZE, torch.float32)
-LAYOUTS = {"plain": PLAIN, "window of 7": windowed(PLAIN, None, 7), "windows of 4 and 13": windowed(PLAIN, 4, 13)}
+LATENT = KVLayout((LayerGroup((1,), 1, 12, latent_rank=8), LayerGroup((0,), 2, HEAD_DIM)), PAGE_SIZE, torch.float32)
+LAYOUTS = {
+    "plain": PLAIN,
+    "latent": LATENT,
+    "window of 7": windowed(PLAIN, None, 7),
+    "windows of 4 and 13": windowed(PLAIN, 4, 13),
+}
 
 
 @dataclass
@@ -100,10 +107,11 @@ class Program:
                     own,
                     max_sequences=MOST_SEQUENCES,
                     max_sequence_length=MAX_LENGTH,
-                    rope=ROPE,
+                    rope=ropes_of(layout),
                     writer=PeerWriter(pe, pools),
+                    latent=LATENT_HEADS if layout.has_latents else None,
                 ),
-                NaiveCache(layout),
+                NaiveCache(layout, ropes_of(layout)),
             )
             for pe, own in enumerate(pools)
         ]

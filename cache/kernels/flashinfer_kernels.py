@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import DeviceTables, PeerPool
+from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.triton_append import AppendTargets, append
 from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.upload import upload
@@ -75,9 +76,8 @@ class FlashInferKernels:
 
     def __init__(self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
-        _check(pool)
-        import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
-
+        check_pool(pool, ("head_dim", pool.shape[5], HEAD_DIMS))
+        flashinfer = load_flashinfer()
         self._pool = pool
         self._options = {
             "q_data_type": pool.dtype,
@@ -87,7 +87,7 @@ class FlashInferKernels:
         }
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
-        self._flashinfer: Any = flashinfer
+        self._flashinfer = flashinfer
         self._workspace = workspace
         self._graph_workspace = torch.empty(GRAPH_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
@@ -123,19 +123,10 @@ class FlashInferKernels:
         self, plan: FlashInferPlan, sends: Sequence[Send], peer_pool: PeerPool
     ) -> tuple[FlashInferPlan, tuple[Send, ...]]:
         """See PushingKernels: all peers are written to by the one launch."""
-        addresses = np.zeros(plan.targets.slots.shape[0], np.int64)
-        left: list[Send] = []
-        for send in sends:
-            pool = peer_pool(send.target_pe) if send.token_indices.shape[0] else None
-            if pool is None:
-                left.append(send)
-                continue
-            addresses[send.token_indices.numpy()] = _row_addresses(pool, send.token_slots.numpy())
-            if send.source_slots.size:
-                left.append(replace(send, token_indices=send.token_indices[:0], token_slots=send.token_slots[:0]))
-        peer_rows = upload([addresses], self._pool.device)[0] if addresses.any() else None
+        addresses, left = peer_rows(plan.targets.slots.shape[0], sends, peer_pool)
+        rows = upload([addresses], self._pool.device)[0] if addresses.any() else None
         keep_k = any(send.token_indices.shape[0] for send in left)
-        return replace(plan, targets=replace(plan.targets, peer_rows=peer_rows), keep_k=keep_k), tuple(left)
+        return replace(plan, targets=replace(plan.targets, peer_rows=rows), keep_k=keep_k), tuple(left)
 
     def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
         size = tables.slots.shape[0]
@@ -276,22 +267,19 @@ def _draft(
     )
 
 
-def _row_addresses(pool: Tensor, slots: Int32Array) -> NDArray[np.int64]:
-    """See AppendTargets.peer_rows."""
-    page_size = pool.shape[4]
-    limit = pool.shape[0] * page_size
-    if int(slots.min()) < 0 or int(slots.max()) >= limit:
-        raise InvalidArgument(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
-    pages, offsets = np.divmod(slots.astype(np.int64), page_size)
-    return pool.data_ptr() + (pages * pool.stride(0) + offsets * pool.stride(4)) * pool.element_size()
+def load_flashinfer() -> Any:
+    """The library, which takes seconds to import."""
+    import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
+
+    return flashinfer
 
 
-def _check(pool: Tensor) -> None:
-    _, _, _, _, page_size, head_dim = pool.shape
+def check_pool(pool: Tensor, *sizes: tuple[str, int, tuple[int, ...]]) -> None:
+    """InvalidArgument unless FlashInfer serves the pool. sizes: (name, value, accepted) of what depends on the use."""
     for name, value, accepted in (
         ("dtype", pool.dtype, DTYPES),
-        ("head_dim", head_dim, HEAD_DIMS),
-        ("page_size", page_size, PAGE_SIZES),
+        *sizes,
+        ("page_size", pool.shape[4], PAGE_SIZES),
     ):
         if value not in accepted:
             raise InvalidArgument(f"{name} is {value}; on a GPU it must be one of {', '.join(map(str, accepted))}")

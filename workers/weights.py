@@ -105,7 +105,7 @@ def check_tensors(files: Iterable[SafetensorsFile], places: Mapping[str, Tensor]
         for name, stored in file.tensors.items():
             place = places.get(name)
             if place is None:
-                unknown += [] if _is_derived(name, config) else [name]
+                unknown += [] if _is_ignored(name, config) else [name]
             elif stored.shape != tuple(place.shape):
                 raise InvalidWeights(
                     f"{file.path}: tensor {name} has shape {list(stored.shape)}; "
@@ -132,9 +132,14 @@ def fill_randomly(config: ModelConfig, places: Mapping[str, Tensor], seed: int) 
             place.normal_(0, DUMMY_STD, generator=generator)
 
 
-def _is_derived(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry, though they follow from others."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+def _is_ignored(name: str, config: ModelConfig) -> bool:
+    """Tensors that some checkpoints carry, though they follow from others or are of layers that are not served."""
+    extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
+    return (
+        name.endswith("rotary_emb.inv_freq")
+        or (config.tie_word_embeddings and name == "lm_head.weight")
+        or any(name.startswith(f"model.layers.{layer}.") for layer in extra)
+    )
 
 
 def _listing(names: Iterable[str]) -> str:

@@ -91,25 +91,25 @@ def _append_latents(
         first, second = _rotated(rows, cos, sin, head < num_heads, HALF, HALF_BLOCK, tl.constexpr(True))
         _store_halves(rows, first, second, head < num_heads, HALF, HALF_BLOCK)
     else:
-        there = tl.arange(0, 1)[:, None] == 0
+        one = tl.arange(0, 1)[:, None]
         column = tl.arange(0, RANK_BLOCK)[None, :]
         latent = tl.load(latents + token * latent_token + column, mask=column < RANK)
-        first, second = _rotated(
-            keys + token * key_token + tl.arange(0, 1)[:, None], cos, sin, there, HALF, HALF_BLOCK, Q_PARTS > 0
-        )
+        # Names of their own: Triton gives a variable one shape in both branches.
+        key_rows = keys + token * key_token + one
+        begin, end = _rotated(key_rows, cos, sin, one == 0, HALF, HALF_BLOCK, Q_PARTS > 0)
         slot = tl.load(slots + token)
         if slot >= 0:
             place = (slot // PAGE_SIZE).to(tl.int64) * page_elements + (slot % PAGE_SIZE) * (RANK + 2 * HALF)
-            _store_entry(pool + place + layer_elements, latent, first, second, RANK, RANK_BLOCK, HALF, HALF_BLOCK)
+            _store_entry(pool + place + layer_elements, latent, begin, end, RANK, RANK_BLOCK, HALF, HALF_BLOCK)
         if HAS_PEER:
             address = tl.load(peer_rows + token)
             if address != 0:
                 # Without the hint the stores would be of one element each.
-                row = tl.multiple_of(address, 16).to(pool.dtype) + layer_elements
-                _store_entry(row, latent, first, second, RANK, RANK_BLOCK, HALF, HALF_BLOCK)
+                peer_row = tl.multiple_of(address, 16).to(pool.dtype) + layer_elements
+                _store_entry(peer_row, latent, begin, end, RANK, RANK_BLOCK, HALF, HALF_BLOCK)
         if KEEP:
-            row = entries + token * (RANK + 2 * HALF)
-            _store_entry(row, latent, first, second, RANK, RANK_BLOCK, HALF, HALF_BLOCK)
+            kept_row = entries + token * (RANK + 2 * HALF)
+            _store_entry(kept_row, latent, begin, end, RANK, RANK_BLOCK, HALF, HALF_BLOCK)
 
 
 @triton.jit

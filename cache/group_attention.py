@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.cache.group_table import GroupTable
 from tandem.cache.kernels.base import Kernels, PageKernels, PushingKernels
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, look_up_pages, slots_of
@@ -74,7 +75,7 @@ class GroupForward:
 
 
 class GroupAttention(GroupForward):
-    """A group that keeps K and V. scoring is what sequences with a sliding window attend by."""
+    """A group that keeps K and V. fp8 is the group's; scoring is what sequences with a sliding window attend by."""
 
     kernels: Kernels
 
@@ -86,14 +87,21 @@ class GroupAttention(GroupForward):
         writer: PageWriter | None,
         page_size: int,
         scoring: Scoring,
+        fp8: Fp8Entries | None,
     ) -> None:
         super().__init__(group, kernels, scoring.window, table, writer, page_size)
         self._scoring = scoring
+        self._fp8 = fp8
 
     def attend(self, plan: GroupPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """See PagedKVCache.attention; layer counts within the group."""
         q, k = self.kernels.append(layer, q, k, v, plan.rotation, plan.kernel_plan)
-        self.push(plan, layer, k, v)
+        if self._fp8 is None:
+            self.push(plan, layer, k, v)
+        elif any(send.token_indices.shape[0] for send in plan.sends):
+            self.push(plan, layer, *self._fp8.quantise(layer, k, v))
+        else:
+            self.push(plan, layer, None, None)
         if not plan.streams:
             return self.kernels.attend(layer, q, k, v, plan.kernel_plan, sinks)
         if sum(part.end - part.begin for part in plan.streams) == q.shape[0]:

@@ -5,9 +5,9 @@ from torch import Tensor
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.group_attention import GroupForward
 from tandem.cache.group_table import GroupTable
-from tandem.cache.kernels.base import LatentKernelFactory, LatentKernels
+from tandem.cache.kernels.base import LatentKernels
 from tandem.cache.latent import LatentHeads, UpProjections
-from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.layout import LayerGroup
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.plan import GroupPlan
 
@@ -51,23 +51,3 @@ class LatentGroupAttention(GroupForward):
         ):
             if shape != accepted:
                 raise InvalidArgument(f"{name} is {tuple(shape)}; {accepted} is accepted")
-
-
-def make_latent_kernels(
-    members: LayerGroup, heads: LatentHeads, pool: Tensor, scale: float | None, factory: LatentKernelFactory
-) -> LatentKernels:
-    """Kernels of a group with latents. scale None: that of the width of q, ** -0.5."""
-    rank = members.latent_rank
-    assert rank is not None  # else the group had no latents
-    width = heads.key_dim + members.head_dim - rank
-    return factory(pool, width**-0.5 if scale is None else scale, rank, heads)
-
-
-def check_latents(layout: KVLayout, heads: LatentHeads | None, softcap: float | None) -> None:
-    """InvalidArgument unless a cache of `layout` can be made with these."""
-    if layout.has_latents != (heads is not None):
-        raise InvalidArgument(f"latent is {heads}; it must be given exactly when the layout has groups with latents")
-    if heads is not None and min(heads.key_dim, heads.value_dim) < 1:
-        raise InvalidArgument(f"latent is {heads}; both sizes must be at least 1")
-    if heads is not None and softcap is not None:
-        raise InvalidArgument(f"softcap is {softcap}; with latents it must be None")

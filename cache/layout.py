@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.kv_scales import FP8, KVScales
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -42,12 +43,14 @@ class LayerGroup:
 class KVLayout:
     """Groups of layers, positions per page and element type of a paged KV cache.
 
-    Raises InvalidArgument when a field is out of range or a layer stands in two groups.
+    dtype: of K and V as they are computed. scales: K and V are stored as float8_e4m3fn, divided by these; None: as they
+    are. Raises InvalidArgument when a field is out of range or a layer stands in two groups.
     """
 
     groups: tuple[LayerGroup, ...]
     page_size: int
     dtype: torch.dtype
+    scales: KVScales | None = None
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -67,6 +70,18 @@ class KVLayout:
                 raise InvalidArgument(f"group {index} has window {group.window}; it must be None or at least 1")
             if group.latent_rank is not None:
                 _check_latent(index, group)
+        if self.scales is not None:
+            heads_of = {layer: group.num_kv_heads for group in self.groups for layer in group.layers}
+            if self.has_latents:
+                raise InvalidArgument(
+                    "scales are given, but the layout has groups with latents; only K and V have 8 bits"
+                )
+            self.scales.check([heads_of[layer] for layer in layers])
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the pools' elements."""
+        return self.dtype if self.scales is None else FP8
 
     @property
     def num_layers(self) -> int:
@@ -84,7 +99,7 @@ class KVLayout:
         elements = 1
         for extent in self.page_shape(group):
             elements *= extent
-        return elements * self.dtype.itemsize
+        return elements * self.stored_dtype.itemsize
 
     @property
     def has_latents(self) -> bool:
@@ -101,17 +116,18 @@ class KVLayout:
             raise InvalidArgument(f"{len(pools)} pools were given; the layout has {len(self.groups)} groups")
         for group, pool in enumerate(pools):
             shape = ("num_pages ≥ 1", *self.page_shape(group))
-            if pool.shape[1:] != shape[1:] or pool.shape[0] < 1 or pool.dtype != self.dtype or not pool.is_contiguous():
+            alike = pool.shape[1:] == shape[1:] and pool.shape[0] >= 1 and pool.dtype == self.stored_dtype
+            if not alike or not pool.is_contiguous():
                 raise InvalidArgument(
                     f"pool {group} is {tuple(pool.shape)} of {pool.dtype}; "
-                    f"it must be {shape} of {self.dtype}, contiguous"
+                    f"it must be {shape} of {self.stored_dtype}, contiguous"
                 )
 
     @property
     def fingerprint(self) -> int:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
         groups = [(g.layers, g.num_kv_heads, g.head_dim, g.window, g.latent_rank) for g in self.groups]
-        text = repr((self.page_size, str(self.dtype), groups))
+        text = repr((self.page_size, str(self.dtype), groups, self.scales))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

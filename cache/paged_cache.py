@@ -8,14 +8,14 @@ from torch import Tensor
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
 from tandem.cache.group_attention import GroupAttention
-from tandem.cache.group_pages import GroupPages
 from tandem.cache.growth import Growth
-from tandem.cache.kernels.base import KernelFactory, LatentKernelFactory
-from tandem.cache.kernels.choice import choose_kernels, choose_latent_kernels
-from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.latent import LatentHeads, UpProjections
-from tandem.cache.latent_attention import LatentGroupAttention, check_latents, make_latent_kernels
+from tandem.cache.latent_attention import LatentGroupAttention
+from tandem.cache.layer_groups import Heads, make_groups, make_pages
 from tandem.cache.layout import KVLayout
+from tandem.cache.open_trees import OpenTrees, Parents
 from tandem.cache.page_pools import PagePools
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.plan import ForwardPlan
@@ -58,13 +58,12 @@ class PagedKVCache:
         softcap: float | None = None,
         latent: LatentHeads | None = None,
         kernels: KernelFactory = choose_kernels,
-        latent_kernels: LatentKernelFactory = choose_latent_kernels,
     ) -> None:
         """pools: per layer group `[num_pages, *layout.page_shape(group)]`, contiguous, the caller's; what they hold at
         first does not matter. rope: one for all groups, or one for each. writer: None when nothing is sent.
 
         scale: of the softmax; None is that of q's width, ** -0.5. softcap: scores become softcap · tanh(score /
-        softcap); refused with latents. latent: the heads that read groups with latents.
+        softcap), not with latents. latent: the heads that read those of groups with latents.
         """
         layout.check_pools(pools)
         if max_sequence_length < 1:
@@ -77,27 +76,21 @@ class PagedKVCache:
         self._marks = SendMarks()
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._streams = Streams(self._table, self._rotations, layout.page_size)
-        check_latents(layout, latent, softcap)
-        self._groups: list[GroupAttention | LatentGroupAttention] = []
-        for index, (pool, group, table) in enumerate(zip(pools, layout.groups, self._table.groups, strict=True)):
-            if latent is not None and group.latent_rank is not None:
-                own = make_latent_kernels(group, latent, pool, scale, latent_kernels)
-                self._groups.append(LatentGroupAttention(index, group, latent, own, table, writer, layout.page_size))
-                continue
-            scoring = Scoring(group.head_dim**-0.5 if scale is None else scale, group.window, softcap)
-            own = kernels(pool, scoring.scale, group.window, softcap)
-            self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring))
-        of_groups = [
-            GroupPages(index, group.window, table, self._pools, forward.kernels, layout.page_size)
-            for index, (group, table, forward) in enumerate(
-                zip(layout.groups, self._table.groups, self._groups, strict=True)
-            )
-        ]
+        self._groups = make_groups(layout, pools, self._table.groups, writer, Heads(scale, softcap, latent), kernels)
+        of_groups = make_pages(layout, self._table.groups, self._pools, self._groups)
         self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
-        self._receptions = Receptions(
-            self._table, self._pages, self._pools, self._streams, layout.page_size, pools[0].device
+        self._receptions = Receptions(self._table, self._pages, self._pools, self._streams, layout.page_size, pools)
+        self._trees = OpenTrees(
+            self._table,
+            self._pages,
+            self._marks,
+            [group.kernels for group in self._groups],
+            page_size=layout.page_size,
+            has_windows=layout.has_windows,
         )
-        self._growth = Growth(self._table, self._pages, self._receptions, self._streams, max_sequence_length)
+        self._growth = Growth(
+            self._table, self._pages, self._receptions, self._streams, self._trees, max_sequence_length
+        )
         self._sequences = Sequences(
             self._table,
             self._pages,
@@ -105,6 +98,7 @@ class PagedKVCache:
             self._receptions,
             self._streams,
             self._marks,
+            self._trees,
             self._growth,
             page_size=layout.page_size,
             max_length=max_sequence_length,
@@ -161,11 +155,16 @@ class PagedKVCache:
         """Per layer group the pages that reserve() takes for a sequence that is empty."""
         return self._pages.needed(num_tokens, num_tokens if longest_append is None else longest_append)
 
-    def has_room(self, num_tokens: int, longest_append: int | None = None, *, ever: bool = False) -> bool:
-        """Whether reserve() would work for one more sequence now, or (ever) if it were the only one."""
-        have = self._pools.num_pages if ever else self._pools.num_free
+    def has_room(self, num_tokens: int, longest_append: int | None = None) -> bool:
+        """Whether reserve() would work for one more sequence now."""
         needed = self.num_pages_needed(num_tokens, longest_append)
-        return all(pages <= limit for pages, limit in zip(needed, have, strict=True))
+        return all(pages <= free for pages, free in zip(needed, self._pools.num_free, strict=True))
+
+    def shortage(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, int] | None:
+        """Pages that reserve() would take of a layer group that has fewer in all, and how many it has; or None."""
+        needed = self.num_pages_needed(num_tokens, longest_append)
+        short = (pair for pair in zip(needed, self._pools.num_pages, strict=True) if pair[0] > pair[1])
+        return next(short, None)
 
     def clear(self) -> None:
         """Removes all sequences and prefixes; pages that drain go on doing so."""
@@ -180,13 +179,21 @@ class PagedKVCache:
         seq_ids: Sequence[int] | Int64Array,
         append_lengths: Sequence[int] | Int64Array,
         rope_lengths: Sequence[int] | Int64Array | None = None,
+        token_tree_parents: Sequence[Parents | None] | None = None,
     ) -> ForwardPlan:
         """Grows sequence seq_ids[i] by append_lengths[i] ≥ 1 positions and plans the forward that computes them.
 
         rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the
         whole prompt where it comes in chunks. None, or where smaller: the length after this append.
+
+        token_tree_parents: None, or an entry for each sequence. None for a plain one; else, for each new position, the
+        node that it follows in the sequence's token tree, or -1 for a root. Nodes count over the whole open tree, which
+        later calls may grow; parents come before their children, and at most 256 fit. Until commit_token_tree the
+        sequence takes no plain forward; it is not forked, published, sent or received into. pop takes back the last
+        nodes. Sequences that slide or are being sent, and layouts with windows, take no trees.
         """
-        rows, tokens = self._growth.grow(seq_ids, np.asarray(append_lengths, np.int64))
+        appends = np.asarray(append_lengths, np.int64)
+        rows, tokens = self._growth.grow(seq_ids, appends, token_tree_parents)
         sequences = tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
         pages = tuple(group.pages for group in self._table.groups)
         sends, sent = self._marks.plan(sequences, rows, tokens, pages, self._page_size, self._table.streams)
@@ -233,6 +240,14 @@ class PagedKVCache:
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
         self._marks.commit(plan.sent)
+
+    def commit_token_tree(self, seq_ids: Sequence[int] | Int64Array, leaf_indices: Sequence[int] | Int64Array) -> None:
+        """Ends the open tree of each sequence: the path to node leaf_indices[i] becomes its next positions, and all
+        other nodes are taken back; -1 takes back all.
+
+        InvalidArgument, before anything changes, for a sequence without an open tree or a node that is not there.
+        """
+        self._trees.commit(seq_ids, leaf_indices)
 
     def fixed_batches(self, sizes: Sequence[int], num_q_heads: int, num_inputs: int) -> list[FixedBatch]:
         """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them.
@@ -290,6 +305,7 @@ class PagedKVCache:
         InvalidArgument when the map asks for some that have left a window here.
         """
         row = self._table.row(sequence)
+        self._trees.check_closed(sequence)
         if self._writer is None:
             raise InvalidArgument(f"sequence {sequence} cannot be sent: the cache was made without a writer")
         if begin != position_map.start_position:
@@ -313,14 +329,14 @@ class PagedKVCache:
 
     # Prefixes
 
-    def match_prefix(self, sequence: int, token_ids: Sequence[int]) -> int:
+    def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> int:
         """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
 
         At least one token is left over to be computed.
         """
         return self._sequences.match_prefix(sequence, token_ids)
 
-    def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
+    def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> None:
         """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed."""
         self._sequences.publish_prefix(sequence, token_ids)
 
@@ -364,8 +380,7 @@ class PagedKVCache:
         return max(self._pools.num_draining)
 
     def gather_kv(self, sequence: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K is rotated.
-        Of a layer with latents k is the whole entry, and v its latent.
+        """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K rotated, FP8 widened.
 
         begin is at least first_position(sequence), unless nothing is asked for.
         """

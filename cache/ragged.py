@@ -22,9 +22,3 @@ def ragged_range(begins: IntArray, counts: IntArray) -> Int64Array:
     """int64: begins[i], begins[i] + 1, … (counts[i] of them), one after another."""
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1]) if ends.size else 0) + np.repeat(begins - (ends - counts), counts)
-
-
-def slots_of_pages(pages: Int32Array, counts: IntArray, lengths: IntArray, page_size: int) -> Int32Array:
-    """int32: slots of the lengths[i] positions on counts[i] of `pages`, sequence after sequence."""
-    slots = (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1)
-    return slots[ragged_range((np.cumsum(counts) - counts) * page_size, lengths)]

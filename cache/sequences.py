@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from tandem.cache.errors import CacheError, InvalidArgument
 from tandem.cache.growth import Growth
 from tandem.cache.layout import KVLayout
+from tandem.cache.open_trees import OpenTrees
 from tandem.cache.page_pools import PagePools
 from tandem.cache.receptions import Receptions
 from tandem.cache.send_marks import SendMarks
 from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable
 from tandem.cache.streams import Streams
+from tandem.cache.window import Int64Array
 
 
 class Sequences:
@@ -24,6 +26,7 @@ class Sequences:
         receptions: Receptions,
         streams: Streams,
         marks: SendMarks,
+        trees: OpenTrees,
         growth: Growth,
         *,
         page_size: int,
@@ -36,14 +39,16 @@ class Sequences:
         self._receptions = receptions
         self._streams = streams
         self._marks = marks
+        self._trees = trees
         self._growth = growth
         self._page_size = page_size
         self._max_length = max_length
         self._layout = layout
 
     def settled_row(self, sequence: int) -> int:
-        """The row of a sequence that is not being received; else InvalidArgument."""
+        """The row of a sequence that is not being received and has no open tree; else InvalidArgument."""
         self._receptions.check_settled(sequence)
+        self._trees.check_closed(sequence)
         return self._table.row(sequence)
 
     def add(self, sequence: int) -> None:
@@ -57,6 +62,7 @@ class Sequences:
         self._pools.release(self._table.held_pages(self._table.row(sequence)))
         self._table.remove(sequence)
         self._marks.drop(sequence)
+        self._trees.drop(sequence)
 
     def fork(self, parent: int, child: int, position: int) -> None:
         row, streams = self.settled_row(parent), self._table.streams
@@ -75,11 +81,13 @@ class Sequences:
             raise
 
     def pop(self, sequence: int, count: int) -> None:
-        row = self.settled_row(sequence)
+        self._receptions.check_settled(sequence)
+        row = self._table.row(sequence)
         length = int(self._table.lengths[row]) - count
         if count < 0 or length < 0:
             raise InvalidArgument(f"count is {count}; 0 … {length + count} are accepted")
         self._streams.check_cut(row, length)
+        self._trees.pop(sequence, count)
         self._pages.cut(row, length)
         self._marks.rewind(sequence, self._table.num_positions(row))
 
@@ -111,7 +119,7 @@ class Sequences:
         self._pages.share(row, pages)
         return pages[0].size * self._page_size
 
-    def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
+    def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> None:
         self._check_sharing(sequence)
         row = self.settled_row(sequence)
         length = int(self._table.lengths[row])

@@ -63,6 +63,17 @@ class CacheSection(Section):
         description="fraction of a GPU's memory that weights, KV pages and workspace may take; "
         "null is 0.9, unless num_pages is given",
     )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        default="auto",
+        description="element type of stored K and V; auto is model.dtype, or FP8 where the checkpoint asks for it",
+    )
+    k_scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="with fp8_e4m3, what stored K is multiplied by in every layer; null is the checkpoint's, else 1",
+        allow_inf_nan=False,
+    )
+    v_scale: float | None = Field(default=None, gt=0, description="the same for V", allow_inf_nan=False)
     prefix_sharing: bool = Field(default=True, description="whether requests share the pages of equal prefixes")
 
     @field_validator("gpu_memory_utilization")
@@ -75,12 +86,19 @@ class CacheSection(Section):
             )
         return utilization
 
+    @field_validator("k_scale", "v_scale")
+    @classmethod
+    def _of_fp8(cls, scale: float | None, info: ValidationInfo) -> float | None:
+        if scale is not None and info.data.get("kv_cache_dtype") != "fp8_e4m3":
+            raise ValueError("must be null unless cache.kv_cache_dtype is fp8_e4m3")
+        return scale
+
 
 class SchedulerSection(Section):
     max_batch_tokens: Count = Field(default=1024, le=1 << 20, description="most tokens in one forward")
     max_sequences: Count = Field(default=256, le=1 << 16, description="most sequences in one forward")
     stream_messages_per_second: Count = Field(
-        default=800,
+        default=400,
         le=1 << 20,
         description="most messages a decode worker writes; when more tokens come, a message carries several",
     )

@@ -13,6 +13,7 @@ from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, Inval
 from tandem.workers.models.fields import Fields
 from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
 from tandem.workers.models.places import checkpoint_places
+from tandem.workers.models.scale_tensors import is_scale
 from tandem.workers.progress import ReportBytes, ignore_progress
 from tandem.workers.safetensors_file import SafetensorsFile
 
@@ -133,10 +134,11 @@ def fill_randomly(config: ModelConfig, places: Mapping[str, Tensor], seed: int) 
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry, though they follow from others or are of layers that are not served."""
+    """Tensors that some checkpoints carry though they follow from others, or are none of the layers that are served."""
     extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
     return (
-        name.endswith("rotary_emb.inv_freq")
+        is_scale(name)
+        or name.endswith("rotary_emb.inv_freq")
         or (config.tie_word_embeddings and name == "lm_head.weight")
         or any(name.startswith(f"model.layers.{layer}.") for layer in extra)
     )

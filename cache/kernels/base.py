@@ -6,7 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from tandem.cache.latent import LatentHeads, UpProjections
+from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.latent import UpProjections
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
@@ -28,7 +29,10 @@ class PageKernels(Protocol):
         ...
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n]; of latents see LatentKernels."""
+        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n], in the dtype in which they came.
+
+        Of latents see LatentKernels.
+        """
         ...
 
 
@@ -82,18 +86,28 @@ class LatentKernels(PageKernels, Protocol):
 class KernelFactory(Protocol):
     """Kernels for a pool. scale: of the scores. window: positions that a token sees, its own included; None: all.
 
-    softcap: scaled scores become softcap · tanh(score / softcap); None: they stay.
+    softcap: scaled scores become softcap · tanh(score / softcap); None: they stay. fp8: how K and V become the pool's
+    elements; None: as they are.
     """
 
     def __call__(
-        self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None
+        self,
+        pool: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        fp8: Fp8Entries | None = None,
     ) -> Kernels: ...
 
 
-class LatentKernelFactory(Protocol):
-    """Kernels for a pool of latents of `rank` numbers, read by `heads`. scale: of the scores."""
+@runtime_checkable
+class TreeKernels(Kernels, Protocol):
+    """Kernels whose attend() gives each token of TokenLayout.trees what it may see, and no more."""
 
-    def __call__(self, pool: Tensor, scale: float, rank: int, heads: LatentHeads) -> LatentKernels: ...
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        """All layers of slots sources[i] to targets[i], int32 [n] each; a target may be the source of another move,
+        which still moves what was there before."""
+        ...
 
 
 PeerPool = Callable[[int], Tensor | None]

@@ -7,44 +7,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import DeviceTables, PeerPool
+from tandem.cache.kernels.flashinfer_parts import AttentionPart, plan_parts
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.triton_append import AppendTargets, append
 from tandem.cache.kernels.triton_gather import gather
+from tandem.cache.kernels.triton_tree import attend_trees
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
-from tandem.cache.ragged import indptr_of, ragged_range, slots_of_pages
 from tandem.cache.rope import Rotation
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 WORKSPACE_BYTES = 256 << 20
-GATHER_FROM = 1024  # new tokens from which attention over gathered K and V is faster, the gathering included
 GRAPH_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionPart:
-    """Some sequences of a forward, all with one new token each or all with several.
-
-    tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
-    FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device. kv_slots: int32,
-    on the device, of all positions that they attend to, where these are gathered first; kv_indptr then counts them.
-    """
-
-    single: bool
-    tokens: Tensor | None
-    qo_indptr: Tensor
-    kv_indptr: Tensor
-    kv_indices: Tensor
-    kv_last_page_len: Tensor
-    kv_slots: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,56 +49,50 @@ class FixedPlan:
 
 
 class FlashInferKernels:
-    """See Kernels and GraphKernels. float16 and bfloat16, head_dim 64, 128 or 256, pages of 8 to 64 positions; else
-    InvalidArgument.
+    """See Kernels, GraphKernels and TreeKernels. float16 and bfloat16, also stored as float8_e4m3fn, head_dim 64, 128
+    or 256, pages of 8 to 64 positions; else InvalidArgument.
 
     FlashInfer's wrappers hold the forward that was planned last, so they are planned when its first layer attends:
     forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
     """
 
-    def __init__(self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        fp8: Fp8Entries | None = None,
+    ) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
-        check_pool(pool, ("head_dim", pool.shape[5], HEAD_DIMS))
+        dtype = pool.dtype if fp8 is None else fp8.dtype
+        check_pool(pool, dtype, ("head_dim", pool.shape[5], HEAD_DIMS))
         flashinfer = load_flashinfer()
         self._pool = pool
+        self._words = pool if fp8 is None else pool.view(torch.uint8)  # torch moves bytes, but not every 8-bit float
+        self._fp8 = fp8
+        self._dtype = dtype
         self._options = {
-            "q_data_type": pool.dtype,
+            "q_data_type": dtype,
             "sm_scale": scale,
             "window_left": -1 if window is None else window - 1,  # without the token itself
             "logits_soft_cap": softcap,
         }
+        self._paged_options = {**self._options, "kv_data_type": pool.dtype}
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._flashinfer = flashinfer
         self._workspace = workspace
         self._graph_workspace = torch.empty(GRAPH_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        self._before_trees: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         self._gathered: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
         self._current: FlashInferPlan | None = None
         self._planned = torch.cuda.Event()
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> FlashInferPlan:
-        appends = np.diff(tokens.qo_indptr)
-        single = appends == 1
-        groups = [np.flatnonzero(single), np.flatnonzero(~single)]
-        page_size = self._pool.shape[4]
-        drafts = [_draft(tokens, tables, appends, sequences, page_size) for sequences in groups if sequences.size]
-        of_parts = [(draft.kv_indices, draft.tokens, draft.kv_slots) for draft in drafts]
-        arrays = [tables.slot_mapping, *(array for of_part in of_parts for array in of_part)]
-        slots, *uploaded = upload(arrays, self._pool.device)
-        parts = tuple(
-            AttentionPart(
-                draft.single,
-                rows if len(drafts) > 1 else None,
-                torch.from_numpy(draft.qo_indptr),
-                torch.from_numpy(draft.kv_indptr),
-                pages,
-                torch.from_numpy(draft.kv_last_page_len),
-                kv_slots if draft.kv_slots.size else None,
-            )
-            for draft, pages, rows, kv_slots in zip(drafts, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True)
-        )
+        slots, parts = plan_parts(tokens, tables, self._pool.shape[4], self._pool.device)
         return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
 
     def push_with_append(
@@ -142,7 +118,7 @@ class FlashInferKernels:
         wrapper.reset_workspace_buffer(self._workspace, self._graph_workspace)
         ones = torch.ones(size, dtype=torch.int32)
         indptr = torch.arange(size + 1, dtype=torch.int32)
-        wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._options)
+        wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._paged_options)
         return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads)
 
     def refill(self, plan: FixedPlan, tables: PageTables) -> None:
@@ -153,7 +129,7 @@ class FlashInferKernels:
         self._planned.synchronize()
         self._flashinfer.decode.fast_decode_plan(
             *(plan.wrapper, indptr, indices, last_page_len, *self._sizes(plan.num_q_heads)),
-            **self._options,
+            **self._paged_options,
             global_override_indptr_cpu=indptr,
         )
         self._planned.record()
@@ -162,7 +138,8 @@ class FlashInferKernels:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan | FixedPlan
     ) -> tuple[Tensor, Tensor]:
         """As Kernels says, but k comes back rotated only where plan.keep_k asks for it: attend reads the pages."""
-        return append(self._pool, layer, q, k, v, rotation, plan.targets, keep_k=plan.keep_k)
+        factors = None if self._fp8 is None else self._fp8.inverse[layer]
+        return append(self._pool, layer, q, k, v, rotation, plan.targets, keep_k=plan.keep_k, fp8_factors=factors)
 
     def attend(
         self,
@@ -174,7 +151,7 @@ class FlashInferKernels:
         sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(plan, FixedPlan):
-            return _run(plan.wrapper, (q, self._layers[layer]), sinks)
+            return self._attend_pages(plan.wrapper, layer, q, sinks)
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
         if len(plan.parts) == 1:
@@ -187,21 +164,52 @@ class FlashInferKernels:
         return output
 
     def _attend_part(self, layer: int, part: AttentionPart, q: Tensor, sinks: Tensor | None) -> Tensor:
+        if part.trees is not None:
+            context, lse = self._run_pages(self._before_trees, layer, q, with_lse=True)
+            assert lse is not None
+            scale, softcap = self._options["sm_scale"], self._options["logits_soft_cap"]
+            scales = None if self._fp8 is None else self._fp8.scales[layer]
+            return attend_trees(self._pool, layer, q, context, lse, part.trees, scale, softcap, sinks, scales)
         if part.kv_slots is not None:
-            return _run(self._gathered, (q, *gather(self._pool, layer, part.kv_slots).unbind(1)), sinks)
-        return _run(self._decode if part.single else self._prefill, (q, self._layers[layer]), sinks)
+            return _add_sinks(_run(self._gathered, q, self._gather(layer, part.kv_slots), sinks is not None), sinks)
+        return self._attend_pages(self._decode if part.single else self._prefill, layer, q, sinks)
+
+    def _attend_pages(self, wrapper: Any, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
+        return _add_sinks(self._run_pages(wrapper, layer, q, with_lse=sinks is not None), sinks)
+
+    def _run_pages(self, wrapper: Any, layer: int, q: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        pages, fp8 = self._layers[layer], self._fp8
+        if fp8 is None:
+            return _run(wrapper, q, (pages,), with_lse)
+        scales = fp8.of_all_heads[layer]
+        if scales is not None:
+            return _run(wrapper, q, (pages,), with_lse, k_scale=scales[0], v_scale=scales[1])
+        output, lse = _run(wrapper, fp8.scale_queries(layer, q), (pages,), with_lse)
+        return fp8.scale_output(layer, output), lse
+
+    def _gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [n, num_kv_heads, head_dim] at slots, int32 [n] on the device; entries of 8 bits widened."""
+        scales = None if self._fp8 is None else self._fp8.scales[layer]
+        k, v = gather(self._pool, layer, slots, self._dtype, scales).unbind(1)
+        return k, v
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._pool.device)
-        self._pool.index_copy_(0, target, self._pool.index_select(0, source))
+        self._words.index_copy_(0, target, self._words.index_select(0, source))
+
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        slots = np.concatenate((sources, targets)).astype(np.int64)
+        pages, offsets = upload(list(np.divmod(slots, self._pool.shape[4])), self._pool.device)
+        count = sources.size
+        moved = self._words[pages[:count], :, :, :, offsets[:count]]
+        self._words[pages[count:], :, :, :, offsets[count:]] = moved
 
     def clear_pages(self, pages: Int32Array) -> None:
         (index,) = upload([pages.astype(np.int64)], self._pool.device)
-        self._pool.index_fill_(0, index, 0)
+        self._words.index_fill_(0, index, 0)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        k, v = gather(self._pool, layer, upload([slots], self._pool.device)[0]).unbind(1)
-        return k, v
+        return self._gather(layer, upload([slots], self._pool.device)[0])
 
     def _sizes(self, num_q_heads: int) -> tuple[int, int, int, int]:
         _, _, _, num_kv_heads, page_size, head_dim = self._pool.shape
@@ -217,54 +225,28 @@ class FlashInferKernels:
                 self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
                 continue
             if part.single:
-                self._decode.plan(*tables, *sizes, **self._options)
+                self._decode.plan(*tables, *sizes, **self._paged_options)
+            elif part.trees is not None:
+                self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._paged_options)
             else:
-                self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._options)
+                self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._paged_options)
         self._planned.record()
         self._current = plan
 
 
-def _run(wrapper: Any, inputs: tuple[Any, ...], sinks: Tensor | None) -> Tensor:
-    """What the planned wrapper gives for its inputs: q and the pair of paged K and V, or q, K and V.
+def _run(wrapper: Any, q: Tensor, kv: tuple[Any, ...], with_lse: bool, **scales: float) -> tuple[Tensor, Tensor | None]:
+    """What the planned wrapper gives for q and the pair of paged K and V, or K and V: o, and with_lse their
+    log-sum-exp, float32 [n, num_q_heads], of base 2. scales: k_scale and v_scale of entries of 8 bits."""
+    return wrapper.run(q, *kv, return_lse=True, **scales) if with_lse else (wrapper.run(q, *kv, **scales), None)
 
-    A sink scales a head's output by the share of the softmax that the keys keep: e^lse / (e^lse + e^sink).
-    """
-    if sinks is None:
-        return wrapper.run(*inputs)
-    output, lse = wrapper.run(*inputs, return_lse=True)  # lse: float32 [n, num_q_heads], of base 2
+
+def _add_sinks(of_keys: tuple[Tensor, Tensor | None], sinks: Tensor | None) -> Tensor:
+    """A sink scales a head's output by the share of the softmax that the keys keep: e^lse / (e^lse + e^sink)."""
+    output, lse = of_keys
+    if sinks is None or lse is None:
+        return output
     kept = torch.sigmoid(lse * math.log(2) - sinks.float())
     return output.mul_(kept.unsqueeze(-1).to(output.dtype))
-
-
-@dataclass(frozen=True, eq=False)
-class _Draft:
-    single: bool
-    tokens: NDArray[np.int64]
-    qo_indptr: Int32Array
-    kv_indptr: Int32Array
-    kv_indices: Int32Array
-    kv_last_page_len: Int32Array
-    kv_slots: Int32Array
-
-
-def _draft(
-    tokens: TokenLayout, tables: PageTables, appends: Int32Array, sequences: NDArray[np.int64], page_size: int
-) -> _Draft:
-    """An AttentionPart of `sequences` (int64 [n]), before anything is on the device; no kv_slots: not gathered."""
-    counts = np.diff(tables.kv_indptr)[sequences]
-    appends = appends[sequences]
-    pages = tables.kv_indices[ragged_range(tables.kv_indptr[sequences], counts)]
-    gathered = int(appends.max()) > 1 and int(appends.sum()) >= GATHER_FROM
-    lengths = tables.kv_lens[sequences]
-    return _Draft(
-        single=bool(appends[0] == 1),
-        tokens=ragged_range(tokens.qo_indptr[sequences], appends),
-        qo_indptr=indptr_of(appends),
-        kv_indptr=indptr_of(lengths if gathered else counts),
-        kv_indices=pages,
-        kv_last_page_len=tables.kv_last_page_len[sequences],
-        kv_slots=slots_of_pages(pages, counts, lengths, page_size) if gathered else pages[:0],
-    )
 
 
 def load_flashinfer() -> Any:
@@ -274,13 +256,9 @@ def load_flashinfer() -> Any:
     return flashinfer
 
 
-def check_pool(pool: Tensor, *sizes: tuple[str, int, tuple[int, ...]]) -> None:
-    """InvalidArgument unless FlashInfer serves the pool. sizes: (name, value, accepted) of what depends on the use."""
-    for name, value, accepted in (
-        ("dtype", pool.dtype, DTYPES),
-        *sizes,
-        ("page_size", pool.shape[4], PAGE_SIZES),
-    ):
+def check_pool(pool: Tensor, dtype: torch.dtype, *sizes: tuple[str, int, tuple[int, ...]]) -> None:
+    """InvalidArgument unless FlashInfer serves the pool. dtype: of K and V. sizes: name, value and what is accepted."""
+    for name, value, accepted in (("dtype", dtype, DTYPES), *sizes, ("page_size", pool.shape[4], PAGE_SIZES)):
         if value not in accepted:
             raise InvalidArgument(f"{name} is {value}; on a GPU it must be one of {', '.join(map(str, accepted))}")
     if pool.device.type != "cuda":

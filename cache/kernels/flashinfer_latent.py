@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.flashinfer_kernels import WORKSPACE_BYTES, check_pool, load_flashinfer
+from tandem.cache.kernels.flashinfer_parts import all_slots
 from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.triton_append import AppendTargets
 from tandem.cache.kernels.triton_gather import gather
@@ -20,7 +21,7 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.latent import LatentHeads, UpProjections, absorbed_is_cheaper
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
-from tandem.cache.ragged import indptr_of, ragged_range, slots_of_pages
+from tandem.cache.ragged import indptr_of, ragged_range
 from tandem.cache.rope import Rotation
 
 RANK, ROTATED, KEY_DIM, VALUE_DIM = 512, 64, 128, 128  # what FlashInfer's kernels are compiled for
@@ -81,6 +82,7 @@ class FlashInferLatentKernels:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         check_pool(
             pool,
+            pool.dtype,
             ("latent_rank", rank, (RANK,)),
             ("the rotated part", pool.shape[5] - rank, (ROTATED,)),
             ("key_dim", heads.key_dim, (KEY_DIM,)),
@@ -272,5 +274,5 @@ def _draft(
         qo_indptr=indptr_of(appends),
         kv_indptr=indptr_of(counts if absorbed else lengths),
         kv_lens=lengths,
-        places=pages if absorbed else slots_of_pages(pages, counts, lengths, page_size),
+        places=pages if absorbed else all_slots(pages, counts, lengths, page_size),
     )

@@ -106,10 +106,10 @@ class NativeKernels:
     def plan(self, tokens: TokenLayout, tables: PageTables) -> NativePlan:
         queries, places, lengths = tokens.qo_indptr[:-1], tables.kv_indptr[:-1], tables.kv_lens
         parts: tuple[AttentionPart, ...] = ()
-        if tokens.positions.size != queries.size:
-            single = np.diff(tokens.qo_indptr) == 1
+        if tokens.positions.size != queries.size or tokens.trees is not None:
+            single = tokens.single
             queries, places, lengths = queries[single], places[single], lengths[single]
-            parts = plan_prompts(tokens, tables, self._pages, self._torch.scoring.window)
+            parts = plan_prompts(tokens, tables, self._pages, self._torch.scoring.window, self._pages.dtype)
         arrays = (tables.slot_mapping, tables.kv_indices, queries, places, lengths)
         indices = np.concatenate(arrays, dtype=np.int32)
         num_tokens, num_decodes = tables.slot_mapping.size, queries.size
@@ -174,6 +174,9 @@ class NativeKernels:
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         self._torch.copy_pages(sources, targets)
+
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        self._torch.move_slots(sources, targets)
 
     def clear_pages(self, pages: Int32Array) -> None:
         """Nothing to do: neither native.c nor the parts of prompts read past the end of a sequence."""

@@ -10,12 +10,14 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
+from tandem.cache.token_tree import unpack_masks
 
 PADDED_PAGES_ALLOWED = 64  # up to here, padding costs less than a second part
 
@@ -43,9 +45,9 @@ class PageGather:
     shape: tuple[int, int, int, int]  # 2, sequences, heads, positions gathered
     num_keys: int  # the positions worth keeping
 
-    def __call__(self, spans: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-        """k and v [sequences, heads, num_keys, head_dim]."""
-        both = spans.index_select(0, self.rows).view(*self.shape, head_dim)
+    def __call__(self, spans: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [sequences, heads, num_keys, head_dim], in q's dtype."""
+        both = spans.index_select(0, self.rows).view(*self.shape, q.shape[2]).to(q.dtype)
         if self.num_keys < self.shape[3]:
             both = both.narrow(3, 0, self.num_keys)
         k, v = both.unbind(0)
@@ -70,7 +72,7 @@ class DecodePart:
         output[self.tokens] = part
 
     def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
-        keys, values = self.gather(spans, q.shape[2])
+        keys, values = self.gather(spans, q)
         batch, heads, num_keys, head_dim = keys.shape
         if batch == 1 and q.dtype == torch.float32:
             return scoring.attend(q.unsqueeze(2), keys, values, self.mask, sinks).squeeze(2)
@@ -126,41 +128,56 @@ class ChunkPart:
         output[self.begin : self.end] = part
 
     def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
-        keys, values = self.gather(spans, q.shape[2])
+        keys, values = self.gather(spans, q)
         q = q.transpose(0, 1).unsqueeze(0)
         o = scoring.attend(q, keys, values, self.mask, sinks)
         return o.squeeze(0).transpose(0, 1)
 
 
 def plan_attention(
-    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None = None
+    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
 ) -> tuple[AttentionPart, ...]:
-    """Parts that cover every token of the forward once. pool gives shapes and dtype; it is not read."""
+    """Parts that cover every token of the forward once. pool gives shapes; it is not read. dtype: of q."""
     rows = _rows(tokens, tables)
-    planner = _Planner(rows, tables.kv_indices, pool, window)
-    if tokens.positions.size == rows.tokens.size:
+    planner = _Planner(rows, tables.kv_indices, pool, window, dtype)
+    if tokens.positions.size == rows.tokens.size and tokens.trees is None:
         return tuple(planner.decodes(rows))
-    single = np.diff(tokens.qo_indptr) == 1
+    single = tokens.single
     decodes = planner.decodes(rows.take(single)) if single.any() else []
-    return (*decodes, *plan_prompts(tokens, tables, pool, window))
+    return (*decodes, *plan_prompts(tokens, tables, pool, window, dtype))
 
 
 def plan_prompts(
-    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None = None
+    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
 ) -> tuple[AttentionPart, ...]:
-    """Parts that cover the tokens of sequences with more than one."""
+    """Parts that cover the tokens of sequences with more than one, and those of trees."""
     rows = _rows(tokens, tables)
-    planner = _Planner(rows, tables.kv_indices, pool, window)
+    planner = _Planner(rows, tables.kv_indices, pool, window, dtype)
     appends = np.diff(tokens.qo_indptr)
-    single = appends == 1
+    single = tokens.single
     fresh = ~single & (appends == tables.kv_lens)
+    masks = _tree_masks(tokens)
+    fresh[list(masks)] = False
     parts: list[AttentionPart] = []
     if fresh.any():
         parts += _fresh(np.flatnonzero(fresh), rows)
     for sequence in np.flatnonzero(~single & ~fresh):
-        chunk = slice(sequence, sequence + 1)
-        parts.append(planner.chunk(rows.take(chunk), int(appends[sequence])))
+        row, append = rows.take(slice(sequence, sequence + 1)), int(appends[sequence])
+        parts.append(planner.chunk(row, append, masks.get(int(sequence))))
     return tuple(parts)
+
+
+def _tree_masks(tokens: TokenLayout) -> dict[int, Tensor]:
+    """By sequence, float32 [new nodes, nodes]: 0 where a node is seen, -inf elsewhere."""
+    trees = tokens.trees
+    if trees is None:
+        return {}
+    ends = np.cumsum(np.diff(tokens.qo_indptr)[trees.sequences])
+    masks = np.split(trees.masks, ends[:-1])
+    return {
+        sequence: torch.from_numpy(np.where(unpack_masks(mask, size), np.float32(0), np.float32(-np.inf)))
+        for sequence, size, mask in zip(trees.sequences.tolist(), trees.sizes.tolist(), masks, strict=True)
+    }
 
 
 def _rows(tokens: TokenLayout, tables: PageTables) -> "_Rows":
@@ -190,12 +207,14 @@ class _Rows:
 
 
 class _Planner:
-    def __init__(self, all_rows: _Rows, kv_indices: Int32Array, pool: Tensor, window: int | None) -> None:
+    def __init__(
+        self, all_rows: _Rows, kv_indices: Int32Array, pool: Tensor, window: int | None, dtype: torch.dtype
+    ) -> None:
         _, layers, _, heads, self._page_size, _ = pool.shape
         self._all_rows = all_rows
         self._kv_indices = kv_indices
         self._window = window
-        self._dtype = pool.dtype
+        self._dtype = dtype
         self._device = pool.device
         self._heads = heads
         self._page_rows = np.int32(layers * 2 * heads)
@@ -209,12 +228,16 @@ class _Planner:
         parts = [rows.take(sizes == size) for size in np.unique(sizes)]
         return [self._decode(part, int(part.counts.max())) for part in parts]
 
-    def chunk(self, row: _Rows, append: int) -> ChunkPart:
+    def chunk(self, row: _Rows, append: int, tree: Tensor | None) -> ChunkPart:
+        """tree: what its tokens see of the last positions, those of a tree; None: each sees those up to its own."""
         begin, num_keys = int(row.tokens[0]), int(row.lengths[0])
-        visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
         gather = self._gather(row, int(row.counts[0]), num_keys)
-        mask = additive_mask(visible, num_keys, self._window).to(self._device, self._dtype)
-        return ChunkPart(begin, begin + append, gather, mask)
+        if tree is None:
+            visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
+            mask = additive_mask(visible, num_keys, self._window)
+        else:
+            mask = F.pad(tree, (num_keys - tree.shape[1], 0))
+        return ChunkPart(begin, begin + append, gather, mask.to(self._device, self._dtype))
 
     def _decode(self, rows: _Rows, widest: int) -> DecodePart:
         num_keys = int(rows.lengths.max())

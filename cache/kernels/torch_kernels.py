@@ -6,8 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_attention import AttentionPart, plan_attention
+from tandem.cache.kv_scales import FP8
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
@@ -31,8 +33,19 @@ class TorchKernels:
         view of layer 1's V:                               └─ row 0
     """
 
-    def __init__(self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        fp8: Fp8Entries | None = None,
+    ) -> None:
         _, layers, _, heads, page_size, head_dim = pool.shape
+        self._fp8 = fp8
+        self._dtype = pool.dtype if fp8 is None else fp8.dtype
+        spans = pool.view(-1, page_size * head_dim)
+        pool = pool if fp8 is None else pool.view(torch.uint8)  # torch moves bytes, but not every 8-bit float
         self._pool = pool
         self.scoring = Scoring(scale, window, softcap)
         self._page_size = page_size
@@ -43,7 +56,6 @@ class TorchKernels:
         value = heads * page_size
         self._key_rows = [rows[2 * value * layer :] for layer in range(layers)]
         self._value_rows = [rows[2 * value * layer + value :] for layer in range(layers)]
-        spans = pool.view(-1, page_size * head_dim)
         self._spans = [spans[2 * heads * layer :] for layer in range(layers)]
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> TorchPlan:
@@ -51,7 +63,7 @@ class TorchKernels:
         rows = slots + slots // self._page_size * ((self._page_rows - 1) * self._page_size)
         return TorchPlan(
             append_rows=torch.from_numpy((rows[:, None] + self._head_offsets).reshape(-1)).to(self._pool.device),
-            parts=plan_attention(tokens, tables, self._pool, self.scoring.window),
+            parts=plan_attention(tokens, tables, self._pool, self.scoring.window, self._dtype),
         )
 
     def append(
@@ -59,14 +71,24 @@ class TorchKernels:
     ) -> tuple[Tensor, Tensor]:
         if rotation is not None:
             q, k = rotation.apply_both(q, k)
-        size = k.shape[-1]
-        self._key_rows[layer].index_copy_(0, plan.append_rows, k.reshape(-1, size))
-        self._value_rows[layer].index_copy_(0, plan.append_rows, v.reshape(-1, size))
+        size, keys, values = k.shape[-1], k, v
+        if self._fp8 is not None:
+            keys, values = (entries.view(torch.uint8) for entries in self._fp8.quantise(layer, k, v))
+        self._key_rows[layer].index_copy_(0, plan.append_rows, keys.reshape(-1, size))
+        self._value_rows[layer].index_copy_(0, plan.append_rows, values.reshape(-1, size))
         return q, k
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan, sinks: Tensor | None = None
     ) -> Tensor:
+        if self._fp8 is None:
+            return self._attend(layer, q, k, v, plan, sinks)
+        # Entries take part as they are: their scales are q's and the output's.
+        k, v = (entries.to(q.dtype) for entries in self._fp8.quantise(layer, k, v))
+        output = self._attend(layer, self._fp8.scale_queries(layer, q), k, v, plan, sinks)
+        return self._fp8.scale_output(layer, output)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan, sinks: Tensor | None) -> Tensor:
         if len(plan.parts) == 1:
             return self.attend_part(layer, plan.parts[0], q, k, v, sinks)
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -83,13 +105,21 @@ class TorchKernels:
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         self._pool[self._index(targets)] = self._pool[self._index(sources)]
 
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        source, target = self._index(sources), self._index(targets)
+        moved = self._pool[source // self._page_size, :, :, :, source % self._page_size]
+        self._pool[target // self._page_size, :, :, :, target % self._page_size] = moved
+
     def clear_pages(self, pages: Int32Array) -> None:
         self._pool.index_fill_(0, self._index(pages), 0)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         index = self._index(slots)
         both = self._pool[index // self._page_size, layer, :, :, index % self._page_size]
-        return both[:, 0], both[:, 1]
+        k, v = both.unbind(1)
+        if self._fp8 is None:
+            return k, v
+        return self._fp8.dequantise(layer, k.view(FP8), v.view(FP8))
 
     def _index(self, ids: Int32Array) -> Tensor:
         return torch.from_numpy(ids.astype(np.int64)).to(self._pool.device)

@@ -1,5 +1,6 @@
 """What the GPU kernels refuse, and their arithmetic on the host; what they compute is tested in tests/gpu."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ pytest.importorskip("triton")
 
 from tandem.cache.kernels.flashinfer_kernels import FlashInferKernels
 from tandem.cache.kernels.flashinfer_latent import FlashInferLatentKernels, heads_at_once
+from tandem.cache.kernels.flashinfer_parts import all_slots
 from tandem.cache.latent import LatentHeads
 
 
@@ -24,6 +26,14 @@ from tandem.cache.latent import LatentHeads
 def test_refused(dtype: torch.dtype, head_dim: int, page_size: int, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         FlashInferKernels(torch.empty(1, 1, 2, 1, page_size, head_dim, dtype=dtype), 1.0)
+
+
+def test_slots_of_all_positions() -> None:
+    """Sequences of 5, 8 and 1 positions on pages of 4."""
+    pages = np.array([7, 2, 0, 9, 3], np.int32)
+    slots = all_slots(pages, np.array([2, 2, 1], np.int32), np.array([5, 8, 1], np.int32), page_size=4)
+    assert slots.dtype == np.int32
+    assert slots.tolist() == [28, 29, 30, 31, 8, 0, 1, 2, 3, 36, 37, 38, 39, 12]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """What every transport does. A new transport joins by a line in ISLANDS."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.position_map import Int32Array
 from tandem.transfer.completion import SignalBoard, pack_signal
@@ -19,7 +22,7 @@ from tandem.transfer.factory import create_transport
 from tandem.transfer.fake import FakeFabric
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
-from tests.transfer.layouts import PAGE_SIZE, latents_beside_kv
+from tests.transfer.layouts import PAGE_SIZE, latents_beside_kv, two_groups
 
 NUM_PAGES = 12
 NUM_SLOTS = NUM_PAGES * PAGE_SIZE
@@ -49,9 +52,9 @@ ISLANDS: dict[str, Callable[[TransportConfig], list[Transport]]] = {
 }
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.fixture(params=[latents_beside_kv(), two_groups(scales=KVScales.uniform(3))], ids=["latents", "fp8"])
 def config(request: pytest.FixtureRequest) -> TransportConfig:
-    return TransportConfig(0, 3, latents_beside_kv(request.param), NUM_PAGES, num_signals=4, island="contract", epoch=7)
+    return TransportConfig(0, 3, request.param, (NUM_PAGES, NUM_PAGES), num_signals=4, island="contract", epoch=7)
 
 
 @pytest.fixture(params=ISLANDS)
@@ -94,7 +97,7 @@ def random_tokens(transport: Transport, group: int, count: int, seed: int) -> tu
     layers = transport.layout.groups[group]
     generator = torch.Generator().manual_seed(seed)
     shape = (count, layers.num_kv_heads, layers.head_dim)
-    k, v = (torch.randn(shape, generator=generator).to(transport.layout.dtype) for _ in range(2))
+    k, v = (torch.randn(shape, generator=generator).to(transport.layout.stored_dtype) for _ in range(2))
     return k, v if layers.planes == 2 else None
 
 
@@ -111,7 +114,7 @@ def test_memory_begins_zeroed_and_in_the_shape_of_the_layout(island: list[Transp
     for transport in island:
         shapes = [tuple(pool.shape) for pool in transport.pools]
         assert shapes == [(NUM_PAGES, *transport.layout.page_shape(group)) for group in range(2)]
-        assert all(pool.dtype == transport.layout.dtype and not pool.any() for pool in transport.pools)
+        assert all(pool.dtype == transport.layout.stored_dtype and not pool.any() for pool in transport.pools)
         assert transport.mailbox().shape == (4, 2)
         assert transport.mailbox().dtype == np.int64
         assert not transport.mailbox().any()
@@ -313,6 +316,30 @@ def test_close_ends_everything_and_may_be_repeated(island: list[Transport]) -> N
     island[1].quiet(2)
 
 
+@pytest.mark.parametrize("make", ISLANDS.values(), ids=ISLANDS.keys())
+def test_groups_have_pools_of_their_own_sizes(make: Callable[[TransportConfig], list[Transport]]) -> None:
+    layout = two_groups()
+    transports = make(TransportConfig(0, 2, layout, (5, 3), num_signals=4, island="unequal", epoch=1))
+    handles = [transport.open() for transport in transports]
+    for transport in transports:
+        transport.join(handles)
+        assert [pool.shape[0] for pool in transport.pools] == [5, 3]
+    for group, pages in enumerate((5, 3)):
+        last, indices = pages * PAGE_SIZE - 1, torch.tensor([0])
+        k, v = random_tokens(transports[0], group, 1, seed=group)
+        transports[0].write_tokens(1, group, 0, k, v, indices, torch.tensor([last]))
+        transports[0].quiet(1)
+        planes = [k[0]] if v is None else [k[0], v[0]]
+        assert torch.equal(transports[1].pools[group][-1, 0, :, :, -1], torch.stack(planes))
+        with pytest.raises(IndexError):
+            transports[0].write_tokens(1, group, 0, k, v, indices, torch.tensor([last + 1]))
+        outside = np.array([last + 1], np.int32)
+        with pytest.raises(InvalidArgument, match=f"0 … {last} are accepted"):
+            transports[0].write_slots(1, group, outside - 1, outside)
+    for transport in transports:
+        transport.close()
+
+
 def test_closing_what_was_never_opened_is_fine(unjoined: list[Transport]) -> None:
     unjoined[0].close()
     unjoined[0].close()
@@ -325,28 +352,39 @@ def test_closing_what_was_never_opened_is_fine(unjoined: list[Transport]) -> Non
         ("island", "another"),
         ("epoch", 8),
         ("num_pes", 4),
-        ("num_pages", 13),
+        ("num_pages", [NUM_PAGES, 13]),
         ("num_signals", 5),
         ("layout_fingerprint", 1),
         ("pe", 2),
     ],
 )
 def test_a_handle_of_another_island_or_shape_is_refused(
-    unjoined: list[Transport], field: str, value: int | str
+    unjoined: list[Transport], field: str, value: int | str | list[int]
 ) -> None:
     handles = [transport.open() for transport in unjoined]
     changed = json.loads(handles[1]) | {field: value}
-    with pytest.raises(MembershipRefused, match=f"PE 1's handle has {field} {value!r}; "):
+    with pytest.raises(MembershipRefused, match=re.escape(f"PE 1's handle has {field} {value!r}; ")):
         unjoined[0].join([handles[0], json.dumps(changed).encode(), handles[2]])
     check_closed(unjoined[0])
 
 
-def test_another_layout_is_refused(unjoined: list[Transport], config: TransportConfig) -> None:
-    layout = replace(config.layout, page_size=2 * PAGE_SIZE)
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"page_size": 2 * PAGE_SIZE}, "layout_fingerprint"),
+        ({"scales": KVScales.uniform(3, k=0.5)}, "kv_"),
+    ],
+)
+def test_another_layout_is_refused(
+    unjoined: list[Transport], config: TransportConfig, change: dict[str, Any], field: str
+) -> None:
+    if "scales" in change and config.layout.has_latents:
+        pytest.skip("latents have no scales")
+    layout = replace(config.layout, **change)
     other = shared_memory_island(replace(config, layout=layout))[1]
     handles = [transport.open() for transport in unjoined]
     handle = json.loads(other.open()) | {"transport": json.loads(handles[1])["transport"]}
-    with pytest.raises(MembershipRefused, match="layout_fingerprint"):
+    with pytest.raises(MembershipRefused, match=f"PE 1's handle has {field}"):
         unjoined[0].join([handles[0], json.dumps(handle).encode(), handles[2]])
     other.close()
 
@@ -369,7 +407,8 @@ def test_too_few_handles_are_refused(unjoined: list[Transport]) -> None:
     [
         ({"pe": 3}, "pe is 3; 0 … 2"),
         ({"num_pes": 0}, "num_pes is 0"),
-        ({"num_pages": 0}, "num_pages is 0"),
+        ({"num_pages": (3, 0)}, r"num_pages is \(3, 0\); it must be 2 numbers"),
+        ({"num_pages": (3,)}, r"num_pages is \(3,\); it must be 2 numbers"),
         ({"num_signals": 0}, "num_signals is 0"),
         ({"epoch": -1}, "epoch is -1"),
     ],

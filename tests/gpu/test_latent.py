@@ -126,6 +126,15 @@ def check(shape: Shape, program: list[dict[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_all_absorbed(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tandem.cache.kernels.flashinfer_latent.absorbed_is_cheaper",
+        lambda appends, *_: np.ones(appends.shape, np.bool_),
+    )
+    check(shape, PROGRAM)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_attention(shape: Shape) -> None:
     check(shape, PROGRAM)
 

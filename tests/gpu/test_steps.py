@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.registry import load_config
@@ -32,10 +33,10 @@ DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5,
 class Steps:
     """One model and cache, with prompts of unlike lengths stored."""
 
-    def __init__(self, folder: Path, dtype: str, graphs: bool) -> None:
+    def __init__(self, folder: Path, dtype: str, graphs: bool, scales: KVScales | None = None) -> None:
         config = load_config(folder, dtype)
-        layout = kv_layout(config, 16)
-        pool = torch.full((200, *layout.page_shape(0)), torch.nan, dtype=layout.dtype, device="cuda")
+        layout = kv_layout(config, 16, scales)
+        pool = torch.full((200, *layout.page_shape(0)), torch.nan, device="cuda").to(layout.stored_dtype)
         self.cache = PagedKVCache(
             layout,
             (pool,),
@@ -97,6 +98,14 @@ def test_graphs_give_the_tokens_of_the_eager_path(family: str, params: SamplingP
     assert graphs.runner.runs_ahead
     assert not eager.runner.runs_ahead
     assert graphs.run(params) == eager.run(params)
+
+
+def test_graphs_over_kv_in_8_bits(tmp_path: Path) -> None:
+    make_model("qwen3", head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    scales = KVScales(((0.01,), (0.02, 0.015)), ((0.02,), (0.01, 0.03)))
+    eager, graphs = (Steps(tmp_path, "bfloat16", with_graphs, scales) for with_graphs in (False, True))
+    assert graphs.runner.runs_ahead
+    assert graphs.run(GREEDY) == eager.run(GREEDY)
 
 
 def test_float32_steps_are_eager(tmp_path: Path) -> None:

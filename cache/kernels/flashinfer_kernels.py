@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import DeviceTables, PeerPool
-from tandem.cache.kernels.flashinfer_parts import AttentionPart, plan_parts
+from tandem.cache.kernels.flashinfer_parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.triton_append import AppendTargets, append
+from tandem.cache.kernels.triton_fp8_decode import attend_fp8
 from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.triton_tree import attend_trees
 from tandem.cache.kernels.upload import upload
@@ -40,9 +41,10 @@ class FlashInferPlan:
 
 @dataclass(frozen=True, eq=False)
 class FixedPlan:
-    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand."""
+    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand; None over 8 bits."""
 
     targets: AppendTargets
+    tables: DeviceTables
     wrapper: Any
     num_q_heads: int
     keep_k: bool = False
@@ -79,6 +81,7 @@ class FlashInferKernels:
             "window_left": -1 if window is None else window - 1,  # without the token itself
             "logits_soft_cap": softcap,
         }
+        self._scoring: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         self._paged_options = {**self._options, "kv_data_type": pool.dtype}
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
@@ -94,7 +97,8 @@ class FlashInferKernels:
         self._planned = torch.cuda.Event()
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> FlashInferPlan:
-        slots, parts = plan_parts(tokens, tables, self._pool.shape[4], self._pool.device)
+        gather_from = GATHER_FROM if self._fp8 is None else GATHER_FP8_FROM
+        slots, parts = plan_parts(tokens, tables, self._pool.shape[4], self._pool.device, gather_from)
         return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
 
     def push_with_append(
@@ -117,6 +121,8 @@ class FlashInferKernels:
 
     def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
         size = tables.slots.shape[0]
+        if self._fp8 is not None:
+            return FixedPlan(AppendTargets(tables.slots, None), tables, None, num_q_heads)
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
@@ -130,10 +136,12 @@ class FlashInferKernels:
         ones = torch.ones(size, dtype=torch.int32)
         indptr = torch.arange(size + 1, dtype=torch.int32)
         wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._paged_options)
-        return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads)
+        return FixedPlan(AppendTargets(tables.slots, None), tables, wrapper, num_q_heads)
 
     def refill(self, plan: FixedPlan, tables: PageTables) -> None:
         """The full plan() of fixed_plan() chose the kernel; this only shares out the work anew."""
+        if plan.wrapper is None:
+            return
         indptr, indices, last_page_len = (
             torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
         )
@@ -162,7 +170,10 @@ class FlashInferKernels:
         sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(plan, FixedPlan):
-            return self._attend_pages(plan.wrapper, layer, q, sinks)
+            if plan.wrapper is not None:
+                return self._attend_pages(plan.wrapper, layer, q, sinks)
+            tables = plan.tables
+            return self._attend_singly(layer, q, (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len), sinks)
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
         if len(plan.parts) == 1:
@@ -183,7 +194,16 @@ class FlashInferKernels:
             return attend_trees(self._pool, layer, q, context, lse, part.trees, scale, softcap, sinks, scales)
         if part.kv_slots is not None:
             return _add_sinks(_run(self._gathered, q, self._gather(layer, part.kv_slots), sinks is not None), sinks)
+        if part.single and self._fp8 is not None:
+            return self._attend_singly(layer, q, (part.on_device[0], part.kv_indices, part.on_device[1]), sinks)
         return self._attend_pages(self._decode if part.single else self._prefill, layer, q, sinks)
+
+    def _attend_singly(
+        self, layer: int, q: Tensor, tables: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
+    ) -> Tensor:
+        """Over 8 bits. tables: kv_indptr, kv_indices and kv_last_page_len, on the device."""
+        assert self._fp8 is not None
+        return attend_fp8(self._pool, layer, q, *tables, self._fp8.scales[layer], **self._scoring, sinks=sinks)
 
     def _attend_pages(self, wrapper: Any, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
         return _add_sinks(self._run_pages(wrapper, layer, q, with_lse=sinks is not None), sinks)
@@ -234,6 +254,8 @@ class FlashInferKernels:
             sizes = self._sizes(num_q_heads)
             if part.kv_slots is not None:
                 self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
+                continue
+            if part.single and self._fp8 is not None:
                 continue
             if part.single:
                 self._decode.plan(*tables, *sizes, **self._paged_options)

@@ -11,6 +11,8 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.layout import KVLayout
+from tandem.cache.page_writer import PageWriter
+from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.rope import RopeParameters, RotaryEmbedding
 
 NUM_TOKENS = 512  # kinds of tokens
@@ -29,6 +31,19 @@ class Setting:
     softcap: float | None = None
     sinks: tuple[float, ...] | None = None
     kernels: KernelFactory = choose_kernels
+
+
+def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PageWriter, max_sequences: int) -> PagedKVCache:
+    return PagedKVCache(
+        setting.layout,
+        pools,
+        max_sequences=max_sequences,
+        max_sequence_length=NUM_PLACES,
+        rope=setting.rope,
+        writer=writer,
+        softcap=setting.softcap,
+        kernels=setting.kernels,
+    )
 
 
 class Oracle:

@@ -9,32 +9,17 @@ from random import Random
 
 import pytest
 import torch
-from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument, OutOfPages
-from tandem.cache.paged_cache import PagedKVCache
-from tests.cache.inspection import assert_close, check_contents, check_pages
+from tests.cache.inspection import assert_close, check_contents, check_held, check_pages
 from tests.cache.known import Known, Side, Transfer
 from tests.cache.naive import pools_of
-from tests.cache.oracle import NUM_PLACES, NUM_TOKENS, Oracle, Setting
+from tests.cache.oracle import NUM_TOKENS, Oracle, Setting, cache_of
 from tests.cache.peer_writer import PeerWriter
 
 QUERY_HEADS, MOST_SEQUENCES, LONGEST, LONGEST_STREAM = 4, 5, 30, 300
 STREAMS = [(8, 2), (12, 0), (9, 4), (3, 2)]  # windows and sinks
 NO_TREE = "has an open token tree"
-
-
-def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PeerWriter) -> PagedKVCache:
-    return PagedKVCache(
-        setting.layout,
-        pools,
-        max_sequences=MOST_SEQUENCES,
-        max_sequence_length=NUM_PLACES,
-        rope=setting.rope,
-        writer=writer,
-        softcap=setting.softcap,
-        kernels=setting.kernels,
-    )
 
 
 class Program:
@@ -47,7 +32,9 @@ class Program:
         self.num_pages = setting.positions // self.layout.page_size
         self._sinks = None if setting.sinks is None else torch.tensor(setting.sinks)
         pools = [pools_of(self.layout, self.num_pages) for _ in range(2)]
-        self.sides = [Side(cache_of(setting, own, PeerWriter(pe, pools))) for pe, own in enumerate(pools)]
+        self.sides = [
+            Side(cache_of(setting, own, PeerWriter(pe, pools), MOST_SEQUENCES)) for pe, own in enumerate(pools)
+        ]
         self.next_sequence = 0
         plain = not self.layout.has_windows
         self._operations: dict[Callable[[int], None], float] = {
@@ -348,6 +335,7 @@ class Program:
             assert free < other.pages_for(target, end - begin)
             return
         assert (position_map.start_position, position_map.end_position) == (begin, end)
+        check_held(other, position_map)
         if into.stream is not None:
             into.slide(end - begin, receive=True)
         other.incoming[target] = Transfer(source, begin, end)

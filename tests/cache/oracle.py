@@ -23,7 +23,7 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a program's caches are made of. positions: of one cache's pool."""
+    """What a program's caches are made of. positions: of a pool. streams: the share of sequences that slide."""
 
     layout: KVLayout
     rope: RopeParameters
@@ -31,6 +31,7 @@ class Setting:
     softcap: float | None = None
     sinks: tuple[float, ...] | None = None
     kernels: KernelFactory = choose_kernels
+    streams: float = 0.3
 
 
 def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PageWriter, max_sequences: int) -> PagedKVCache:

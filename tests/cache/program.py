@@ -27,7 +27,7 @@ class Program:
         """oracle: that of the setting."""
         self.random, self.spot_checks = Random(seed), Random(seed)
         self.stream = self.random.choice(STREAMS)
-        self.layout = setting.layout
+        self.setting, self.layout = setting, setting.layout
         self.oracle = oracle
         self.num_pages = setting.positions // self.layout.page_size
         self._sinks = None if setting.sinks is None else torch.tensor(setting.sinks)
@@ -89,7 +89,7 @@ class Program:
         sequence = self.new_sequence()
         side.cache.add_sequence(sequence)
         side.known[sequence] = Known()
-        if not self.layout.has_windows and self.random.random() < 0.3:
+        if not self.layout.has_windows and self.random.random() < self.setting.streams:
             side.cache.enable_sliding_window(sequence, *self.stream)
             side.known[sequence].stream = self.stream
 
@@ -323,7 +323,7 @@ class Program:
         begin, held, longest = len(into.ids), len(own.ids), LONGEST if own.stream is None else LONGEST_STREAM
         if max(begin, held) >= longest:
             return
-        end = min(max(begin, held) + self.random.randint(1, 9), longest)
+        end = min(max(begin, held) + self.random.choice([1, 2, 9]), longest)
         if self.layout.has_windows and not other.cache.sends_done(target):
             with pytest.raises(InvalidArgument, match="is marked to be sent"):
                 other.cache.prepare_receive(target, end - begin)

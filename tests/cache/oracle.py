@@ -11,6 +11,8 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.layout import KVLayout
+from tandem.cache.page_writer import PageWriter
+from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.rope import RopeParameters, RotaryEmbedding
 from tests.cache.naive import LATENT_HEADS, expand_latents
 
@@ -22,7 +24,7 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a program's caches are made of. positions: of one cache's pool."""
+    """What a program's caches are made of. positions: of a pool. streams: the share of sequences that slide."""
 
     layout: KVLayout
     rope: RopeParameters
@@ -30,12 +32,27 @@ class Setting:
     softcap: float | None = None
     sinks: tuple[float, ...] | None = None
     kernels: KernelFactory = choose_kernels
+    streams: float = 0.3
 
     @property
     def ropes(self) -> list[RopeParameters]:
         """That of each group: of the shared part of K where it has latents."""
         widths = [group.head_dim - (group.latent_rank or 0) for group in self.layout.groups]
         return [replace(self.rope, rotary_dim=width) for width in widths]
+
+
+def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PageWriter, max_sequences: int) -> PagedKVCache:
+    return PagedKVCache(
+        setting.layout,
+        pools,
+        max_sequences=max_sequences,
+        max_sequence_length=NUM_PLACES,
+        rope=setting.ropes,
+        writer=writer,
+        softcap=setting.softcap,
+        latent=LATENT_HEADS if setting.layout.has_latents else None,
+        kernels=setting.kernels,
+    )
 
 
 class Oracle:

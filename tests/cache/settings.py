@@ -14,7 +14,7 @@ SINKS = (0.5, -1.0, 3.0, 0.0)
 
 SETTINGS = {
     "two groups": Setting(PLAIN, ROPE),
-    "torch kernels": Setting(PLAIN, ROPE, kernels=TorchKernels),
+    "torch kernels, mostly streams": Setting(PLAIN, ROPE, kernels=TorchKernels, streams=0.8),
     "page of 1, softcap and sinks": Setting(ONE_GROUP, ROPE, softcap=2.0, sinks=SINKS),
     "latents": Setting(LATENTS, ROPE),
     "window of 7": Setting(windowed(PLAIN, None, 7), ROPE, sinks=SINKS),

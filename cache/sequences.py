@@ -110,7 +110,7 @@ class Sequences:
         self._streams.check_window(window, sink, self._max_length)
         self._table.streams.enable(row, window, sink)
 
-    def match_prefix(self, sequence: int, token_ids: Sequence[int]) -> int:
+    def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> int:
         self._check_sharing(sequence)
         row = self._table.row(sequence)
         if any(pages.size for pages in self._table.held_pages(row)):

@@ -12,6 +12,7 @@ PROGRAMS, STEPS = 12, 350
 ALWAYS = {"forks", "sends", "landings"}
 SHARING = ALWAYS | {"matches"}
 ANYTHING = SHARING | {
+    "appends beyond a map refused",
     "commits",
     "forks of streams",
     "landings of streams",

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import torch
 
 from tandem.cache.allocator import PageAllocator
 from tandem.cache.layout import KVLayout
@@ -76,12 +77,18 @@ def _reduce_allocator(allocator: PageAllocator) -> tuple[Any, ...]:
     return _allocator, ({name: value for name, value in vars(allocator).items() if name != "_free"},)
 
 
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Pools are of zeros here, see TokenMemory; torch's own bytes are never the same twice."""
+    return torch.zeros, (tuple(tensor.shape),)
+
+
 _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Counters: lambda _: (Counters, ()),
     KVLayout: lambda _: (_layout, ()),
     Future: _reduce_future,
     PageAllocator: _reduce_allocator,
     np.ndarray: _reduce_array,
+    torch.Tensor: _reduce_tensor,
     PrefillRequest: _reduce_request,
     PrefillResult: _reduce_result,
 }

@@ -36,6 +36,7 @@ from tandem.workers.service import DecodeService, PrefillService
 from tandem.workers.step_thread import StepThread
 from tandem.workers.token_stream import StreamFanout
 from tandem.workers.weights import load_decoder
+from tandem.workers.well_formed import WellFormedRequired
 
 T = TypeVar("T")
 SERVE_SECONDS = 570.0  # FlashInfer compiles what it needs at first use: two minutes, more on few cores
@@ -44,7 +45,14 @@ RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
 
 def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None) -> KVLayout:
-    """A group for each kind of window among the layers, in the order of their first layers. scales: see KVLayout."""
+    """A group for each kind of window among the layers, in the order of their first layers; one for latents.
+
+    scales: see KVLayout.
+    """
+    if model.latent is not None:
+        rank, width = model.latent.rank, model.latent.rank + model.latent.rotated
+        latents = LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)
+        return KVLayout((latents,), page_size, model.dtype, scales)
     layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
         layers_of.setdefault(window, []).append(layer)
@@ -233,7 +241,7 @@ class Worker:
                 verify=self._verify,
             )
             self._step_thread = StepThread(loop, "step")
-            service = PrefillService(config, self._step_thread, loop, cache)
+            service = PrefillService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
         else:
             loop = DecodeLoop(
                 runner,
@@ -248,13 +256,15 @@ class Worker:
                 lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
-            service = DecodeService(config, self._step_thread, loop, cache)
+            service = DecodeService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
         self._loop = loop
         self._step_thread.start()
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
         if config.role == Role.DECODE:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
-        self._server = grpc.aio.server(options=_server_options(config), interceptors=[TokenRequired(config.token)])
+        self._server = grpc.aio.server(
+            options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         port = self._server.add_insecure_port(f"{config.host}:0")
         await self._server.start()
@@ -284,6 +294,7 @@ class Worker:
             writer=self._meter,
             scale=model.attn_scale,
             softcap=model.attn_softcap,
+            latent=None if model.latent is None else model.latent.heads,
         )
 
 

@@ -3,6 +3,7 @@
 import copyreg
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tandem.cache.allocator import PageAllocator
 from tandem.cache.layout import KVLayout
@@ -66,9 +68,18 @@ def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
     return np.ndarray, (array.shape, array.dtype.char, bytearray(array.tobytes()))
 
 
+def _zeros(shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(shape)
+
+
+def _reduce_pool(pool: Tensor) -> tuple[Any, ...]:
+    assert not pool.any()  # nothing stands in pools here, for tokens are kept in a TokenMemory
+    return _zeros, (tuple(pool.shape),)
+
+
 def _allocator(state: dict[str, Any]) -> PageAllocator:
     allocator = PageAllocator.__new__(PageAllocator)
-    vars(allocator).update(state)
+    vars(allocator).update({sys.intern(name): value for name, value in state.items()})  # as pickle does: equal bytes
     allocator._free = allocator._edged[1:-1]  # the same memory, which arrays do not keep in bytes
     return allocator
 
@@ -77,18 +88,13 @@ def _reduce_allocator(allocator: PageAllocator) -> tuple[Any, ...]:
     return _allocator, ({name: value for name, value in vars(allocator).items() if name != "_free"},)
 
 
-def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Pools are of zeros here, see TokenMemory; torch's own bytes are never the same twice."""
-    return torch.zeros, (tuple(tensor.shape),)
-
-
 _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Counters: lambda _: (Counters, ()),
     KVLayout: lambda _: (_layout, ()),
     Future: _reduce_future,
     PageAllocator: _reduce_allocator,
     np.ndarray: _reduce_array,
-    torch.Tensor: _reduce_tensor,
+    Tensor: _reduce_pool,
     PrefillRequest: _reduce_request,
     PrefillResult: _reduce_result,
 }

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
 
@@ -21,14 +20,7 @@ class TokenMemory:
         self._name = name
         self._findings = findings
 
-    def bound(
-        self,
-        pool: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        fp8: Fp8Entries | None = None,
-    ) -> "TokenMemory":
+    def bound(self, pool: Tensor, scale: float, *rest: Any, **options: Any) -> "TokenMemory":
         """A KernelFactory."""
         return self
 

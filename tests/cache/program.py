@@ -36,7 +36,8 @@ class Program:
             Side(cache_of(setting, own, PeerWriter(pe, pools), MOST_SEQUENCES)) for pe, own in enumerate(pools)
         ]
         self.next_sequence = 0
-        plain = not self.layout.has_windows
+        # Layouts with latents have neither trees nor streams.
+        self.plain = not self.layout.has_windows and not self.layout.has_latents
         self._operations: dict[Callable[[int], None], float] = {
             self.add: 2.0,
             self.append: 8.0,
@@ -47,14 +48,10 @@ class Program:
             self.send: 3.0,
             self.settle: 1.0,
         }
-        if plain:
-            self._operations |= {
-                self.publish: 2.0,
-                self.match: 2.0,
-                self.clear_prefixes: 0.2,
-                self.commit: 2.0,
-                self.misuse: 1.0,
-            }
+        if not self.layout.has_windows:
+            self._operations |= {self.publish: 2.0, self.match: 2.0, self.clear_prefixes: 0.2}
+        if self.plain:
+            self._operations |= {self.commit: 2.0, self.misuse: 1.0}
         self.counts: dict[str, int] = {}
 
     def run(self, steps: int) -> None:
@@ -89,7 +86,7 @@ class Program:
         sequence = self.new_sequence()
         side.cache.add_sequence(sequence)
         side.known[sequence] = Known()
-        if not self.layout.has_windows and self.random.random() < self.setting.streams:
+        if self.plain and self.random.random() < self.setting.streams:
             side.cache.enable_sliding_window(sequence, *self.stream)
             side.known[sequence].stream = self.stream
 
@@ -250,7 +247,7 @@ class Program:
         """Those of `count` more nodes where the sequence has a tree or is to open one."""
         known = side.known[sequence]
         nodes = len(known.nodes)
-        able = not self.layout.has_windows and known.stream is None and side.cache.sends_done(sequence)
+        able = self.plain and known.stream is None and side.cache.sends_done(sequence)
         if not nodes and (not able or self.random.random() < 0.6):
             return None
         width = self.random.choice([1, 2, 5, nodes + count])

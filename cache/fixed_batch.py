@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tandem.cache.kernels.base import DeviceTables, GraphKernels, Kernels
+from tandem.cache.kernels.base import DeviceTables, GraphKernels, PageKernels
 from tandem.cache.kernels.staging import ArraySize, FixedArrays, Staging
 from tandem.cache.plan import ForwardPlan, GroupPlan, Int64Array, PageTables, TokenLayout, lay_out_tokens
 from tandem.cache.rotations import Rotations
@@ -84,7 +84,7 @@ class FixedBatch:
 
 def make_fixed_batches(
     sizes: Sequence[int],
-    kernels: Sequence[Kernels],
+    kernels: Sequence[PageKernels],
     rotations: Rotations,
     *,
     num_q_heads: int,

@@ -15,7 +15,6 @@ from tandem.cache.kernels.flashinfer_parts import GATHER_FP8_FROM, GATHER_FROM, 
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.triton_append import AppendTargets, append
-from tandem.cache.kernels.triton_fp8_decode import attend_fp8
 from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.triton_tree import attend_trees
 from tandem.cache.kernels.upload import upload
@@ -41,10 +40,9 @@ class FlashInferPlan:
 
 @dataclass(frozen=True, eq=False)
 class FixedPlan:
-    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand; None over 8 bits."""
+    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand."""
 
     targets: AppendTargets
-    tables: DeviceTables
     wrapper: Any
     num_q_heads: int
     keep_k: bool = False
@@ -80,8 +78,9 @@ class FlashInferKernels:
             "window_left": -1 if window is None else window - 1,  # without the token itself
             "logits_soft_cap": softcap,
         }
-        self._scoring: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        self._paged_options = {**self._options, "kv_data_type": pool.dtype}
+        # FlashInfer widens 8 bits to float16, which holds each of them, in less time than to bfloat16.
+        self._paged_dtype = dtype if fp8 is None else torch.float16
+        self._paged_options = {**self._options, "q_data_type": self._paged_dtype, "kv_data_type": pool.dtype}
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._flashinfer = flashinfer
@@ -111,8 +110,6 @@ class FlashInferKernels:
 
     def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
         size = tables.slots.shape[0]
-        if self._fp8 is not None:
-            return FixedPlan(AppendTargets(tables.slots, None), tables, None, num_q_heads)
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
@@ -126,12 +123,10 @@ class FlashInferKernels:
         ones = torch.ones(size, dtype=torch.int32)
         indptr = torch.arange(size + 1, dtype=torch.int32)
         wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._paged_options)
-        return FixedPlan(AppendTargets(tables.slots, None), tables, wrapper, num_q_heads)
+        return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads)
 
     def refill(self, plan: FixedPlan, tables: PageTables) -> None:
         """The full plan() of fixed_plan() chose the kernel; this only shares out the work anew."""
-        if plan.wrapper is None:
-            return
         indptr, indices, last_page_len = (
             torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
         )
@@ -160,10 +155,7 @@ class FlashInferKernels:
         sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(plan, FixedPlan):
-            if plan.wrapper is not None:
-                return self._attend_pages(plan.wrapper, layer, q, sinks)
-            tables = plan.tables
-            return self._attend_singly(layer, q, (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len), sinks)
+            return self._attend_pages(plan.wrapper, layer, q, sinks)
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
         if len(plan.parts) == 1:
@@ -184,16 +176,7 @@ class FlashInferKernels:
             return attend_trees(self._pool, layer, q, context, lse, part.trees, scale, softcap, sinks, scales)
         if part.kv_slots is not None:
             return _add_sinks(_run(self._gathered, q, self._gather(layer, part.kv_slots), sinks is not None), sinks)
-        if part.single and self._fp8 is not None:
-            return self._attend_singly(layer, q, (part.on_device[0], part.kv_indices, part.on_device[1]), sinks)
         return self._attend_pages(self._decode if part.single else self._prefill, layer, q, sinks)
-
-    def _attend_singly(
-        self, layer: int, q: Tensor, tables: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
-    ) -> Tensor:
-        """Over 8 bits. tables: kv_indptr, kv_indices and kv_last_page_len, on the device."""
-        assert self._fp8 is not None
-        return attend_fp8(self._pool, layer, q, *tables, self._fp8.scales[layer], **self._scoring, sinks=sinks)
 
     def _attend_pages(self, wrapper: Any, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
         return _add_sinks(self._run_pages(wrapper, layer, q, with_lse=sinks is not None), sinks)
@@ -204,9 +187,11 @@ class FlashInferKernels:
             return _run(wrapper, q, (pages,), with_lse)
         scales = fp8.of_all_heads[layer]
         if scales is not None:
-            return _run(wrapper, q, (pages,), with_lse, k_scale=scales[0], v_scale=scales[1])
-        output, lse = _run(wrapper, fp8.scale_queries(layer, q), (pages,), with_lse)
-        return fp8.scale_output(layer, output), lse
+            queries = q.to(self._paged_dtype)
+            output, lse = _run(wrapper, queries, (pages,), with_lse, k_scale=scales[0], v_scale=scales[1])
+            return output.to(q.dtype), lse
+        output, lse = _run(wrapper, fp8.scale_queries(layer, q).to(self._paged_dtype), (pages,), with_lse)
+        return fp8.scale_output(layer, output.to(q.dtype)), lse
 
     def _gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """k and v [n, num_kv_heads, head_dim] at slots, int32 [n] on the device; entries of 8 bits widened."""
@@ -244,8 +229,6 @@ class FlashInferKernels:
             sizes = self._sizes(num_q_heads)
             if part.kv_slots is not None:
                 self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
-                continue
-            if part.single and self._fp8 is not None:
                 continue
             if part.single:
                 self._decode.plan(*tables, *sizes, **self._paged_options)

@@ -23,8 +23,7 @@ class AttentionPart:
     tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
     FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device. kv_slots: int32,
     on the device, of all positions that they attend to, where these are gathered first; kv_indptr then counts them.
-    trees: of nodes, whose arrays then tell only what is before their trees. on_device: kv_indptr and kv_last_page_len
-    there.
+    trees: of nodes, whose arrays then tell only what is before their trees.
     """
 
     single: bool
@@ -35,7 +34,6 @@ class AttentionPart:
     kv_last_page_len: Tensor
     kv_slots: Tensor | None
     trees: TreeTiles | None
-    on_device: tuple[Tensor, Tensor]
 
 
 def plan_parts(
@@ -58,9 +56,7 @@ def plan_parts(
         for sequences in groups
         if sequences.size
     ]
-    of_parts = [
-        (draft.kv_indices, draft.tokens, draft.kv_slots, draft.kv_indptr, draft.kv_last_page_len) for draft in drafts
-    ]
+    of_parts = [(draft.kv_indices, draft.tokens, draft.kv_slots) for draft in drafts]
     arrays = [tables.slot_mapping, *tiles, *(array for of_part in of_parts for array in of_part)]
     slots, *uploaded = upload(arrays, device)
     trees = TreeTiles(*uploaded[:3]) if tiles else None
@@ -75,11 +71,8 @@ def plan_parts(
             torch.from_numpy(draft.kv_last_page_len),
             kv_slots if draft.kv_slots.size else None,
             trees if draft.of_trees else None,
-            (kv_indptr, kv_last_page_len),
         )
-        for draft, pages, rows, kv_slots, kv_indptr, kv_last_page_len in zip(
-            drafts, *(uploaded[which::5] for which in range(5)), strict=True
-        )
+        for draft, pages, rows, kv_slots in zip(drafts, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True)
     )
     return slots, parts
 

@@ -1,12 +1,14 @@
 """One layer group in a forward: its plan, and each of its layers' attention."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
+from tandem.cache.batch_prefixes import BatchPrefixes
 from tandem.cache.group_table import GroupTable
-from tandem.cache.kernels.base import Kernels, PushingKernels
+from tandem.cache.kernels.base import Kernels, PushingKernels, SharingKernels
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, look_up_pages, slots_of
@@ -34,6 +36,8 @@ class GroupAttention:
         self._writer = writer
         self._page_size = page_size
         self._scoring = scoring
+        rule = kernels.sharing if isinstance(kernels, SharingKernels) else None
+        self._prefixes = BatchPrefixes(table, rule, page_size)
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
         """rows: int64 [B], those of the sequences that have grown by `tokens`."""
@@ -49,6 +53,9 @@ class GroupAttention:
         streams: tuple[StreamPart, ...],
     ) -> GroupPlan:
         kernels, tables = self.kernels, self.look_up(rows, tokens)
+        shared = self._prefixes.find(rows, tokens, streams)
+        if shared is not None:
+            tables = replace(tables, shared=shared)
         plan = kernels.plan(tokens, tables)
         if sends and isinstance(kernels, PushingKernels):
             assert self._writer is not None  # mark_send saw to it

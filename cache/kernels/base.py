@@ -9,6 +9,7 @@ from torch import Tensor
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
+from tandem.cache.shared_prefixes import SharingRule
 
 
 class Kernels(Protocol):
@@ -62,6 +63,16 @@ class KernelFactory(Protocol):
     def __call__(
         self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Kernels: ...
+
+
+@runtime_checkable
+class SharingKernels(Kernels, Protocol):
+    """Kernels that read pages once for all sequences that share them, as tables.shared says."""
+
+    @property
+    def sharing(self) -> SharingRule | None:
+        """When that is faster; None: it is not done for this pool."""
+        ...
 
 
 PeerPool = Callable[[int], Tensor | None]

@@ -1,5 +1,6 @@
 """Torch kernels: the CPU serving path, and the reference that other backends are compared with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.kernels.torch_attention import AttentionPart, plan_attention
+from tandem.cache.kernels.torch_attention import AttentionPart, plan_attention, plan_prompts
+from tandem.cache.kernels.torch_sharing import Segment, attend_segments, plan_shared, sharing_rule
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
@@ -35,6 +37,7 @@ class TorchKernels:
         _, layers, _, heads, page_size, head_dim = pool.shape
         self._pool = pool
         self.scoring = Scoring(scale, window, softcap)
+        self.sharing = sharing_rule(pool, window)
         self._page_size = page_size
         self._heads = heads
         self._page_rows = layers * 2 * heads  # of page_size · head_dim elements
@@ -51,8 +54,14 @@ class TorchKernels:
         rows = slots + slots // self._page_size * ((self._page_rows - 1) * self._page_size)
         return TorchPlan(
             append_rows=torch.from_numpy((rows[:, None] + self._head_offsets).reshape(-1)).to(self._pool.device),
-            parts=plan_attention(tokens, tables, self._pool, self.scoring.window),
+            parts=self._parts(tokens, tables),
         )
+
+    def _parts(self, tokens: TokenLayout, tables: PageTables) -> tuple[AttentionPart, ...]:
+        window = self.scoring.window
+        if tables.shared is None:
+            return plan_attention(tokens, tables, self._pool, window)
+        return plan_shared(tokens, tables, self._pool), *plan_prompts(tokens, tables, self._pool, window)
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: TorchPlan
@@ -79,6 +88,10 @@ class TorchKernels:
     ) -> Tensor:
         """o of the part's tokens from their q and all of k and v."""
         return part.attend(self._spans[layer], q, k, v, self.scoring, sinks)
+
+    def attend_segments(self, layer: int, output: Tensor, lse: Tensor, segments: Sequence[Segment], q: Tensor) -> None:
+        """See torch_sharing."""
+        attend_segments(output, lse, segments, self._spans[layer], q, self.scoring)
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         self._pool[self._index(targets)] = self._pool[self._index(sources)]

@@ -145,10 +145,9 @@ def look_up_pages(
 
 
 def own_tables(tables: PageTables, sequences: Int64Array, page_size: int) -> PageTables:
-    """The tables of `sequences` (int64 [n]) without the pages that the segments of tables.shared cover; of these
-    sequences each has one new token, whose page is not covered. slot_mapping is left as it is."""
-    assert tables.shared is not None
-    begins = tables.shared.own_begins[sequences]
+    """The tables of `sequences` (int64 [n]) without the pages that the segments of tables.shared cover, which are never
+    all of a sequence's. slot_mapping is left as it is."""
+    begins = 0 if tables.shared is None else tables.shared.own_begins[sequences]
     counts = np.diff(tables.kv_indptr)[sequences] - begins
     return PageTables(
         slot_mapping=tables.slot_mapping,

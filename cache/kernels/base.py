@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
-from tandem.cache.shared_prefixes import SharingRule
+from tandem.cache.shared_prefixes import SharedPrefixes, SharingRule
 
 
 class Kernels(Protocol):
@@ -65,6 +65,9 @@ class KernelFactory(Protocol):
     ) -> Kernels: ...
 
 
+MOST_SEGMENTS = 16  # of a sharing plan in a CUDA graph
+
+
 @runtime_checkable
 class SharingKernels(Kernels, Protocol):
     """Kernels that read pages once for all sequences that share them, as tables.shared says."""
@@ -103,11 +106,19 @@ class DeviceTables:
 
 
 @runtime_checkable
-class GraphKernels(Kernels, Protocol):
+class GraphKernels(SharingKernels, Protocol):
     """Kernels whose append and attend can be captured in a CUDA graph, and replayed with other tables."""
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> Any:
-        """A plan whose append and attend read `tables` whenever they run, after refill() announced their content."""
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int, sharing: bool = False) -> Any:
+        """A plan whose append and attend read `tables` whenever they run, after refill() announced their content.
+
+        sharing: only where self.sharing is not None. `tables` are then without what the segments of the shared of
+        refill's tables cover; these the kernels copy themselves.
+        """
+        ...
+
+    def takes_shared(self, plan: Any, shared: SharedPrefixes) -> bool:
+        """Whether a sharing plan has room for it; what has more than MOST_SEGMENTS never fits."""
         ...
 
     def refill(self, plan: Any, tables: PageTables) -> None:

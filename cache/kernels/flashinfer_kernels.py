@@ -12,12 +12,15 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import DeviceTables, PeerPool
+from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedArrays, SharedPart, sharing_rule
 from tandem.cache.kernels.triton_append import AppendTargets, append
 from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.upload import upload
-from tandem.cache.plan import PageTables, Send, TokenLayout
+from tandem.cache.plan import PageTables, Send, TokenLayout, own_tables
 from tandem.cache.position_map import Int32Array
+from tandem.cache.ragged import indptr_of, ragged_range
 from tandem.cache.rope import Rotation
+from tandem.cache.shared_prefixes import SharedPrefixes
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
@@ -34,6 +37,7 @@ class AttentionPart:
     tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
     FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device. kv_slots: int32,
     on the device, of all positions that they attend to, where these are gathered first; kv_indptr then counts them.
+    shared: further pages of theirs, which they attend to together.
     """
 
     single: bool
@@ -43,6 +47,7 @@ class AttentionPart:
     kv_indices: Tensor
     kv_last_page_len: Tensor
     kv_slots: Tensor | None
+    shared: SharedPart | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +61,15 @@ class FlashInferPlan:
 
 @dataclass(frozen=True, eq=False)
 class FixedPlan:
-    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand."""
+    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand.
+
+    sharing: what sequences attend to together; the arrays are then of what each has of its own.
+    """
 
     targets: AppendTargets
     wrapper: Any
     num_q_heads: int
+    sharing: FixedSharing | None
     keep_k: bool = False
 
 
@@ -78,6 +87,7 @@ class FlashInferKernels:
         import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
 
         self._pool = pool
+        self.sharing = sharing_rule(pool, window)
         self._options = {
             "q_data_type": pool.dtype,
             "sm_scale": scale,
@@ -92,6 +102,9 @@ class FlashInferKernels:
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         self._gathered: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        # fa3 cannot split the keys of a segment, and one segment's queries are too few to occupy a GPU.
+        self._shared: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+        self._shared_workspace = torch.empty_like(self._graph_workspace)
         self._current: FlashInferPlan | None = None
         self._planned = torch.cuda.Event()
 
@@ -104,6 +117,7 @@ class FlashInferKernels:
         of_parts = [(draft.kv_indices, draft.tokens, draft.kv_slots) for draft in drafts]
         arrays = [tables.slot_mapping, *(array for of_part in of_parts for array in of_part)]
         slots, *uploaded = upload(arrays, self._pool.device)
+        shared = self._plan_shared(tables, single)
         parts = tuple(
             AttentionPart(
                 draft.single,
@@ -113,10 +127,23 @@ class FlashInferKernels:
                 pages,
                 torch.from_numpy(draft.kv_last_page_len),
                 kv_slots if draft.kv_slots.size else None,
+                shared if draft.single else None,
             )
             for draft, pages, rows, kv_slots in zip(drafts, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True)
         )
         return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
+
+    def _plan_shared(self, tables: PageTables, single: NDArray[np.bool_]) -> SharedPart | None:
+        """single: bool [B], the sequences with one new token, whose rows of q follow each other."""
+        if tables.shared is None:
+            return None
+        arrays = SharedArrays.of(tables.shared, np.cumsum(single) - 1, int(single.sum()))
+        on_device = (arrays.kv_indices, arrays.queries, arrays.begins, arrays.places)
+        return SharedPart(
+            torch.from_numpy(arrays.qo_indptr),
+            torch.from_numpy(arrays.kv_indptr),
+            *upload(on_device, self._pool.device),
+        )
 
     def push_with_append(
         self, plan: FlashInferPlan, sends: Sequence[Send], peer_pool: PeerPool
@@ -136,7 +163,7 @@ class FlashInferKernels:
         keep_k = any(send.token_indices.shape[0] for send in left)
         return replace(plan, targets=replace(plan.targets, peer_rows=peer_rows), keep_k=keep_k), tuple(left)
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int, sharing: bool = False) -> FixedPlan:
         size = tables.slots.shape[0]
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
@@ -151,7 +178,18 @@ class FlashInferKernels:
         ones = torch.ones(size, dtype=torch.int32)
         indptr = torch.arange(size + 1, dtype=torch.int32)
         wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._options)
-        return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads)
+        fixed = self._fixed_sharing(size, tables.kv_indices.shape[0] // size, num_q_heads) if sharing else None
+        return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads, fixed)
+
+    def _fixed_sharing(self, size: int, max_pages: int, num_q_heads: int) -> FixedSharing:
+        sizes = self._sizes(num_q_heads)
+        num_rows = FixedSharing.num_rows(size, *sizes[:3], WORKSPACE_BYTES)
+        fixed = FixedSharing(self._flashinfer, self._workspace, self._shared_workspace, size, num_rows, max_pages)
+        fixed.plan_largest(sizes, self._options)
+        return fixed
+
+    def takes_shared(self, plan: FixedPlan, shared: SharedPrefixes) -> bool:
+        return plan.sharing is not None and plan.sharing.fits(shared)
 
     def refill(self, plan: FixedPlan, tables: PageTables) -> None:
         """The full plan() of fixed_plan() chose the kernel; this only shares out the work anew."""
@@ -164,6 +202,9 @@ class FlashInferKernels:
             **self._options,
             global_override_indptr_cpu=indptr,
         )
+        if plan.sharing is not None:
+            assert tables.shared is not None
+            plan.sharing.refill(tables.shared, self._sizes(plan.num_q_heads), self._options)
         self._planned.record()
 
     def append(
@@ -182,6 +223,9 @@ class FlashInferKernels:
         sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(plan, FixedPlan):
+            if plan.sharing is not None:
+                fixed = plan.sharing
+                return fixed.part.attend(plan.wrapper, fixed.wrapper, q, self._layers[layer], sinks)
             return _run(plan.wrapper, (q, self._layers[layer]), sinks)
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
@@ -197,6 +241,8 @@ class FlashInferKernels:
     def _attend_part(self, layer: int, part: AttentionPart, q: Tensor, sinks: Tensor | None) -> Tensor:
         if part.kv_slots is not None:
             return _run(self._gathered, (q, *gather(self._pool, layer, part.kv_slots).unbind(1)), sinks)
+        if part.shared is not None:
+            return part.shared.attend(self._decode, self._shared, q, self._layers[layer], sinks)
         return _run(self._decode if part.single else self._prefill, (q, self._layers[layer]), sinks)
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
@@ -224,6 +270,8 @@ class FlashInferKernels:
             if part.kv_slots is not None:
                 self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
                 continue
+            if part.shared is not None:
+                part.shared.plan(self._shared, sizes, self._options)
             if part.single:
                 self._decode.plan(*tables, *sizes, **self._options)
             else:
@@ -259,39 +307,26 @@ def _draft(
     tokens: TokenLayout, tables: PageTables, appends: Int32Array, sequences: NDArray[np.int64], page_size: int
 ) -> _Draft:
     """An AttentionPart of `sequences` (int64 [n]), before anything is on the device; no kv_slots: not gathered."""
-    counts = np.diff(tables.kv_indptr)[sequences]
     appends = appends[sequences]
-    pages = tables.kv_indices[_ragged(tables.kv_indptr[sequences], counts)]
+    tables = own_tables(tables, sequences, page_size)
     gathered = int(appends.max()) > 1 and int(appends.sum()) >= GATHER_FROM
-    lengths = tables.kv_lens[sequences]
+    counts, pages, lengths = np.diff(tables.kv_indptr), tables.kv_indices, tables.kv_lens
     return _Draft(
         single=bool(appends[0] == 1),
-        tokens=_ragged(tokens.qo_indptr[sequences], appends),
-        qo_indptr=_indptr(appends),
-        kv_indptr=_indptr(lengths if gathered else counts),
+        tokens=ragged_range(tokens.qo_indptr[sequences], appends),
+        qo_indptr=indptr_of(appends),
+        kv_indptr=indptr_of(lengths) if gathered else tables.kv_indptr,
         kv_indices=pages,
-        kv_last_page_len=tables.kv_last_page_len[sequences],
+        kv_last_page_len=tables.kv_last_page_len,
         kv_slots=_all_slots(pages, counts, lengths, page_size) if gathered else pages[:0],
     )
-
-
-def _indptr(counts: Int32Array) -> Int32Array:
-    indptr = np.zeros(counts.size + 1, np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    return indptr
-
-
-def _ragged(begins: Int32Array, counts: Int32Array) -> NDArray[np.int64]:
-    """begins[i], begins[i] + 1, … (counts[i] of them), one after another."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
 
 
 def _all_slots(pages: Int32Array, counts: Int32Array, lengths: Int32Array, page_size: int) -> Int32Array:
     """Slots of the lengths[i] positions on counts[i] of `pages`, sequence after sequence."""
     slots = (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1)
     begins = ((np.cumsum(counts) - counts) * page_size).astype(np.int32)
-    return slots[_ragged(begins, lengths)]
+    return slots[ragged_range(begins, lengths)]
 
 
 def _row_addresses(pool: Tensor, slots: Int32Array) -> NDArray[np.int64]:

@@ -8,7 +8,10 @@ from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.shared_prefixes import SharingRule
 
 
-def sharing_all(factory: KernelFactory, rule: SharingRule = SharingRule(1, 1)) -> KernelFactory:
+ALL = SharingRule(1, 1)
+
+
+def sharing_all(factory: KernelFactory, rule: SharingRule = ALL) -> KernelFactory:
     """What `factory` makes, with another rule where it shares at all."""
 
     def make(pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> Kernels:

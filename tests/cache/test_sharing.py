@@ -14,7 +14,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import ForwardPlan
 from tandem.cache.shared_prefixes import SharingRule
 from tests.cache.naive import QUERY_HEADS, Inputs, NaiveCache, NaiveSequence, cache_of, draw_inputs, layout_of, windowed
-from tests.cache.sharing_kernels import sharing_all
+from tests.cache.sharing_kernels import ALL, sharing_all
 from tests.tolerances import assert_close
 
 LAYOUT = layout_of(2, 1)
@@ -41,7 +41,7 @@ class Twins:
         kernels: KernelFactory,
         layout: KVLayout = LAYOUT,
         *,
-        rule: SharingRule = SharingRule(1, 1),
+        rule: SharingRule = ALL,
         num_pages: int = 64,
         softcap: float | None = None,
         sinks: Tensor | None = None,

@@ -28,28 +28,32 @@ class BatchPrefixes:
         self._num_changes = 0
         self._found: SharedPrefixes | None = None
 
-    def find(self, rows: Int64Array, tokens: TokenLayout, streams: Sequence[StreamPart]) -> SharedPrefixes | None:
-        """What the sequences with one new token each share, in rows (int64 [B]) that have grown by `tokens`.
+    def find(
+        self, rows: Int64Array, lengths: Int64Array, able: NDArray[np.bool_] | None = None
+    ) -> SharedPrefixes | None:
+        """What rows (int64 [B]) with one new token each share; the same array stands for the same sequences.
 
-        Those of streams are left out: their K is not rotated. The same array of rows stands for the same sequences.
+        lengths: int64 [B], positions before it. able: bool [B], the rows that may share; None: all.
         """
         if self._rule is None or rows.size < 2:
             return None
-        able = _able(tokens, streams)
         if rows is not self._rows or self._table.num_changes != self._num_changes or not _same(able, self._able):
-            limits = (tokens.seq_lens - 1) // self._page_size  # a page that is still written to is nobody else's
+            limits = lengths // self._page_size  # a page that is still written to is nobody else's
             if able is not None:
-                limits *= able
-            self._found = find_shared_prefixes(self._table.pages, rows, limits.astype(np.int64), self._rule)
+                limits = limits * able
+            self._found = find_shared_prefixes(self._table.pages, rows, limits, self._rule)
             self._rows, self._able, self._num_changes = rows, able, self._table.num_changes
         return self._found
 
 
-def _able(tokens: TokenLayout, streams: Sequence[StreamPart]) -> NDArray[np.bool_] | None:
-    """bool [B]: the sequences that may share; None: all."""
-    if not streams and tokens.positions.size == tokens.seq_lens.size:
+def able_to_share(tokens: TokenLayout, streams: Sequence[StreamPart]) -> NDArray[np.bool_] | None:
+    """bool [B]: the sequences that may share in a forward; None: all.
+
+    Only those with one new token that is no tree's. Those of streams do not, for their K is not rotated.
+    """
+    if not streams and tokens.trees is None and tokens.positions.size == tokens.seq_lens.size:
         return None
-    able = np.diff(tokens.qo_indptr) == 1
+    able = tokens.single
     able[tokens.owners[[part.begin for part in streams]]] = False
     return able
 

@@ -4,22 +4,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.batch_prefixes import BatchPrefixes
+from tandem.cache.batch_prefixes import BatchPrefixes, able_to_share
 from tandem.cache.group_table import GroupTable
 from tandem.cache.kernels.base import Kernels, PushingKernels, SharingKernels
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.page_writer import PageWriter
-from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, look_up_pages, slots_of
+from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, look_up_pages, own_tables, slots_of
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
+from tandem.cache.shared_prefixes import SharedPrefixes
 from tandem.cache.stream_attention import StreamPart, attend_streams, no_output
 from tandem.cache.window import Int64Array
 
 
 class GroupAttention:
-    """kernels and table are those of group `group`; scoring is what sequences with a sliding window attend by."""
+    """kernels, table and fp8 are those of group `group`; scoring is what sequences with a sliding window attend by."""
 
     def __init__(
         self,
@@ -29,6 +33,7 @@ class GroupAttention:
         writer: PageWriter | None,
         page_size: int,
         scoring: Scoring,
+        fp8: Fp8Entries | None,
     ) -> None:
         self._group = group
         self.kernels = kernels
@@ -38,11 +43,26 @@ class GroupAttention:
         self._scoring = scoring
         rule = kernels.sharing if isinstance(kernels, SharingKernels) else None
         self._prefixes = BatchPrefixes(table, rule, page_size)
+        self._fp8 = fp8
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
         """rows: int64 [B], those of the sequences that have grown by `tokens`."""
         begins = None if self._scoring.window is None else self._table.begins[rows]
         return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins)
+
+    def look_up_apart(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
+        """look_up() of sequences with one new token each, without the pages that segments of its `shared` cover."""
+        tables, shared = self.look_up(rows, tokens), self.shared(rows, tokens.seq_lens.astype(np.int64) - 1)
+        if shared is None:
+            return tables
+        tables = replace(tables, shared=shared)
+        return replace(own_tables(tables, np.arange(rows.size), self._page_size), shared=shared)
+
+    def shared(
+        self, rows: Int64Array, lengths: Int64Array, able: NDArray[np.bool_] | None = None
+    ) -> SharedPrefixes | None:
+        """See BatchPrefixes.find."""
+        return self._prefixes.find(rows, lengths, able)
 
     def plan(
         self,
@@ -53,7 +73,7 @@ class GroupAttention:
         streams: tuple[StreamPart, ...],
     ) -> GroupPlan:
         kernels, tables = self.kernels, self.look_up(rows, tokens)
-        shared = self._prefixes.find(rows, tokens, streams)
+        shared = self.shared(rows, tokens.seq_lens.astype(np.int64) - 1, able_to_share(tokens, streams))
         if shared is not None:
             tables = replace(tables, shared=shared)
         plan = kernels.plan(tokens, tables)
@@ -70,8 +90,9 @@ class GroupAttention:
             if layer == 0 and send.source_slots.size:
                 self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots)
             if send.token_indices.shape[0]:
+                entries = (k, v) if self._fp8 is None else self._fp8.quantise(layer, k, v)
                 self._writer.write_tokens(
-                    send.target_pe, self._group, layer, k, v, send.token_indices, send.token_slots
+                    send.target_pe, self._group, layer, *entries, send.token_indices, send.token_slots
                 )
         if not plan.streams:
             return self.kernels.attend(layer, q, k, v, plan.kernel_plan, sinks)

@@ -1,10 +1,12 @@
 """Sequences that grow: what a forward is about to append is checked, gets its pages, and is laid out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.open_trees import OpenTrees, Parents
 from tandem.cache.plan import Int64Array, TokenLayout, lay_out_tokens
 from tandem.cache.receptions import Receptions
 from tandem.cache.sequence_pages import SequencePages
@@ -16,16 +18,28 @@ class Growth:
     """Owned by a PagedKVCache, whose parts it works on."""
 
     def __init__(
-        self, table: SequenceTable, pages: SequencePages, receptions: Receptions, streams: Streams, max_length: int
+        self,
+        table: SequenceTable,
+        pages: SequencePages,
+        receptions: Receptions,
+        streams: Streams,
+        trees: OpenTrees,
+        max_length: int,
     ) -> None:
         self._table = table
         self._pages = pages
         self._receptions = receptions
         self._streams = streams
+        self._trees = trees
         self._max_length = max_length
 
     def grow(
-        self, seq_ids: Sequence[int] | Int64Array, appends: Int64Array, *, in_flight: int = 0
+        self,
+        seq_ids: Sequence[int] | Int64Array,
+        appends: Int64Array,
+        parents: Sequence[Parents | None] | None = None,
+        *,
+        in_flight: int = 0,
     ) -> tuple[Int64Array, TokenLayout]:
         """Appends appends[i] ≥ 1 positions to sequence seq_ids[i], see PagedKVCache.begin_forward; their rows, int64
         [B], and how the new tokens are packed.
@@ -34,13 +48,15 @@ class Growth:
         """
         rows = self._table.rows(seq_ids)
         self._check_appends(rows, appends)
+        trees = self._trees.extended(seq_ids, appends, parents)
         with self._streams.slid(rows, appends) as gone:
             lengths = self._table.lengths[rows]
             longest = int((lengths + appends).argmax())
             self.check_length(int(seq_ids[longest]), int(lengths[longest] + appends[longest]))
             queries = np.maximum(lengths - in_flight, 0)
             self._pages.grow(rows, lengths, lengths + appends, queries=queries, gone=gone)
-        return rows, lay_out_tokens(lengths, appends)
+        tokens = lay_out_tokens(lengths, appends)
+        return rows, replace(tokens, trees=self._trees.put(trees, seq_ids, tokens.qo_indptr)) if trees else tokens
 
     def check_length(self, sequence: int, length: int) -> None:
         if not 0 <= length <= self._max_length:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.kv_scales import FP8, KVScales
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -34,12 +35,14 @@ class LayerGroup:
 class KVLayout:
     """Groups of layers, positions per page and element type of a paged KV cache.
 
-    Raises InvalidArgument when a field is out of range or a layer stands in two groups.
+    dtype: of K and V as they are computed. scales: K and V are stored as float8_e4m3fn, divided by these; None: as they
+    are. Raises InvalidArgument when a field is out of range or a layer stands in two groups.
     """
 
     groups: tuple[LayerGroup, ...]
     page_size: int
     dtype: torch.dtype
+    scales: KVScales | None = None
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -57,6 +60,14 @@ class KVLayout:
                 )
             if group.window is not None and group.window < 1:
                 raise InvalidArgument(f"group {index} has window {group.window}; it must be None or at least 1")
+        if self.scales is not None:
+            heads_of = {layer: group.num_kv_heads for group in self.groups for layer in group.layers}
+            self.scales.check([heads_of[layer] for layer in layers])
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the pools' elements."""
+        return self.dtype if self.scales is None else FP8
 
     @property
     def num_layers(self) -> int:
@@ -74,7 +85,7 @@ class KVLayout:
         elements = 1
         for extent in self.page_shape(group):
             elements *= extent
-        return elements * self.dtype.itemsize
+        return elements * self.stored_dtype.itemsize
 
     @property
     def token_bytes(self) -> int:
@@ -87,15 +98,16 @@ class KVLayout:
             raise InvalidArgument(f"{len(pools)} pools were given; the layout has {len(self.groups)} groups")
         for group, pool in enumerate(pools):
             shape = ("num_pages ≥ 1", *self.page_shape(group))
-            if pool.shape[1:] != shape[1:] or pool.shape[0] < 1 or pool.dtype != self.dtype or not pool.is_contiguous():
+            alike = pool.shape[1:] == shape[1:] and pool.shape[0] >= 1 and pool.dtype == self.stored_dtype
+            if not alike or not pool.is_contiguous():
                 raise InvalidArgument(
                     f"pool {group} is {tuple(pool.shape)} of {pool.dtype}; "
-                    f"it must be {shape} of {self.dtype}, contiguous"
+                    f"it must be {shape} of {self.stored_dtype}, contiguous"
                 )
 
     @property
     def fingerprint(self) -> int:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
         groups = [(g.layers, g.num_kv_heads, g.head_dim, g.window) for g in self.groups]
-        text = repr((self.page_size, str(self.dtype), groups))
+        text = repr((self.page_size, str(self.dtype), groups, self.scales))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -5,15 +5,17 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from tandem.cache.errors import CacheError, InvalidArgument
+from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
 from tandem.cache.group_attention import GroupAttention
 from tandem.cache.group_pages import GroupPages
 from tandem.cache.growth import Growth
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.layout import KVLayout
+from tandem.cache.open_trees import OpenTrees, Parents
 from tandem.cache.page_pools import PagePools
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.plan import ForwardPlan
@@ -24,6 +26,7 @@ from tandem.cache.rotations import Rotations
 from tandem.cache.send_marks import SendMarks
 from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.sequences import Sequences
 from tandem.cache.streams import Streams
 from tandem.cache.window import Int64Array
 
@@ -65,7 +68,6 @@ class PagedKVCache:
             raise InvalidArgument(f"max_sequence_length is {max_sequence_length}; it must be at least 1")
         self.layout = layout
         self._page_size = layout.page_size
-        self._max_length = max_sequence_length
         self._writer = writer
         self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
         self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
@@ -76,14 +78,38 @@ class PagedKVCache:
         of_groups: list[GroupPages] = []
         for index, (pool, group, table) in enumerate(zip(pools, layout.groups, self._table.groups, strict=True)):
             scoring = Scoring(group.head_dim**-0.5 if scale is None else scale, group.window, softcap)
-            own = kernels(pool, scoring.scale, group.window, softcap)
+            fp8 = Fp8Entries.of_group(layout, index, pool.device)
+            own = kernels(pool, scoring.scale, group.window, softcap, fp8)
             of_groups.append(GroupPages(index, group.window, table, self._pools, own, layout.page_size))
-            self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring))
+            self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring, fp8))
         self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
         self._receptions = Receptions(
             self._table, self._pages, self._pools, self._streams, layout.page_size, pools[0].device
         )
-        self._growth = Growth(self._table, self._pages, self._receptions, self._streams, max_sequence_length)
+        self._trees = OpenTrees(
+            self._table,
+            self._pages,
+            self._marks,
+            [group.kernels for group in self._groups],
+            page_size=layout.page_size,
+            has_windows=layout.has_windows,
+        )
+        self._growth = Growth(
+            self._table, self._pages, self._receptions, self._streams, self._trees, max_sequence_length
+        )
+        self._sequences = Sequences(
+            self._table,
+            self._pages,
+            self._pools,
+            self._receptions,
+            self._streams,
+            self._marks,
+            self._trees,
+            self._growth,
+            page_size=layout.page_size,
+            max_length=max_sequence_length,
+            has_windows=layout.has_windows,
+        )
         self._places = {
             layer: (group, index)
             for group, members in enumerate(layout.groups)
@@ -94,35 +120,16 @@ class PagedKVCache:
 
     def add_sequence(self, sequence: int) -> None:
         """An empty sequence. OutOfSequences when max_sequences are there; an id that still drains is refused."""
-        if sequence in self._receptions:
-            raise InvalidArgument(f"sequence {sequence} still drains; finish_receive ends that")
-        self._table.add(sequence)
+        self._sequences.add(sequence)
 
     def remove_sequence(self, sequence: int) -> None:
         """Lets go of pages, mark and reservation; what is being received drains until finish_receive. Idempotent."""
-        if sequence not in self._table:
-            return
-        self._pools.release(self._table.held_pages(self._table.row(sequence)))
-        self._table.remove(sequence)
-        self._marks.drop(sequence)
+        self._sequences.remove(sequence)
 
     def fork_sequence(self, parent: int, child: int, position: int = -1) -> None:
         """A new sequence with the first `position` positions of `parent` (-1: all): shares full pages, copies a
         partial one. With windows, what a query at `position` sees must be there yet."""
-        row, streams = self._settled_row(parent), self._table.streams
-        window, sink = int(streams.windows[row]), int(streams.sinks[row])
-        length = self._table.num_positions(row)
-        at, most = (length if position == -1 else position), (min(sink, length) if window else length)
-        if not 0 <= at <= most:
-            raise InvalidArgument(f"position is {position}; -1 (all {length}) and 0 … {most} are accepted")
-        self.add_sequence(child)
-        try:
-            self._pages.fork(row, self._table.row(child), at)
-            if window:
-                streams.enable(self._table.row(child), window, sink)
-        except CacheError:
-            self._table.remove(child)
-            raise
+        self._sequences.fork(parent, child, position)
 
     def pop(self, sequence: int, count: int) -> None:
         """Takes back the last `count` positions; pages of a reservation stay. Those popped may be appended anew.
@@ -130,13 +137,7 @@ class PagedKVCache:
         With windows, what a query at the new length sees must be there yet; after a forward it is, as long as no more
         is popped than it appended.
         """
-        row = self._settled_row(sequence)
-        length = int(self._table.lengths[row]) - count
-        if count < 0 or length < 0:
-            raise InvalidArgument(f"count is {count}; 0 … {length + count} are accepted")
-        self._streams.check_cut(row, length)
-        self._pages.cut(row, length)
-        self._marks.rewind(sequence, self._table.num_positions(row))
+        self._sequences.pop(sequence, count)
 
     def reserve(self, sequence: int, num_tokens: int, longest_append: int | None = None) -> None:
         """Sets pages aside, so that the sequence can always grow to num_tokens positions; takes the place of an
@@ -145,12 +146,7 @@ class PagedKVCache:
         longest_append: the most that one forward will append (None: num_tokens), by which groups with a window need
         less; what prepare_receive adds may be longer.
         """
-        row = self._table.row(sequence)
-        longest = num_tokens if longest_append is None else longest_append
-        if self._table.streams.windows[row]:
-            num_tokens = min(num_tokens, self._table.streams.longest(row, longest))
-        self._growth.check_length(sequence, num_tokens)
-        self._pages.reserve(row, num_tokens, longest)
+        self._sequences.reserve(sequence, num_tokens, longest_append)
 
     def enable_sliding_window(self, sequence: int, window: int, sink: int) -> None:
         """From now on an empty sequence keeps, after what a forward appends, its first `sink` positions and the last
@@ -159,13 +155,7 @@ class PagedKVCache:
         K is stored before RoPE and rotated by its place among what is kept. The sequence can be forked within its sink,
         and the child slides as it does; pop takes back what is kept. Whoever receives it must slide alike.
         """
-        row = self._settled_row(sequence)
-        if self.layout.has_windows:
-            raise InvalidArgument("the layout has groups with a window; sequences slide only in layouts without")
-        if self._table.num_positions(row):
-            raise InvalidArgument(f"sequence {sequence} holds positions; only an empty one can begin to slide")
-        self._streams.check_window(window, sink, self._max_length)
-        self._table.streams.enable(row, window, sink)
+        self._sequences.enable_sliding_window(sequence, window, sink)
 
     def num_pages_needed(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, ...]:
         """Per layer group the pages that reserve() takes for a sequence that is empty."""
@@ -190,13 +180,21 @@ class PagedKVCache:
         seq_ids: Sequence[int] | Int64Array,
         append_lengths: Sequence[int] | Int64Array,
         rope_lengths: Sequence[int] | Int64Array | None = None,
+        token_tree_parents: Sequence[Parents | None] | None = None,
     ) -> ForwardPlan:
         """Grows sequence seq_ids[i] by append_lengths[i] ≥ 1 positions and plans the forward that computes them.
 
         rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the
         whole prompt where it comes in chunks. None, or where smaller: the length after this append.
+
+        token_tree_parents: None, or an entry for each sequence. None for a plain one; else, for each new position, the
+        node that it follows in the sequence's token tree, or -1 for a root. Nodes count over the whole open tree, which
+        later calls may grow; parents come before their children, and at most 256 fit. Until commit_token_tree the
+        sequence takes no plain forward; it is not forked, published, sent or received into. pop takes back the last
+        nodes. Sequences that slide or are being sent, and layouts with windows, take no trees.
         """
-        rows, tokens = self._growth.grow(seq_ids, np.asarray(append_lengths, np.int64))
+        appends = np.asarray(append_lengths, np.int64)
+        rows, tokens = self._growth.grow(seq_ids, appends, token_tree_parents)
         sequences = tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
         pages = tuple(group.pages for group in self._table.groups)
         sends, sent = self._marks.plan(sequences, rows, tokens, pages, self._page_size, self._table.streams)
@@ -225,10 +223,21 @@ class PagedKVCache:
         """All layers of the plan were computed: what it had to send counts as issued."""
         self._marks.commit(plan.sent)
 
-    def fixed_batches(self, sizes: Sequence[int], num_q_heads: int, num_inputs: int) -> list[FixedBatch]:
+    def commit_token_tree(self, seq_ids: Sequence[int] | Int64Array, leaf_indices: Sequence[int] | Int64Array) -> None:
+        """Ends the open tree of each sequence: the path to node leaf_indices[i] becomes its next positions, and all
+        other nodes are taken back; -1 takes back all.
+
+        InvalidArgument, before anything changes, for a sequence without an open tree or a node that is not there.
+        """
+        self._trees.commit(seq_ids, leaf_indices)
+
+    def fixed_batches(
+        self, sizes: Sequence[int], num_q_heads: int, num_inputs: int, *, sharing: bool = False
+    ) -> list[FixedBatch]:
         """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them.
 
-        They share their device memory: one is filled and replayed before the next is filled.
+        They share their device memory: one is filled and replayed before the next is filled. sharing: batches for steps
+        of which pays_to_share() is true.
         """
         return make_fixed_batches(
             sizes,
@@ -237,7 +246,14 @@ class PagedKVCache:
             num_q_heads=num_q_heads,
             num_inputs=num_inputs,
             max_pages=self._table.groups[0].pages.shape[1],
+            sharing=sharing,
         )
+
+    def pays_to_share(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array) -> bool:
+        """Whether the next step of these sequences is faster in `batch`, a sharing one, than in another."""
+        rows = self._table.rows(seq_ids)
+        shared = [group.shared(rows, self._table.lengths[rows]) for group in self._groups]
+        return any(one is not None for one in shared) and batch.takes(shared)
 
     def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
         """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward.
@@ -251,7 +267,8 @@ class PagedKVCache:
         if self._table.streams.count and self._table.streams.windows[self._table.rows(seq_ids)].any():
             raise InvalidArgument("seq_ids has a sequence that slides; a fixed batch takes only others")
         rows, tokens = self._growth.grow(seq_ids, np.ones(len(seq_ids), np.int64), in_flight=1)
-        batch.fill(tokens, [group.look_up(rows, tokens) for group in self._groups], inputs)
+        look_ups = [group.look_up_apart if batch.sharing else group.look_up for group in self._groups]
+        batch.fill(tokens, [look_up(rows, tokens) for look_up in look_ups], inputs)
 
     # Transfers
 
@@ -261,7 +278,7 @@ class PagedKVCache:
         Positions in pages that no later query sees, by the groups' windows, are skipped. Until finish_receive the pages
         stay out of use whatever happens to the sequence, and it may only be removed.
         """
-        row = self._settled_row(sequence)
+        row = self._sequences.settled_row(sequence)
         if length < 1:
             raise InvalidArgument(f"length is {length}; it must be at least 1")
         if self.layout.has_windows and not self._marks.is_done(sequence):  # what it is to send may leave a window
@@ -281,6 +298,7 @@ class PagedKVCache:
         InvalidArgument when the map asks for some that have left a window here.
         """
         row = self._table.row(sequence)
+        self._trees.check_closed(sequence)
         if self._writer is None:
             raise InvalidArgument(f"sequence {sequence} cannot be sent: the cache was made without a writer")
         if begin != position_map.start_position:
@@ -309,23 +327,11 @@ class PagedKVCache:
 
         At least one token is left over to be computed.
         """
-        self._check_sharing(sequence)
-        row = self._table.row(sequence)
-        if any(pages.size for pages in self._table.held_pages(row)):
-            raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
-        pages = self._pools.prefixes.match(token_ids, max(len(token_ids) - 1, 0) // self._page_size)
-        self._pages.share(row, pages)
-        return pages[0].size * self._page_size
+        return self._sequences.match_prefix(sequence, token_ids)
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed."""
-        self._check_sharing(sequence)
-        row = self._settled_row(sequence)
-        length = int(self._table.lengths[row])
-        if len(token_ids) > length:
-            raise InvalidArgument(f"token_ids has {len(token_ids)} tokens; sequence {sequence} holds {length}")
-        pages = self._table.held_pages(row, 0, len(token_ids) // self._page_size)
-        self._pools.prefixes.publish(token_ids, pages)
+        self._sequences.publish_prefix(sequence, token_ids)
 
     def clear_prefixes(self) -> None:
         """Forgets all prefixes; pages that sequences use stay theirs."""
@@ -367,7 +373,7 @@ class PagedKVCache:
         return max(self._pools.num_draining)
 
     def gather_kv(self, sequence: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K is rotated.
+        """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K rotated, FP8 widened.
 
         begin is at least first_position(sequence), unless nothing is asked for.
         """
@@ -384,15 +390,3 @@ class PagedKVCache:
             for layer, kv in zip(members.layers, group.gather(range(len(members.layers)), row, indices), strict=True)
         }
         return [found[layer] for layer in range(self.layout.num_layers)]
-
-    # Checks
-
-    def _settled_row(self, sequence: int) -> int:
-        self._receptions.check_settled(sequence)
-        return self._table.row(sequence)
-
-    def _check_sharing(self, sequence: int) -> None:
-        if self._table.streams.windows[self._table.row(sequence)]:
-            raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
-        if self.layout.has_windows:
-            raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")

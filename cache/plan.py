@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.position_map import SKIP, Int32Array, SlotRuns
@@ -11,6 +12,7 @@ from tandem.cache.ragged import indptr_of, ragged_range, ragged_rows
 from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes
 from tandem.cache.stream_attention import StreamPart
+from tandem.cache.token_tree import TokenTrees
 from tandem.cache.window import Int64Array
 
 
@@ -20,13 +22,34 @@ class TokenLayout:
 
     qo_indptr: int32 [B + 1], tokens qo_indptr[i] … qo_indptr[i + 1] - 1 are those of sequence i.
     seq_lens: int32 [B], positions stored of each sequence after the append. positions: int32 [T], among those.
-    owners: int64 [T], the sequence, 0 … B - 1, of each token.
+    owners: int64 [T], the sequence, 0 … B - 1, of each token. trees: whose new tokens are nodes of trees, which do not
+    see all positions before their own; None where nobody's are.
     """
 
     qo_indptr: Int32Array
     seq_lens: Int32Array
     positions: Int32Array
     owners: Int64Array
+    trees: TokenTrees | None = None
+
+    @property
+    def single(self) -> NDArray[np.bool_]:
+        """bool [B]: whether a sequence has one new token, which sees all."""
+        single = np.diff(self.qo_indptr) == 1
+        if self.trees is not None:
+            single[self.trees.sequences] = False
+        return single
+
+    @property
+    def rope_positions(self) -> Int64Array:
+        """int64 [T]: where each token stands in its text: a node as many positions behind the base as its depth."""
+        positions = self.positions.astype(np.int64)
+        if self.trees is not None:
+            trees = self.trees
+            bases = self.seq_lens[trees.sequences] - trees.sizes
+            appends = np.diff(self.qo_indptr)[trees.sequences]
+            positions[trees.tokens] = np.repeat(bases, appends) + trees.depths
+        return positions
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,7 +55,7 @@ class Rotations:
 
     def plan(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> list[Rotation | None]:
         """Per group the rotation of a forward's tokens; see PagedKVCache.begin_forward for rope_lengths."""
-        positions = torch.from_numpy(tokens.positions.astype(np.int64))
+        positions = torch.from_numpy(tokens.rope_positions)
         rotations: dict[RopeParameters, Rotation] = {}
         for kind, embedding in self._embeddings.items():
             if not kind.by_length:
@@ -64,5 +64,8 @@ class Rotations:
             lengths = tokens.seq_lens.astype(np.int64)
             if rope_lengths is not None:
                 lengths = np.maximum(lengths, np.asarray(rope_lengths, np.int64))
-            rotations[kind] = embedding.rotation(positions, torch.from_numpy(lengths[tokens.owners]))
+            lengths = lengths[tokens.owners]
+            if tokens.trees is not None:  # a node is rotated as if its path came token by token
+                lengths[tokens.trees.tokens] = tokens.rope_positions[tokens.trees.tokens] + 1
+            rotations[kind] = embedding.rotation(positions, torch.from_numpy(lengths))
         return [rotations.get(kind) for kind in self._of_groups]

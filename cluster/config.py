@@ -80,7 +80,7 @@ class SchedulerSection(Section):
     max_batch_tokens: Count = Field(default=1024, le=1 << 20, description="most tokens in one forward")
     max_sequences: Count = Field(default=256, le=1 << 16, description="most sequences in one forward")
     stream_messages_per_second: Count = Field(
-        default=800,
+        default=400,
         le=1 << 20,
         description="most messages a decode worker writes; when more tokens come, a message carries several",
     )

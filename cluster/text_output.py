@@ -26,6 +26,7 @@ class TextOutput:
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self._text = None if tokenizer is None else tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStringMatcher(params.stop, include=params.include_stop_str_in_output)
+        self._watches = len(params.stop) > 0
         self._show_stop_token = params.include_stop_str_in_output
 
     def add(self, token_ids: list[int], finish_reason: FinishReason) -> OutputPart:
@@ -35,9 +36,11 @@ class TextOutput:
         shown = token_ids
         if finish_reason == FinishReason.STOP and not self._show_stop_token:
             shown = token_ids[:-1]  # the stop token itself is no text
-        text = ""
-        for count, token_id in enumerate(shown, start=1):
-            text += self._stops.push(self._text.push([token_id]))
+        text, count = "", 0
+        # Token by token only where a stop string may fall between two of them: each push decodes twice.
+        for piece in ([token_id] for token_id in shown) if self._watches else [shown]:
+            text += self._stops.push(self._text.push(piece))
+            count += len(piece)
             if self._stops.matched is not None:
                 return OutputPart(text, count, FinishReason.STOP)
         if finish_reason != FinishReason.RUNNING:

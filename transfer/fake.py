@@ -94,7 +94,7 @@ class FakeFabric:
         self._memories = [
             _Memory(
                 [
-                    PagePool(torch.zeros(num_pages, *layout.page_shape(group), dtype=layout.dtype))
+                    PagePool(torch.zeros(num_pages, *layout.page_shape(group), dtype=layout.stored_dtype))
                     for group in range(len(layout.groups))
                 ],
                 np.zeros((num_signals, 2), np.int64),

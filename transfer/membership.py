@@ -58,6 +58,8 @@ def _identity(transport: str, config: TransportConfig) -> Detail:
         "num_pes": config.num_pes,
         "num_pages": config.num_pages,
         "num_signals": config.num_signals,
+        "kv_cache_dtype": str(config.layout.stored_dtype).removeprefix("torch."),
+        "kv_scales": 0 if config.layout.scales is None else config.layout.scales.fingerprint,
         "layout_fingerprint": config.layout.fingerprint,
     }
 

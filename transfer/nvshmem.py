@@ -34,6 +34,7 @@ from tandem.transfer.errors import MembershipRefused, TransportClosed, Transport
 from tandem.transfer.kernels.device_build import build_device_puts
 from tandem.transfer.kernels.triton_push import post_row, push_slots, push_tokens
 from tandem.transfer.membership import Detail, TransportConfig, make_handle, read_handles
+from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Fence, Int64Array, Transport
 
 NAME = "nvshmem"
@@ -65,7 +66,8 @@ class NvshmemTransport(Transport):
         super().__init__(config)
         self._peer_access = peer_access
         self._unique_id: nvshmem.core.UniqueID | None = None
-        # Own pools, own mailbox (int64 [2, num_signals], signals then payloads), staging of DevicePuts.
+        # Own pools (8-bit floats as bytes), own mailbox (int64 [2, num_signals], signals then payloads), staging of
+        # DevicePuts.
         self._symmetric: list[Tensor] = []
         self._peers: list[list[Tensor] | None] = []  # [pe], pools and mailbox; None where not mapped
         self._library: ObjectCode | None = None
@@ -110,9 +112,14 @@ class NvshmemTransport(Transport):
     @property
     def pools(self) -> tuple[Tensor, ...]:
         self._check_peer(self.pe)
-        return tuple(self._symmetric[: self._num_pools])
+        return tuple(pool.view(self.layout.stored_dtype) for pool in self._symmetric[: self._num_pools])
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
+        peer = self._peer_words(pe, group)
+        return None if peer is None else peer.view(self.layout.stored_dtype)
+
+    def _peer_words(self, pe: int, group: int) -> Tensor | None:
+        """The peer's pool where it is mapped, in the elements that it was made of."""
         self._check_peer(pe)
         peer = self._peers[pe]
         return None if peer is None else peer[group]
@@ -127,7 +134,7 @@ class NvshmemTransport(Transport):
         if not 0 <= int(slots.min()) <= int(slots.max()) < limit:
             raise IndexError(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
         tokens, places = upload([token_indices.numpy(), slots.numpy().astype(np.int32)], self._device)
-        peer = self.peer_pool(pe, group)
+        k, v, peer = movable(k), movable(v), self._peer_words(pe, group)
         if peer is None:
             self._puts.put_tokens(pe, self._symmetric[group], layer, k, v, tokens, places)
         else:
@@ -142,7 +149,7 @@ class NvshmemTransport(Transport):
         plan = plan_copy(source_slots, target_slots, self.layout.page_size)
         self._follow_current()
         with torch.cuda.stream(self._stream):
-            peer = self.peer_pool(pe, group)
+            peer = self._peer_words(pe, group)
             if peer is None:
                 self._put_slots(pe, group, plan)
             else:
@@ -206,8 +213,9 @@ class NvshmemTransport(Transport):
     def _make_memory(self) -> None:
         """Symmetric pools, mailbox and staging, zeroed on every PE when it returns."""
         shapes = [(self.num_pages, *self.layout.page_shape(group)) for group in range(self._num_pools)]
+        dtype = torch.uint8 if self.layout.stored_dtype.itemsize == 1 else self.layout.stored_dtype
         try:
-            self._symmetric = [nvshmem.core.tensor(shape, dtype=self.layout.dtype) for shape in shapes]
+            self._symmetric = [nvshmem.core.tensor(shape, dtype=dtype) for shape in shapes]
             self._symmetric.append(nvshmem.core.tensor((2, self.num_signals), dtype=torch.int64))
             # On every PE, whether it needs it or not: one cannot know which of the others are peer to peer.
             self._symmetric.append(nvshmem.core.tensor((STAGING_BYTES,), dtype=torch.uint8))

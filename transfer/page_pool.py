@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
+from tandem.cache.kv_scales import FP8
 from tandem.transfer.copy_plan import CopyPlan
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """The same memory, as bytes where its elements are 8-bit floats, which torch and NVSHMEM cannot always move."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
 class PagePool:
@@ -16,7 +22,8 @@ class PagePool:
     def __init__(self, pool: Tensor) -> None:
         _, layers, _, heads, page_size, head_dim = pool.shape
         self.pool = pool
-        self._rows = pool.view(-1, head_dim)
+        self._pages = movable(pool)
+        self._rows = self._pages.view(-1, head_dim)
         self._head_dim = head_dim
         self._page_size = page_size
         self._page_rows = layers * 2 * heads * page_size
@@ -29,18 +36,18 @@ class PagePool:
         pages = slots.div(self._page_size, rounding_mode="floor")
         first = torch.add(slots, pages, alpha=self._page_rows - self._page_size)
         rows = (first[:, None] + self._key_rows[layer]).view(-1)
-        self._rows.index_copy_(0, rows, k.view(-1, self._head_dim))
-        self._rows.index_copy_(0, rows + self._value_rows, v.view(-1, self._head_dim))
+        self._rows.index_copy_(0, rows, movable(k).view(-1, self._head_dim))
+        self._rows.index_copy_(0, rows + self._value_rows, movable(v).view(-1, self._head_dim))
 
     def copy_pages(self, source: "PagePool", source_page: int, target_page: int, num_pages: int) -> None:
         """Consecutive whole pages from `source`, all layers."""
-        self.pool[target_page : target_page + num_pages] = source.pool[source_page : source_page + num_pages]
+        self._pages[target_page : target_page + num_pages] = source._pages[source_page : source_page + num_pages]
 
     def copy_slots(self, source: "PagePool", source_slots: Tensor, target_slots: Tensor) -> None:
         """Single slots from `source`, all layers; both int64 [n]."""
         size = self._page_size
-        values = source.pool[source_slots // size, :, :, :, source_slots % size]
-        self.pool[target_slots // size, :, :, :, target_slots % size] = values
+        values = source._pages[source_slots // size, :, :, :, source_slots % size]
+        self._pages[target_slots // size, :, :, :, target_slots % size] = values
 
     def copy(self, source: "PagePool", plan: CopyPlan) -> None:
         """All of a plan. Its slots must lie inside both pools."""

@@ -59,11 +59,13 @@ class Segment:
         ).reshape(-1, 2)
         self.pools: tuple[Tensor, ...] = tuple(
             torch.frombuffer(
-                memory, dtype=layout.dtype, count=config.num_pages * layout.page_bytes(group) // layout.dtype.itemsize,
+                memory,
+                dtype=layout.stored_dtype,
+                count=config.num_pages * layout.page_bytes(group) // layout.stored_dtype.itemsize,
                 offset=offset,
             ).view(config.num_pages, *layout.page_shape(group))
             for group, offset in enumerate(SegmentShape(config).pool_offsets[:-1])
-        )  # fmt: skip
+        )
 
 
 def create_segment(config: TransportConfig) -> tuple[Segment, int]:

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
@@ -50,22 +51,25 @@ class Kernels(Protocol):
         ...
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n]."""
+        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n], in the dtype in which they came."""
         ...
 
 
 class KernelFactory(Protocol):
     """Kernels for a pool. scale: of the scores. window: positions that a token sees, its own included; None: all.
 
-    softcap: scaled scores become softcap · tanh(score / softcap); None: they stay.
+    softcap: scaled scores become softcap · tanh(score / softcap); None: they stay. fp8: how K and V become the pool's
+    elements; None: as they are.
     """
 
     def __call__(
-        self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None
+        self,
+        pool: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        fp8: Fp8Entries | None = None,
     ) -> Kernels: ...
-
-
-MOST_SEGMENTS = 16  # of a sharing plan in a CUDA graph
 
 
 @runtime_checkable
@@ -75,6 +79,16 @@ class SharingKernels(Kernels, Protocol):
     @property
     def sharing(self) -> SharingRule | None:
         """When that is faster; None: it is not done for this pool."""
+        ...
+
+
+@runtime_checkable
+class TreeKernels(Kernels, Protocol):
+    """Kernels whose attend() gives each token of TokenLayout.trees what it may see, and no more."""
+
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        """All layers of slots sources[i] to targets[i], int32 [n] each; a target may be the source of another move,
+        which still moves what was there before."""
         ...
 
 
@@ -106,21 +120,29 @@ class DeviceTables:
 
 
 @runtime_checkable
-class GraphKernels(SharingKernels, Protocol):
+class GraphKernels(Kernels, Protocol):
     """Kernels whose append and attend can be captured in a CUDA graph, and replayed with other tables."""
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int, sharing: bool = False) -> Any:
-        """A plan whose append and attend read `tables` whenever they run, after refill() announced their content.
-
-        sharing: only where self.sharing is not None. `tables` are then without what the segments of the shared of
-        refill's tables cover; these the kernels copy themselves.
-        """
-        ...
-
-    def takes_shared(self, plan: Any, shared: SharedPrefixes) -> bool:
-        """Whether a sharing plan has room for it; what has more than MOST_SEGMENTS never fits."""
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> Any:
+        """A plan whose append and attend read `tables` whenever they run, after refill() announced their content."""
         ...
 
     def refill(self, plan: Any, tables: PageTables) -> None:
         """On the host: what `plan` runs next are these tables; the caller copies them to the device's."""
+        ...
+
+
+@runtime_checkable
+class SharingGraphKernels(GraphKernels, SharingKernels, Protocol):
+    """Graph kernels that can share in a graph too, up to some number of segments."""
+
+    def fixed_sharing_plan(self, tables: DeviceTables, num_q_heads: int) -> Any:
+        """A fixed_plan() for refills with what the sequences share, if anything.
+
+        `tables` are then without the pages that segments cover; those of the segments the kernels copy themselves.
+        """
+        ...
+
+    def takes_shared(self, plan: Any, shared: SharedPrefixes) -> bool:
+        """Whether a sharing plan has room for it."""
         ...

@@ -5,23 +5,32 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import Kernels
 from tandem.cache.kernels.crew import load_crew
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.native_build import load_library
 from tandem.cache.kernels.native_kernels import SOURCE, NativeKernels
 from tandem.cache.kernels.torch_kernels import TorchKernels
 
 
-def choose_kernels(pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> Kernels:
-    """Native ones for float32 on a CPU where they can be built, FlashInfer's for 16 bits on a GPU, else torch's.
+def choose_kernels(
+    pool: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    fp8: Fp8Entries | None = None,
+) -> Kernels:
+    """Native ones for float32 on a CPU where they can be built, FlashInfer's for 16 bits on a GPU, also stored in 8,
+    else torch's.
 
     The first call may compile: a second. InvalidArgument for a pool of 16 bits on a GPU that FlashInfer cannot serve.
     """
-    if pool.device.type == "cuda" and pool.dtype != torch.float32:
+    dtype = pool.dtype if fp8 is None else fp8.dtype
+    if pool.device.type == "cuda" and dtype != torch.float32:
         from tandem.cache.kernels.flashinfer_kernels import FlashInferKernels  # needs triton
 
-        return FlashInferKernels(pool, scale, window, softcap)
+        return FlashInferKernels(pool, scale, window, softcap, fp8)
     if pool.device.type == "cpu" and pool.dtype == torch.float32 and NativeKernels.takes_head_dim(pool.shape[-1]):
         library = load_library(SOURCE)
         crew = None if library is None else load_crew()
         if library is not None and crew is not None:
             return NativeKernels(pool, scale, library, crew, window, softcap)
-    return TorchKernels(pool, scale, window, softcap)
+    return TorchKernels(pool, scale, window, softcap, fp8)

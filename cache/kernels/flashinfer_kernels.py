@@ -1,8 +1,9 @@
 """Kernels of a pool on a CUDA device: attention by FlashInfer, append by Triton. The only importer of flashinfer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedArrays, SharedPart, sharing_rule
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.triton_append import AppendTargets, append
 from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.upload import upload
@@ -74,26 +76,38 @@ class FixedPlan:
 
 
 class FlashInferKernels:
-    """See Kernels and GraphKernels. float16 and bfloat16, head_dim 64, 128 or 256, pages of 8 to 64 positions; else
-    InvalidArgument.
+    """See Kernels and GraphKernels. float16 and bfloat16, also stored as float8_e4m3fn, head_dim 64, 128 or 256, pages
+    of 8 to 64 positions; else InvalidArgument.
 
     FlashInfer's wrappers hold the forward that was planned last, so they are planned when its first layer attends:
     forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
     """
 
-    def __init__(self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        fp8: Fp8Entries | None = None,
+    ) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
-        _check(pool)
+        dtype = pool.dtype if fp8 is None else fp8.dtype
+        _check(pool, dtype)
         import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
 
         self._pool = pool
         self.sharing = sharing_rule(pool, window)
+        self._words = pool if fp8 is None else pool.view(torch.uint8)  # torch moves bytes, but not every 8-bit float
+        self._fp8 = fp8
+        self._dtype = dtype
         self._options = {
-            "q_data_type": pool.dtype,
+            "q_data_type": dtype,
             "sm_scale": scale,
             "window_left": -1 if window is None else window - 1,  # without the token itself
             "logits_soft_cap": softcap,
         }
+        self._paged_options = {**self._options, "kv_data_type": pool.dtype}
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._flashinfer: Any = flashinfer
@@ -163,7 +177,7 @@ class FlashInferKernels:
         keep_k = any(send.token_indices.shape[0] for send in left)
         return replace(plan, targets=replace(plan.targets, peer_rows=peer_rows), keep_k=keep_k), tuple(left)
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int, sharing: bool = False) -> FixedPlan:
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
         size = tables.slots.shape[0]
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
@@ -177,16 +191,16 @@ class FlashInferKernels:
         wrapper.reset_workspace_buffer(self._workspace, self._graph_workspace)
         ones = torch.ones(size, dtype=torch.int32)
         indptr = torch.arange(size + 1, dtype=torch.int32)
-        wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._options)
-        fixed = self._fixed_sharing(size, tables.kv_indices.shape[0] // size, num_q_heads) if sharing else None
-        return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads, fixed)
+        wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._paged_options)
+        return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads, None)
 
-    def _fixed_sharing(self, size: int, max_pages: int, num_q_heads: int) -> FixedSharing:
-        sizes = self._sizes(num_q_heads)
+    def fixed_sharing_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
+        sizes, size = self._sizes(num_q_heads), tables.slots.shape[0]
+        max_pages = tables.kv_indices.shape[0] // size
         num_rows = FixedSharing.num_rows(size, *sizes[:3], WORKSPACE_BYTES)
         fixed = FixedSharing(self._flashinfer, self._workspace, self._shared_workspace, size, num_rows, max_pages)
-        fixed.plan_largest(sizes, self._options)
-        return fixed
+        fixed.plan_largest(sizes, self._paged_options)
+        return replace(self.fixed_plan(tables, num_q_heads), sharing=fixed)
 
     def takes_shared(self, plan: FixedPlan, shared: SharedPrefixes) -> bool:
         return plan.sharing is not None and plan.sharing.fits(shared)
@@ -199,19 +213,19 @@ class FlashInferKernels:
         self._planned.synchronize()
         self._flashinfer.decode.fast_decode_plan(
             *(plan.wrapper, indptr, indices, last_page_len, *self._sizes(plan.num_q_heads)),
-            **self._options,
+            **self._paged_options,
             global_override_indptr_cpu=indptr,
         )
         if plan.sharing is not None:
-            assert tables.shared is not None
-            plan.sharing.refill(tables.shared, self._sizes(plan.num_q_heads), self._options)
+            plan.sharing.refill(tables.shared, self._sizes(plan.num_q_heads), self._paged_options)
         self._planned.record()
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan | FixedPlan
     ) -> tuple[Tensor, Tensor]:
         """As Kernels says, but k comes back rotated only where plan.keep_k asks for it: attend reads the pages."""
-        return append(self._pool, layer, q, k, v, rotation, plan.targets, keep_k=plan.keep_k)
+        factors = None if self._fp8 is None else self._fp8.inverse[layer]
+        return append(self._pool, layer, q, k, v, rotation, plan.targets, keep_k=plan.keep_k, fp8_factors=factors)
 
     def attend(
         self,
@@ -223,10 +237,10 @@ class FlashInferKernels:
         sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(plan, FixedPlan):
+            attend: Callable[..., Tensor] = partial(_run, plan.wrapper)
             if plan.sharing is not None:
-                fixed = plan.sharing
-                return fixed.part.attend(plan.wrapper, fixed.wrapper, q, self._layers[layer], sinks)
-            return _run(plan.wrapper, (q, self._layers[layer]), sinks)
+                attend = partial(plan.sharing.part.attend, plan.wrapper, plan.sharing.wrapper)
+            return self._attend_pages(attend, layer, q, sinks)
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
         if len(plan.parts) == 1:
@@ -240,22 +254,38 @@ class FlashInferKernels:
 
     def _attend_part(self, layer: int, part: AttentionPart, q: Tensor, sinks: Tensor | None) -> Tensor:
         if part.kv_slots is not None:
-            return _run(self._gathered, (q, *gather(self._pool, layer, part.kv_slots).unbind(1)), sinks)
+            return _run(self._gathered, (q, *self._gather(layer, part.kv_slots)), sinks)
+        attend: Callable[..., Tensor] = partial(_run, self._decode if part.single else self._prefill)
         if part.shared is not None:
-            return part.shared.attend(self._decode, self._shared, q, self._layers[layer], sinks)
-        return _run(self._decode if part.single else self._prefill, (q, self._layers[layer]), sinks)
+            attend = partial(part.shared.attend, self._decode, self._shared)
+        return self._attend_pages(attend, layer, q, sinks)
+
+    def _attend_pages(self, attend: Callable[..., Tensor], layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
+        """attend: _run of a wrapper, or what takes as much."""
+        pages, fp8 = self._layers[layer], self._fp8
+        if fp8 is None:
+            return attend((q, pages), sinks)
+        scales = fp8.of_all_heads[layer]
+        if scales is not None:
+            return attend((q, pages), sinks, k_scale=scales[0], v_scale=scales[1])
+        return fp8.scale_output(layer, attend((fp8.scale_queries(layer, q), pages), sinks))
+
+    def _gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [n, num_kv_heads, head_dim] at slots, int32 [n] on the device; entries of 8 bits widened."""
+        scales = None if self._fp8 is None else self._fp8.scales[layer]
+        k, v = gather(self._pool, layer, slots, self._dtype, scales).unbind(1)
+        return k, v
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._pool.device)
-        self._pool.index_copy_(0, target, self._pool.index_select(0, source))
+        self._words.index_copy_(0, target, self._words.index_select(0, source))
 
     def clear_pages(self, pages: Int32Array) -> None:
         (index,) = upload([pages.astype(np.int64)], self._pool.device)
-        self._pool.index_fill_(0, index, 0)
+        self._words.index_fill_(0, index, 0)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        k, v = gather(self._pool, layer, upload([slots], self._pool.device)[0]).unbind(1)
-        return k, v
+        return self._gather(layer, upload([slots], self._pool.device)[0])
 
     def _sizes(self, num_q_heads: int) -> tuple[int, int, int, int]:
         _, _, _, num_kv_heads, page_size, head_dim = self._pool.shape
@@ -271,23 +301,25 @@ class FlashInferKernels:
                 self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
                 continue
             if part.shared is not None:
-                part.shared.plan(self._shared, sizes, self._options)
+                part.shared.plan(self._shared, sizes, self._paged_options)
             if part.single:
-                self._decode.plan(*tables, *sizes, **self._options)
+                self._decode.plan(*tables, *sizes, **self._paged_options)
             else:
-                self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._options)
+                self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._paged_options)
         self._planned.record()
         self._current = plan
 
 
-def _run(wrapper: Any, inputs: tuple[Any, ...], sinks: Tensor | None) -> Tensor:
+def _run(wrapper: Any, inputs: tuple[Any, ...], sinks: Tensor | None, **scales: float) -> Tensor:
     """What the planned wrapper gives for its inputs: q and the pair of paged K and V, or q, K and V.
+
+    scales: k_scale and v_scale of entries of 8 bits.
 
     A sink scales a head's output by the share of the softmax that the keys keep: e^lse / (e^lse + e^sink).
     """
     if sinks is None:
-        return wrapper.run(*inputs)
-    output, lse = wrapper.run(*inputs, return_lse=True)  # lse: float32 [n, num_q_heads], of base 2
+        return wrapper.run(*inputs, **scales)
+    output, lse = wrapper.run(*inputs, return_lse=True, **scales)  # lse: float32 [n, num_q_heads], of base 2
     kept = torch.sigmoid(lse * math.log(2) - sinks.float())
     return output.mul_(kept.unsqueeze(-1).to(output.dtype))
 
@@ -339,10 +371,10 @@ def _row_addresses(pool: Tensor, slots: Int32Array) -> NDArray[np.int64]:
     return pool.data_ptr() + (pages * pool.stride(0) + offsets * pool.stride(4)) * pool.element_size()
 
 
-def _check(pool: Tensor) -> None:
+def _check(pool: Tensor, dtype: torch.dtype) -> None:
     _, _, _, _, page_size, head_dim = pool.shape
     for name, value, accepted in (
-        ("dtype", pool.dtype, DTYPES),
+        ("dtype", dtype, DTYPES),
         ("head_dim", head_dim, HEAD_DIMS),
         ("page_size", page_size, PAGE_SIZES),
     ):

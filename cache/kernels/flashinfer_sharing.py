@@ -2,6 +2,7 @@
 
 All segments, whatever their level, are one call of FlashInfer's prefill attention: a segment is a request whose
 queries are those of its members. Another call attends to what each sequence has of its own, and one kernel merges.
+FlashInfer's own cascade, a call for each level by fa3, took 2.8 times as long (tests/benchmarks/LOG.md).
 """
 
 from dataclasses import dataclass
@@ -12,16 +13,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.kernels.base import MOST_SEGMENTS
 from tandem.cache.kernels.staging import FixedArrays, Staging
 from tandem.cache.kernels.triton_merge import merge_parts
 from tandem.cache.position_map import Int32Array
 from tandem.cache.ragged import IntArray, indptr_of
 from tandem.cache.shared_prefixes import SharedPrefixes, SharingRule
 
+MOST_SEGMENTS = 16  # in a CUDA graph
 MOST_TILE_ROWS = 128  # queries times heads of a KV head that one of FlashInfer's blocks takes
-SAVED_BYTES = 64 << 20  # of K and V of one layer: what sharing must save to pay for its launches
-SEGMENT_BYTES = 4 << 20  # what one more segment must save
+# Bytes of K and V, of one layer, that sharing must save to pay for itself, and each segment. tests/benchmarks/
+# shared_prefix.py on an H200: it costs 11 us more to begin with, and what is read again comes from the L2 cache as long
+# as it fits there, so that 64 sequences break even at some 830 common positions of Qwen3-8B.
+SAVED_BYTES = 208 << 20
+SEGMENT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +68,18 @@ class SharedPart:
         full = torch.full((self.kv_indptr.shape[0] - 1,), sizes[3], dtype=torch.int32)
         wrapper.plan(self.qo_indptr, self.kv_indptr, self.kv_indices, full, *sizes, causal=False, **options)
 
-    def attend(self, decode: Any, shared: Any, q: Tensor, pages: tuple[Tensor, ...], sinks: Tensor | None) -> Tensor:
-        """o [n, H, D]: decode is the wrapper that was planned with the sequences' own pages, shared with these."""
-        own, own_lse = decode.run(q, pages, return_lse=True)
+    def attend(
+        self, decode: Any, shared: Any, inputs: tuple[Tensor, Any], sinks: Tensor | None, **scales: float
+    ) -> Tensor:
+        """o [n, H, D] of inputs, q [n, H, D] and the pair of paged K and V.
+
+        decode: the wrapper that was planned with the sequences' own pages; shared: the one planned with these.
+        scales: k_scale and v_scale of entries of 8 bits.
+        """
+        q, pages = inputs
+        own, own_lse = decode.run(q, pages, return_lse=True, **scales)
         queries = q.index_select(0, self.queries)
-        o, lse = shared.run(queries, pages, out=torch.empty_like(queries), return_lse=True)
+        o, lse = shared.run(queries, pages, out=torch.empty_like(queries), return_lse=True, **scales)
         merge_parts(own, own_lse, o, lse, self.begins, self.places, sinks)
         return own
 
@@ -117,8 +128,12 @@ class FixedSharing:
         qo_indptr[0] = kv_indptr[0] = 0
         self._part(qo_indptr * np.int32(self._num_rows), kv_indptr).plan(self.wrapper, sizes, options)
 
-    def refill(self, shared: SharedPrefixes, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> None:
-        """What runs next are these segments, which fit; sequence i of the batch has row i of q."""
+    def refill(self, shared: SharedPrefixes | None, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> None:
+        """What runs next are these segments, which fit; sequence i of the batch has row i of q. None: no row of the
+        output has a part of what is computed."""
+        if shared is None:
+            self._arrays.fill([np.empty(0, np.int32), np.zeros(self._size + 1, np.int32)])
+            return
         arrays = SharedArrays.of(shared, np.arange(self._size), self._size)
         missing = MOST_SEGMENTS + 1 - shared.qo_indptr.size
         qo_indptr, kv_indptr = (np.pad(a, (0, missing), "edge") for a in (arrays.qo_indptr, arrays.kv_indptr))

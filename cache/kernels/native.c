@@ -182,7 +182,7 @@ INLINE void prefetch(const Pool *pool, const float *keys, const int32_t *page_id
 
 /* Up to MAX_HEADS query heads of one token, which share the K and V head whose tile in page 0 begins at `keys`. */
 INLINE void attend_heads(const Pool *pool, const float *keys, const int32_t *page_ids, int length, const float *q,
-                         int num_heads, const float *sinks, float *o, float *lse, const int dim) {
+                         int num_heads, const float *sinks, float *o, const int dim) {
     float queries[MAX_HEADS][LANES * MAX_VECTORS], sums[MAX_HEADS][LANES * MAX_VECTORS];
     float scores[MAX_HEADS][CHUNK], top[MAX_HEADS], total[MAX_HEADS];
     const int size = pool->page_size, num_pages = (length + size - 1) / size;
@@ -218,17 +218,16 @@ INLINE void attend_heads(const Pool *pool, const float *keys, const int32_t *pag
     }
     for (int head = 0; head < num_heads; head++)
         for (int i = 0; i < dim; i++) o[head * dim + i] = sums[head][i] / total[head];
-    for (int head = 0; lse && head < num_heads; head++) lse[head] = top[head] * 0.69314718f + logf(total[head]);
 }
 
 /* With the size known the compiler keeps a row in registers. */
 static void attend_sized(const Pool *pool, const float *keys, const int32_t *page_ids, int length, const float *q,
-                         int num_heads, const float *sinks, float *o, float *lse) {
+                         int num_heads, const float *sinks, float *o) {
     switch (pool->head_dim) {
-    case 32: attend_heads(pool, keys, page_ids, length, q, num_heads, sinks, o, lse, 32); break;
-    case 64: attend_heads(pool, keys, page_ids, length, q, num_heads, sinks, o, lse, 64); break;
-    case 128: attend_heads(pool, keys, page_ids, length, q, num_heads, sinks, o, lse, 128); break;
-    default: attend_heads(pool, keys, page_ids, length, q, num_heads, sinks, o, lse, pool->head_dim);
+    case 32: attend_heads(pool, keys, page_ids, length, q, num_heads, sinks, o, 32); break;
+    case 64: attend_heads(pool, keys, page_ids, length, q, num_heads, sinks, o, 64); break;
+    case 128: attend_heads(pool, keys, page_ids, length, q, num_heads, sinks, o, 128); break;
+    default: attend_heads(pool, keys, page_ids, length, q, num_heads, sinks, o, pool->head_dim);
     }
 }
 
@@ -236,7 +235,7 @@ typedef struct {
     const Pool *pool;
     const Step *step;
     const float *q, *sinks;
-    float *o, *lse;
+    float *o;
     int64_t q_stride;
     int32_t layer, num_q_heads, units_apiece;
 } Attention;
@@ -256,21 +255,19 @@ static void attend_piece(const void *job, int32_t index) {
             const int head = kv_head * group + done, count = group - done < MAX_HEADS ? group - done : MAX_HEADS;
             attend_sized(pool, keys, step->page_ids + step->first_page[decode], step->lengths[decode],
                          a->q + token * a->q_stride + head * dim, count, a->sinks ? a->sinks + head : NULL,
-                         a->o + (token * a->num_q_heads + head) * dim,
-                         a->lse ? a->lse + token * a->num_q_heads + head : NULL);
+                         a->o + (token * a->num_q_heads + head) * dim);
         }
     }
 }
 
 /* Rows `tokens` of o [T, num_q_heads, dim] from those of q, already rotated; q head h reads K and V head
- * h / (num_q_heads / num_kv_heads). sinks: [num_q_heads] logits that only add to the softmax's denominator, or NULL.
- * lse: [T, num_q_heads], gets the log-sum-exp of each row's scores, or NULL. */
+ * h / (num_q_heads / num_kv_heads). sinks: [num_q_heads] logits that only add to the softmax's denominator, or NULL. */
 void decode_attention(const Pool *pool, const Step *step, int32_t layer, const float *q, int64_t q_stride,
-                      int32_t num_q_heads, const float *sinks, float *o, float *lse) {
+                      int32_t num_q_heads, const float *sinks, float *o) {
     const int units = step->num_decodes * pool->num_kv_heads; /* a sequence's K and V head each */
     const int64_t floats = 2 * step->num_positions * pool->head_dim / (step->num_decodes ? step->num_decodes : 1) + 1;
     const int64_t wanted = (FLOATS_APIECE + floats - 1) / floats;
     const int apiece = wanted < units ? (int)wanted : units;
-    const Attention job = {pool, step, q, sinks, o, lse, q_stride, layer, num_q_heads, apiece};
+    const Attention job = {pool, step, q, sinks, o, q_stride, layer, num_q_heads, apiece};
     if (units) RUN(step->crew, attend_piece, &job, (units + apiece - 1) / apiece);
 }

@@ -12,7 +12,6 @@ from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.crew import Crew
 from tandem.cache.kernels.torch_attention import AttentionPart, plan_prompts
 from tandem.cache.kernels.torch_kernels import TorchKernels
-from tandem.cache.kernels.torch_sharing import Segment, keep_from_sinks, plan_segments
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
@@ -58,15 +57,11 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class NativePlan:
-    """step points into indices, which the plan keeps alive; address is that of step. parts are for torch.
-
-    segments: what decodes share and attend to by torch; their members are rows of q.
-    """
+    """step points into indices, which the plan keeps alive; address is that of step. parts are for torch."""
 
     num_tokens: int
     num_decodes: int
     parts: tuple[AttentionPart, ...]
-    segments: tuple[Segment, ...]
     address: int
     step: _Step
     indices: Int32Array
@@ -91,7 +86,6 @@ class NativeKernels:
         tiles = self._heads * page_size * self._head_dim
         self._torch = TorchKernels(pool, scale, window, softcap)
         self._pages = pool
-        self.sharing = self._torch.sharing
         self._crew = crew
         self._window = window or NO_WINDOW
         sizes = (self._heads, page_size, self._head_dim, self._window)
@@ -102,7 +96,7 @@ class NativeKernels:
         self._append.argtypes = (POINTER, POINTER, INT32, *q, *k, *v, *factors, POINTER, POINTER)
         self._append.restype = None
         self._attend = library.decode_attention
-        self._attend.argtypes = (POINTER, POINTER, INT32, *q, POINTER, POINTER, POINTER)
+        self._attend.argtypes = (POINTER, POINTER, INT32, *q, POINTER, POINTER)
         self._attend.restype = None
 
     @staticmethod
@@ -112,15 +106,10 @@ class NativeKernels:
     def plan(self, tokens: TokenLayout, tables: PageTables) -> NativePlan:
         queries, places, lengths = tokens.qo_indptr[:-1], tables.kv_indptr[:-1], tables.kv_lens
         parts: tuple[AttentionPart, ...] = ()
-        segments: tuple[Segment, ...] = ()
-        if tables.shared is not None:
-            segments = plan_segments(tables.shared, tokens.qo_indptr[:-1], self._pages)
-            covered = tables.shared.own_begins.astype(np.int32)
-            places, lengths = places + covered, lengths - covered * self._pages.shape[4]
-        if tokens.positions.size != queries.size:
-            single = np.diff(tokens.qo_indptr) == 1
+        if tokens.positions.size != queries.size or tokens.trees is not None:
+            single = tokens.single
             queries, places, lengths = queries[single], places[single], lengths[single]
-            parts = plan_prompts(tokens, tables, self._pages, self._torch.scoring.window)
+            parts = plan_prompts(tokens, tables, self._pages, self._torch.scoring.window, self._pages.dtype)
         arrays = (tables.slot_mapping, tables.kv_indices, queries, places, lengths)
         indices = np.concatenate(arrays, dtype=np.int32)
         num_tokens, num_decodes = tables.slot_mapping.size, queries.size
@@ -137,7 +126,7 @@ class NativeKernels:
             num_tokens,
             num_decodes,
         )
-        return NativePlan(num_tokens, num_decodes, parts, segments, ctypes.addressof(step), step, indices)
+        return NativePlan(num_tokens, num_decodes, parts, ctypes.addressof(step), step, indices)
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: NativePlan
@@ -172,30 +161,22 @@ class NativeKernels:
             return self._torch.attend_part(layer, plan.parts[0], q, k, v, sinks)
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         if plan.num_decodes:
-            self._attend_decodes(layer, q, output, plan, sinks)
+            q = self._rows("q", q, plan.num_tokens, num_q_heads)
+            logits = None if sinks is None else _sink_logits(sinks, num_q_heads)
+            self._attend(
+                *(self._pool_address, plan.address, layer),
+                *(q.data_ptr(), q.stride(0), num_q_heads),
+                *(None if logits is None else logits.data_ptr(), output.data_ptr()),
+            )
         for part in plan.parts:
             part.put(output, self._torch.attend_part(layer, part, part.take(q), k, v, sinks))
         return output
 
-    def _attend_decodes(self, layer: int, q: Tensor, output: Tensor, plan: NativePlan, sinks: Tensor | None) -> None:
-        q = self._rows("q", q, plan.num_tokens, q.shape[1])
-        logits = None if sinks is None else _sink_logits(sinks, q.shape[1])
-        lse = torch.empty(q.shape[:2]) if plan.segments else None  # of decodes; other rows are not read
-        own_logits = logits if lse is None else None
-        self._attend(
-            *(self._pool_address, plan.address, layer),
-            *(q.data_ptr(), q.stride(0), q.shape[1]),
-            None if own_logits is None else own_logits.data_ptr(),
-            output.data_ptr(),
-            None if lse is None else lse.data_ptr(),
-        )
-        if lse is not None:
-            self._torch.attend_segments(layer, output, lse, plan.segments, q)
-            if logits is not None:
-                keep_from_sinks(output, lse, logits)
-
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         self._torch.copy_pages(sources, targets)
+
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        self._torch.move_slots(sources, targets)
 
     def clear_pages(self, pages: Int32Array) -> None:
         """Nothing to do: neither native.c nor the parts of prompts read past the end of a sequence."""

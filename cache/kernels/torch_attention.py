@@ -10,12 +10,14 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
+from tandem.cache.token_tree import unpack_masks
 
 PADDED_PAGES_ALLOWED = 64  # up to here, padding costs less than a second part
 
@@ -43,9 +45,9 @@ class PageGather:
     shape: tuple[int, int, int, int]  # 2, sequences, heads, positions gathered
     num_keys: int  # the positions worth keeping
 
-    def __call__(self, spans: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-        """k and v [sequences, heads, num_keys, head_dim]."""
-        both = spans.index_select(0, self.rows).view(*self.shape, head_dim)
+    def __call__(self, spans: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [sequences, heads, num_keys, head_dim], in q's dtype."""
+        both = spans.index_select(0, self.rows).view(*self.shape, q.shape[2]).to(q.dtype)
         if self.num_keys < self.shape[3]:
             both = both.narrow(3, 0, self.num_keys)
         k, v = both.unbind(0)
@@ -71,13 +73,13 @@ class DecodePart:
 
     def attend_in_part(self, spans: Tensor, q: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """o [n, Hq, D] and the log-sum-exp of scores [n, Hq], both float32."""
-        keys, values = (x.float() for x in self.gather(spans, q.shape[2]))
+        keys, values = (x.float() for x in self.gather(spans, q))
         products = q.float().unflatten(1, (keys.shape[1], -1)) @ keys.transpose(2, 3)
         o, lse = scoring.attend_in_part(products, values, self.mask)
         return o.flatten(1, 2), lse.flatten(1, 2)
 
     def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
-        keys, values = self.gather(spans, q.shape[2])
+        keys, values = self.gather(spans, q)
         batch, heads, num_keys, head_dim = keys.shape
         if batch == 1 and q.dtype == torch.float32:
             return scoring.attend(q.unsqueeze(2), keys, values, self.mask, sinks).squeeze(2)
@@ -133,49 +135,64 @@ class ChunkPart:
         output[self.begin : self.end] = part
 
     def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
-        keys, values = self.gather(spans, q.shape[2])
+        keys, values = self.gather(spans, q)
         q = q.transpose(0, 1).unsqueeze(0)
         o = scoring.attend(q, keys, values, self.mask, sinks)
         return o.squeeze(0).transpose(0, 1)
 
 
 def plan_attention(
-    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None = None
+    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
 ) -> tuple[AttentionPart, ...]:
-    """Parts that cover every token of the forward once. pool gives shapes and dtype; it is not read."""
+    """Parts that cover every token of the forward once. pool gives shapes; it is not read. dtype: of q."""
     rows = _rows(tokens, tables)
-    planner = _Planner(rows, tables.kv_indices, pool, window)
-    if tokens.positions.size == rows.tokens.size:
+    planner = _Planner(rows, tables.kv_indices, pool, window, dtype)
+    if tokens.positions.size == rows.tokens.size and tokens.trees is None:
         return tuple(planner.decodes(rows))
-    single = np.diff(tokens.qo_indptr) == 1
+    single = tokens.single
     decodes = planner.decodes(rows.take(single)) if single.any() else []
-    return (*decodes, *plan_prompts(tokens, tables, pool, window))
+    return (*decodes, *plan_prompts(tokens, tables, pool, window, dtype))
 
 
-def plan_decodes(tables: PageTables, pool: Tensor) -> tuple[DecodePart, ...]:
-    """Parts that cover sequences with one new token each, which are all; without a window."""
+def plan_decodes(tables: PageTables, pool: Tensor, dtype: torch.dtype) -> tuple[DecodePart, ...]:
+    """Parts that cover sequences with one new token each, which are all; without a window. dtype: of q."""
     places = tables.kv_indptr[:-1]
     numbers = np.arange(places.size, dtype=np.int32)
     rows = _Rows(numbers, tables.kv_lens, places, tables.kv_indptr[1:] - places)
-    return tuple(_Planner(rows, tables.kv_indices, pool, None).decodes(rows))
+    return tuple(_Planner(rows, tables.kv_indices, pool, None, dtype).decodes(rows))
 
 
 def plan_prompts(
-    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None = None
+    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
 ) -> tuple[AttentionPart, ...]:
-    """Parts that cover the tokens of sequences with more than one."""
+    """Parts that cover the tokens of sequences with more than one, and those of trees."""
     rows = _rows(tokens, tables)
-    planner = _Planner(rows, tables.kv_indices, pool, window)
+    planner = _Planner(rows, tables.kv_indices, pool, window, dtype)
     appends = np.diff(tokens.qo_indptr)
-    single = appends == 1
+    single = tokens.single
     fresh = ~single & (appends == tables.kv_lens)
+    masks = _tree_masks(tokens)
+    fresh[list(masks)] = False
     parts: list[AttentionPart] = []
     if fresh.any():
         parts += _fresh(np.flatnonzero(fresh), rows)
     for sequence in np.flatnonzero(~single & ~fresh):
-        chunk = slice(sequence, sequence + 1)
-        parts.append(planner.chunk(rows.take(chunk), int(appends[sequence])))
+        row, append = rows.take(slice(sequence, sequence + 1)), int(appends[sequence])
+        parts.append(planner.chunk(row, append, masks.get(int(sequence))))
     return tuple(parts)
+
+
+def _tree_masks(tokens: TokenLayout) -> dict[int, Tensor]:
+    """By sequence, float32 [new nodes, nodes]: 0 where a node is seen, -inf elsewhere."""
+    trees = tokens.trees
+    if trees is None:
+        return {}
+    ends = np.cumsum(np.diff(tokens.qo_indptr)[trees.sequences])
+    masks = np.split(trees.masks, ends[:-1])
+    return {
+        sequence: torch.from_numpy(np.where(unpack_masks(mask, size), np.float32(0), np.float32(-np.inf)))
+        for sequence, size, mask in zip(trees.sequences.tolist(), trees.sizes.tolist(), masks, strict=True)
+    }
 
 
 def _rows(tokens: TokenLayout, tables: PageTables) -> "_Rows":
@@ -205,12 +222,14 @@ class _Rows:
 
 
 class _Planner:
-    def __init__(self, all_rows: _Rows, kv_indices: Int32Array, pool: Tensor, window: int | None) -> None:
+    def __init__(
+        self, all_rows: _Rows, kv_indices: Int32Array, pool: Tensor, window: int | None, dtype: torch.dtype
+    ) -> None:
         self._all_rows = all_rows
         self._kv_indices = kv_indices
         self._pool = pool
         self._window = window
-        self._dtype = pool.dtype
+        self._dtype = dtype
         self._device = pool.device
 
     def decodes(self, rows: _Rows) -> list[DecodePart]:
@@ -222,12 +241,16 @@ class _Planner:
         parts = [rows.take(sizes == size) for size in np.unique(sizes)]
         return [self._decode(part, int(part.counts.max())) for part in parts]
 
-    def chunk(self, row: _Rows, append: int) -> ChunkPart:
+    def chunk(self, row: _Rows, append: int, tree: Tensor | None) -> ChunkPart:
+        """tree: what its tokens see of the last positions, those of a tree; None: each sees those up to its own."""
         begin, num_keys = int(row.tokens[0]), int(row.lengths[0])
-        visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
         gather = self._gather(row, int(row.counts[0]), num_keys)
-        mask = additive_mask(visible, num_keys, self._window).to(self._device, self._dtype)
-        return ChunkPart(begin, begin + append, gather, mask)
+        if tree is None:
+            visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
+            mask = additive_mask(visible, num_keys, self._window)
+        else:
+            mask = F.pad(tree, (num_keys - tree.shape[1], 0))
+        return ChunkPart(begin, begin + append, gather, mask.to(self._device, self._dtype))
 
     def _decode(self, rows: _Rows, widest: int) -> DecodePart:
         num_keys = int(rows.lengths.max())

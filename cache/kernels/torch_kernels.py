@@ -1,15 +1,16 @@
 """Torch kernels: the CPU serving path, and the reference that other backends are compared with."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_attention import AttentionPart, plan_attention, plan_prompts
-from tandem.cache.kernels.torch_sharing import Segment, attend_segments, plan_shared, sharing_rule
+from tandem.cache.kernels.torch_sharing import plan_shared, sharing_rule
+from tandem.cache.kv_scales import FP8
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
@@ -33,8 +34,19 @@ class TorchKernels:
         view of layer 1's V:                               └─ row 0
     """
 
-    def __init__(self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        fp8: Fp8Entries | None = None,
+    ) -> None:
         _, layers, _, heads, page_size, head_dim = pool.shape
+        self._fp8 = fp8
+        self._dtype = pool.dtype if fp8 is None else fp8.dtype
+        spans = pool.view(-1, page_size * head_dim)
+        pool = pool if fp8 is None else pool.view(torch.uint8)  # torch moves bytes, but not every 8-bit float
         self._pool = pool
         self.scoring = Scoring(scale, window, softcap)
         self.sharing = sharing_rule(pool, window)
@@ -46,7 +58,6 @@ class TorchKernels:
         value = heads * page_size
         self._key_rows = [rows[2 * value * layer :] for layer in range(layers)]
         self._value_rows = [rows[2 * value * layer + value :] for layer in range(layers)]
-        spans = pool.view(-1, page_size * head_dim)
         self._spans = [spans[2 * heads * layer :] for layer in range(layers)]
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> TorchPlan:
@@ -60,22 +71,33 @@ class TorchKernels:
     def _parts(self, tokens: TokenLayout, tables: PageTables) -> tuple[AttentionPart, ...]:
         window = self.scoring.window
         if tables.shared is None:
-            return plan_attention(tokens, tables, self._pool, window)
-        return plan_shared(tokens, tables, self._pool), *plan_prompts(tokens, tables, self._pool, window)
+            return plan_attention(tokens, tables, self._pool, window, self._dtype)
+        decodes = plan_shared(tokens, tables, self._pool, self._dtype)
+        return decodes, *plan_prompts(tokens, tables, self._pool, window, self._dtype)
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: TorchPlan
     ) -> tuple[Tensor, Tensor]:
         if rotation is not None:
             q, k = rotation.apply_both(q, k)
-        size = k.shape[-1]
-        self._key_rows[layer].index_copy_(0, plan.append_rows, k.reshape(-1, size))
-        self._value_rows[layer].index_copy_(0, plan.append_rows, v.reshape(-1, size))
+        size, keys, values = k.shape[-1], k, v
+        if self._fp8 is not None:
+            keys, values = (entries.view(torch.uint8) for entries in self._fp8.quantise(layer, k, v))
+        self._key_rows[layer].index_copy_(0, plan.append_rows, keys.reshape(-1, size))
+        self._value_rows[layer].index_copy_(0, plan.append_rows, values.reshape(-1, size))
         return q, k
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan, sinks: Tensor | None = None
     ) -> Tensor:
+        if self._fp8 is None:
+            return self._attend(layer, q, k, v, plan, sinks)
+        # Entries take part as they are: their scales are q's and the output's.
+        k, v = (entries.to(q.dtype) for entries in self._fp8.quantise(layer, k, v))
+        output = self._attend(layer, self._fp8.scale_queries(layer, q), k, v, plan, sinks)
+        return self._fp8.scale_output(layer, output)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan, sinks: Tensor | None) -> Tensor:
         if len(plan.parts) == 1:
             return self.attend_part(layer, plan.parts[0], q, k, v, sinks)
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -89,12 +111,13 @@ class TorchKernels:
         """o of the part's tokens from their q and all of k and v."""
         return part.attend(self._spans[layer], q, k, v, self.scoring, sinks)
 
-    def attend_segments(self, layer: int, output: Tensor, lse: Tensor, segments: Sequence[Segment], q: Tensor) -> None:
-        """See torch_sharing."""
-        attend_segments(output, lse, segments, self._spans[layer], q, self.scoring)
-
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         self._pool[self._index(targets)] = self._pool[self._index(sources)]
+
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        source, target = self._index(sources), self._index(targets)
+        moved = self._pool[source // self._page_size, :, :, :, source % self._page_size]
+        self._pool[target // self._page_size, :, :, :, target % self._page_size] = moved
 
     def clear_pages(self, pages: Int32Array) -> None:
         self._pool.index_fill_(0, self._index(pages), 0)
@@ -102,7 +125,10 @@ class TorchKernels:
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         index = self._index(slots)
         both = self._pool[index // self._page_size, layer, :, :, index % self._page_size]
-        return both[:, 0], both[:, 1]
+        k, v = both.unbind(1)
+        if self._fp8 is None:
+            return k, v
+        return self._fp8.dequantise(layer, k.view(FP8), v.view(FP8))
 
     def _index(self, ids: Int32Array) -> Tensor:
         return torch.from_numpy(ids.astype(np.int64)).to(self._pool.device)

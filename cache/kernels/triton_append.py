@@ -41,12 +41,15 @@ def append(
     targets: AppendTargets,
     *,
     keep_k: bool,
+    fp8_factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q and k rotated, both new; K and V of each token stand in one layer of its own slot, and of its peer's.
 
     pool: [num_pages, layers, 2, num_kv_heads, page_size, head_dim], contiguous. q [T, num_q_heads, head_dim], k and v
     [T, num_kv_heads, head_dim]: any strides but 1 in the last. keep_k False saves the copy of k and gives it back as
     it came, for callers that read it from the pages. Pools of peers have the shape of `pool` but for num_pages.
+    fp8_factors: of a float8_e4m3fn pool, float32 [2, num_kv_heads], by which K and V are multiplied before they are
+    rounded to its entries, saturated.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     _, layers, _, num_kv_heads, page_size, _ = pool.shape
@@ -58,7 +61,7 @@ def append(
     q_parts, kv_parts = triton.cdiv(num_q_heads, heads), triton.cdiv(num_kv_heads, heads)
     kernel: Any = _append[(num_tokens * (q_parts + kv_parts),)]
     kernel(
-        *(q, k, v, q_out, k_out, cos, sin, pool, targets.slots, targets.peer_rows),
+        *(q, k, v, q_out, k_out, cos, sin, pool, targets.slots, targets.peer_rows, fp8_factors),
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), cos.stride(0), sin.stride(0)),
         layers * 2 * num_kv_heads * page_size * head_dim,
         layer * 2 * num_kv_heads * page_size * head_dim,
@@ -75,6 +78,7 @@ def append(
         ROTATE=rotation is not None,
         KEEP_K=keep_k,
         HAS_PEER=targets.peer_rows is not None,
+        FP8=fp8_factors is not None,
         **launch_options(pool.device),
     )
     return q_out, k_out
@@ -82,7 +86,7 @@ def append(
 
 @triton.jit
 def _append(
-    q, k, v, q_out, k_out, cos, sin, pool, slots, peer_rows,
+    q, k, v, q_out, k_out, cos, sin, pool, slots, peer_rows, fp8_factors,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token,
     page_elements, layer_elements, num_q_heads, num_kv_heads,
     PARTS: tl.constexpr,
@@ -96,6 +100,7 @@ def _append(
     ROTATE: tl.constexpr,
     KEEP_K: tl.constexpr,
     HAS_PEER: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has some heads of q, or of k and v, of one token; a token's programs are neighbours."""
@@ -134,6 +139,12 @@ def _append(
         if KEEP_K:
             k_rows = k_out + (token * num_kv_heads + heads) * HEAD_DIM
             _store(k_rows, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+        if FP8:
+            k_factor = tl.load(fp8_factors + heads, mask=there)
+            v_factor = tl.load(fp8_factors + num_kv_heads + heads, mask=there)
+            entry: tl.constexpr = pool.dtype.element_ty
+            ka, kb, kc = _quantise(ka, k_factor, entry), _quantise(kb, k_factor, entry), _quantise(kc, k_factor, entry)
+            va, vb, vc = _quantise(va, v_factor, entry), _quantise(vb, v_factor, entry), _quantise(vc, v_factor, entry)
         slot = tl.load(slots + token)
         in_layer = layer_elements + heads * (PAGE_SIZE * HEAD_DIM)
         value = num_kv_heads * (PAGE_SIZE * HEAD_DIM)
@@ -148,6 +159,12 @@ def _append(
                 rows = tl.multiple_of(address, 16).to(pool.dtype) + in_layer
                 _store(rows, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
                 _store(rows + value, va, vb, vc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+
+
+@triton.jit
+def _quantise(x, factor, dtype: tl.constexpr):
+    scaled = x.to(tl.float32) * factor
+    return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit

@@ -11,16 +11,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem.cache.kernels.dependent_launch import launch_options
 
 
-def gather(pool: Tensor, layer: int, slots: Tensor) -> Tensor:
+def gather(
+    pool: Tensor, layer: int, slots: Tensor, dtype: torch.dtype | None = None, fp8_scales: Tensor | None = None
+) -> Tensor:
     """[n, 2, num_kv_heads, head_dim], K at 0 and V at 1, of slots int32 [n].
 
-    pool: [num_pages, layers, 2, num_kv_heads, page_size, head_dim], contiguous.
+    pool: [num_pages, layers, 2, num_kv_heads, page_size, head_dim], contiguous. fp8_scales: of a float8_e4m3fn pool,
+    float32 [2, num_kv_heads], by which its entries are multiplied before they are rounded to dtype.
     """
     _, layers, _, heads, page_size, head_dim = pool.shape
-    rows = torch.empty((slots.shape[0], 2, heads, head_dim), dtype=pool.dtype, device=pool.device)
+    rows = torch.empty((slots.shape[0], 2, heads, head_dim), dtype=dtype or pool.dtype, device=pool.device)
     kernel: Any = _gather[(slots.shape[0],)]
     kernel(
-        *(pool, slots, rows),
+        *(pool, slots, rows, fp8_scales),
         layers * 2 * heads * page_size * head_dim,
         layer * 2 * heads * page_size * head_dim,
         PAGE_SIZE=page_size,
@@ -28,6 +31,7 @@ def gather(pool: Tensor, layer: int, slots: Tensor) -> Tensor:
         LINES=2 * heads,
         LINES_BLOCK=triton.next_power_of_2(2 * heads),
         BLOCK=triton.next_power_of_2(head_dim),
+        FP8=fp8_scales is not None,
         **launch_options(pool.device),
     )
     return rows
@@ -35,12 +39,13 @@ def gather(pool: Tensor, layer: int, slots: Tensor) -> Tensor:
 
 @triton.jit
 def _gather(
-    pool, slots, rows, page_elements, layer_elements,
+    pool, slots, rows, fp8_scales, page_elements, layer_elements,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     LINES: tl.constexpr,
     LINES_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a position: its lines, a head of K or of V each, lie a page's positions apart."""
@@ -54,4 +59,7 @@ def _gather(
     there = (line < LINES) & (column < HEAD_DIM)
     source = pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements + layer_elements + (slot % PAGE_SIZE) * HEAD_DIM
     values = tl.load(source + line * (PAGE_SIZE * HEAD_DIM) + column, mask=there)
+    if FP8:
+        values = values.to(tl.float32) * tl.load(fp8_scales + line, mask=line < LINES)
+        values = values.to(rows.dtype.element_ty)
     tl.store(rows + (position * LINES + line) * HEAD_DIM + column, values, mask=there)

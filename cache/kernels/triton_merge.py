@@ -9,6 +9,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.dependent_launch import launch_options
 
+HEADS_PER_PROGRAM = 8
+
 
 def merge_parts(
     own: Tensor,
@@ -26,12 +28,13 @@ def merge_parts(
     softmax. Contiguous all.
     """
     num_rows, num_heads, head_dim = own.shape
-    kernel: Any = _merge[(num_rows,)]
+    heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+    kernel: Any = _merge[(num_rows, triton.cdiv(num_heads, heads))]
     kernel(
         *(own, own_lse, shared, shared_lse, begins, places, own_lse if sinks is None else sinks),
         HEADS=num_heads,
         HEAD_DIM=head_dim,
-        HEADS_BLOCK=triton.next_power_of_2(num_heads),
+        HEADS_BLOCK=heads,
         BLOCK=triton.next_power_of_2(head_dim),
         SINKS=sinks is not None,
         **launch_options(own.device),
@@ -48,12 +51,12 @@ def _merge(
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a row. Sums are kept relative to the largest log-sum-exp so far (online softmax)."""
+    """A program some heads of a row. Sums are kept relative to the largest log-sum-exp so far (online softmax)."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS_BLOCK)
+    head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     is_head = head < HEADS
     element = head[:, None] * HEAD_DIM + tl.arange(0, BLOCK)[None, :]
     there = is_head[:, None] & (tl.arange(0, BLOCK) < HEAD_DIM)[None, :]

@@ -96,14 +96,15 @@ def measure_roofs() -> Roofs:
 class Bench:
     """One model with random weights, and a cache of random KV."""
 
-    def __init__(self, name: str, max_batch: int) -> None:
+    def __init__(self, name: str, max_batch: int, num_tokens: int | None = None) -> None:
+        """num_tokens: that the cache has room for."""
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(COMMON | MODELS[name]))
             self.config = load_config(Path(folder), "bfloat16")
             decoder = load_decoder(Path(folder), self.config, load_format="dummy", device="cuda")
         group = LayerGroup(tuple(range(self.config.num_layers)), self.config.num_kv_heads, self.config.head_dim)
         layout = KVLayout((group,), PAGE_SIZE, self.config.dtype)
-        num_pages = (max_batch * 1200 + 40960) // PAGE_SIZE
+        num_pages = (num_tokens or max_batch * 1200 + 40960) // PAGE_SIZE
         pool = torch.empty((num_pages, *layout.page_shape(0)), dtype=layout.dtype, device="cuda").normal_()
         self.cache = PagedKVCache(
             layout,

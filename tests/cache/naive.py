@@ -9,6 +9,7 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.page_writer import PageWriter
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.rope import RopeParameters, RotaryEmbedding
 
@@ -31,7 +32,7 @@ def layout_of(*kv_heads: int, page_size: int = 4, dtype: torch.dtype = torch.flo
 def pools_of(layout: KVLayout, num_pages: int) -> tuple[Tensor, ...]:
     """Pools full of NaN: what was never written must not matter."""
     return tuple(
-        torch.full((num_pages, *layout.page_shape(group)), torch.nan, dtype=layout.dtype)
+        torch.full((num_pages, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype)
         for group in range(len(layout.groups))
     )
 
@@ -49,14 +50,17 @@ def cache_of(
     kernels: KernelFactory = choose_kernels,
     scale: float | None = None,
     softcap: float | None = None,
+    pools: Sequence[Tensor] | None = None,
+    writer: PageWriter | None = None,
+    max_length: int = MAX_LENGTH,
 ) -> PagedKVCache:
     return PagedKVCache(
         layout,
-        pools_of(layout, num_pages),
+        pools or pools_of(layout, num_pages),
         max_sequences=16,
-        max_sequence_length=MAX_LENGTH,
+        max_sequence_length=max_length,
         rope=rope,
-        writer=None,
+        writer=writer,
         scale=scale,
         softcap=softcap,
         kernels=kernels,
@@ -86,11 +90,16 @@ def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
 
 
 def run(
-    cache: PagedKVCache, seq_ids: list[int], lengths: list[int], inputs: Inputs, sinks: Tensor | None = None
+    cache: PagedKVCache,
+    seq_ids: list[int],
+    lengths: list[int],
+    inputs: Inputs,
+    sinks: Tensor | None = None,
+    parents: Sequence[Sequence[int] | None] | None = None,
 ) -> list[Tensor]:
-    """One forward through the paged cache; o of each layer."""
+    """One forward through the paged cache; o of each layer. parents: token_tree_parents."""
     with torch.inference_mode():
-        plan = cache.begin_forward(seq_ids, lengths)
+        plan = cache.begin_forward(seq_ids, lengths, token_tree_parents=parents)
         outputs = [cache.attention(plan, layer, q, k, v, sinks) for layer, (q, k, v) in enumerate(inputs.layers)]
         cache.end_forward(plan)
     return outputs
@@ -162,8 +171,9 @@ class NaiveCache:
     def _attend(self, sequence: int, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         of = self.sequences[sequence]
         positions = torch.arange(start, start + q.shape[0])
-        of.keys[layer] = torch.cat((of.keys[layer], self._rotated(layer, k.double(), positions)))
-        of.values[layer] = torch.cat((of.values[layer], v.double()))
+        keys, values = self._stored(layer, self._rotated(layer, k.double(), positions), v.double())
+        of.keys[layer] = torch.cat((of.keys[layer], keys))
+        of.values[layer] = torch.cat((of.values[layer], values))
         return attend(
             self._rotated(layer, q.double(), positions),
             of.keys[layer],
@@ -174,6 +184,11 @@ class NaiveCache:
             sinks=self.sinks,
         )
 
+    def _stored(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What is left of k and v [n, heads, dim] in the layout's entries."""
+        scales = self.layout.scales
+        return (k, v) if scales is None else (round_by(k, scales.k[layer]), round_by(v, scales.v[layer]))
+
     def _rotated(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         rotary = self._rotaries[layer]
         if rotary is None:
@@ -181,6 +196,25 @@ class NaiveCache:
         cos, sin = (factor.double()[:, None] for factor in rotary.cos_sin(positions))
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def e4m3_values() -> Tensor:
+    """float64 [127]: what codes 0 … 126 of float8_e4m3fn mean, by its definition; 128 … 254 are their negatives."""
+    codes = torch.arange(127)
+    exponent, mantissa = (codes >> 3).double(), (codes & 7).double() / 8
+    return torch.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))
+
+
+def round_by(x: Tensor, scales: tuple[float, ...]) -> Tensor:
+    """x [n, heads, dim] through entries: x / scale to the nearest value there is, the even code of two, times scale."""
+    scale = torch.tensor(scales, dtype=torch.float32).double()[:, None]
+    values = e4m3_values()
+    magnitude = (x / scale).abs()
+    above = torch.searchsorted(values, magnitude).clamp(1, 126)
+    below = above - 1
+    up, down = values[above] - magnitude, magnitude - values[below]
+    nearest = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    return values[nearest].copysign(x) * scale
 
 
 def attend(
@@ -193,21 +227,20 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention token by token: q [n, q heads, D] belong to the last n of N keys and values [N, kv heads, D]."""
-    group = q.shape[1] // keys.shape[1]
-    output = torch.empty_like(q)
-    for index in range(q.shape[0]):
-        end = keys.shape[0] - q.shape[0] + index + 1
-        seen = slice(0 if window is None else max(end - window, 0), end)
-        for head in range(q.shape[1]):
-            scores = keys[seen, head // group] @ q[index, head] * (q.shape[2] ** -0.5 if scale is None else scale)
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            if sinks is not None:
-                scores = torch.cat((scores, sinks[head : head + 1].to(scores)))
-            weights = scores.softmax(0)[: end - seen.start]
-            output[index, head] = weights @ values[seen, head // group]
-    return output
+    """Causal attention with all scores at once: q [n, q heads, D] belong to the last n of N keys and values
+    [N, kv heads, D]."""
+    group, length, count = q.shape[1] // keys.shape[1], keys.shape[0], q.shape[0]
+    scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(group, 1))
+    scores *= q.shape[2] ** -0.5 if scale is None else scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    own, others = torch.arange(length - count, length)[:, None], torch.arange(length)
+    hidden = (others > own) | (others <= own - (length if window is None else window))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores)[:, None, None].expand(-1, count, 1)), -1)
+    weights = scores.softmax(-1)[..., :length]
+    return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1))
 
 
 def assert_same_kv(first: PagedKVCache, second: PagedKVCache, sequence: int, other: int, begin: int, end: int) -> None:

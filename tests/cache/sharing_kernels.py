@@ -2,11 +2,9 @@
 
 from torch import Tensor
 
-from tandem.cache.kernels.base import KernelFactory, Kernels
-from tandem.cache.kernels.native_kernels import NativeKernels
-from tandem.cache.kernels.torch_kernels import TorchKernels
+from tandem.cache.kernels.base import KernelFactory, Kernels, SharingKernels
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.shared_prefixes import SharingRule
-
 
 ALL = SharingRule(1, 1)
 
@@ -14,11 +12,17 @@ ALL = SharingRule(1, 1)
 def sharing_all(factory: KernelFactory, rule: SharingRule = ALL) -> KernelFactory:
     """What `factory` makes, with another rule where it shares at all."""
 
-    def make(pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None) -> Kernels:
-        kernels = factory(pool, scale, window, softcap)
-        assert isinstance(kernels, TorchKernels | NativeKernels)
+    def make(
+        pool: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        fp8: Fp8Entries | None = None,
+    ) -> Kernels:
+        kernels = factory(pool, scale, window, softcap, fp8)
+        assert isinstance(kernels, SharingKernels)
         if kernels.sharing is not None:
-            kernels.sharing = rule
+            vars(kernels)["sharing"] = rule
         return kernels
 
     return make

@@ -145,7 +145,7 @@ def parts_of(lengths: list[int], appends: list[int]) -> tuple[object, ...]:
     tokens = lay_out_tokens(np.array(lengths), np.array(appends))
     table = np.arange(len(lengths) * 2000, dtype=np.int32).reshape(len(lengths), -1)
     tables = look_up_pages(table, np.arange(len(lengths)), tokens, layout.page_size)
-    return plan_attention(tokens, tables, pools_of(layout, 1)[0])
+    return plan_attention(tokens, tables, pools_of(layout, 1)[0], None, layout.dtype)
 
 
 def test_neighbouring_prompts_of_one_length_are_one_part() -> None:
@@ -180,7 +180,7 @@ def test_unlike_decodes_attend_as_they_do_alone(kernels: KernelFactory) -> None:
             assert_close(actual, expected)
     tokens = lay_out_tokens(np.array(lengths), np.ones(8, np.int64))
     tables = look_up_pages(np.arange(800, dtype=np.int32).reshape(8, 100), np.arange(8), tokens, 1)
-    assert len(plan_attention(tokens, tables, pools_of(layout, 1)[0])) > 1
+    assert len(plan_attention(tokens, tables, pools_of(layout, 1)[0], None, layout.dtype)) > 1
 
 
 def test_copied_pages_match_bit_for_bit() -> None:

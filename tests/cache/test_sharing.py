@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import KernelFactory
-from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.layout import KVLayout
 from tandem.cache.paged_cache import PagedKVCache
@@ -19,7 +17,6 @@ from tests.tolerances import assert_close
 
 LAYOUT = layout_of(2, 1)
 SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
-BOTH = pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels], ids=["torch", "chosen"])
 assert SINKS.numel() == QUERY_HEADS
 
 
@@ -38,7 +35,6 @@ class Twins:
 
     def __init__(
         self,
-        kernels: KernelFactory,
         layout: KVLayout = LAYOUT,
         *,
         rule: SharingRule = ALL,
@@ -47,7 +43,7 @@ class Twins:
         sinks: Tensor | None = None,
     ) -> None:
         self.layout = layout
-        self.cache = cache_of(layout, num_pages, kernels=sharing_all(kernels, rule), softcap=softcap)
+        self.cache = cache_of(layout, num_pages, kernels=sharing_all(TorchKernels, rule), softcap=softcap)
         self.naive = NaiveCache(layout, softcap=softcap, sinks=sinks)
         self.sinks = sinks
         self.seed = 0
@@ -94,11 +90,10 @@ def levels(plan: ForwardPlan, group: int = 0) -> list[tuple[tuple[int, ...], int
     ]
 
 
-@BOTH
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (2.0, SINKS)], ids=["plain", "softcap-sinks"])
-def test_forks_of_forks(kernels: KernelFactory, softcap: float | None, sinks: Tensor | None) -> None:
+def test_forks_of_forks(softcap: float | None, sinks: Tensor | None) -> None:
     """Three levels; pages are full where a fork is in the middle of one, too."""
-    twins = Twins(kernels, softcap=softcap, sinks=sinks)
+    twins = Twins(softcap=softcap, sinks=sinks)
     twins.add(0)
     twins.run({0: 14})
     for child in (1, 2, 3):
@@ -115,10 +110,9 @@ def test_forks_of_forks(kernels: KernelFactory, softcap: float | None, sinks: Te
         assert sorted(levels(plan)) == sorted(levels(plan, 1)) == sorted(expected)
 
 
-@BOTH
-def test_beside_prompts_streams_and_strangers(kernels: KernelFactory) -> None:
+def test_beside_prompts_streams_and_strangers() -> None:
     """Only sequences with one new token share; a fork of a stream, whose K is not rotated, does not."""
-    twins = Twins(kernels)
+    twins = Twins()
     twins.add(0)
     twins.run({0: 17})
     for child in (1, 2, 3):
@@ -148,9 +142,8 @@ def test_beside_prompts_streams_and_strangers(kernels: KernelFactory) -> None:
             assert_close(actual[rows["streams"]], stream.double())
 
 
-@BOTH
-def test_layer_groups_with_a_window_do_not_share(kernels: KernelFactory) -> None:
-    twins = Twins(kernels, windowed(LAYOUT, None, 11))
+def test_layer_groups_with_a_window_do_not_share() -> None:
+    twins = Twins(windowed(LAYOUT, None, 11))
     twins.add(0)
     twins.run({0: 21})
     twins.fork(0, 1, 21)
@@ -160,9 +153,8 @@ def test_layer_groups_with_a_window_do_not_share(kernels: KernelFactory) -> None
         assert levels(plan, 1) == []
 
 
-@BOTH
-def test_prefixes_of_the_index(kernels: KernelFactory) -> None:
-    twins, prompt = Twins(kernels), list(range(13))
+def test_prefixes_of_the_index() -> None:
+    twins, prompt = Twins(), list(range(13))
     twins.add(0)
     twins.run({0: 13})
     twins.cache.publish_prefix(0, prompt)
@@ -177,10 +169,9 @@ def test_prefixes_of_the_index(kernels: KernelFactory) -> None:
         assert levels(twins.run({1: 1, 2: 1, 3: 1})) == [((1, 2, 3), 3)]
 
 
-@BOTH
-def test_what_is_known_of_a_batch_is_forgotten_when_pages_change(kernels: KernelFactory) -> None:
+def test_what_is_known_of_a_batch_is_forgotten_when_pages_change() -> None:
     """The same sequences, step after step: one goes back into what it shares, one is another under the old name."""
-    twins = Twins(kernels)
+    twins = Twins()
     twins.add(0)
     twins.run({0: 20})
     twins.fork(0, 1, 20)
@@ -198,12 +189,11 @@ def test_what_is_known_of_a_batch_is_forgotten_when_pages_change(kernels: Kernel
     assert levels(twins.run(batch)) == [((0, 1, 2), 2), ((1, 2), 1)]
 
 
-@BOTH
 @pytest.mark.parametrize("seed", range(3))
-def test_random_programs(kernels: KernelFactory, seed: int) -> None:
+def test_random_programs(seed: int) -> None:
     """Forks, pops and forwards of random sequences, most of them decodes, under a rule that some levels fail."""
     random = Random(seed)
-    twins = Twins(kernels, rule=SharingRule(1 + seed, 2 + seed), num_pages=160)
+    twins = Twins(rule=SharingRule(1 + seed, 2 + seed), num_pages=160)
     twins.add(0)
     twins.run({0: 24})
     shared, batch = 0, {0: 1}

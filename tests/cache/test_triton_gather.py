@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from tandem.cache.kernels.triton_gather import gather
+from tandem.cache.kv_scales import FP8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -19,3 +20,13 @@ def test_gather(dtype: torch.dtype, heads: int, page_size: int, head_dim: int) -
     for layer in range(3):
         expected = pool[slots // page_size, layer, :, :, slots % page_size]
         assert torch.equal(gather(pool, layer, slots), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_fp8_entries_are_widened(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.randn(5, 3, 2, 3, 8, 16, generator=generator).to(FP8).to(DEVICE)
+    slots = torch.randint(5 * 8, (11,), generator=generator, dtype=torch.int32).to(DEVICE)
+    scales = torch.rand(2, 3, generator=generator).to(DEVICE)
+    entries = pool.float()[slots // 8, 1, :, :, slots % 8]
+    assert torch.equal(gather(pool, 1, slots, dtype, scales), (entries * scales[..., None]).to(dtype))

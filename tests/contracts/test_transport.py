@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.position_map import Int32Array
 from tandem.transfer.completion import SignalBoard, pack_signal
@@ -49,9 +51,9 @@ ISLANDS: dict[str, Callable[[TransportConfig], list[Transport]]] = {
 }
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.fixture(params=[None, KVScales.uniform(3)], ids=["float32", "fp8"])
 def config(request: pytest.FixtureRequest) -> TransportConfig:
-    return TransportConfig(0, 3, two_groups(request.param), NUM_PAGES, num_signals=4, island="contract", epoch=7)
+    return TransportConfig(0, 3, two_groups(scales=request.param), NUM_PAGES, num_signals=4, island="contract", epoch=7)
 
 
 @pytest.fixture(params=ISLANDS)
@@ -94,7 +96,7 @@ def random_tokens(transport: Transport, group: int, count: int, seed: int) -> tu
     layers = transport.layout.groups[group]
     generator = torch.Generator().manual_seed(seed)
     shape = (count, layers.num_kv_heads, layers.head_dim)
-    k, v = (torch.randn(shape, generator=generator).to(transport.layout.dtype) for _ in range(2))
+    k, v = (torch.randn(shape, generator=generator).to(transport.layout.stored_dtype) for _ in range(2))
     return k, v
 
 
@@ -111,7 +113,7 @@ def test_memory_begins_zeroed_and_in_the_shape_of_the_layout(island: list[Transp
     for transport in island:
         shapes = [tuple(pool.shape) for pool in transport.pools]
         assert shapes == [(NUM_PAGES, *transport.layout.page_shape(group)) for group in range(2)]
-        assert all(pool.dtype == transport.layout.dtype and not pool.any() for pool in transport.pools)
+        assert all(pool.dtype == transport.layout.stored_dtype and not pool.any() for pool in transport.pools)
         assert transport.mailbox().shape == (4, 2)
         assert transport.mailbox().dtype == np.int64
         assert not transport.mailbox().any()
@@ -339,12 +341,21 @@ def test_a_handle_of_another_island_or_shape_is_refused(
     check_closed(unjoined[0])
 
 
-def test_another_layout_is_refused(unjoined: list[Transport], config: TransportConfig) -> None:
-    layout = replace(config.layout, page_size=2 * PAGE_SIZE)
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"page_size": 2 * PAGE_SIZE}, "layout_fingerprint"),
+        ({"scales": KVScales.uniform(3, k=0.5)}, "kv_"),
+    ],
+)
+def test_another_layout_is_refused(
+    unjoined: list[Transport], config: TransportConfig, change: dict[str, Any], field: str
+) -> None:
+    layout = replace(config.layout, **change)
     other = shared_memory_island(replace(config, layout=layout))[1]
     handles = [transport.open() for transport in unjoined]
     handle = json.loads(other.open()) | {"transport": json.loads(handles[1])["transport"]}
-    with pytest.raises(MembershipRefused, match="layout_fingerprint"):
+    with pytest.raises(MembershipRefused, match=f"PE 1's handle has {field}"):
         unjoined[0].join([handles[0], json.dumps(handle).encode(), handles[2]])
     other.close()
 

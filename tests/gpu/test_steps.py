@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.shared_prefixes import SharedPrefixes
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.registry import load_config
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.weights import load_decoder
+from tests.cache.sharing_kernels import sharing_all
 from tests.checkpoints import make_model
 from tests.oracle import random_prompt
 
@@ -32,13 +36,13 @@ DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5,
 class Steps:
     """One model and cache, with prompts of unlike lengths stored."""
 
-    def __init__(self, folder: Path, dtype: str, graphs: bool) -> None:
+    def __init__(self, folder: Path, dtype: str, graphs: bool, kernels: KernelFactory = choose_kernels) -> None:
         config = load_config(folder, dtype)
         group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
         layout = KVLayout((group,), 16, config.dtype)
         pool = torch.full((200, *layout.page_shape(0)), torch.nan, dtype=layout.dtype, device="cuda")
         self.cache = PagedKVCache(
-            layout, (pool,), max_sequences=32, max_sequence_length=256, rope=config.rope, writer=None
+            layout, (pool,), max_sequences=32, max_sequence_length=256, rope=config.rope, writer=None, kernels=kernels
         )
         self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
         if graphs:
@@ -96,3 +100,27 @@ def test_graphs_give_the_tokens_of_the_eager_path(family: str, params: SamplingP
 def test_float32_steps_are_eager(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     assert not Steps(tmp_path, "float32", graphs=True).runner.runs_ahead
+
+
+def test_steps_that_share_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks in the sharing batches' graphs, beside steps that are too small for them, against eager steps."""
+    from tandem.cache.kernels.flashinfer_sharing import FixedSharing  # needs triton
+
+    make_model("qwen3", head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    fills: list[int] = []
+    fill = FixedSharing.refill
+
+    def refill(sharing: FixedSharing, shared: SharedPrefixes | None, *rest: Any) -> None:
+        fills.append(0 if shared is None else shared.members.size)
+        fill(sharing, shared, *rest)
+
+    monkeypatch.setattr(FixedSharing, "refill", refill)
+    made = []
+    for graphs in (False, True):
+        steps = Steps(tmp_path, "bfloat16", graphs, sharing_all(choose_kernels))
+        for sequence in set(range(NUM_SEQUENCES)) - {7, 8, 16}:
+            steps.cache.remove_sequence(sequence)
+            steps.cache.fork_sequence(8, sequence, 48 if sequence % 2 else -1)
+        made.append(steps.run(GREEDY))
+    assert made[0] == made[1]
+    assert max(fills) >= NUM_SEQUENCES - 3

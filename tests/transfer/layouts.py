@@ -2,10 +2,12 @@
 
 import torch
 
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
 
 PAGE_SIZE = 4
 
 
-def two_groups(dtype: torch.dtype = torch.float32) -> KVLayout:
-    return KVLayout((LayerGroup((0, 2), num_kv_heads=2, head_dim=8), LayerGroup((1,), 1, 4)), PAGE_SIZE, dtype)
+def two_groups(dtype: torch.dtype = torch.float32, scales: KVScales | None = None) -> KVLayout:
+    groups = (LayerGroup((0, 2), num_kv_heads=2, head_dim=8), LayerGroup((1,), 1, 4))
+    return KVLayout(groups, PAGE_SIZE, dtype, scales)

@@ -1,0 +1,149 @@
+"""The token trees that sequences of a cache have open: how they grow, and what is kept of them in the end."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.kernels.base import Kernels, TreeKernels
+from tandem.cache.plan import slots_of
+from tandem.cache.send_marks import SendMarks
+from tandem.cache.sequence_pages import SequencePages
+from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.token_tree import TokenTrees, extend_tree, lay_out_trees, path_to
+from tandem.cache.window import Int64Array
+
+Parents = Sequence[int] | Int64Array
+NO_NODES = np.empty(0, np.int64)
+
+
+class OpenTrees:
+    """Per sequence the parents of its nodes, which are its last positions. See PagedKVCache for what calls do."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        pages: SequencePages,
+        marks: SendMarks,
+        kernels: Sequence[Kernels],
+        *,
+        page_size: int,
+        has_windows: bool,
+    ) -> None:
+        """kernels: of each layer group. has_windows: whether one of them has a window."""
+        self._table = table
+        self._pages = pages
+        self._marks = marks
+        self._kernels = kernels
+        self._page_size = page_size
+        self._has_windows = has_windows
+        self._parents: dict[int, Int64Array] = {}
+
+    def check_closed(self, sequence: int) -> None:
+        """InvalidArgument while a sequence has an open tree."""
+        if sequence in self._parents:
+            raise InvalidArgument(
+                f"sequence {sequence} has an open token tree of {self._parents[sequence].size} nodes; "
+                "commit_token_tree ends that"
+            )
+
+    def extended(
+        self, seq_ids: Sequence[int] | Int64Array, appends: Int64Array, parents: Sequence[Parents | None] | None
+    ) -> dict[int, Int64Array]:
+        """The trees of those of a forward's sequences that have parents[i], with its nodes; nothing is changed yet.
+
+        InvalidArgument where a tree cannot be, or where one is open and parents has none for it.
+        """
+        if parents is None and not self._parents:
+            return {}
+        given = [None] * len(seq_ids) if parents is None else parents
+        if len(given) != len(seq_ids):
+            raise InvalidArgument(f"token_tree_parents has {len(given)} entries; seq_ids has {len(seq_ids)}")
+        trees: dict[int, Int64Array] = {}
+        for index, (sequence, added) in enumerate(zip(seq_ids, given, strict=True)):
+            if added is None:
+                self.check_closed(int(sequence))
+                continue
+            name = f"token_tree_parents[{index}]"
+            if len(added) != int(appends[index]):
+                raise InvalidArgument(f"{name} has {len(added)} entries; append_lengths[{index}] is {appends[index]}")
+            self._check_can_open(int(sequence))
+            trees[int(sequence)] = extend_tree(self._parents.get(int(sequence), NO_NODES), added, name)
+        return trees
+
+    def put(
+        self, trees: dict[int, Int64Array], seq_ids: Sequence[int] | Int64Array, qo_indptr: np.ndarray
+    ) -> TokenTrees | None:
+        """These are open from now on; how their new nodes are laid out in the forward of seq_ids."""
+        if not trees:
+            return None
+        self._parents.update(trees)
+        there = np.array([index for index, sequence in enumerate(seq_ids) if int(sequence) in trees])
+        return lay_out_trees(there, [trees[int(seq_ids[index])] for index in there], qo_indptr)
+
+    def pop(self, sequence: int, count: int) -> None:
+        """The last `count` positions are taken back: of an open tree the last nodes. InvalidArgument beyond those."""
+        tree = self._parents.get(sequence)
+        if tree is None:
+            return
+        if count > tree.size:
+            raise InvalidArgument(f"count is {count}; the open token tree of sequence {sequence} has {tree.size} nodes")
+        self._parents[sequence] = tree[: tree.size - count]
+        if count == tree.size:
+            del self._parents[sequence]
+
+    def drop(self, sequence: int) -> None:
+        self._parents.pop(sequence, None)
+
+    def commit(self, seq_ids: Sequence[int] | Int64Array, leaf_indices: Sequence[int] | Int64Array) -> None:
+        rows = self._table.rows(seq_ids)
+        if len(leaf_indices) != rows.size:
+            raise InvalidArgument(f"leaf_indices has {len(leaf_indices)} entries; seq_ids has {rows.size}")
+        paths = [
+            path_to(*self._leaf(int(sequence), int(leaf))) for sequence, leaf in zip(seq_ids, leaf_indices, strict=True)
+        ]
+        bases = [
+            int(self._table.lengths[row]) - self._parents[int(sequence)].size
+            for sequence, row in zip(seq_ids, rows, strict=True)
+        ]
+        self._compact(rows, bases, paths)
+        for sequence, row, base, path in zip(seq_ids, rows, bases, paths, strict=True):
+            del self._parents[int(sequence)]
+            self._pages.cut(int(row), base + path.size)
+
+    def _leaf(self, sequence: int, leaf: int) -> tuple[Int64Array, int]:
+        tree = self._parents.get(sequence)
+        if tree is None:
+            raise InvalidArgument(f"sequence {sequence} has no open token tree; begin_forward opens one")
+        if not -1 <= leaf < tree.size:
+            raise InvalidArgument(f"leaf_indices has {leaf} for sequence {sequence}; -1 … {tree.size - 1} are accepted")
+        return tree, leaf
+
+    def _compact(self, rows: Int64Array, bases: list[int], paths: list[Int64Array]) -> None:
+        """Moves the nodes of each path to the first positions after the base; a node never moves up."""
+        for kernels, group in zip(self._kernels, self._table.groups, strict=True):
+            assert isinstance(kernels, TreeKernels)  # else no tree was opened
+            sources, targets = [], []
+            for row, base, path in zip(rows, bases, paths, strict=True):
+                places = np.arange(path.size)
+                moved = path != places
+                sources.append(slots_of(group.pages[row], base + path[moved], self._page_size))
+                targets.append(slots_of(group.pages[row], base + places[moved], self._page_size))
+            if sum(slots.size for slots in sources):
+                kernels.move_slots(np.concatenate(sources), np.concatenate(targets))
+
+    def _check_can_open(self, sequence: int) -> None:
+        for index, kernels in enumerate(self._kernels):
+            if not isinstance(kernels, TreeKernels):
+                raise InvalidArgument(
+                    f"token_tree_parents is given; {type(kernels).__name__}, the kernels of layer group {index}, "
+                    "take no token trees"
+                )
+        if self._has_windows:
+            raise InvalidArgument("the layout has groups with a window; token trees are taken only in layouts without")
+        if self._table.streams.windows[self._table.row(sequence)]:
+            raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not take token trees")
+        if self._marks.any_open([sequence]):
+            raise InvalidArgument(
+                f"sequence {sequence} is being sent; token trees can be opened when its position map is used up"
+            )

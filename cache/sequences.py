@@ -1,0 +1,132 @@
+"""Sequences that come, share pages with one another and with the prefix index, shrink and go."""
+
+from collections.abc import Sequence
+
+from tandem.cache.errors import CacheError, InvalidArgument
+from tandem.cache.growth import Growth
+from tandem.cache.open_trees import OpenTrees
+from tandem.cache.page_pools import PagePools
+from tandem.cache.receptions import Receptions
+from tandem.cache.send_marks import SendMarks
+from tandem.cache.sequence_pages import SequencePages
+from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.streams import Streams
+
+
+class Sequences:
+    """Owned by a PagedKVCache, whose parts it works on and whose docstrings say what its calls do."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        pages: SequencePages,
+        pools: PagePools,
+        receptions: Receptions,
+        streams: Streams,
+        marks: SendMarks,
+        trees: OpenTrees,
+        growth: Growth,
+        *,
+        page_size: int,
+        max_length: int,
+        has_windows: bool,
+    ) -> None:
+        """has_windows: whether a layer group of the layout has one."""
+        self._table = table
+        self._pages = pages
+        self._pools = pools
+        self._receptions = receptions
+        self._streams = streams
+        self._marks = marks
+        self._trees = trees
+        self._growth = growth
+        self._page_size = page_size
+        self._max_length = max_length
+        self._has_windows = has_windows
+
+    def settled_row(self, sequence: int) -> int:
+        """The row of a sequence that is not being received and has no open tree; else InvalidArgument."""
+        self._receptions.check_settled(sequence)
+        self._trees.check_closed(sequence)
+        return self._table.row(sequence)
+
+    def add(self, sequence: int) -> None:
+        if sequence in self._receptions:
+            raise InvalidArgument(f"sequence {sequence} still drains; finish_receive ends that")
+        self._table.add(sequence)
+
+    def remove(self, sequence: int) -> None:
+        if sequence not in self._table:
+            return
+        self._pools.release(self._table.held_pages(self._table.row(sequence)))
+        self._table.remove(sequence)
+        self._marks.drop(sequence)
+        self._trees.drop(sequence)
+
+    def fork(self, parent: int, child: int, position: int) -> None:
+        row, streams = self.settled_row(parent), self._table.streams
+        window, sink = int(streams.windows[row]), int(streams.sinks[row])
+        length = self._table.num_positions(row)
+        at, most = (length if position == -1 else position), (min(sink, length) if window else length)
+        if not 0 <= at <= most:
+            raise InvalidArgument(f"position is {position}; -1 (all {length}) and 0 … {most} are accepted")
+        self.add(child)
+        try:
+            self._pages.fork(row, self._table.row(child), at)
+            if window:
+                streams.enable(self._table.row(child), window, sink)
+        except CacheError:
+            self._table.remove(child)
+            raise
+
+    def pop(self, sequence: int, count: int) -> None:
+        self._receptions.check_settled(sequence)
+        row = self._table.row(sequence)
+        length = int(self._table.lengths[row]) - count
+        if count < 0 or length < 0:
+            raise InvalidArgument(f"count is {count}; 0 … {length + count} are accepted")
+        self._streams.check_cut(row, length)
+        self._trees.pop(sequence, count)
+        self._pages.cut(row, length)
+        self._marks.rewind(sequence, self._table.num_positions(row))
+
+    def reserve(self, sequence: int, num_tokens: int, longest_append: int | None) -> None:
+        row = self._table.row(sequence)
+        longest = num_tokens if longest_append is None else longest_append
+        if self._table.streams.windows[row]:
+            num_tokens = min(num_tokens, self._table.streams.longest(row, longest))
+        self._growth.check_length(sequence, num_tokens)
+        self._pages.reserve(row, num_tokens, longest)
+
+    def enable_sliding_window(self, sequence: int, window: int, sink: int) -> None:
+        row = self.settled_row(sequence)
+        if self._has_windows:
+            raise InvalidArgument("the layout has groups with a window; sequences slide only in layouts without")
+        if self._table.num_positions(row):
+            raise InvalidArgument(f"sequence {sequence} holds positions; only an empty one can begin to slide")
+        self._streams.check_window(window, sink, self._max_length)
+        self._table.streams.enable(row, window, sink)
+
+    def match_prefix(self, sequence: int, token_ids: Sequence[int]) -> int:
+        self._check_sharing(sequence)
+        row = self._table.row(sequence)
+        if any(pages.size for pages in self._table.held_pages(row)):
+            raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
+        pages = self._pools.prefixes.match(token_ids, max(len(token_ids) - 1, 0) // self._page_size)
+        self._pages.share(row, pages)
+        return pages[0].size * self._page_size
+
+    def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
+        self._check_sharing(sequence)
+        row = self.settled_row(sequence)
+        length = int(self._table.lengths[row])
+        if len(token_ids) > length:
+            raise InvalidArgument(f"token_ids has {len(token_ids)} tokens; sequence {sequence} holds {length}")
+        pages = self._table.held_pages(row, 0, len(token_ids) // self._page_size)
+        self._pools.prefixes.publish(token_ids, pages)
+
+    def _check_sharing(self, sequence: int) -> None:
+        if self._table.streams.windows[self._table.row(sequence)]:
+            raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
+        if self._has_windows:
+            raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")

@@ -5,7 +5,7 @@ PACKAGES := cache transfer workers cluster proto
 TREE := build/import-root/tandem
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format proto chaos bench clean
+.PHONY: help demo test check format proto chaos explore bench clean
 
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
@@ -14,6 +14,7 @@ help:
 	@echo "make format  let ruff rewrite the code"
 	@echo "make proto   generate the protobuf modules"
 	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
+	@echo "make explore all that can happen to a request in a few small worlds, one state after another"
 	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"
 	@echo "make clean   remove the virtual environment and all caches"
 
@@ -39,6 +40,9 @@ proto: .venv/.dev
 
 chaos: .venv/.dev
 	@$(BIN)/python -m tests.chaos
+
+explore: .venv/.dev
+	@$(BIN)/python -m tests.protocol
 
 bench: .venv/.dev
 	@$(BIN)/tandem bench

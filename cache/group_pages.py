@@ -98,8 +98,8 @@ class GroupPages:
         count = int((new_ends - starts).sum()) + copied.size
         return Growth(gone, begins, starts, new_ends, copied, np.flatnonzero(opened), count)
 
-    def grow(self, rows: Int64Array, lengths: Int64Array, last: Int64Array, growth: Growth, pages: Int32Array) -> None:
-        """Carries a growth out with growth.num_pages pages; `gone` is released. last: the last place of each row."""
+    def grow(self, rows: Int64Array, lengths: Int64Array, growth: Growth, pages: Int32Array) -> None:
+        """Carries a growth out with growth.num_pages pages; `gone` is released."""
         table = self.table
         if pages.size:
             added = pages.size - growth.copied.size
@@ -110,9 +110,14 @@ class GroupPages:
         if growth.begins is not None:
             table.begins[rows] = growth.begins
             table.ends[rows] = growth.ends
-        # What stands past a sequence's end in its last page is read, though masked: a new last page is cleared.
+
+    def clear_opened(self, rows: Int64Array, last: Int64Array, growth: Growth) -> None:
+        """What stands past a sequence's end in its last page is read, though masked: a new last page is cleared.
+
+        last: the last place of each row.
+        """
         if growth.opened.size:
-            self._kernels.clear_pages(table.pages[rows[growth.opened], last[growth.opened]])
+            self._kernels.clear_pages(self.table.pages[rows[growth.opened], last[growth.opened]])
 
     def _leaving(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
         moved = np.flatnonzero(ends > begins)

@@ -55,6 +55,7 @@ class Growth:
             self.check_length(int(seq_ids[longest]), int(lengths[longest] + appends[longest]))
             queries = np.maximum(lengths - in_flight, 0)
             self._pages.grow(rows, lengths, lengths + appends, queries=queries, gone=gone)
+        self._receptions.clear_ends(rows, lengths)
         tokens = lay_out_tokens(lengths, appends)
         return rows, replace(tokens, trees=self._trees.put(trees, seq_ids, tokens.qo_indptr)) if trees else tokens
 

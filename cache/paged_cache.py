@@ -83,9 +83,7 @@ class PagedKVCache:
             of_groups.append(GroupPages(index, group.window, table, self._pools, own, layout.page_size))
             self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring, fp8))
         self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
-        self._receptions = Receptions(
-            self._table, self._pages, self._pools, self._streams, layout.page_size, pools[0].device
-        )
+        self._receptions = Receptions(self._table, self._pages, self._pools, self._streams, layout.page_size, pools)
         self._trees = OpenTrees(
             self._table,
             self._pages,
@@ -161,11 +159,16 @@ class PagedKVCache:
         """Per layer group the pages that reserve() takes for a sequence that is empty."""
         return self._pages.needed(num_tokens, num_tokens if longest_append is None else longest_append)
 
-    def has_room(self, num_tokens: int, longest_append: int | None = None, *, ever: bool = False) -> bool:
-        """Whether reserve() would work for one more sequence now, or (ever) if it were the only one."""
-        have = self._pools.num_pages if ever else self._pools.num_free
+    def has_room(self, num_tokens: int, longest_append: int | None = None) -> bool:
+        """Whether reserve() would work for one more sequence now."""
         needed = self.num_pages_needed(num_tokens, longest_append)
-        return all(pages <= limit for pages, limit in zip(needed, have, strict=True))
+        return all(pages <= free for pages, free in zip(needed, self._pools.num_free, strict=True))
+
+    def shortage(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, int] | None:
+        """Pages that reserve() would take of a layer group that has fewer in all, and how many it has; or None."""
+        needed = self.num_pages_needed(num_tokens, longest_append)
+        short = (pair for pair in zip(needed, self._pools.num_pages, strict=True) if pair[0] > pair[1])
+        return next(short, None)
 
     def clear(self) -> None:
         """Removes all sequences and prefixes; pages that drain go on doing so."""
@@ -322,14 +325,14 @@ class PagedKVCache:
 
     # Prefixes
 
-    def match_prefix(self, sequence: int, token_ids: Sequence[int]) -> int:
+    def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> int:
         """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
 
         At least one token is left over to be computed.
         """
         return self._sequences.match_prefix(sequence, token_ids)
 
-    def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
+    def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> None:
         """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed."""
         self._sequences.publish_prefix(sequence, token_ids)
 

@@ -1,7 +1,10 @@
 """Sequences that a remote writer fills, and the pages that stay out of use until it is quiet."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.page_pools import PageIds, PagePools
@@ -14,7 +17,12 @@ from tandem.cache.window import Int64Array
 
 
 class Receptions:
-    """Who is being received, by sequence: a sequence may be removed meanwhile, and its pages drain."""
+    """Who is being received, by sequence: a sequence may be removed meanwhile, and its pages drain.
+
+    A remote write knows no stream of this process: what it wrote before work that was queued earlier has run would be
+    lost. So the last page, whose end is to be cleared, is not cleared when the writer is told of it, but in order with
+    the first forward that reads it.
+    """
 
     def __init__(
         self,
@@ -23,15 +31,15 @@ class Receptions:
         pools: PagePools,
         streams: Streams,
         page_size: int,
-        device: torch.device,
+        memory: Sequence[Tensor],
     ) -> None:
-        """device: of the pages."""
+        """memory: per layer group the pages, [num_pages, …, page_size, elements]."""
         self._table = table
         self._pages = pages
         self._pools = pools
         self._streams = streams
         self._page_size = page_size
-        self._device = device
+        self._memory = tuple(memory)
         self._incoming: dict[int, PageIds] = {}
 
     def __contains__(self, sequence: int) -> bool:
@@ -49,16 +57,28 @@ class Receptions:
         with self._streams.slid(rows, np.array([length]), receive=True) as gone:
             end = begin + length - int(table.streams.dropped[row])
             ends = np.array([end])
-            self._pages.grow(rows, table.lengths[rows], ends, queries=ends, gone=gone)
+            self._pages.grow(rows, table.lengths[rows], ends, queries=ends, gone=gone, clear=False)
         pages = table.held_pages(row, min(stored, end) // size, -(-end // size))
         self._pools.hold(pages)
         self._incoming[sequence] = pages
-        table.receiving[row] = True
-        if self._device.type == "cuda":
-            # Growing has queued work that clears pages. A remote write knows no stream of this process: what it wrote
-            # before that work ran would be lost.
-            torch.cuda.current_stream(self._device).synchronize()
+        table.receiving[row], table.unclean[row] = True, end % size != 0
+        device = self._memory[0].device
+        if device.type == "cuda" and stored % size:  # growing may have queued the copy of a shared partial page
+            torch.cuda.current_stream(device).synchronize()
         return PositionMap(begin, self._runs(row, begin, begin + length))
+
+    def clear_ends(self, rows: Int64Array, lengths: Int64Array) -> None:
+        """Clears what stands past `lengths` (int64 [B]) in the last pages of rows that have not been cleared yet, on
+        the current stream."""
+        unclean = self._table.unclean[rows]
+        if not unclean.any():
+            return
+        self._table.unclean[rows] = False
+        for row, length in zip(rows[unclean].tolist(), lengths[unclean].tolist(), strict=True):
+            place, offset = divmod(length, self._page_size)
+            for group, pool in zip(self._table.groups, self._memory, strict=True):
+                if offset and group.begins[row] <= place:
+                    pool[int(group.pages[row, place]), ..., offset:, :].zero_()
 
     def _runs(self, row: int, begin: int, end: int) -> tuple[SlotRuns, ...]:
         groups, size = self._table.groups, self._page_size

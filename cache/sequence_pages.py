@@ -41,12 +41,19 @@ class SequencePages:
                 )
 
     def grow(
-        self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array, gone: PageIds
+        self,
+        rows: Int64Array,
+        lengths: Int64Array,
+        new_lengths: Int64Array,
+        queries: Int64Array,
+        gone: PageIds,
+        *,
+        clear: bool = True,
     ) -> None:
         """Gives rows of `lengths` the pages for new_lengths, writable from `lengths` on, and takes those away that no
         query at positions `queries` or later sees; OutOfPages changes nothing.
 
-        All int64 [B]; rows are distinct. gone: further pages to be released.
+        All int64 [B]; rows are distinct. gone: further pages to be released. clear: whether new last pages are cleared.
         """
         reserved = self._table.reserved_places[rows]
         growths = [group.plan_growth(rows, lengths, new_lengths, queries, reserved) for group in self._groups]
@@ -60,7 +67,9 @@ class SequencePages:
             pages = self._pools.none
         last = (new_lengths - 1) // self._page_size
         for group, growth, ids in zip(self._groups, growths, pages, strict=True):
-            group.grow(rows, lengths, last, growth, ids)
+            group.grow(rows, lengths, growth, ids)
+            if clear:
+                group.clear_opened(rows, last, growth)
         self._table.lengths[rows] = new_lengths
 
     def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:
@@ -104,6 +113,7 @@ class SequencePages:
             group.fork(parent, child, length, ids[:copied])
             group.own(parent, change, ids[copied:])
         self._table.lengths[child] = length
+        self._table.unclean[child] = self._table.unclean[parent]
 
     def share(self, row: int, pages: PageIds) -> None:
         """Gives an empty row full pages that others hold."""

@@ -16,7 +16,8 @@ class SequenceTable:
 
     lengths: positions stored, which are those appended except in a stream: a sequence with a sliding window, of which
     `streams` knows what was evicted. reserved_places: those that a reservation reaches to. receiving: a remote writer
-    fills the last positions. groups: the pages, per layer group.
+    fills the last positions. unclean: what stands past the end in the last page was not cleared, see Receptions.
+    groups: the pages, per layer group.
     """
 
     def __init__(self, num_groups: int, max_sequences: int, max_length: int, page_size: int) -> None:
@@ -26,6 +27,7 @@ class SequenceTable:
         self.lengths = np.zeros(max_sequences, np.int64)
         self.reserved_places = np.zeros(max_sequences, np.int64)
         self.receiving = np.zeros(max_sequences, np.bool_)
+        self.unclean = np.zeros(max_sequences, np.bool_)
         self.streams = StreamTable(max_sequences, page_size)
         self.groups = tuple(GroupTable(max_sequences, -(-max_length // page_size)) for _ in range(num_groups))
         self._rows: dict[int, int] = {}
@@ -51,7 +53,7 @@ class SequenceTable:
         row = self._vacant.pop()
         self._rows[sequence] = row
         self.lengths[row] = self.reserved_places[row] = 0
-        self.receiving[row] = False
+        self.receiving[row] = self.unclean[row] = False
         for group in self.groups:
             group.reset(row)
         return row

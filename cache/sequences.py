@@ -11,6 +11,7 @@ from tandem.cache.send_marks import SendMarks
 from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable
 from tandem.cache.streams import Streams
+from tandem.cache.window import Int64Array
 
 
 class Sequences:
@@ -116,7 +117,7 @@ class Sequences:
         self._pages.share(row, pages)
         return pages[0].size * self._page_size
 
-    def publish_prefix(self, sequence: int, token_ids: Sequence[int]) -> None:
+    def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> None:
         self._check_sharing(sequence)
         row = self.settled_row(sequence)
         length = int(self._table.lengths[row])

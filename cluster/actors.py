@@ -2,8 +2,10 @@
 
 import threading
 
+from tandem.cluster.errors import TandemError
 from tandem.cluster.gateway import Gateway, GatewaySettings
 from tandem.cluster.membership import IslandState
+from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.worker import Worker
@@ -33,6 +35,12 @@ class WorkerActor:
 
     def serve(self) -> str:
         return self._worker.serve()
+
+    def leave(self) -> None:
+        self._worker.leave()
+
+    def rejoin(self, config: WorkerConfig) -> None:
+        self._worker.rejoin(config)
 
     def ping(self) -> None:
         """Returns when the worker can still take a command: one that hangs in a step does not."""
@@ -69,6 +77,12 @@ class GatewayActor:
 
     def placed_tokens(self, island: str) -> int:
         return self._events.run(self._gateway.placed_tokens(island), timeout=30)
+
+    def next_order(self) -> ScaleOrder | None:
+        return self._events.run(self._gateway.next_order(), timeout=60)
+
+    def answer_order(self, number: int, outcome: ScaleOutcome | TandemError) -> None:
+        self._events.run(self._gateway.answer_order(number, outcome), timeout=30)
 
     def wait(self) -> None:
         self._stopped.wait()

@@ -187,6 +187,35 @@ def status(
 
 
 @app.command()
+def scale(
+    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill workers; as many as now when left out.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode workers; as many as now when left out.")] = None,
+    island: Annotated[str, typer.Option(help="As `tandem status` names it; may be left out when there is one.")] = "",
+    timeout: Annotated[float, typer.Option(min=0, help="Longest wait for the new shape, in seconds.")] = 600.0,
+    address: Address = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Add, remove or change the role of workers of a running island; those that stay keep their weights.
+
+    New workers load first. Then the island takes no requests for a moment: what runs is finished within
+    recovery.drain_seconds, or goes on afterwards where it was.
+    """
+    if prefill is None and decode is None:
+        raise UsageError("give --prefill, --decode or both")
+
+    from tandem.cluster.cli_output import print_scaled
+    from tandem.cluster.client import Client
+
+    security = _security(token_file, tls_ca, tls_cert, tls_key)
+    with Client(address or _running_address(), security) as client:
+        print_scaled(client.scale(island, num_prefill=prefill, num_decode=decode, timeout=timeout), as_json)
+
+
+@app.command()
 def make_model(
     folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint; made when missing.")],
     arch: Annotated[Family, typer.Option(help="The model's family.")] = "llama",

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tandem.cluster.client_messages import GenerateUpdate
 from tandem.cluster.doctor import Finding
-from tandem.proto import inference_pb2
+from tandem.proto import admin_pb2, inference_pb2
 
 PIPE_WIDTH = 140  # columns of a table that no terminal shows
 
@@ -65,6 +65,17 @@ def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:
     )
     for island in info.islands:
         console.print(_table(island))
+
+
+def print_scaled(done: admin_pb2.ScaleResponse, as_json: bool) -> None:
+    """What the island is now, and what became of its processes."""
+    if as_json:
+        print(MessageToJson(done, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+        return
+    print(
+        f"{done.island}: epoch {done.epoch}, {done.num_prefill} prefill and {done.num_decode} decode workers; "
+        f"{done.kept} kept, {done.started} started, {done.ended} ended; away for {done.seconds_away:.1f} s"
+    )
 
 
 def _table(island: inference_pb2.IslandInfo) -> Table:

@@ -24,11 +24,12 @@ from tandem.cluster.client_messages import (
 )
 from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.resumption import Resumption
-from tandem.proto import inference_pb2, inference_pb2_grpc
+from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 GENERATE_SECONDS = 600.0
 RESUME_SECONDS = 60.0
 INFO_SECONDS = 10.0
+SCALE_SECONDS = 600.0
 NO_SECURITY = ClientSecurity()
 
 
@@ -48,6 +49,7 @@ class Client:
             else grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         )
         self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
+        self._admin = security.authorize(admin_pb2_grpc.AdminStub(self._channel))
 
     def generate(
         self,
@@ -65,6 +67,21 @@ class Client:
 
     def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
         return self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
+
+    def scale(
+        self,
+        island: str = "",
+        *,
+        num_prefill: int | None = None,
+        num_decode: int | None = None,
+        timeout: float = SCALE_SECONDS,
+    ) -> admin_pb2.ScaleResponse:
+        """Gives a running island another shape and returns when it serves again; None leaves a role as it is.
+
+        island may be empty where there is one. Raises ScaleRefused when the island serves on as it was.
+        """
+        order = admin_pb2.ScaleRequest(island=island, num_prefill=num_prefill, num_decode=num_decode)
+        return self._ask(self._admin.Scale, order, timeout)
 
     def _ask(self, call: Any, request: Message, timeout: float) -> Any:
         try:
@@ -122,6 +139,7 @@ class AsyncClient:
             else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         )
         self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
+        self._admin = security.authorize(admin_pb2_grpc.AdminStub(self._channel))
 
     def generate(
         self,
@@ -139,6 +157,21 @@ class AsyncClient:
 
     async def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
         return await self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
+
+    async def scale(
+        self,
+        island: str = "",
+        *,
+        num_prefill: int | None = None,
+        num_decode: int | None = None,
+        timeout: float = SCALE_SECONDS,
+    ) -> admin_pb2.ScaleResponse:
+        """Gives a running island another shape and returns when it serves again; None leaves a role as it is.
+
+        island may be empty where there is one. Raises ScaleRefused when the island serves on as it was.
+        """
+        order = admin_pb2.ScaleRequest(island=island, num_prefill=num_prefill, num_decode=num_decode)
+        return await self._ask(self._admin.Scale, order, timeout)
 
     async def _ask(self, call: Any, request: Message, timeout: float) -> Any:
         try:

@@ -14,6 +14,7 @@ from tandem.cluster.errors import (
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
+    ScaleRefused,
     ServerError,
     Unauthenticated,
     Unavailable,
@@ -143,6 +144,7 @@ def call_error(address: str, error: grpc.RpcError) -> CallError:
         grpc.StatusCode.CANCELLED: Cancelled,
         grpc.StatusCode.ABORTED: AttemptsExhausted,
         grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+        grpc.StatusCode.FAILED_PRECONDITION: ScaleRefused,
     }
     if code in kinds:
         return kinds[code](details if code == grpc.StatusCode.INVALID_ARGUMENT else f"{address}: {details}")

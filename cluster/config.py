@@ -63,6 +63,17 @@ class CacheSection(Section):
         description="fraction of a GPU's memory that weights, KV pages and workspace may take; "
         "null is 0.9, unless num_pages is given",
     )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        default="auto",
+        description="element type of stored K and V; auto is model.dtype, or FP8 where the checkpoint asks for it",
+    )
+    k_scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="with fp8_e4m3, what stored K is multiplied by in every layer; null is the checkpoint's, else 1",
+        allow_inf_nan=False,
+    )
+    v_scale: float | None = Field(default=None, gt=0, description="the same for V", allow_inf_nan=False)
     prefix_sharing: bool = Field(default=True, description="whether requests share the pages of equal prefixes")
 
     @field_validator("gpu_memory_utilization")
@@ -74,6 +85,13 @@ class CacheSection(Section):
                 f"must be null where cache.num_pages is given, here {num_pages}: one follows from the other"
             )
         return utilization
+
+    @field_validator("k_scale", "v_scale")
+    @classmethod
+    def _of_fp8(cls, scale: float | None, info: ValidationInfo) -> float | None:
+        if scale is not None and info.data.get("kv_cache_dtype") != "fp8_e4m3":
+            raise ValueError("must be null unless cache.kv_cache_dtype is fp8_e4m3")
+        return scale
 
 
 class SchedulerSection(Section):

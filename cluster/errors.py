@@ -10,6 +10,7 @@ TandemError
 ├── StartFailed          a worker or the gateway did not start
 ├── ProcessEnded         a process ended before it had answered a call
 ├── WorkerLost           a process ended, or fell silent, more often than a cluster may restart it
+├── ReshapeFailed        an island did not come about in the shape that was ordered, and its old epoch was over
 ├── BenchmarkFailed      a benchmark did not run to its end
 ├── MissingPlots         matplotlib is not installed
 └── CallError            a call to a gateway failed
@@ -20,6 +21,7 @@ TandemError
     ├── Unauthenticated     the gateway asks for a token, and got none or another
     ├── Cancelled           the call was cancelled
     ├── AttemptsExhausted   the request was placed as often as it may be, and its workers were lost each time
+    ├── ScaleRefused        an island cannot be given that shape, and serves on as it was
     └── ServerError         a worker or the gateway failed while it served the request
 """
 
@@ -76,6 +78,10 @@ class WorkerLost(TandemError):
     """A process ended, or fell silent, more often than a cluster may restart it."""
 
 
+class ReshapeFailed(TandemError):
+    """An island did not come about in the shape that was ordered, and its old epoch was over: it is started again."""
+
+
 class BenchmarkFailed(TandemError):
     """A benchmark did not run to its end."""
 
@@ -118,6 +124,10 @@ class Cancelled(CallError):
 
 class AttemptsExhausted(CallError):
     """The request was placed as often as it may be, and its workers were lost each time."""
+
+
+class ScaleRefused(CallError):
+    """An island cannot be given that shape, and serves on as it was."""
 
 
 class ServerError(CallError):

@@ -14,6 +14,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from tandem.cache.kv_scales import KVScales
+from tandem.cluster.admin import Admin
 from tandem.cluster.admission import AdmissionQueue
 from tandem.cluster.attempts import Attempts
 from tandem.cluster.client_messages import RETRY_AFTER_KEY
@@ -32,14 +34,19 @@ from tandem.cluster.islands import Islands
 from tandem.cluster.membership import IslandState
 from tandem.cluster.request import ModelLimits, RequestValidator, ValidRequest
 from tandem.cluster.router import Router
-from tandem.proto import inference_pb2, inference_pb2_grpc
+from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
+from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.authentication import TokenRequired
+from tandem.workers.kv_scales import stores_fp8
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
 from tandem.workers.worker import kv_layout
 
 Context = grpc.aio.ServicerContext
-SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+SERVICES = (
+    inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+)
 
 STATUS_OF_ERROR: dict[type[TandemError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -70,6 +77,7 @@ class GatewaySettings:
     transport: str
     model_path: str
     dtype: str
+    kv_cache_dtype: str
     max_model_len: int
     page_size: int
     num_pages: int
@@ -124,9 +132,11 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             maximum_concurrent_rpcs=settings.max_calls,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
+        self._admin = Admin()
+        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         try:
             address = f"{settings.host}:{settings.port}"
             port = (
@@ -140,12 +150,13 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
                 "choose a free one, or 0 for any free one"
             ) from error
         await self._server.start()
-        for service in ("", SERVICE):
+        for service in ("", *SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         return f"{settings.host}:{port}"
 
     async def stop(self, grace: float) -> None:
         """No new calls; calls under way have `grace` seconds, then they are cancelled and their pages given back."""
+        self._admin.close()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
         await self._router.close()
@@ -161,6 +172,14 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     async def placed_tokens(self, island: str) -> int:
         """Tokens of requests that the island's workers have not yet ended."""
         return self._islands.placed_tokens(island)
+
+    async def next_order(self) -> ScaleOrder | None:
+        """As Admin.next_order."""
+        return await self._admin.next_order()
+
+    async def answer_order(self, number: int, outcome: ScaleOutcome | TandemError) -> None:
+        """As Admin.answer."""
+        self._admin.answer(number, outcome)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         arrived = time.perf_counter()
@@ -221,6 +240,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.ModelInfo:
         model, settings = self._model, self._settings
+        # The scales do not change the size.
+        scales = KVScales.uniform(model.num_layers) if stores_fp8(settings.kv_cache_dtype, model) else None
         return inference_pb2.ModelInfo(
             name=Path(settings.model_path).name,
             architecture=model.architecture,
@@ -229,7 +250,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             max_model_len=settings.max_model_len,
             num_layers=model.num_layers,
             page_size=settings.page_size,
-            kv_bytes_per_token=kv_layout(model, settings.page_size).token_bytes,
+            kv_bytes_per_token=kv_layout(model, settings.page_size, scales).token_bytes,
             eos_token_ids=model.eos_token_ids,
             has_tokenizer=self._tokenizer is not None,
             has_chat_template=self._tokenizer is not None and self._tokenizer.has_chat_template,

@@ -1,7 +1,10 @@
-"""Keeps the gateway running, on the same port."""
+"""Keeps the gateway running, on the same port, and takes the orders that come through its door."""
 
+import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
 from tandem.cluster.actors import GatewayActor
@@ -10,16 +13,20 @@ from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
 from tandem.cluster.gateway import GatewaySettings, attempt_prefix
 from tandem.cluster.liveness import Liveness
 from tandem.cluster.membership import Membership
-from tandem.cluster.processes import ActorSpec, Processes, ProcessGroup
+from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
+from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.cluster.stop_signal import Stopping, StopSignal
-from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.supervisor import RETRY_SECONDS, Supervisor
 
 SERVE_SECONDS = 120.0
 STOP_SECONDS = 30.0
+ORDER_SECONDS = 120.0  # much longer than the gateway takes to say that there is none
+log = logging.getLogger(__name__)
 
 
 class GatewaySupervisor(Supervisor):
-    """release is given the prefix of request ids that workers may still hold for a gateway that is gone."""
+    """release is given the prefix of request ids that workers may still hold for a gateway that is gone; scale is given
+    the orders that the gateway took, and does not block."""
 
     def __init__(
         self,
@@ -27,6 +34,7 @@ class GatewaySupervisor(Supervisor):
         settings: GatewaySettings,
         membership: Membership,
         release: Callable[[str], None],
+        scale: Callable[[ScaleOrder], Future[ScaleOutcome]],
         recovery: RecoverySection,
         failed: Callable[[TandemError], None],
     ) -> None:
@@ -35,6 +43,7 @@ class GatewaySupervisor(Supervisor):
         self._settings = settings
         self._membership = membership
         self._release = release
+        self._scale = scale
         self._group: ProcessGroup | None = None
         self.grace = 1.0  # seconds that calls under way have when the gateway is told to stop
         self.address = ""
@@ -55,7 +64,23 @@ class GatewaySupervisor(Supervisor):
         self._settings = replace(settings, port=int(self.address.rpartition(":")[2]))
 
     def _watch(self) -> NoReturn:
-        self._liveness.watch()
+        assert self._group is not None, "_begin() comes first"
+        (gateway,) = self._group.members
+        while True:
+            order = self._next_order(gateway)
+            if order is not None:
+                self._scale(order).add_done_callback(partial(_answer, gateway, order.number))
+
+    def _next_order(self, gateway: ActorProcess) -> ScaleOrder | None:
+        try:
+            (order,) = self._liveness.results([gateway.call("next_order")], ORDER_SECONDS)
+            return order
+        except (TandemError, Stopping):
+            raise
+        except Exception as error:  # it was stopped for a while, say: how long it may be silent is seen to elsewhere
+            log.warning("the gateway did not say whether there is an order: %s", error)
+            self._stop.wait_any((), RETRY_SECONDS)
+            return None
 
     def _clear(self) -> None:
         self._membership.detach()
@@ -73,3 +98,8 @@ class GatewaySupervisor(Supervisor):
             except (ProcessEnded, TimeoutError, RuntimeError):
                 pass  # what does not stop by itself is killed next
             self._group.end()
+
+
+def _answer(gateway: ActorProcess, number: int, done: Future[ScaleOutcome]) -> None:
+    error = done.exception()
+    gateway.call("answer_order", number, done.result() if error is None else error)

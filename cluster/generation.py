@@ -2,12 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Sequence
 from dataclasses import replace
 
 import grpc
 import grpc.aio
+import numpy as np
 
+from tandem.cache.window import Int64Array
 from tandem.cluster.errors import InvalidRequest, ServerError
 from tandem.cluster.request import ValidRequest
 from tandem.cluster.router import Placement
@@ -15,7 +17,7 @@ from tandem.cluster.text_output import TextOutput
 from tandem.cluster.worker_link import WORKER_LOST, WorkerLink
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.finish import FinishReason, FinishRule
-from tandem.workers.messages import sampling_to_proto
+from tandem.workers.messages import prompt_to_bytes, sampling_to_proto
 from tandem.workers.tokenizer import Tokenizer
 
 ATTEMPT_LOST = WORKER_LOST | {
@@ -56,9 +58,9 @@ class Generation:
         return self._request.request_id
 
     @property
-    def prompt(self) -> list[int]:
+    def prompt(self) -> Int64Array:
         """What a placement starts from."""
-        return self._request.token_ids + self._sent
+        return np.concatenate((self._request.token_ids, np.array(self._sent, np.int64)))
 
     @property
     def max_tokens_left(self) -> int:
@@ -76,7 +78,10 @@ class Generation:
             self._timings.queue_seconds = time.perf_counter() - self._arrived
         self._timings.pages = placement.reservation.pages
         send, start = self._calls(placement)
-        first = asyncio.ensure_future(_answer(placement.prefill, send, timeout))
+        # The prompt first: the other call waits for what it brings about.
+        first = asyncio.ensure_future(
+            _answer(placement.prefill, placement.prefill.stub.RemoteSend(send, timeout=timeout))
+        )
         stream = placement.decode.stub.StartGenerate(start, timeout=timeout)
         try:
             message = self._first_message(await first)
@@ -120,7 +125,7 @@ class Generation:
         send = worker_pb2.RemoteSendRequest(
             request_id=placement.request_id,
             epoch=placement.prefill.epoch,
-            token_ids=self.prompt,
+            prompt=prompt_to_bytes(self.prompt),
             sampling=sampling,
             reservation=placement.reservation,
         )
@@ -165,11 +170,9 @@ class Generation:
         return message
 
 
-async def _answer(
-    prefill: WorkerLink, send: worker_pb2.RemoteSendRequest, timeout: float
-) -> worker_pb2.RemoteSendResponse:
+async def _answer(prefill: WorkerLink, call: Awaitable[worker_pb2.RemoteSendResponse]) -> worker_pb2.RemoteSendResponse:
     try:
-        return await prefill.stub.RemoteSend(send, timeout=timeout)
+        return await call
     except grpc.aio.AioRpcError as error:
         raise _attempt_error(prefill, error) from error
 

@@ -1,16 +1,18 @@
 """The processes of one island in one epoch: how they are started, made one island, watched and ended."""
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 from tandem.cluster.actors import WorkerActor
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.errors import StartFailed, TandemError
+from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
 from tandem.cluster.liveness import Liveness
 from tandem.cluster.process_settings import agreed_pages, utilization_to_fill, worker_configs
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
+from tandem.cluster.scaling import Shape, keep_members
 from tandem.cluster.start_clock import StartClock
 from tandem.cluster.stop_signal import Stopping, StopSignal
 from tandem.cluster.worker_link import WorkerAddress
@@ -25,9 +27,10 @@ LoadState = tuple[str, int, int]  # worker, bytes loaded, bytes in all
 
 
 class Island:
-    """launch() → load() → form() → watch(), then end(): one thread calls them. What waits raises Stopping when told.
+    """launch() → load() → form() → wait_for(), then end(): one thread calls them. What waits raises Stopping when told.
 
-    An island is formed once: when a member is lost the others end too, and the next epoch is another Island.
+    An island is formed once: when a member is lost the others end too, and the next epoch is another Island. One that
+    takes the processes of the epoch before begins with extend() → take_over() in place of the first three.
     StartFailed and ProcessEnded say that it did not come about.
     """
 
@@ -36,18 +39,20 @@ class Island:
         self._config = config
         self._max_model_len = max_model_len
         self._workers = worker_configs(config, max_model_len, name, epoch)
-        self._group: ProcessGroup | None = None
+        self._group: ProcessGroup | None = None  # shared with the epoch whose processes these are
+        self._members: list[ActorProcess] = []  # in the order of their PEs
+        self.shape = Shape(config.island.num_prefill, config.island.num_decode)
         self.clock = StartClock()
         self.num_pages = 0  # of each worker, once the island is formed
 
     def launch(self, stop: StopSignal) -> None:
         """Starts the processes."""
-        specs = [ActorSpec(self._process_name(worker), WorkerActor, worker) for worker in self._workers]
-        first = self._workers[0]
-        gpus = 1 if first.device == "cuda" else 0
+        gpus = 1 if self._workers[0].device == "cuda" else 0
         with self.clock.phase("processes, imports"):
-            self._group = self._processes.start_group(specs, gpus=gpus, threads=first.threads or 1)
-            self._liveness = Liveness(self._group.members, self._config.recovery.unresponsive_seconds, stop)
+            specs = [self._spec(worker) for worker in self._workers]
+            self._group = self._processes.start_group(specs, gpus=gpus, threads=self._threads)
+            self._members = list(self._group.members)
+            self._liveness = Liveness(self._members, self._config.recovery.unresponsive_seconds, stop)
             self._all("progress")  # answered once the process has its imports
 
     def load(self) -> None:
@@ -61,24 +66,56 @@ class Island:
         num_pages: what an earlier epoch had; the gateway admits requests by it, so with less there is no island.
         """
         with self.clock.phase("island"):
-            utilization = utilization_to_fill(self._config)
-            fitting = [] if utilization is None else self._all("pages_that_fit", utilization)
-            fitting_all = agreed_pages(self._config, fitting, self._max_model_len)
-            if num_pages is not None and fitting_all < num_pages:
-                raise StartFailed(f"there is room for {fitting_all} pages; the island had {num_pages} before")
-            self.num_pages = num_pages or fitting_all
-            handles = self._all("open", self.num_pages)
-            self._all("join", handles)
+            self.num_pages = self._agree(self._members, num_pages)
+            self._join()
         with self.clock.phase("kernels"):
-            addresses = self._all("serve")
-        return tuple(
-            WorkerAddress(worker.role, worker.pe, address, worker.token)
-            for worker, address in zip(self._workers, addresses, strict=True)
-        )
+            return self._serve()
 
-    def watch(self) -> NoReturn:
-        """Raises ProcessEnded when a member is lost."""
-        self._liveness.watch()
+    def extend(self, before: "Island") -> int:
+        """Starts and loads the workers that `before` lacks, while that serves on; how many they are.
+
+        StartFailed, or what a worker raised: the new processes are ended, and `before` is as it was. ProcessEnded: it
+        has lost a member.
+        """
+        assert before._group is not None, "launch() comes first"
+        kept = keep_members(before.shape.roles, self.shape.roles)
+        specs = [self._spec(worker) for worker, pe in zip(self._workers, kept, strict=True) if pe is None]
+        started = before._group.grow(specs, threads=self._threads)
+        try:
+            before._liveness.add(started)
+            self._group, self._liveness = before._group, before._liveness
+            unused = iter(started)
+            self._members = [next(unused) if pe is None else before._members[pe] for pe in kept]
+            self._ask(started, "load")
+            if started:
+                self._agree(started, before.num_pages)
+        except BaseException as error:
+            before._liveness.forget(started)
+            before._group.shrink(started)
+            if isinstance(error, ProcessEnded) and error.name in [member.name for member in started]:
+                raise StartFailed(str(error)) from error
+            raise
+        return len(started)
+
+    def take_over(self, before: "Island") -> tuple[WorkerAddress, ...]:
+        """After extend(): `before` ends, with the calls that its workers still answer, and this island is formed by
+        those that stay and the new ones. As form()."""
+        assert self._group is not None, "extend() comes first"
+        before._all("leave")
+        gone = [member for member in before._members if member not in self._members]
+        self._liveness.forget(gone)
+        before._stop_gently(gone)
+        self._group.shrink(gone)
+        kept = [(member, worker) for member, worker in zip(self._members, self._workers, strict=True)
+                if member in before._members]  # fmt: skip
+        self._results([member.call("rejoin", worker) for member, worker in kept])
+        self.num_pages = before.num_pages
+        self._join()
+        return self._serve()
+
+    def wait_for(self, event: Future[Any]) -> None:
+        """Returns when the event has come; ProcessEnded when a member is lost."""
+        self._liveness.results([event], math.inf)
 
     def progress(self) -> list[LoadState]:
         """How far each worker has loaded; empty when they do not tell. From any thread."""
@@ -101,11 +138,10 @@ class Island:
     def end(self, gently: bool) -> None:
         """Ends the processes; gently lets them close what they hold, which only an unbroken island can. Idempotent."""
         if gently:
-            with suppress(Exception):  # what does not stop by itself is killed next
-                StopSignal().results([member.call("stop") for member in self._members], STOP_SECONDS)
+            self._stop_gently(self._members)
         if self._group is not None:
             self._group.end()
-            self._group = None
+            self._group, self._members = None, []
 
     @property
     def worker_token(self) -> str:
@@ -113,22 +149,51 @@ class Island:
         return self._workers[0].token
 
     @property
-    def _members(self) -> Sequence[ActorProcess]:
-        group = self._group
-        return () if group is None else group.members
+    def _threads(self) -> int:
+        return self._workers[0].threads or 1
 
-    def _process_name(self, worker: WorkerConfig) -> str:
-        return f"{self._config.name}/{worker.island}.{worker.epoch}/{_name(worker)}"
+    def _spec(self, worker: WorkerConfig) -> ActorSpec:
+        name = f"{self._config.name}/{worker.island}.{worker.epoch}/{_name(worker)}"
+        return ActorSpec(name, WorkerActor, worker)
+
+    def _agree(self, members: Sequence[ActorProcess], num_pages: int | None) -> int:
+        """Pages in every pool, for which these members have room. StartFailed where it is less than num_pages."""
+        utilization = utilization_to_fill(self._config)
+        fitting = [] if utilization is None else self._ask(members, "pages_that_fit", utilization)
+        fitting_all = agreed_pages(self._config, fitting, self._max_model_len)
+        if num_pages is not None and fitting_all < num_pages:
+            raise StartFailed(f"there is room for {fitting_all} pages; the island had {num_pages} before")
+        return num_pages or fitting_all
+
+    def _join(self) -> None:
+        handles = self._all("open", self.num_pages)
+        self._all("join", handles)
+
+    def _serve(self) -> tuple[WorkerAddress, ...]:
+        addresses = self._all("serve")
+        return tuple(
+            WorkerAddress(worker.role, worker.pe, address, worker.token)
+            for worker, address in zip(self._workers, addresses, strict=True)
+        )
 
     def _all(self, method: str, *arguments: object) -> list[Any]:
-        """What all workers returned; a TandemError that one raised comes out as it is, others as StartFailed."""
-        calls: list[Future[Any]] = [member.call(method, *arguments) for member in self._members]
+        return self._ask(self._members, method, *arguments)
+
+    def _ask(self, members: Sequence[ActorProcess], method: str, *arguments: object) -> list[Any]:
+        return self._results([member.call(method, *arguments) for member in members])
+
+    def _results(self, calls: Sequence[Future[Any]]) -> list[Any]:
+        """What all returned; a TandemError that one raised comes out as it is, others as StartFailed."""
         try:
             return self._liveness.results(calls, START_SECONDS)
         except (TandemError, Stopping):
             raise
         except Exception as error:
             raise StartFailed(f"{type(error).__name__}: {error}") from error
+
+    def _stop_gently(self, members: Sequence[ActorProcess]) -> None:
+        with suppress(Exception):  # what does not stop by itself is killed next
+            StopSignal().results([member.call("stop") for member in members], STOP_SECONDS)
 
     def _try(self, role: Role, method: str, *arguments: object) -> bool:
         """Whether all members of the role did it in time."""

@@ -1,14 +1,17 @@
 """Keeps one island running. A lost worker ends its whole island, and the next epoch takes its place."""
 
+import itertools
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NoReturn
 
 from tandem.cluster.config import RecoverySection
-from tandem.cluster.errors import TandemError
+from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused, TandemError
 from tandem.cluster.island import Island
 from tandem.cluster.membership import Membership
 from tandem.cluster.process_settings import FIRST_EPOCH
+from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape
 from tandem.cluster.supervisor import Supervisor
 
 GATEWAY_SECONDS = 2.0  # longest wait for the gateway to answer
@@ -16,53 +19,105 @@ DRAIN_POLL_SECONDS = 0.1
 
 
 class IslandSupervisor(Supervisor):
-    """island_of makes the island of a given epoch, not yet launched."""
+    """island_of makes the island of a given epoch and shape, not yet launched. scale() may come from any thread."""
 
     def __init__(
         self,
         name: str,
-        island_of: Callable[[int], Island],
+        shape: Shape,
+        island_of: Callable[[int, Shape], Island],
         membership: Membership,
         recovery: RecoverySection,
         failed: Callable[[TandemError], None],
     ) -> None:
         super().__init__(f"island {name}", recovery, failed)
-        self._island_name = name
+        self.island_name = name
         self._island_of = island_of
         self._membership = membership
-        self._epoch = FIRST_EPOCH
+        self._epochs = itertools.count(FIRST_EPOCH)  # one that did not come about is not tried again
+        self._epoch = next(self._epochs)
         self._num_pages: int | None = None
-        self.island = island_of(FIRST_EPOCH)
+        self._orders = ScaleOrders()
+        self.island = island_of(self._epoch, shape)
+
+    def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
+        """Gives the island another shape, in its turn. ScaleRefused: it serves on as it was; other errors: it does not,
+        and is started again as it was."""
+        return self._orders.add(order)
 
     def _begin(self) -> None:
         self.island.launch(self._stop)
         self.island.load()
         workers = self.island.form(self._num_pages)
         self._num_pages = self.island.num_pages
-        self._membership.update(self._island_name, self._epoch, self._budget.used, workers)
+        self._membership.update(self.island_name, self._epoch, self._budget.used, workers)
 
     def _watch(self) -> NoReturn:
-        self.island.watch()
+        while True:
+            self.island.wait_for(self._orders.first)
+            order, outcome = self._orders.take()
+            try:
+                outcome.set_result(self._reshape(order.shape(self.island.shape)))
+            except ScaleRefused as error:
+                outcome.set_exception(error)
+            except BaseException as error:
+                outcome.set_exception(
+                    ReshapeFailed(f"island {self.island_name} keeps its shape, and is started again: {error}")
+                )
+                raise
+
+    def _reshape(self, shape: Shape) -> ScaleOutcome:
+        before = self.island
+        if shape == before.shape:
+            kept = len(shape.roles)
+            return ScaleOutcome(self.island_name, self._epoch, shape, kept, started=0, ended=0, seconds_away=0.0)
+        epoch = next(self._epochs)
+        after = self._island_of(epoch, shape)
+        try:
+            started = after.extend(before)
+        except ProcessEnded:
+            raise
+        except TandemError as error:
+            raise ScaleRefused(f"island {self.island_name} serves on as it was: {error}") from error
+        away = time.monotonic()
+        self._stop_admission()
+        try:
+            workers = after.take_over(before)
+        except ProcessEnded:
+            raise
+        except TandemError as error:
+            raise ReshapeFailed(f"the island was not formed anew: {error}") from error
+        self.island, self._epoch = after, epoch
+        self._membership.update(self.island_name, epoch, self._budget.used, workers)
+        kept = len(shape.roles) - started
+        ended = len(before.shape.roles) - kept
+        return ScaleOutcome(self.island_name, epoch, shape, kept, started, ended, time.monotonic() - away)
 
     def _clear(self) -> None:
         """Admission stops, what survives finishes what it can, then all processes end: the epoch is over."""
-        told = self._membership.update(self._island_name, self._epoch, self._budget.used, ())
+        shape = self.island.shape
+        self._stop_admission()
+        self.island.end(gently=False)
+        self._epoch = next(self._epochs)
+        self.island = self._island_of(self._epoch, shape)
+
+    def _stop_admission(self) -> None:
+        """Returns when the island has no requests any more, or the time for that is over."""
+        told = self._membership.update(self.island_name, self._epoch, self._budget.used, ())
         try:
             self._stop.results(told, GATEWAY_SECONDS)
             self._drain()
         except (TandemError, TimeoutError):
-            pass  # without the gateway nobody reads what the survivors would still generate
-        self.island.end(gently=False)
-        self._epoch += 1
-        self.island = self._island_of(self._epoch)
+            pass  # without the gateway nobody reads what the workers would still generate
 
     def _drain(self) -> None:
         deadline = time.monotonic() + self._recovery.drain_seconds
         while time.monotonic() < deadline:
-            asked = self._membership.ask_placed_tokens(self._island_name)
+            asked = self._membership.ask_placed_tokens(self.island_name)
             if not asked or self._stop.results(asked, GATEWAY_SECONDS) == [0]:
                 return
             self._stop.wait_any((), DRAIN_POLL_SECONDS)
 
     def _end(self) -> None:
+        self._orders.close(ScaleRefused(f"island {self.island_name} is stopped"))
         self.island.end(gently=True)

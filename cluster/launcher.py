@@ -5,11 +5,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.errors import ConfigError, StartFailed, TandemError
+from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed, TandemError
 from tandem.cluster.gateway_supervisor import GatewaySupervisor
 from tandem.cluster.island import Island, LoadState
 from tandem.cluster.island_supervisor import IslandSupervisor
@@ -17,6 +18,7 @@ from tandem.cluster.membership import Membership
 from tandem.cluster.process_settings import gateway_settings, island_names
 from tandem.cluster.processes import Processes
 from tandem.cluster.ray_processes import RayProcesses
+from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
 from tandem.cluster.start_clock import StartClock
 from tandem.cluster.supervisor import Supervisor
 from tandem.workers.models.errors import ModelError
@@ -84,6 +86,16 @@ class Cluster:
         self._gateway, self._islands = None, []
         self._processes.stop()
 
+    def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
+        """Gives a running island another shape; see IslandSupervisor.scale. InvalidRequest when it is not known."""
+        named = [island for island in self._islands if order.island in (island.island_name, "")]
+        if len(named) == 1:
+            return named[0].scale(order)
+        refused: Future[ScaleOutcome] = Future()
+        names = ", ".join(island.island_name for island in self._islands)
+        refused.set_exception(InvalidRequest(f"island is {order.island!r}; it must be one of {names}"))
+        return refused
+
     @property
     def worker_token(self) -> str:
         """As Island.worker_token, of the first island."""
@@ -103,16 +115,27 @@ class Cluster:
 
     def _start_islands(self, max_model_len: int) -> None:
         for name in island_names(self._config):
-            island_of = partial(Island, self._processes, self._config, max_model_len, name)
-            island = IslandSupervisor(name, island_of, self._membership, self._config.recovery, self._fail)
+            island = IslandSupervisor(
+                name,
+                Shape(self._config.island.num_prefill, self._config.island.num_decode),
+                partial(self._island, max_model_len, name),
+                self._membership,
+                self._config.recovery,
+                self._fail,
+            )
             self._islands.append(island)
             island.start()
+
+    def _island(self, max_model_len: int, name: str, epoch: int, shape: Shape) -> Island:
+        section = self._config.island.model_copy(update=asdict(shape))
+        config = self._config.model_copy(update={"island": section})
+        return Island(self._processes, config, max_model_len, name, epoch)
 
     def _start_gateway(self, max_model_len: int) -> str:
         num_pages = min(island.island.num_pages for island in self._islands)
         settings = gateway_settings(self._config, max_model_len, num_pages)
         self._gateway = GatewaySupervisor(
-            self._processes, settings, self._membership, self._release, self._config.recovery, self._fail
+            self._processes, settings, self._membership, self._release, self.scale, self._config.recovery, self._fail
         )
         self._gateway.start()
         self._wait_until_ready([self._gateway], None)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any
 
 from tandem.cluster.errors import ProcessEnded
 from tandem.cluster.processes import ActorProcess
@@ -42,17 +42,26 @@ class Liveness:
     def __init__(self, members: Sequence[ActorProcess], unresponsive_seconds: float, stop: StopSignal) -> None:
         self._limit = unresponsive_seconds
         self._stop = stop
-        self._ends = {member.call("wait"): member for member in members}
-        self._heartbeats = [Heartbeat(member) for member in members]
+        self._ends: dict[Future[Any], ActorProcess] = {}
+        self._heartbeats: list[Heartbeat] = []
         self._ticked = time.monotonic()
+        self.add(members)
 
-    def watch(self) -> NoReturn:
-        """Raises ProcessEnded when a member has ended, or was ended here because it was silent for too long."""
-        while True:
-            self._wait(())
+    def add(self, members: Iterable[ActorProcess]) -> None:
+        for member in members:
+            self._ends[member.call("wait")] = member
+            self._heartbeats.append(Heartbeat(member))
+
+    def forget(self, members: Sequence[ActorProcess]) -> None:
+        """Their ends are no loss any more."""
+        self._ends = {end: member for end, member in self._ends.items() if member not in members}
+        self._heartbeats = [heartbeat for heartbeat in self._heartbeats if heartbeat.process not in members]
 
     def results(self, calls: Sequence[Future[Any]], seconds: float) -> list[Any]:
-        """What the calls returned or the exception of the first that failed; ProcessEnded when a member is lost."""
+        """What the calls returned or the exception of the first that failed.
+
+        ProcessEnded when a member has ended, or was ended here because it was silent for too long.
+        """
         deadline = time.monotonic() + seconds
         pending = set(calls)
         while pending:

@@ -23,7 +23,7 @@ class ActorProcess(ABC):
 
     @abstractmethod
     def call(self, method: str, *arguments: object) -> Future[Any]:
-        """Runs a method of the actor, up to four at a time, and does not block; what it returned or raised."""
+        """Runs a method of the actor, several at a time, and does not block; what it returned or raised."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -36,7 +36,15 @@ class ProcessGroup(ABC):
     @property
     @abstractmethod
     def members(self) -> Sequence[ActorProcess]:
-        """In the order of their specs."""
+        """In the order in which they were placed."""
+
+    @abstractmethod
+    def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> Sequence[ActorProcess]:
+        """Places more members, all of specs or none, where the others are; otherwise as Processes.start_group."""
+
+    @abstractmethod
+    def shrink(self, members: Sequence[ActorProcess]) -> None:
+        """Kills some members and frees what was set aside for them; idempotent."""
 
     @abstractmethod
     def end(self) -> None:

@@ -1,15 +1,22 @@
 """Processes that Ray places and watches. The only user of ray."""
 
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import ray
 import ray.exceptions
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tandem.cluster.errors import ClusterRunning, ProcessEnded, StartFailed
@@ -18,7 +25,8 @@ from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, Process
 NAMESPACE = "tandem"
 CPU_SHARE = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
 PLACEMENT_SECONDS = 30
-CALLS_AT_A_TIME = 4
+NODE_SHARE = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
+CALLS_AT_A_TIME = 6  # two of them wait for ever: for the end, and for orders
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store
 
 
@@ -28,6 +36,7 @@ class RayProcesses(Processes):
     def __init__(self, address: str | None = None) -> None:
         self._address = address
         self._owns_ray = False
+        self._placing = Lock()
 
     def start(self, cluster: str, num_cpus: int | None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -39,19 +48,13 @@ class RayProcesses(Processes):
             raise ClusterRunning(cluster, None, None)
 
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "RayGroup":
-        bundle = {"CPU": CPU_SHARE, "GPU": gpus} if gpus else {"CPU": CPU_SHARE}
-        placed = placement_group([bundle] * len(specs), strategy="STRICT_PACK")
-        if not placed.wait(PLACEMENT_SECONDS):
-            remove_placement_group(placed)
-            needed = f"{CPU_SHARE * len(specs):.1f} CPUs" + (f" and {gpus * len(specs)} GPUs" if gpus else "")
-            raise StartFailed(f"Ray has no node with {needed} free")
-        group = RayGroup(placed)
-        try:
-            for index, spec in enumerate(specs):
-                group.add(spec, index, gpus, threads)
-        except BaseException:
-            group.end()
-            raise
+        share: dict[str, float] = {"CPU": CPU_SHARE, "GPU": gpus} if gpus else {"CPU": CPU_SHARE}
+        with self._placing:  # islands that start at once must not count on the same room
+            (whole,) = _place([[share] * len(specs)])
+            host = _host_of(whole)
+            remove_placement_group(whole)
+            group = RayGroup(share | {host: NODE_SHARE})
+            group.grow(specs, threads=threads)
         return group
 
     def stop(self) -> None:
@@ -81,25 +84,47 @@ class RayProcesses(Processes):
 
 
 class RayGroup(ProcessGroup):
-    """Actors of one placement group, a bundle each."""
+    """Actors on one host. Each has a placement group of its own, so that it can be given back alone."""
 
-    def __init__(self, placed: PlacementGroup) -> None:
-        self._placed: PlacementGroup | None = placed
-        self._members: list[RayActor] = []
+    def __init__(self, share: dict[str, float]) -> None:
+        """share: what is set aside for each member; it names the host."""
+        self._share = share
+        self._placed: dict[RayActor, PlacementGroup] = {}
 
     @property
     def members(self) -> list["RayActor"]:
-        return self._members
+        return list(self._placed)
 
-    def add(self, spec: ActorSpec, index: int, gpus: int, threads: int) -> None:
-        assert self._placed is not None
+    def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list["RayActor"]:
+        started: list[RayActor] = []
+        unused = _place([[self._share]] * len(specs))
+        try:
+            for spec in specs:
+                started.append(self._start(spec, unused[0], threads))
+                self._placed[started[-1]] = unused.pop(0)
+        except BaseException:
+            for placed in unused:
+                remove_placement_group(placed)
+            self.shrink(started)
+            raise
+        return started
+
+    def shrink(self, members: Sequence[ActorProcess]) -> None:
+        for member in [member for member in self._placed if member in members]:
+            member.kill()
+            remove_placement_group(self._placed.pop(member))
+
+    def end(self) -> None:
+        self.shrink(self.members)
+
+    def _start(self, spec: ActorSpec, placed: PlacementGroup, threads: int) -> "RayActor":
         options = {
             "name": spec.name,
             "num_cpus": CPU_SHARE,
-            "num_gpus": gpus,
+            "num_gpus": self._share.get("GPU", 0),
             "max_restarts": 0,  # a lone restart cannot rejoin its island
             "max_concurrency": CALLS_AT_A_TIME,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._placed, placement_group_bundle_index=index),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=0),
             # Threads that spin while idle would take the cores from the other workers of this machine.
             "runtime_env": {
                 "env_vars": {
@@ -113,14 +138,7 @@ class RayGroup(ProcessGroup):
             handle = ray.remote(spec.kind).options(**options).remote(spec.argument)
         except ValueError as error:
             raise ClusterRunning(spec.name.split("/")[0], None, None) from error
-        self._members.append(RayActor(spec.name, handle))
-
-    def end(self) -> None:
-        for member in self._members:
-            member.kill()
-        if self._placed is not None:
-            remove_placement_group(self._placed)
-            self._placed = None
+        return RayActor(spec.name, handle)
 
 
 class RayActor(ActorProcess):
@@ -138,6 +156,30 @@ class RayActor(ActorProcess):
 
     def kill(self) -> None:
         ray.kill(self._handle)
+
+
+def _place(wanted: Sequence[Sequence[dict[str, float]]]) -> list[PlacementGroup]:
+    """A placement group for each list of bundles, or StartFailed and none."""
+    bundles = [bundle for group in wanted for bundle in group]
+    needed = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
+    text = f"{needed['CPU']:.1f} CPUs" + (f" and {needed['GPU']:.0f} GPUs" if needed["GPU"] else "")
+    there = ray.cluster_resources()
+    if any(there.get(name, 0) < amount for name, amount in needed.items()):
+        raise StartFailed(f"{text} are needed; Ray has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs")
+    placed = [placement_group(list(group), strategy="STRICT_PACK") for group in wanted]
+    deadline = time.monotonic() + PLACEMENT_SECONDS
+    if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in placed):
+        for group in placed:
+            remove_placement_group(group)
+        raise StartFailed(f"Ray has no node with {text} free")
+    return placed
+
+
+def _host_of(placed: PlacementGroup) -> str:
+    """The resource by which Ray knows the one node of the group."""
+    (node_id,) = set(placement_group_table(placed)["bundles_to_node_id"].values())
+    (resources,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+    return next(name for name in resources if name.startswith("node:") and not name.endswith("__"))
 
 
 def _fill(answer: Future[Any], raw: Future[Any], name: str) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tandem.cache.window import Int64Array
 from tandem.cluster.admission import AdmissionQueue
 from tandem.cluster.errors import DeadlineExceeded
 from tandem.cluster.islands import Islands
 from tandem.cluster.worker_link import WORKER_LOST, WorkerLink
 from tandem.proto import worker_pb2
+from tandem.workers.messages import prompt_to_bytes
 
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
 PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
@@ -57,7 +59,7 @@ class Router:
         return self._queue.requests
 
     async def place(
-        self, request_id: str, token_ids: list[int], max_tokens: int, client: str, *, again: bool = False
+        self, request_id: str, token_ids: Int64Array, max_tokens: int, client: str, *, again: bool = False
     ) -> Placement:
         """Finds a pair of workers; one that cannot be reached is passed over. client: whose request it is; clients that
         wait take turns. `again`: the request was admitted before, and a full queue does not turn it away.
@@ -102,7 +104,7 @@ class Router:
         """Waits for clean-ups under way."""
         await asyncio.gather(*self._cleanup, return_exceptions=True)
 
-    async def _wait_for_place(self, request_id: str, token_ids: list[int], max_tokens: int) -> Placement:
+    async def _wait_for_place(self, request_id: str, token_ids: Int64Array, max_tokens: int) -> Placement:
         while True:
             self._given_back.clear()
             placement = await self._try(request_id, token_ids, max_tokens)
@@ -111,7 +113,7 @@ class Router:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._given_back.wait(), RETRY_SECONDS)
 
-    async def _try(self, request_id: str, token_ids: list[int], max_tokens: int) -> Placement | None:
+    async def _try(self, request_id: str, token_ids: Int64Array, max_tokens: int) -> Placement | None:
         """The least loaded decode worker that has room, with its island's least loaded prefill worker; else None."""
         total = len(token_ids) + max_tokens
         for decode, prefill in self._islands.pairs():
@@ -120,7 +122,7 @@ class Router:
             request = worker_pb2.PrepareReceiveRequest(
                 request_id=worker_id,
                 epoch=decode.epoch,
-                token_ids=token_ids,
+                prompt=prompt_to_bytes(token_ids),
                 max_tokens=max_tokens,
                 writer_pe=prefill.pe,
             )

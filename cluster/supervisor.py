@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import NoReturn
 
 from tandem.cluster.config import RecoverySection
-from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError, WorkerLost
+from tandem.cluster.errors import ProcessEnded, ReshapeFailed, StartFailed, TandemError, WorkerLost
 from tandem.cluster.restart_budget import RestartBudget
 from tandem.cluster.stop_signal import Stopping, StopSignal
 
@@ -52,7 +52,7 @@ class Supervisor(ABC):
 
     @abstractmethod
     def _watch(self) -> NoReturn:
-        """Raises ProcessEnded when a process is lost."""
+        """Raises ProcessEnded when a process is lost, ReshapeFailed when the part does not serve any more."""
         raise NotImplementedError
 
     @abstractmethod
@@ -70,7 +70,7 @@ class Supervisor(ABC):
             while True:
                 try:
                     self._watch()
-                except ProcessEnded as lost:
+                except (ProcessEnded, ReshapeFailed) as lost:
                     self._restart(lost)
         except Stopping:
             pass

@@ -6,7 +6,7 @@ What supervises them, and what runs in them, is what runs under Ray.
 import multiprocessing
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -22,7 +22,7 @@ class LocalProcesses(Processes):
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tandem.cluster.actors"])
+        self._context.set_forkserver_preload(["tandem.cluster.actors", "pytest"])  # each process imports "__main__"
         self._actors: dict[str, LocalActor] = {}
         self.started_pids: list[int] = []
 
@@ -35,13 +35,16 @@ class LocalProcesses(Processes):
 
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "LocalGroup":
         assert not gpus
+        return LocalGroup(self._start(specs), self._start)
+
+    def _start(self, specs: Sequence[ActorSpec]) -> list["LocalActor"]:
         members = []
         for spec in specs:
             actor = LocalActor(self._context, spec)
             self._actors[spec.name] = actor
             self.started_pids.append(actor.pid)
             members.append(actor)
-        return LocalGroup(members)
+        return members
 
     def stop(self) -> None:
         for actor in list(self._actors.values()):
@@ -50,16 +53,26 @@ class LocalProcesses(Processes):
 
 
 class LocalGroup(ProcessGroup):
-    def __init__(self, members: list["LocalActor"]) -> None:
+    def __init__(self, members: list["LocalActor"], start: Callable[[Sequence[ActorSpec]], list["LocalActor"]]) -> None:
         self._members = members
+        self._start = start
 
     @property
     def members(self) -> list["LocalActor"]:
         return self._members
 
-    def end(self) -> None:
-        for member in self._members:
+    def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list["LocalActor"]:
+        started = self._start(specs)
+        self._members += started
+        return started
+
+    def shrink(self, members: Sequence[ActorProcess]) -> None:
+        for member in [member for member in self._members if member in members]:
             member.kill()
+            self._members.remove(member)
+
+    def end(self) -> None:
+        self.shrink(self._members)
 
 
 class LocalActor(ActorProcess):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 
 def load_oracle(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
@@ -14,8 +14,10 @@ def load_oracle(folder: Path, dtype: torch.dtype = torch.float32, device: str = 
 
 
 @torch.inference_mode()
-def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """num_tokens tokens, the end of sequence ignored."""
+def greedy(
+    model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, cache: DynamicCache | None = None
+) -> list[int]:
+    """num_tokens tokens, the end of sequence ignored. cache: an empty one of another kind than transformers' own."""
     ids = torch.tensor([list(prompt)], device=model.device)
     output = model.generate(  # type: ignore[operator]  # pyright takes it for a tensor
         ids,
@@ -25,6 +27,7 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> li
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
+        past_key_values=cache,
     )
     return output[0, ids.shape[1] :].tolist()
 

@@ -18,6 +18,7 @@ MAX_LINES = 400
 HOMES = {
     "ray": {"cluster/ray_processes.py"},
     "grpc": {
+        "cluster/admin.py",
         "cluster/attempts.py",
         "cluster/client.py",
         "cluster/client_messages.py",

@@ -68,7 +68,7 @@ class FakeFabric:
     """An island of fake transports, and the faults that a test wants. Calls may come from any thread.
 
     A write lands when a later fence is asked or a later post is made, earlier only when the test delivers it, and in an
-    order drawn from `seed`; write_slots reads its source when it lands.
+    order drawn from `seed`; write_slots reads its source when it lands. num_pages: per layer group, or of each.
     """
 
     def __init__(
@@ -76,14 +76,15 @@ class FakeFabric:
         num_pes: int,
         layout: KVLayout,
         *,
-        num_pages: int,
+        num_pages: int | tuple[int, ...],
         num_signals: int = 8,
         island: str = "fake",
         epoch: int = 1,
         seed: int = 0,
     ) -> None:
+        counts = (num_pages,) * len(layout.groups) if isinstance(num_pages, int) else num_pages
         self.configs = [
-            TransportConfig(pe, num_pes, layout, num_pages, num_signals, island, epoch) for pe in range(num_pes)
+            TransportConfig(pe, num_pes, layout, counts, num_signals, island, epoch) for pe in range(num_pes)
         ]
         self._random = random.Random(seed)
         self._lock = threading.RLock()
@@ -94,8 +95,8 @@ class FakeFabric:
         self._memories = [
             _Memory(
                 [
-                    PagePool(torch.zeros(num_pages, *layout.page_shape(group), dtype=layout.stored_dtype))
-                    for group in range(len(layout.groups))
+                    PagePool(torch.zeros(count, *layout.page_shape(group), dtype=layout.stored_dtype))
+                    for group, count in enumerate(counts)
                 ],
                 np.zeros((num_signals, 2), np.int64),
             )
@@ -289,7 +290,7 @@ class FakeTransport(Transport):
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
     ) -> None:
         self._check_peer(pe)
-        limit = self.num_pages * self.layout.page_size
+        limit = self._num_slots(group)
         if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < limit:
             raise IndexError(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
         pool = self._pools(pe)[group]
@@ -301,8 +302,8 @@ class FakeTransport(Transport):
 
     def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         self._check_peer(pe)
-        self._check_slots("source_slots", source_slots)
-        self._check_slots("target_slots", target_slots)
+        self._check_slots(group, "source_slots", source_slots)
+        self._check_slots(group, "target_slots", target_slots)
         if not target_slots.size:
             return
         source, pool = self._pools(self.pe)[group], self._pools(pe)[group]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.layout import KVLayout
@@ -17,19 +18,22 @@ Detail = dict[str, int | str]
 class TransportConfig:
     """One PE's place in an island and the shape of the memory that all its PEs have alike.
 
-    num_pages: pages in each pool, one pool per layer group. num_signals: rows in each mailbox.
+    num_pages: per layer group, pages in its pool. num_signals: rows in each mailbox.
     """
 
     pe: int
     num_pes: int
     layout: KVLayout
-    num_pages: int
+    num_pages: tuple[int, ...]
     num_signals: int
     island: str
     epoch: int
 
     def __post_init__(self) -> None:
-        for name in ("num_pes", "num_pages", "num_signals"):
+        groups = len(self.layout.groups)
+        if len(self.num_pages) != groups or min(self.num_pages) < 1:
+            raise InvalidArgument(f"num_pages is {self.num_pages}; it must be {groups} numbers of at least 1")
+        for name in ("num_pes", "num_signals"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.pe < self.num_pes:
@@ -50,13 +54,13 @@ def read_handles(transport: str, config: TransportConfig, handles: Sequence[byte
     return [_read_handle(_identity(transport, config) | {"pe": pe}, pe, data) for pe, data in enumerate(handles)]
 
 
-def _identity(transport: str, config: TransportConfig) -> Detail:
+def _identity(transport: str, config: TransportConfig) -> dict[str, Any]:
     return {
         "transport": transport,
         "island": config.island,
         "epoch": config.epoch,
         "num_pes": config.num_pes,
-        "num_pages": config.num_pages,
+        "num_pages": list(config.num_pages),
         "num_signals": config.num_signals,
         "kv_cache_dtype": str(config.layout.stored_dtype).removeprefix("torch."),
         "kv_scales": 0 if config.layout.scales is None else config.layout.scales.fingerprint,
@@ -64,7 +68,7 @@ def _identity(transport: str, config: TransportConfig) -> Detail:
     }
 
 
-def _read_handle(expected: Detail, pe: int, data: bytes) -> Detail:
+def _read_handle(expected: dict[str, Any], pe: int, data: bytes) -> Detail:
     if len(data) > MAX_HANDLE_BYTES:
         raise MembershipRefused(f"PE {pe}'s handle has {len(data)} bytes; at most {MAX_HANDLE_BYTES} are accepted")
     try:

@@ -130,7 +130,7 @@ class NvshmemTransport(Transport):
         self._check_peer(pe)
         if not slots.shape[0]:
             return
-        limit = self.num_pages * self.layout.page_size
+        limit = self._num_slots(group)
         if not 0 <= int(slots.min()) <= int(slots.max()) < limit:
             raise IndexError(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
         tokens, places = upload([token_indices.numpy(), slots.numpy().astype(np.int32)], self._device)
@@ -142,8 +142,8 @@ class NvshmemTransport(Transport):
 
     def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         self._check_peer(pe)
-        self._check_slots("source_slots", source_slots)
-        self._check_slots("target_slots", target_slots)
+        self._check_slots(group, "source_slots", source_slots)
+        self._check_slots(group, "target_slots", target_slots)
         if not source_slots.size:
             return
         plan = plan_copy(source_slots, target_slots, self.layout.page_size)
@@ -212,7 +212,7 @@ class NvshmemTransport(Transport):
 
     def _make_memory(self) -> None:
         """Symmetric pools, mailbox and staging, zeroed on every PE when it returns."""
-        shapes = [(self.num_pages, *self.layout.page_shape(group)) for group in range(self._num_pools)]
+        shapes = [(count, *self.layout.page_shape(group)) for group, count in enumerate(self.num_pages)]
         dtype = torch.uint8 if self.layout.stored_dtype.itemsize == 1 else self.layout.stored_dtype
         try:
             self._symmetric = [nvshmem.core.tensor(shape, dtype=dtype) for shape in shapes]

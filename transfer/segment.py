@@ -36,8 +36,8 @@ class SegmentShape:
     def pool_offsets(self) -> list[int]:
         """Where each pool begins, and last where the segment ends."""
         offsets = [ALIGNMENT + _aligned(16 * self.config.num_signals)]
-        for group in range(len(self.config.layout.groups)):
-            offsets.append(offsets[-1] + _aligned(self.config.num_pages * self.config.layout.page_bytes(group)))
+        for group, count in enumerate(self.config.num_pages):
+            offsets.append(offsets[-1] + _aligned(count * self.config.layout.page_bytes(group)))
         return offsets
 
     @property
@@ -48,7 +48,7 @@ class SegmentShape:
 class Segment:
     """A mapped segment. The mapping goes with the last reference to the segment and its tensors and arrays.
 
-    mailbox: int64 [num_signals, 2]. pools: one per layer group, [num_pages, *page_shape].
+    mailbox: int64 [num_signals, 2]. pools: one per layer group, [num_pages of it, *page_shape].
     """
 
     def __init__(self, memory: mmap.mmap, config: TransportConfig) -> None:
@@ -61,10 +61,12 @@ class Segment:
             torch.frombuffer(
                 memory,
                 dtype=layout.stored_dtype,
-                count=config.num_pages * layout.page_bytes(group) // layout.stored_dtype.itemsize,
+                count=count * layout.page_bytes(group) // layout.stored_dtype.itemsize,
                 offset=offset,
-            ).view(config.num_pages, *layout.page_shape(group))
-            for group, offset in enumerate(SegmentShape(config).pool_offsets[:-1])
+            ).view(count, *layout.page_shape(group))
+            for group, (count, offset) in enumerate(
+                zip(config.num_pages, SegmentShape(config).pool_offsets[:-1], strict=True)
+            )
         )
 
 

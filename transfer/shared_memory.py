@@ -64,8 +64,8 @@ class SharedMemoryTransport(Transport):
 
     def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         self._check_peer(pe)
-        self._check_slots("source_slots", source_slots)
-        self._check_slots("target_slots", target_slots)
+        self._check_slots(group, "source_slots", source_slots)
+        self._check_slots(group, "target_slots", target_slots)
         pool = self._pools[pe][group]
         pool.copy(self._pools[self.pe][group], plan_copy(source_slots, target_slots, self.layout.page_size))
 

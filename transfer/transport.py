@@ -74,7 +74,7 @@ class Transport(ABC):
     @property
     @abstractmethod
     def pools(self) -> tuple[Tensor, ...]:
-        """The own pools, one per layer group: [num_pages, *layout.page_shape(group)]. Not to be used after close()."""
+        """The own pools: [num_pages[group], *layout.page_shape(group)] of each. Not to be used after close()."""
 
     @abstractmethod
     def write_tokens(
@@ -132,8 +132,11 @@ class Transport(ABC):
         if not 0 <= pe < self.num_pes:
             raise InvalidArgument(f"pe is {pe}; 0 … {self.num_pes - 1} are accepted")
 
-    def _check_slots(self, field: str, slots: Int32Array) -> None:
-        limit = self.num_pages * self.layout.page_size
+    def _num_slots(self, group: int) -> int:
+        return self.num_pages[group] * self.layout.page_size
+
+    def _check_slots(self, group: int, field: str, slots: Int32Array) -> None:
+        limit = self._num_slots(group)
         if slots.size and int(slots.view(np.uint32).max()) >= limit:  # negative ones become large
             raise InvalidArgument(f"{field} are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
 

@@ -9,12 +9,17 @@ from tandem.transfer.errors import InvalidPositionMap
 
 
 def validate_map(
-    position_map: PositionMap, layout: KVLayout, *, num_pages: int, expected_start: int, expected_tokens: int
+    position_map: PositionMap,
+    layout: KVLayout,
+    *,
+    num_pages: tuple[int, ...],
+    expected_start: int,
+    expected_tokens: int,
 ) -> None:
     """Raises InvalidPositionMap unless the map covers exactly the expected positions, each with a slot of its own.
 
-    num_pages: pages in each of the receiver's pools. A receiver's map skips the positions of pages that are behind the
-    window of the group when all has landed, and no others.
+    num_pages: per layer group, pages in the receiver's pool. A receiver's map skips the positions of pages that are
+    behind the window of the group when all has landed, and no others.
     """
     if len(position_map.runs) != len(layout.groups):
         raise InvalidPositionMap(
@@ -28,7 +33,7 @@ def validate_map(
         end, size = position_map.end_position, layout.page_size
         needed = min(first_place(layout.groups[group].window, end, size) * size, end)
         skipped = max(needed - position_map.start_position, 0)
-        _validate_runs(runs, f"runs[{group}]", skipped, num_pages * size)
+        _validate_runs(runs, f"runs[{group}]", skipped, num_pages[group] * size)
 
 
 def _validate_runs(runs: SlotRuns, field: str, skipped: int, num_slots: int) -> None:

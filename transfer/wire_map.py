@@ -31,12 +31,12 @@ def encode_map(position_map: PositionMap, layout: KVLayout) -> WireMap:
 
 
 def decode_map(
-    wire: WireMap, layout: KVLayout, *, num_pages: int, expected_start: int, expected_tokens: int
+    wire: WireMap, layout: KVLayout, *, num_pages: tuple[int, ...], expected_start: int, expected_tokens: int
 ) -> PositionMap:
     """The map that `wire` stands for, wholly validated; InvalidPositionMap says what is wrong.
 
-    num_pages: pages in each of the receiver's pools; expected_start, expected_tokens: the positions that the caller
-    knows the map must cover.
+    num_pages: per layer group, pages in the receiver's pool; expected_start, expected_tokens: the positions that the
+    caller knows the map must cover.
     """
     if wire.page_size != layout.page_size:
         raise InvalidPositionMap(f"page_size is {wire.page_size}; this worker's is {layout.page_size}")

@@ -14,7 +14,8 @@ class WorkerConfig:
     """Plain values only: it travels to the worker's process.
 
     lease_seconds: how long a decode worker keeps a reservation that nobody starts, and how long a connection may be
-    silent before its calls count as gone. verify_kv, the same on every PE: whether digests of pushed KV are compared.
+    silent before its calls count as gone. kv_cache_dtype: auto or fp8_e4m3; k_scale, v_scale: of an FP8 cache, None
+    takes the checkpoint's. verify_kv: whether digests of pushed KV are compared. These four are the same on every PE.
     token: what every call to the worker must carry. threads None leaves torch's own choice. threads_alone: of a decode
     worker while no prompt is on its way to it; None is as many as otherwise.
     """
@@ -28,6 +29,9 @@ class WorkerConfig:
     max_model_len: int
     token: str = field(repr=False)
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    k_scale: float | None = None
+    v_scale: float | None = None
     device: str = "cpu"
     load_format: str = "safetensors"
     page_size: int = 16

@@ -2,8 +2,12 @@
 
 import logging
 import time
+from collections.abc import Sequence
+
+import numpy as np
 
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.window import Int64Array
 from tandem.transfer.transport import Transport
 from tandem.workers.core_share import CoreShare
 from tandem.workers.counters import Counters
@@ -20,6 +24,7 @@ from tandem.workers.token_stream import StreamFanout, StreamUpdate, TokenStream
 log = logging.getLogger(__name__)
 
 LANDING_POLL_SECONDS = 0.0003
+STEP_POLL_SECONDS = 0.0001
 
 
 class DecodeLoop:
@@ -28,9 +33,10 @@ class DecodeLoop:
     A request is in _reservations from PrepareReceive to its last token, in _landing from StartGenerate until its KV
     is there, and in _batch while it is stepped.
 
-    Where the runner runs ahead, a step is launched before the tokens of the one before it, _flight, are read. Who stops
-    at one of those has a row too many in the step launched since: it is ignored, and the pages are released when that
-    step is done.
+    Where the runner runs ahead, a step, _flight, is launched before the tokens of the one before it, _reading, are
+    read. Who stops at one of those has a row too many in the step launched since: it is ignored, and the pages are
+    released when that step is done. Nobody waits for a device here, so that a reservation, say, is made while a step
+    computes.
     """
 
     def __init__(
@@ -68,12 +74,16 @@ class DecodeLoop:
         self._landing: list[DecodeRequest] = []
         self._batch = DecodeBatch()
         self._flight: Flight | None = None
+        self._reading: Flight | None = None
+        self._unpublished: list[DecodeRequest] = []
 
     # Commands
 
-    def prepare(self, request_id: str, token_ids: list[int], max_tokens: int, writer_pe: int) -> Reservation:
+    def prepare(
+        self, request_id: str, token_ids: Sequence[int] | Int64Array, max_tokens: int, writer_pe: int
+    ) -> Reservation:
         """See Reservations.prepare."""
-        return self._reservations.prepare(request_id, token_ids, max_tokens, writer_pe)
+        return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe)
 
     def start(self, request_id: str, reservation_id: int, params: SamplingParams, stream: TokenStream) -> None:
         """Tokens of a reserved request go to `stream`, once its KV has landed."""
@@ -111,18 +121,19 @@ class DecodeLoop:
     # Steps
 
     def step(self) -> float | None:
-        reap_again = self._reservations.reap()
-        if self._landing:
-            self._take_landed()
-        self._cores.take(alone=self.num_waiting == 0)
-        if len(self._batch) or self._flight is not None:
-            try:
-                self._forward()
-            except Exception as error:
-                log.exception("a decode forward failed")
-                self._fail_batch(error)
+        if self._reading is None:
+            reap_again = self._reservations.reap()
+            if self._landing:
+                self._take_landed()
+            self._cores.take(alone=self.num_waiting == 0)
+            if not len(self._batch) and self._flight is None:
+                return LANDING_POLL_SECONDS if self._landing else reap_again
+        try:
+            return self._forward()
+        except Exception as error:
+            log.exception("a decode forward failed")
+            self._fail_batch(error)
             return 0
-        return LANDING_POLL_SECONDS if self._landing else reap_again
 
     def _take_landed(self) -> None:
         """Moves every started request whose KV has landed into the batch."""
@@ -148,17 +159,28 @@ class DecodeLoop:
                 joining.append(request)
             else:
                 updates.append(StreamUpdate(request.stream, None, None, reason))
+                self._publish_prompts([request])
                 self._leave(request, writer_quiet=True)
         if joining:
             self._batch.join(joining)
+            self._unpublished += joining
         self._fanout.publish(updates)
 
-    def _forward(self) -> None:
-        flight = self._launch() if len(self._batch) else None
-        if self._runner.runs_ahead:
-            flight, self._flight = self._flight, flight
-        if flight is not None:
+    def _forward(self) -> float:
+        """Launches a step, unless one is still to be read, and reads one that is done; see StepLoop.step."""
+        if self._reading is None:
+            flight = self._launch() if len(self._batch) else None
+            self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
+            self._unpublished = []
+            if self._runner.runs_ahead:
+                flight, self._flight = self._flight, flight
+            self._reading = flight
+        if self._reading is not None:
+            if not self._reading.pending.is_done():
+                return STEP_POLL_SECONDS
+            flight, self._reading = self._reading, None
             self._deliver(flight)
+        return 0
 
     def _launch(self) -> Flight:
         batch = self._batch
@@ -166,8 +188,14 @@ class DecodeLoop:
             self._runner.step(batch.sequence_ids, batch.tokens, batch.sources, batch.sampling, batch.lengths + 1)
         )
 
+    def _publish_prompts(self, requests: list[DecodeRequest]) -> None:
+        """Lets others share the prompts of requests that have landed."""
+        for request in requests if self._sharing else []:
+            if not request.left:
+                self._cache.publish_prefix(request.sequence_id, request.prompt)
+
     def _deliver(self, flight: Flight) -> None:
-        """Waits for the tokens of a step and hands them out."""
+        """Hands out the tokens of a step."""
         try:
             samples = flight.pending.wait()
         finally:
@@ -194,12 +222,13 @@ class DecodeLoop:
 
     def _fail_batch(self, error: Exception) -> None:
         """Ends every request that has a token on its way, also those whose last one a step before was to bring."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            try:
-                flight.pending.wait()  # it may still write to their pages
-            except Exception:
-                log.exception("the step in flight failed, too")
+        flights = [flight for flight in (self._reading, self._flight) if flight is not None]
+        self._reading = self._flight = None
+        try:
+            self._runner.drain()  # what was launched may still write to their pages
+        except Exception:
+            log.exception("the step in flight failed, too")
+        for flight in flights:
             self._release(flight.released)
         requests = self._reservations.landed()
         self._batch.leave(requests)
@@ -214,9 +243,11 @@ class DecodeLoop:
 
     def _leave(self, request: DecodeRequest, writer_quiet: bool) -> None:
         if self._sharing and request.landed and len(request.output) > 1:
-            self._cache.publish_prefix(request.sequence_id, request.prompt + request.output[:-1])
-        if self._flight is not None and request in self._flight.requests:
-            self._flight.released.append(request.sequence_id)
+            self._cache.publish_prefix(request.sequence_id, np.concatenate((request.prompt, request.output[:-1])))
+        for flight in (self._flight, self._reading):  # the later one first
+            if flight is not None and request in flight.requests:
+                flight.released.append(request.sequence_id)
+                break
         else:
             self._release([request.sequence_id])
         request.left = True

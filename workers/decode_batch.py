@@ -28,7 +28,7 @@ class DecodeRequest:
 
     request_id: str
     sequence_id: int
-    prompt: list[int]
+    prompt: Int64Array
     signal: Signal
     expected_tokens: int
     params: SamplingParams | None = None

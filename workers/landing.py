@@ -1,11 +1,11 @@
 """The end of a request on a prefill worker: it issues no more writes, but those it issued may still be under way."""
 
 import logging
-import time
 from concurrent.futures import Future
 
 from tandem.transfer.transport import Fence, Transport
 from tandem.workers.errors import WriterNotQuiet
+from tandem.workers.lease import Clock
 from tandem.workers.prefill_request import PrefillRequest
 
 log = logging.getLogger(__name__)
@@ -20,11 +20,12 @@ class Landing:
     the writes, and its receiver's be written, however long it takes: at the deadline callers only stop waiting.
     """
 
-    def __init__(self, transport: Transport, request: PrefillRequest, error: Exception | None) -> None:
+    def __init__(self, transport: Transport, request: PrefillRequest, error: Exception | None, clock: Clock) -> None:
         self.request = request
         self._transport = transport
         self._error = error
-        self._deadline = time.monotonic() + QUIET_SECONDS
+        self._clock = clock
+        self._deadline = clock() + QUIET_SECONDS
         self._fence: Fence | None = None
         self._failure: Exception | None = None
         self._aborts: list[Future[bool]] = []
@@ -35,7 +36,7 @@ class Landing:
         """Whether all has landed, before or after the deadline, which tells the callers that wait then."""
         if self._ask():
             return True
-        if not self.overdue and time.monotonic() >= self._deadline:
+        if not self.overdue and self._clock() >= self._deadline:
             self.overdue = True
             log.error("%s", self._not_quiet())
             self._give_up()

@@ -26,8 +26,8 @@ class MemoryBudget:
     used: int
     utilization: float
 
-    def num_pages(self, page_bytes: int) -> int:
-        """At least 1, else GpuTooSmall. page_bytes: of one page in all layer groups together."""
+    def room(self, page_bytes: int) -> int:
+        """Bytes for pages. GpuTooSmall when not even one fits. page_bytes: of one in all layer groups together."""
         room = int(self.total * self.utilization) - self.used - RESERVED_BYTES
         if room < page_bytes:
             least = (self.used + RESERVED_BYTES + page_bytes) / self.total
@@ -37,7 +37,7 @@ class MemoryBudget:
                 f"the largest forward and what else is in use take {gib(self.used)}, NVSHMEM, CUDA graphs and "
                 f"FlashInfer {gib(RESERVED_BYTES)}, and no page of {page_bytes} bytes fits; {advice}"
             )
-        return room // page_bytes
+        return room
 
 
 def measure_budget(

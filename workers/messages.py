@@ -1,14 +1,32 @@
 """Between protobuf messages and the values that the loops work with."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+import numpy as np
+
+from tandem.cache.window import Int64Array
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.transfer.wire_map import WireMap
+from tandem.workers.errors import InvalidCall
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.token_logprobs import TokenLogprobs
 
 OPTIONAL_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "skip_special_tokens")
+PROMPT_DTYPE = np.dtype("<u4")
+
+
+def prompt_to_bytes(token_ids: Sequence[int] | Int64Array) -> bytes:
+    """The field `prompt` of a message."""
+    return np.asarray(token_ids, PROMPT_DTYPE).tobytes()
+
+
+def prompt_from_bytes(prompt: bytes) -> Int64Array:
+    """The token ids of such a field, int64 [n]; InvalidCall when they are none, or no whole number."""
+    if not prompt or len(prompt) % PROMPT_DTYPE.itemsize:
+        raise InvalidCall(f"prompt has {len(prompt)} bytes; token ids of {PROMPT_DTYPE.itemsize} each are accepted")
+    return np.frombuffer(prompt, PROMPT_DTYPE).astype(np.int64)
 
 
 def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams:

@@ -78,6 +78,11 @@ class ModelRunner:
         self._cache.end_forward(plan)
         return self._draw(logits, sampling, positions)
 
+    def drain(self) -> None:
+        """Waits until nothing that was launched is under way; raises what the device reports."""
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream(self._model.device).synchronize()
+
     @torch.inference_mode()
     def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array | None) -> Tensor:
         """Logits float32 [n, vocab] that follow rows last_rows (int64 [n]; None: all) of token_ids int64 [T]."""

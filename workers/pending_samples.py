@@ -31,6 +31,10 @@ class PendingSamples:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
+    def is_done(self) -> bool:
+        """Whether wait() returns at once."""
+        return self._copied is None or self._copied.query()
+
     def wait(self) -> Samples:
         """Blocks until the step is done; raises what the device reports."""
         if self._copied is not None:

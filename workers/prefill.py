@@ -11,6 +11,7 @@ import numpy as np
 from tandem.cache.digest import digest_kv
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import PositionMap
+from tandem.cache.window import Int64Array
 from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.errors import TransportError
 from tandem.transfer.recall import Recall
@@ -83,7 +84,11 @@ class PrefillLoop:
     # Commands
 
     def submit(
-        self, request_id: str, token_ids: list[int], params: SamplingParams, reservation: Reservation
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | Int64Array,
+        params: SamplingParams,
+        reservation: Reservation,
     ) -> "Future[PrefillResult]":
         """Queues a prompt; the future ends when its first token is sampled and all its KV has landed.
 
@@ -96,10 +101,11 @@ class PrefillLoop:
             return self._by_id[request_id].result
         if request_id in self._results:
             return self._results[request_id]
-        position_map = self._checked_map(token_ids, reservation)
+        prompt = np.asarray(token_ids, np.int64)
+        position_map = self._checked_map(prompt, reservation)
         self._grants.take(reservation)
         lease = Lease(reservation.lease_seconds * LEASE_SHARE, self._clock)
-        request = PrefillRequest(request_id, self._next_sequence, token_ids, params, reservation, position_map, lease)
+        request = PrefillRequest(request_id, self._next_sequence, prompt, params, reservation, position_map, lease)
         self._next_sequence += 1
         self._by_id[request_id] = request
         self._waiting.append(request)
@@ -195,15 +201,15 @@ class PrefillLoop:
             reason = f"no call waited for request {request.request_id!r} for {request.lease.seconds:g} s"
             self._stop(request, LeaseExpired(reason))
 
-    def _checked_map(self, token_ids: list[int], reservation: Reservation) -> PositionMap:
+    def _checked_map(self, token_ids: Int64Array, reservation: Reservation) -> PositionMap:
         self._grants.check(reservation)
         if not reservation.matched_tokens < len(token_ids):
             raise InvalidCall(
                 f"matched_tokens is {reservation.matched_tokens} of a prompt of {len(token_ids)}; one must be left"
             )
-        if not self._cache.has_room(len(token_ids), self._max_batch_tokens, ever=True):
-            pages = max(self._cache.num_pages_needed(len(token_ids), self._max_batch_tokens))
-            raise InvalidCall(f"the prompt needs {pages} pages; this worker has {self._cache.num_pages}")
+        shortage = self._cache.shortage(len(token_ids), self._max_batch_tokens)
+        if shortage is not None:
+            raise InvalidCall(f"the prompt needs {shortage[0]} pages; this worker has {shortage[1]}")
         return decode_map(
             reservation.wire_map,
             self._cache.layout,
@@ -248,15 +254,19 @@ class PrefillLoop:
             [length for _, length in chunks],
             [request.num_tokens for request, _ in chunks],
         )
-        tokens, last_rows, ending = [], [], []
+        tokens, num_rows, last_rows, ending = [], 0, [], []
         for request, length in chunks:
-            tokens += request.token_ids[request.computed : request.computed + length]
+            tokens.append(request.token_ids[request.computed : request.computed + length])
+            num_rows += length
             request.computed += length
             if request.computed == request.num_tokens:
-                last_rows.append(len(tokens) - 1)
+                last_rows.append(num_rows - 1)
                 ending.append(request)
-        logits = self._runner.forward(np.array(tokens, np.int64), plan, np.array(last_rows, np.int64))
+        logits = self._runner.forward(np.concatenate(tokens), plan, np.array(last_rows, np.int64))
         cache.end_forward(plan)
+        if self._sharing:  # while the device computes: whoever reads these pages comes after it
+            for request in ending:
+                cache.publish_prefix(request.sequence_id, request.token_ids)
         self._count_pushed([request for request, _ in chunks], self._meter.seconds - seconds_before)
         if ending:  # sampling waits for the device; without it the next chunk is launched while this one computes
             samples = self._runner.sample(
@@ -289,8 +299,6 @@ class PrefillLoop:
             pack_signal(reservation.generation, request.position_map.num_tokens),
             pack_payload(request.first_token, digest),
         )
-        if self._sharing:
-            self._cache.publish_prefix(request.sequence_id, request.token_ids)
         self._land(request, None)
 
     def _stop(self, request: PrefillRequest, error: Exception) -> None:
@@ -305,7 +313,7 @@ class PrefillLoop:
     def _land(self, request: PrefillRequest, error: Exception | None) -> None:
         """No forward will have this request any more; error: why it has no result."""
         self._running.remove(request)
-        self._landing[request.request_id] = Landing(self._transport, request, error)
+        self._landing[request.request_id] = Landing(self._transport, request, error, self._clock)
 
     def _settle(self) -> None:
         """Lets go of the requests whose writes are quiet by now."""

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from tandem.cache.position_map import PositionMap
+from tandem.cache.window import Int64Array
 from tandem.workers.lease import Lease
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
@@ -37,7 +38,7 @@ class PrefillRequest:
 
     request_id: str
     sequence_id: int
-    token_ids: list[int]
+    token_ids: Int64Array
     params: SamplingParams
     reservation: Reservation
     position_map: PositionMap

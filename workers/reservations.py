@@ -46,7 +46,7 @@ class Reservations:
         lease_seconds: float,
         clock: Clock = time.monotonic,
     ) -> None:
-        """sharing: whether prompts are published and matched. verify: whether digests of what landed are compared."""
+        """sharing: whether prompts are matched. verify: whether digests of what landed are compared."""
         self._cache = cache
         self._transport = transport
         self._counters = counters
@@ -83,7 +83,7 @@ class Reservations:
         """Also of those that drain."""
         return [*self._requests, *(request.request_id for request in self._draining.values())]
 
-    def prepare(self, request_id: str, token_ids: list[int], max_tokens: int, writer_pe: int) -> Reservation:
+    def prepare(self, request_id: str, token_ids: Int64Array, max_tokens: int, writer_pe: int) -> Reservation:
         """Sets pages aside for a prompt that writer_pe will send and for its growth. Idempotent by request_id.
 
         Raises NoRoom, which leaves nothing behind, and InvalidCall.
@@ -97,9 +97,10 @@ class Reservations:
             raise InvalidCall(f"writer_pe is {writer_pe}; 0 … {self._transport.num_pes - 1} are accepted")
         capacity = len(token_ids) + max_tokens - 1  # the last token is never fed back
         pages = max(self._cache.num_pages_needed(capacity, LONGEST_APPEND))
-        if not self._cache.has_room(capacity, LONGEST_APPEND, ever=True):
+        shortage = self._cache.shortage(capacity, LONGEST_APPEND)
+        if shortage is not None:
             raise InvalidCall(
-                f"prompt and max_tokens need {pages} pages; this worker has {self._cache.num_pages} "
+                f"prompt and max_tokens need {shortage[0]} pages; this worker has {shortage[1]} "
                 f"of {self._cache.layout.page_size} tokens"
             )
         if len(self._requests) + len(self._draining) >= self._max_sequences:
@@ -130,7 +131,7 @@ class Reservations:
         return mailbox
 
     def land(self, request: DecodeRequest, mailbox: Int64Array) -> int:
-        """The first token of a request whose KV has landed; its prompt becomes shareable. CorruptKV: it must end."""
+        """The first token of a request whose KV has landed. CorruptKV: it must end."""
         token, sent = unpack_payload(int(mailbox[request.signal.slot, 1]))
         self._settle(request)
         if self._verify:
@@ -141,8 +142,6 @@ class Reservations:
                 raise CorruptKV(
                     f"KV of request {request.request_id!r} has digest {received:#010x} here, {sent:#010x} at its writer"
                 )
-        if self._sharing:
-            self._cache.publish_prefix(request.sequence_id, request.prompt)
         return token
 
     def end(self, request: DecodeRequest, writer_quiet: bool) -> None:
@@ -194,7 +193,7 @@ class Reservations:
             self._recalls.withdraw(recall)
             self._settle(self._draining.pop(recall))
 
-    def _reserve(self, request_id: str, token_ids: list[int], capacity: int) -> DecodeRequest:
+    def _reserve(self, request_id: str, token_ids: Int64Array, capacity: int) -> DecodeRequest:
         cache, sequence_id = self._cache, self._next_sequence
         cache.add_sequence(sequence_id)
         try:

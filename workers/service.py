@@ -33,6 +33,7 @@ from tandem.workers.finish import FinishReason
 from tandem.workers.lease import Lease
 from tandem.workers.messages import (
     logprobs_to_proto,
+    prompt_from_bytes,
     reservation_from_proto,
     reservation_to_proto,
     sampling_from_proto,
@@ -135,7 +136,8 @@ class PrefillService(WorkerService):
         def submit() -> Future[PrefillResult]:
             reservation = reservation_from_proto(request.reservation)
             params = sampling_from_proto(request.sampling)
-            future = self._prefill.submit(request.request_id, list(request.token_ids), params, reservation)
+            prompt = prompt_from_bytes(request.prompt)
+            future = self._prefill.submit(request.request_id, prompt, params, reservation)
             lease = self._prefill.attend(request.request_id)
             attended.extend([] if lease is None else [lease])
             return future
@@ -174,7 +176,7 @@ class DecodeService(WorkerService):
             context,
             request.epoch,
             lambda: self._decode.prepare(
-                request.request_id, list(request.token_ids), request.max_tokens, request.writer_pe
+                request.request_id, prompt_from_bytes(request.prompt), request.max_tokens, request.writer_pe
             ),
         )
         return reservation_to_proto(reservation)

@@ -13,6 +13,7 @@ from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, Inval
 from tandem.workers.models.fields import Fields
 from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
 from tandem.workers.models.places import checkpoint_places
+from tandem.workers.models.scale_tensors import is_scale
 from tandem.workers.progress import ReportBytes, ignore_progress
 from tandem.workers.safetensors_file import SafetensorsFile
 
@@ -133,8 +134,12 @@ def fill_randomly(config: ModelConfig, places: Mapping[str, Tensor], seed: int) 
 
 
 def _is_derived(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry, though they follow from others."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+    """Tensors that some checkpoints carry though they follow from others, or are none of the model's own."""
+    return (
+        is_scale(name)
+        or name.endswith("rotary_emb.inv_freq")
+        or (config.tie_word_embeddings and name == "lm_head.weight")
+    )
 
 
 def _listing(names: Iterable[str]) -> str:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.crew import load_crew
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.pool_sizes import PageUse, num_pages_in, pages_of_groups
 from tandem.proto import worker_pb2_grpc
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
@@ -22,34 +24,49 @@ from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.core_share import CoreShare
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.kv_scales import choose_scales
 from tandem.workers.memory_budget import measure_budget
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.registry import load_config
 from tandem.workers.prefill import PrefillLoop
 from tandem.workers.push_meter import PushMeter
+from tandem.workers.reservations import LONGEST_APPEND
 from tandem.workers.service import DecodeService, PrefillService
 from tandem.workers.step_thread import StepThread
 from tandem.workers.token_stream import StreamFanout
 from tandem.workers.weights import load_decoder
 
 T = TypeVar("T")
+PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
 RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
 
-def kv_layout(model: ModelConfig, page_size: int) -> KVLayout:
-    """A group for each kind of window among the layers, in the order of their first layers."""
+def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None) -> KVLayout:
+    """A group for each kind of window among the layers, in the order of their first layers. scales: see KVLayout."""
     layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
         layers_of.setdefault(window, []).append(layer)
     groups = (
         LayerGroup(tuple(layers), model.num_kv_heads, model.head_dim, window) for window, layers in layers_of.items()
     )
-    return KVLayout(tuple(groups), page_size, model.dtype)
+    return KVLayout(tuple(groups), page_size, model.dtype, scales)
+
+
+def page_uses(config: WorkerConfig) -> tuple[PageUse, ...]:
+    """What decode and prefill workers hold at a time; every PE has pools for both, for pools are symmetric."""
+    return (
+        PageUse(config.max_sequences, config.max_model_len, LONGEST_APPEND),
+        PageUse(PROMPTS_AT_ONCE, config.max_model_len, config.max_batch_tokens),
+    )
 
 
 class Worker:
-    """Lifecycle: load() → open(pages) → join(handles) → serve() → stop(). stop() may come at any time, and twice."""
+    """Lifecycle: load() → open(pages) → join(handles) → serve() → stop(). stop() may come at any time, and twice.
+
+    Between serve() and stop() a worker may change its island, its role or both, with the weights that it has:
+    leave() → rejoin(config) → open(pages) → …
+    """
 
     def __init__(
         self, config: WorkerConfig, transports: Callable[[str, TransportConfig], Transport] = create_transport
@@ -57,16 +74,15 @@ class Worker:
         """transports: makes the transport of that name."""
         self.config = config
         self._transports = transports
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        crew = load_crew() if config.device == "cpu" else None
-        self._cores = CoreShare(crew, config.threads, config.threads_alone)
+        self._share_cores()
         self.model_config = load_config(Path(config.model_path), config.dtype)
+        self._layout = kv_layout(self.model_config, config.page_size, choose_scales(config, self.model_config))
         self.loaded_bytes = 0
         self.total_bytes = 0
         self.address = ""
         self._opened: Transport | None = None
         self._events = EventLoopThread("grpc")
+        self._cache: PagedKVCache | None = None
         self._loop: PrefillLoop | DecodeLoop | None = None
         self._step_thread: StepThread | None = None
         self._server: grpc.aio.Server | None = None
@@ -94,18 +110,22 @@ class Worker:
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
         )
-        return budget.num_pages(kv_layout(self.model_config, config.page_size).token_bytes * config.page_size)
+        room = budget.room(self._layout.token_bytes * config.page_size)
+        return num_pages_in(self._layout, room, page_uses(config))
 
     def open(self, num_pages: int) -> bytes:
-        """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric."""
+        """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric.
+
+        Groups with a window get fewer where their window cannot use as many.
+        """
         config = self.config
         self._opened = self._transports(
             config.transport,
             TransportConfig(
                 pe=config.pe,
                 num_pes=config.num_pes,
-                layout=kv_layout(self.model_config, config.page_size),
-                num_pages=num_pages,
+                layout=self._layout,
+                num_pages=pages_of_groups(self._layout, num_pages, page_uses(config)),
                 num_signals=mailbox_rows(config.num_signals, config.num_pes),
                 island=config.island,
                 epoch=config.epoch,
@@ -122,6 +142,12 @@ class Worker:
         """Starts stepping and answering; HOST:PORT of the worker service."""
         self.address = self._events.run(self._start(), timeout=120)
         return self.address
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """Between serve() and leave() or stop(); for the step thread only."""
+        assert self._cache is not None, "serve() comes first"
+        return self._cache
 
     @property
     def pools(self) -> tuple[Tensor, ...]:
@@ -151,16 +177,40 @@ class Worker:
             for quiet in self.on_step_thread(lambda: loop.release(prefix)):
                 quiet.result(RELEASE_SECONDS)
 
-    def stop(self) -> None:
-        """Ends calls, the step thread and the transport, in this order."""
+    def leave(self) -> None:
+        """Ends calls, the step thread and the transport, in this order; the weights stay. All PEs leave at once: the
+        transport's end may be collective. Idempotent, and right at any time."""
+        self.address = ""  # from now on ping() asks no step thread
         if self._server is not None:
-            self._events.run(self._server.stop(grace=0.5), timeout=10)
+            self._events.run(self._server.stop(grace=None), timeout=10)
             self._server = None
-        self._events.stop()
         if self._step_thread is not None:
             self._step_thread.stop()
+            self._step_thread = None
+        self._loop = None
+        self._cache = None  # with what was captured over its pools, before their memory ends
         if self._opened is not None:
             self._opened.close()
+            self._opened = None
+
+    def rejoin(self, config: WorkerConfig) -> None:
+        """After leave(): what this process is in its island's next epoch; open() comes next."""
+        self.config = config
+        self._share_cores()
+
+    def stop(self) -> None:
+        """leave(), and nothing comes after it."""
+        try:
+            self.leave()
+        finally:
+            self._events.stop()
+
+    def _share_cores(self) -> None:
+        config = self.config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        crew = load_crew() if config.device == "cpu" else None
+        self._cores = CoreShare(crew, config.threads, config.threads_alone)
 
     @property
     def _transport(self) -> Transport:
@@ -169,7 +219,7 @@ class Worker:
 
     async def _start(self) -> str:
         config = self.config
-        cache = self.cache = self._make_cache()
+        cache = self._cache = self._make_cache()
         runner = ModelRunner(self._model, cache)
         if config.role == Role.PREFILL:
             loop = PrefillLoop(
@@ -223,14 +273,13 @@ class Worker:
 
     def _make_cache(self) -> PagedKVCache:
         model, config = self.model_config, self.config
-        layout = kv_layout(model, config.page_size)
         local_rope = model.local_rope or model.rope
         return PagedKVCache(
-            layout,
+            self._layout,
             self._transport.pools,
             max_sequences=config.max_sequences * 2,
             max_sequence_length=config.max_model_len,
-            rope=[model.rope if group.window is None else local_rope for group in layout.groups],
+            rope=[model.rope if group.window is None else local_rope for group in self._layout.groups],
             writer=self._meter,
             scale=model.attn_scale,
             softcap=model.attn_softcap,

@@ -1,9 +1,8 @@
 """Kernels of a pool on a CUDA device: attention by FlashInfer, append by Triton. The only importer of flashinfer."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,16 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import DeviceTables, PeerPool
-from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedArrays, SharedPart, sharing_rule
+from tandem.cache.kernels.flashinfer_parts import AttentionPart, plan_parts
+from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.triton_append import AppendTargets, append
 from tandem.cache.kernels.triton_gather import gather
+from tandem.cache.kernels.triton_merge import merge_parts
+from tandem.cache.kernels.triton_tree import attend_trees
 from tandem.cache.kernels.upload import upload
-from tandem.cache.plan import PageTables, Send, TokenLayout, own_tables
+from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
-from tandem.cache.ragged import indptr_of, ragged_range
 from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes
 
@@ -28,28 +29,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 WORKSPACE_BYTES = 256 << 20
-GATHER_FROM = 1024  # new tokens from which attention over gathered K and V is faster, the gathering included
 GRAPH_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionPart:
-    """Some sequences of a forward, all with one new token each or all with several.
-
-    tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
-    FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device. kv_slots: int32,
-    on the device, of all positions that they attend to, where these are gathered first; kv_indptr then counts them.
-    shared: further pages of theirs, which they attend to together.
-    """
-
-    single: bool
-    tokens: Tensor | None
-    qo_indptr: Tensor
-    kv_indptr: Tensor
-    kv_indices: Tensor
-    kv_last_page_len: Tensor
-    kv_slots: Tensor | None
-    shared: SharedPart | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +56,8 @@ class FixedPlan:
 
 
 class FlashInferKernels:
-    """See Kernels and GraphKernels. float16 and bfloat16, also stored as float8_e4m3fn, head_dim 64, 128 or 256, pages
-    of 8 to 64 positions; else InvalidArgument.
+    """See Kernels, GraphKernels and TreeKernels. float16 and bfloat16, also stored as float8_e4m3fn, head_dim 64, 128
+    or 256, pages of 8 to 64 positions; else InvalidArgument.
 
     FlashInfer's wrappers hold the forward that was planned last, so they are planned when its first layer attends:
     forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
@@ -114,6 +94,7 @@ class FlashInferKernels:
         self._workspace = workspace
         self._graph_workspace = torch.empty(GRAPH_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        self._before_trees: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         self._gathered: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
         # fa3 cannot split the keys of a segment, and one segment's queries are too few to occupy a GPU.
@@ -123,41 +104,8 @@ class FlashInferKernels:
         self._planned = torch.cuda.Event()
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> FlashInferPlan:
-        appends = np.diff(tokens.qo_indptr)
-        single = appends == 1
-        groups = [np.flatnonzero(single), np.flatnonzero(~single)]
-        page_size = self._pool.shape[4]
-        drafts = [_draft(tokens, tables, appends, sequences, page_size) for sequences in groups if sequences.size]
-        of_parts = [(draft.kv_indices, draft.tokens, draft.kv_slots) for draft in drafts]
-        arrays = [tables.slot_mapping, *(array for of_part in of_parts for array in of_part)]
-        slots, *uploaded = upload(arrays, self._pool.device)
-        shared = self._plan_shared(tables, single)
-        parts = tuple(
-            AttentionPart(
-                draft.single,
-                rows if len(drafts) > 1 else None,
-                torch.from_numpy(draft.qo_indptr),
-                torch.from_numpy(draft.kv_indptr),
-                pages,
-                torch.from_numpy(draft.kv_last_page_len),
-                kv_slots if draft.kv_slots.size else None,
-                shared if draft.single else None,
-            )
-            for draft, pages, rows, kv_slots in zip(drafts, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True)
-        )
+        slots, parts = plan_parts(tokens, tables, self._pool.shape[4], self._pool.device)
         return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
-
-    def _plan_shared(self, tables: PageTables, single: NDArray[np.bool_]) -> SharedPart | None:
-        """single: bool [B], the sequences with one new token, whose rows of q follow each other."""
-        if tables.shared is None:
-            return None
-        arrays = SharedArrays.of(tables.shared, np.cumsum(single) - 1, int(single.sum()))
-        on_device = (arrays.kv_indices, arrays.queries, arrays.begins, arrays.places)
-        return SharedPart(
-            torch.from_numpy(arrays.qo_indptr),
-            torch.from_numpy(arrays.kv_indptr),
-            *upload(on_device, self._pool.device),
-        )
 
     def push_with_append(
         self, plan: FlashInferPlan, sends: Sequence[Send], peer_pool: PeerPool
@@ -237,10 +185,9 @@ class FlashInferKernels:
         sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(plan, FixedPlan):
-            attend: Callable[..., Tensor] = partial(_run, plan.wrapper)
             if plan.sharing is not None:
-                attend = partial(plan.sharing.part.attend, plan.wrapper, plan.sharing.wrapper)
-            return self._attend_pages(attend, layer, q, sinks)
+                return self._attend_shared(plan.wrapper, plan.sharing.wrapper, plan.sharing.part, layer, q, sinks)
+            return self._attend_pages(plan.wrapper, layer, q, sinks)
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
         if len(plan.parts) == 1:
@@ -253,22 +200,38 @@ class FlashInferKernels:
         return output
 
     def _attend_part(self, layer: int, part: AttentionPart, q: Tensor, sinks: Tensor | None) -> Tensor:
+        if part.trees is not None:
+            context, lse = self._run_pages(self._before_trees, layer, q, with_lse=True)
+            assert lse is not None
+            scale, softcap = self._options["sm_scale"], self._options["logits_soft_cap"]
+            scales = None if self._fp8 is None else self._fp8.scales[layer]
+            return attend_trees(self._pool, layer, q, context, lse, part.trees, scale, softcap, sinks, scales)
         if part.kv_slots is not None:
-            return _run(self._gathered, (q, *self._gather(layer, part.kv_slots)), sinks)
-        attend: Callable[..., Tensor] = partial(_run, self._decode if part.single else self._prefill)
+            return _add_sinks(_run(self._gathered, q, self._gather(layer, part.kv_slots), sinks is not None), sinks)
         if part.shared is not None:
-            attend = partial(part.shared.attend, self._decode, self._shared)
-        return self._attend_pages(attend, layer, q, sinks)
+            return self._attend_shared(self._decode, self._shared, part.shared, layer, q, sinks)
+        return self._attend_pages(self._decode if part.single else self._prefill, layer, q, sinks)
 
-    def _attend_pages(self, attend: Callable[..., Tensor], layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
-        """attend: _run of a wrapper, or what takes as much."""
+    def _attend_pages(self, wrapper: Any, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
+        return _add_sinks(self._run_pages(wrapper, layer, q, with_lse=sinks is not None), sinks)
+
+    def _attend_shared(
+        self, decode: Any, shared: Any, part: SharedPart, layer: int, q: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """decode: the wrapper that was planned with the sequences' own pages; shared: the one planned with `part`."""
+        own = self._run_pages(decode, layer, q, with_lse=True)
+        of_shared = self._run_pages(shared, layer, q.index_select(0, part.queries), with_lse=True)
+        return merge_parts(own, of_shared, part.begins, part.places, sinks)
+
+    def _run_pages(self, wrapper: Any, layer: int, q: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         pages, fp8 = self._layers[layer], self._fp8
         if fp8 is None:
-            return attend((q, pages), sinks)
+            return _run(wrapper, q, (pages,), with_lse)
         scales = fp8.of_all_heads[layer]
         if scales is not None:
-            return attend((q, pages), sinks, k_scale=scales[0], v_scale=scales[1])
-        return fp8.scale_output(layer, attend((fp8.scale_queries(layer, q), pages), sinks))
+            return _run(wrapper, q, (pages,), with_lse, k_scale=scales[0], v_scale=scales[1])
+        output, lse = _run(wrapper, fp8.scale_queries(layer, q), (pages,), with_lse)
+        return fp8.scale_output(layer, output), lse
 
     def _gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """k and v [n, num_kv_heads, head_dim] at slots, int32 [n] on the device; entries of 8 bits widened."""
@@ -279,6 +242,13 @@ class FlashInferKernels:
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._pool.device)
         self._words.index_copy_(0, target, self._words.index_select(0, source))
+
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        slots = np.concatenate((sources, targets)).astype(np.int64)
+        pages, offsets = upload(list(np.divmod(slots, self._pool.shape[4])), self._pool.device)
+        count = sources.size
+        moved = self._words[pages[:count], :, :, :, offsets[:count]]
+        self._words[pages[count:], :, :, :, offsets[count:]] = moved
 
     def clear_pages(self, pages: Int32Array) -> None:
         (index,) = upload([pages.astype(np.int64)], self._pool.device)
@@ -304,61 +274,27 @@ class FlashInferKernels:
                 part.shared.plan(self._shared, sizes, self._paged_options)
             if part.single:
                 self._decode.plan(*tables, *sizes, **self._paged_options)
+            elif part.trees is not None:
+                self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._paged_options)
             else:
                 self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._paged_options)
         self._planned.record()
         self._current = plan
 
 
-def _run(wrapper: Any, inputs: tuple[Any, ...], sinks: Tensor | None, **scales: float) -> Tensor:
-    """What the planned wrapper gives for its inputs: q and the pair of paged K and V, or q, K and V.
+def _run(wrapper: Any, q: Tensor, kv: tuple[Any, ...], with_lse: bool, **scales: float) -> tuple[Tensor, Tensor | None]:
+    """What the planned wrapper gives for q and the pair of paged K and V, or K and V: o, and with_lse their
+    log-sum-exp, float32 [n, num_q_heads], of base 2. scales: k_scale and v_scale of entries of 8 bits."""
+    return wrapper.run(q, *kv, return_lse=True, **scales) if with_lse else (wrapper.run(q, *kv, **scales), None)
 
-    scales: k_scale and v_scale of entries of 8 bits.
 
-    A sink scales a head's output by the share of the softmax that the keys keep: e^lse / (e^lse + e^sink).
-    """
-    if sinks is None:
-        return wrapper.run(*inputs, **scales)
-    output, lse = wrapper.run(*inputs, return_lse=True, **scales)  # lse: float32 [n, num_q_heads], of base 2
+def _add_sinks(of_keys: tuple[Tensor, Tensor | None], sinks: Tensor | None) -> Tensor:
+    """A sink scales a head's output by the share of the softmax that the keys keep: e^lse / (e^lse + e^sink)."""
+    output, lse = of_keys
+    if sinks is None or lse is None:
+        return output
     kept = torch.sigmoid(lse * math.log(2) - sinks.float())
     return output.mul_(kept.unsqueeze(-1).to(output.dtype))
-
-
-@dataclass(frozen=True, eq=False)
-class _Draft:
-    single: bool
-    tokens: NDArray[np.int64]
-    qo_indptr: Int32Array
-    kv_indptr: Int32Array
-    kv_indices: Int32Array
-    kv_last_page_len: Int32Array
-    kv_slots: Int32Array
-
-
-def _draft(
-    tokens: TokenLayout, tables: PageTables, appends: Int32Array, sequences: NDArray[np.int64], page_size: int
-) -> _Draft:
-    """An AttentionPart of `sequences` (int64 [n]), before anything is on the device; no kv_slots: not gathered."""
-    appends = appends[sequences]
-    tables = own_tables(tables, sequences, page_size)
-    gathered = int(appends.max()) > 1 and int(appends.sum()) >= GATHER_FROM
-    counts, pages, lengths = np.diff(tables.kv_indptr), tables.kv_indices, tables.kv_lens
-    return _Draft(
-        single=bool(appends[0] == 1),
-        tokens=ragged_range(tokens.qo_indptr[sequences], appends),
-        qo_indptr=indptr_of(appends),
-        kv_indptr=indptr_of(lengths) if gathered else tables.kv_indptr,
-        kv_indices=pages,
-        kv_last_page_len=tables.kv_last_page_len,
-        kv_slots=_all_slots(pages, counts, lengths, page_size) if gathered else pages[:0],
-    )
-
-
-def _all_slots(pages: Int32Array, counts: Int32Array, lengths: Int32Array, page_size: int) -> Int32Array:
-    """Slots of the lengths[i] positions on counts[i] of `pages`, sequence after sequence."""
-    slots = (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1)
-    begins = ((np.cumsum(counts) - counts) * page_size).astype(np.int32)
-    return slots[ragged_range(begins, lengths)]
 
 
 def _row_addresses(pool: Tensor, slots: Int32Array) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.staging import FixedArrays, Staging
-from tandem.cache.kernels.triton_merge import merge_parts
+from tandem.cache.kernels.upload import upload
 from tandem.cache.position_map import Int32Array
 from tandem.cache.ragged import IntArray, indptr_of
 from tandem.cache.shared_prefixes import SharedPrefixes, SharingRule
@@ -63,25 +63,20 @@ class SharedPart:
     begins: Tensor
     places: Tensor
 
+    @classmethod
+    def of(cls, shared: SharedPrefixes, single: NDArray[np.bool_], device: torch.device) -> "SharedPart":
+        """single: bool [B], the sequences with one new token, whose rows of q follow each other."""
+        arrays = SharedArrays.of(shared, np.cumsum(single) - 1, int(single.sum()))
+        return cls(
+            torch.from_numpy(arrays.qo_indptr),
+            torch.from_numpy(arrays.kv_indptr),
+            *upload((arrays.kv_indices, arrays.queries, arrays.begins, arrays.places), device),
+        )
+
     def plan(self, wrapper: Any, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> None:
         """sizes: query heads, KV heads, head_dim, page size."""
         full = torch.full((self.kv_indptr.shape[0] - 1,), sizes[3], dtype=torch.int32)
         wrapper.plan(self.qo_indptr, self.kv_indptr, self.kv_indices, full, *sizes, causal=False, **options)
-
-    def attend(
-        self, decode: Any, shared: Any, inputs: tuple[Tensor, Any], sinks: Tensor | None, **scales: float
-    ) -> Tensor:
-        """o [n, H, D] of inputs, q [n, H, D] and the pair of paged K and V.
-
-        decode: the wrapper that was planned with the sequences' own pages; shared: the one planned with these.
-        scales: k_scale and v_scale of entries of 8 bits.
-        """
-        q, pages = inputs
-        own, own_lse = decode.run(q, pages, return_lse=True, **scales)
-        queries = q.index_select(0, self.queries)
-        o, lse = shared.run(queries, pages, out=torch.empty_like(queries), return_lse=True, **scales)
-        merge_parts(own, own_lse, o, lse, self.begins, self.places, sinks)
-        return own
 
 
 class FixedSharing:
@@ -117,7 +112,7 @@ class FixedSharing:
     def num_rows(size: int, num_q_heads: int, num_kv_heads: int, head_dim: int, workspace_bytes: int) -> int:
         """As many as FlashInfer's workspace allows, up to two levels for each sequence."""
         tiles = workspace_bytes // (num_q_heads * MOST_TILE_ROWS * head_dim * 4) - MOST_SEGMENTS
-        return max(min(2 * size, tiles * MOST_TILE_ROWS * num_kv_heads // num_q_heads), 0)
+        return max(min(2 * size, tiles * MOST_TILE_ROWS * num_kv_heads // num_q_heads), MOST_SEGMENTS)
 
     def fits(self, shared: SharedPrefixes) -> bool:
         return shared.qo_indptr.size <= MOST_SEGMENTS + 1 and shared.members.size <= self._num_rows

@@ -12,21 +12,20 @@ from tandem.cache.kernels.dependent_launch import launch_options
 HEADS_PER_PROGRAM = 8
 
 
-def merge_parts(
-    own: Tensor,
-    own_lse: Tensor,
-    shared: Tensor,
-    shared_lse: Tensor,
-    begins: Tensor,
-    places: Tensor,
-    sinks: Tensor | None,
-) -> None:
-    """Adds to own [n, H, D], row i, rows places[begins[i]] … places[begins[i + 1] - 1] of shared [m, H, D].
+Part = tuple[Tensor, Tensor | None]
+"""o [n, H, D] over some keys; the log-sum-exps of their scores, float32 [n, H], of base 2 as FlashInfer gives them."""
 
-    own_lse [n, H] and shared_lse [m, H]: float32, the log-sum-exps of each row's scores, of base 2 as FlashInfer gives
-    them. begins: int32 [n + 1]; places: int32. sinks: [H], learned logits (of base e) that take their share of each
-    softmax. Contiguous all.
+
+def merge_parts(of_own: Part, of_shared: Part, begins: Tensor, places: Tensor, sinks: Tensor | None) -> Tensor:
+    """o of of_own, to whose row i rows places[begins[i]] … places[begins[i + 1] - 1] of of_shared were added; in place.
+
+    begins: int32 [n + 1]; places: int32. sinks: [H], learned logits (of base e) that take their share of each softmax.
+    Contiguous all.
     """
+    own, own_lse = of_own
+    shared, shared_lse = of_shared
+    assert own_lse is not None
+    assert shared_lse is not None
     num_rows, num_heads, head_dim = own.shape
     heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
     kernel: Any = _merge[(num_rows, triton.cdiv(num_heads, heads))]
@@ -39,6 +38,7 @@ def merge_parts(
         SINKS=sinks is not None,
         **launch_options(own.device),
     )
+    return own
 
 
 @triton.jit

@@ -8,7 +8,6 @@ calls           seconds of the control messages of one request (PrepareReceive, 
 """
 
 import asyncio
-import json
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable
@@ -37,11 +36,12 @@ from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import Role
 from tandem.workers.decode_batch import DecodeBatch, DecodeRequest
 from tandem.workers.finish import FinishRule
-from tandem.workers.messages import reservation_to_proto
+from tandem.workers.messages import prompt_to_bytes, reservation_to_proto
 from tandem.workers.pending_samples import PendingSamples
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.token_stream import TokenStream
+from tests.benchmarks.results import at_most, print_result
 
 PAGE, TOKENS, POOL_PAGES = 16, 32 * 1024, 65_536
 LAYOUT = KVLayout((LayerGroup(tuple(range(36)), 8, 128),), PAGE, torch.bfloat16)
@@ -79,7 +79,7 @@ def map_costs() -> dict[str, Any]:
 
     def round_trip() -> PositionMap:
         wire = encode_map(fresh, LAYOUT)
-        return decode_map(wire, LAYOUT, num_pages=POOL_PAGES, expected_start=0, expected_tokens=TOKENS)
+        return decode_map(wire, LAYOUT, num_pages=(POOL_PAGES,), expected_start=0, expected_tokens=TOKENS)
 
     assert round_trip() == fresh
     random_bytes = message_of(encode_map(random, LAYOUT)).ByteSize()
@@ -109,7 +109,7 @@ def decode_step_us(batch_size: int = 256, context: int = 1024) -> float:
         cache.add_sequence(sequence)
         cache.prepare_receive(sequence, context)
         cache.finish_receive(sequence)
-        request = DecodeRequest(str(sequence), sequence, [1] * context, Signal(0, 1), context)
+        request = DecodeRequest(str(sequence), sequence, np.ones(context, np.int64), Signal(0, 1), context)
         request.params, request.rule, request.stream = params, FinishRule.of(params, (2,)), TokenStream()
         request.output.append(5)
         requests.append(request)
@@ -167,7 +167,7 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
     workers = tuple(WorkerAddress(role, pe, address, token) for pe, role in enumerate((Role.PREFILL, Role.DECODE)))
     await islands.update(IslandState("i", epoch=1, restarts=0, workers=workers, version=1))
     router = Router(islands, AdmissionQueue(8, 1 << 20), id_prefix="1.", queue_seconds=5)
-    prompt = list(range(1024))
+    prompt = np.arange(1024)
     params = SamplingParams(max_tokens=2, temperature=0, seed=1)
 
     async def request() -> None:
@@ -182,9 +182,11 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
     bare_port = bare_server.add_insecure_port("127.0.0.1:0")
     await bare_server.start()
     bare_stub = worker_pb2_grpc.WorkerStub(grpc.aio.insecure_channel(f"127.0.0.1:{bare_port}"))
-    prepare = worker_pb2.PrepareReceiveRequest(request_id="r", epoch=1, token_ids=prompt, max_tokens=2)
+    prepare = worker_pb2.PrepareReceiveRequest(request_id="r", epoch=1, prompt=prompt_to_bytes(prompt), max_tokens=2)
     reservation = await bare_stub.PrepareReceive(prepare)
-    send = worker_pb2.RemoteSendRequest(request_id="r", epoch=1, token_ids=prompt, reservation=reservation)
+    send = worker_pb2.RemoteSendRequest(
+        request_id="r", epoch=1, prompt=prompt_to_bytes(prompt), reservation=reservation
+    )
     start = worker_pb2.StartGenerateRequest(request_id="r", epoch=1, reservation_id=1)
 
     async def bare() -> None:
@@ -212,8 +214,15 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
 
 
 def main() -> None:
-    results = {"map": map_costs(), "decode_step_256_us": decode_step_us(), "calls": asyncio.run(call_costs())}
-    print(json.dumps(results, indent=2))
+    maps, step, calls = map_costs(), decode_step_us(), asyncio.run(call_costs())
+    targets = [
+        at_most("map of 32K tokens on fresh pages, bytes", maps["fresh_bytes"], 64),
+        at_most("map of 32K tokens on random pages ÷ raw ids", maps["random_ratio_to_raw"], 1 / 30),
+        at_most("map on fresh pages, encode and decode, µs", maps["fresh_encode_decode_us"], 100),
+        at_most("decode step of 256 sequences, µs", step, 200),
+        at_most("control messages of a request ÷ bare calls", calls["ratio"], 1.3),
+    ]
+    print_result({"map": maps, "decode_step_256_us": step, "calls": calls, "targets": targets})
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from tandem.cluster.config import load_config
 from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
+from tandem.workers.messages import prompt_to_bytes
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CALL_SECONDS = 120.0
@@ -105,7 +106,7 @@ class Pair:
         missing = len(prompt) if push else 1
         reservation = self._receiver.PrepareReceive(
             worker_pb2.PrepareReceiveRequest(
-                request_id=request_id, epoch=self._epoch, token_ids=prompt[-missing:], max_tokens=1
+                request_id=request_id, epoch=self._epoch, prompt=prompt_to_bytes(prompt[-missing:]), max_tokens=1
             ),
             timeout=CALL_SECONDS,
         )
@@ -113,7 +114,7 @@ class Pair:
         send = worker_pb2.RemoteSendRequest(
             request_id=request_id,
             epoch=self._epoch,
-            token_ids=prompt,
+            prompt=prompt_to_bytes(prompt),
             sampling=inference_pb2.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, seed=1),
             reservation=reservation,
         )

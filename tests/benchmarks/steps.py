@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.model_runner import ModelRunner
@@ -96,16 +98,18 @@ def measure_roofs() -> Roofs:
 class Bench:
     """One model with random weights, and a cache of random KV."""
 
-    def __init__(self, name: str, max_batch: int, num_tokens: int | None = None) -> None:
-        """num_tokens: that the cache has room for."""
+    def __init__(
+        self, name: str, max_batch: int, num_tokens: int | None = None, scales: KVScales | None = None
+    ) -> None:
+        """num_tokens: in all sequences together; None: as DECODES needs. scales: see KVLayout."""
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(COMMON | MODELS[name]))
             self.config = load_config(Path(folder), "bfloat16")
             decoder = load_decoder(Path(folder), self.config, load_format="dummy", device="cuda")
         group = LayerGroup(tuple(range(self.config.num_layers)), self.config.num_kv_heads, self.config.head_dim)
-        layout = KVLayout((group,), PAGE_SIZE, self.config.dtype)
+        layout = KVLayout((group,), PAGE_SIZE, self.config.dtype, scales)
         num_pages = (num_tokens or max_batch * 1200 + 40960) // PAGE_SIZE
-        pool = torch.empty((num_pages, *layout.page_shape(0)), dtype=layout.dtype, device="cuda").normal_()
+        pool = random_pool((num_pages, *layout.page_shape(0)), layout.stored_dtype)
         self.cache = PagedKVCache(
             layout,
             (pool,),
@@ -179,6 +183,17 @@ class Bench:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / STEPS / 1e3
+
+
+def random_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Normal numbers; of 8 bits, page by page, for they cannot be drawn in place."""
+    pool = torch.empty(shape, dtype=dtype, device="cuda")
+    if dtype.itemsize > 1:
+        return pool.normal_()
+    some = torch.randn((min(64, shape[0]), *shape[1:]), device="cuda").to(dtype).view(torch.uint8)
+    for part in pool.view(torch.uint8).split(some.shape[0]):
+        part.copy_(some[: part.shape[0]])
+    return pool
 
 
 def layer_weights(config: ModelConfig) -> int:

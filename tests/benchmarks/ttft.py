@@ -1,6 +1,6 @@
 """What separating prefill from decode costs the first tokens, on two GPUs, unloaded, through gRPC. Prints JSON.
 
-In every round a new prompt takes two ways in turn, and numbers are medians over the rounds:
+In every round a new prompt takes two ways, which take turns to be first, and numbers are medians over the rounds:
 
     local      one worker: the client calls the prefill worker itself, which computes the prompt, samples, and answers,
                and is told to push one position only. The same process, GPU, weights and kernels, without gateway,
@@ -23,6 +23,7 @@ A decode step is the mean time between the tokens after the second. Where the fi
 import argparse
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,19 +39,16 @@ OUTPUT_TOKENS = 32
 MAX_LENGTH = 33_792
 LONG = 8192  # from here on the ratio counts, below it milliseconds
 WARM_UP = 2
+REST_SECONDS = 0.2
 
 
 def measure(pair: Pair, length: int, rounds: int) -> dict[str, float]:
     """Milliseconds, and ratios of one round."""
     columns: dict[str, list[float]] = {}
     for number in range(rounds + WARM_UP):
-        prompt = pair.prompt(length)
-        _heat(pair, length)
-        local = pair.prefill(prompt, push=False)
-        _heat(pair, length)
-        row = one_round(local, pair.request(prompt, OUTPUT_TOKENS))
+        local, pd = _both_ways(pair, length, pd_first=number % 2 == 1)
         if number >= WARM_UP:
-            for name, value in row.items():
+            for name, value in one_round(local, pd).items():
                 columns.setdefault(name, []).append(value)
     return {name: rounded(statistics.median(values)) for name, values in columns.items()}
 
@@ -75,9 +73,23 @@ def one_round(local: Prefill, pd: Request) -> dict[str, float]:
     }
 
 
+def _both_ways(pair: Pair, length: int, pd_first: bool) -> tuple[Prefill, Request]:
+    prompt = pair.prompt(length)
+    if pd_first:
+        _heat(pair, length)
+        pd = pair.request(prompt, OUTPUT_TOKENS)
+        _heat(pair, length)
+        return pair.prefill(prompt, push=False), pd
+    _heat(pair, length)
+    local = pair.prefill(prompt, push=False)
+    _heat(pair, length)
+    return local, pair.request(prompt, OUTPUT_TOKENS)
+
+
 def _heat(pair: Pair, length: int) -> None:
-    """A prefill nobody times: after a second of rest the GPU runs some percent faster, and one of the two ways would
-    always have that second."""
+    """A rest, then a prefill nobody times: a GPU that has rested runs some percent faster, one that has computed one
+    prompt after another some percent slower, and both ways need the same past."""
+    time.sleep(REST_SECONDS)
     pair.prefill(pair.prompt(length), push=False)
 
 

@@ -209,7 +209,7 @@ def round_by(x: Tensor, scales: tuple[float, ...]) -> Tensor:
     """x [n, heads, dim] through entries: x / scale to the nearest value there is, the even code of two, times scale."""
     scale = torch.tensor(scales, dtype=torch.float32).double()[:, None]
     values = e4m3_values()
-    magnitude = (x / scale).abs()
+    magnitude = (x / scale).abs().contiguous()
     above = torch.searchsorted(values, magnitude).clamp(1, 126)
     below = above - 1
     up, down = values[above] - magnitude, magnitude - values[below]

@@ -8,7 +8,8 @@ from tandem.cache.errors import InvalidArgument
 
 pytest.importorskip("triton")
 
-from tandem.cache.kernels.flashinfer_kernels import FlashInferKernels, _all_slots
+from tandem.cache.kernels.flashinfer_kernels import FlashInferKernels
+from tandem.cache.kernels.flashinfer_parts import all_slots
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,6 @@ def test_refused(dtype: torch.dtype, head_dim: int, page_size: int, message: str
 def test_slots_of_all_positions() -> None:
     """Sequences of 5, 8 and 1 positions on pages of 4."""
     pages = np.array([7, 2, 0, 9, 3], np.int32)
-    slots = _all_slots(pages, np.array([2, 2, 1], np.int32), np.array([5, 8, 1], np.int32), page_size=4)
+    slots = all_slots(pages, np.array([2, 2, 1], np.int32), np.array([5, 8, 1], np.int32), page_size=4)
     assert slots.dtype == np.int32
     assert slots.tolist() == [28, 29, 30, 31, 8, 0, 1, 2, 3, 36, 37, 38, 39, 12]

@@ -1,6 +1,6 @@
 """Token trees, against caches in which each path of a tree is a sequence of its own that came token by token."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
@@ -14,6 +14,7 @@ from tandem.cache.errors import InvalidArgument, OutOfPages
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch_kernels import TorchKernels
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.rope import RopeParameters
@@ -107,6 +108,7 @@ LAYOUTS = {
     "page of 1": layout_of(2, page_size=1),
     "page of 16": layout_of(2, page_size=16),
     "bfloat16": layout_of(2, dtype=torch.bfloat16),
+    "fp8": replace(layout_of(2), scales=KVScales.uniform(2, 1 / 64, 1 / 128)),
 }
 
 

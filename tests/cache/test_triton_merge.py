@@ -44,5 +44,5 @@ def test_parts_make_the_whole(dtype: torch.dtype, heads: int, head_dim: int, wit
     own = own.clone()
     begins = torch.tensor([0, 0, 1, 3, 6], dtype=torch.int32, device=DEVICE)
     places = torch.tensor([place for parts in parts_of for place in parts], dtype=torch.int32, device=DEVICE)
-    merge_parts(own, own_lse, of_shared, shared_lse, begins, places, None if sinks is None else sinks.to(DEVICE))
+    merge_parts((own, own_lse), (of_shared, shared_lse), begins, places, None if sinks is None else sinks.to(DEVICE))
     assert_close(own.cpu(), torch.stack(expected))

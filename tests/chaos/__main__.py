@@ -9,11 +9,12 @@ import logging
 import tempfile
 from pathlib import Path
 
-from tandem.workers.random_checkpoint import make_checkpoint
-from tests.chaos.storm import Storm
-
 
 def main() -> None:
+    # Each process of the cluster imports this module when it starts: it should not have to import the oracle, too.
+    from tandem.workers.random_checkpoint import make_checkpoint
+    from tests.chaos.storm import Storm
+
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("blows", 1000), ("requests", 1000), ("seed", 0), ("clients", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -22,7 +23,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
         model = Path(folder) / "model"
         make_checkpoint(model, arch="llama", size="tiny", seed=3)
-        outcome = Storm(model, options.seed, options.clients).run(options.blows, options.requests)
+        outcome = Storm(model, Path(folder) / "faults", options.seed, options.clients).run(
+            options.blows, options.requests
+        )
     print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
 
 

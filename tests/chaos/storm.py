@@ -1,4 +1,5 @@
-"""A storm over a cluster: processes are killed, stopped and hung while clients ask, and nothing may be lost.
+"""A storm over a cluster: processes are killed, stopped and hung and control messages come late, twice or never, while
+clients ask; and nothing may be lost.
 
 The order of what happens, and after how many messages to clients, follows from the seed.
 """
@@ -7,6 +8,7 @@ import asyncio
 import os
 import random
 import signal
+import statistics
 import threading
 import time
 from collections import Counter
@@ -21,18 +23,21 @@ from tandem.cluster.errors import CallError
 from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2
 from tandem.workers.tokenizer import Tokenizer
-from tests.local_processes import LocalProcesses
+from tests.chaos.bad_network import BadlyConnectedProcesses, BadNetwork
 from tests.oracle import greedy, load_oracle, random_prompt
 
 VOCABULARY = 512
 OUTPUT_TOKENS = 40
 TARGETS = ("prefill", "decode", "gateway")
-UNRESPONSIVE_SECONDS = 4.0
+UNRESPONSIVE_SECONDS = 2.5
+QUIET_SECONDS = 0.5  # longest wait for messages to clients before the next blow
 
 CONFIG: dict[str, Any] = {
     "num_islands": 2,
     "island.threads_per_worker": 1,
     "island.num_signals": 16,
+    "island.lease_seconds": 0.05,
+    "island.verify_kv": True,
     "cache.page_size": 8,
     "cache.num_pages": 96,
     "scheduler.max_batch_tokens": 32,
@@ -66,14 +71,20 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What clients saw, and what was done to the cluster."""
+    """What clients saw, and what was done to the cluster.
+
+    silences: median and worst of the longest time that each finished request was without a message, in seconds; apart
+    for those that one gateway has placed more than once.
+    """
 
     finished: int = 0
     disconnected: int = 0
     placed_again: int = 0
     blows: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     restarts: dict[str, int] = field(default_factory=dict)
+    silences: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -93,14 +104,17 @@ def plan_blows(seed: int, number: int) -> list[Blow]:
 class Storm:
     """One cluster of two islands with a prefill and a decode worker each, and what happens to it."""
 
-    def __init__(self, model: Path, seed: int, num_clients: int = 8) -> None:
+    def __init__(self, model: Path, log: Path, seed: int, num_clients: int = 8) -> None:
+        """log: a new file, for what happens to messages."""
         self._model = model
         self._seed = seed
         self._num_clients = num_clients
         self.outcome = Outcome()
-        self.processes = LocalProcesses()
+        self._network = BadNetwork(seed, log)
+        self.processes = BadlyConnectedProcesses(self._network)
         self.cluster = Cluster(load_config(None, {"model.path": str(model), **CONFIG}), self.processes)
         self._received = 0
+        self._silences: dict[str, list[float]] = {"placed once": [], "placed again": []}
         self._over = threading.Event()
 
     def run(self, num_blows: int, num_requests: int) -> Outcome:
@@ -120,6 +134,11 @@ class Storm:
         finally:
             self.cluster.stop()
         self._check_gone()
+        self.outcome.faults = self._network.faults()
+        assert not self.outcome.faults["corrupt"]
+        for kind, seconds in self._silences.items():
+            self.outcome.silences[f"{kind}, median"] = round(statistics.median(seconds or [0.0]), 3)
+            self.outcome.silences[f"{kind}, worst"] = round(max(seconds, default=0.0), 3)
         self.outcome.seconds = time.monotonic() - began
         return self.outcome
 
@@ -169,10 +188,12 @@ class Storm:
         """One request; the client goes away after leave_after tokens if that is not None."""
         tokens: list[int] = []
         text, num_logprobs, last = "", 0, None
+        heard, silence = time.monotonic(), 0.0
         stream = client.generate(case.prompt, timeout=120, **case.sampling)
         try:
             async for update in stream:
                 self._received += 1
+                heard, silence = time.monotonic(), max(silence, time.monotonic() - heard)
                 tokens += update.token_ids
                 text += update.text
                 num_logprobs += len(update.logprobs)
@@ -193,7 +214,9 @@ class Storm:
         assert case.text.startswith(text) if "stop" in case.sampling else text == case.text
         assert (last.usage.prompt_tokens, last.usage.output_tokens) == (len(case.prompt), len(tokens))
         assert last.timings is not None
-        self.outcome.placed_again += last.timings.attempts > 1
+        again = last.timings.attempts > 1
+        self._silences["placed again" if again else "placed once"].append(silence)
+        self.outcome.placed_again += again
         self.outcome.finished += 1
 
     # Blows
@@ -202,7 +225,7 @@ class Storm:
         rng = random.Random(self._seed)
         try:
             for blow in blows:
-                until, deadline = self._received + blow.messages, time.monotonic() + 5
+                until, deadline = self._received + blow.messages, time.monotonic() + QUIET_SECONDS
                 while self._received < until and time.monotonic() < deadline and not self._over.is_set():
                     time.sleep(0.002)
                 if self._over.is_set():

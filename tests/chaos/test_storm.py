@@ -11,8 +11,8 @@ from tests.chaos.storm import Storm
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_in_a_storm(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=3)
-    outcome = Storm(tmp_path / "model", seed=1).run(num_blows=30, num_requests=120)
+    outcome = Storm(tmp_path / "model", tmp_path / "faults", seed=1).run(num_blows=30, num_requests=60)
     assert not outcome.errors
-    assert outcome.finished >= 80
+    assert outcome.finished >= 40
     assert outcome.placed_again > 0
     assert min(outcome.restarts.values()) > 0

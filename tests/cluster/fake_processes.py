@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.cluster.errors import ProcessEnded
+from tandem.cluster.errors import ProcessEnded, StartFailed
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 
 ANSWERS: dict[str, Any] = {"progress": (1, 2), "open": b"handle", "serve": "127.0.0.1:1", "placed_tokens": 0}
@@ -22,7 +22,7 @@ class FakeProcess(ActorProcess):
         self.name = name
         self._answers = answers
         self.calls: list[tuple[str, tuple[object, ...]]] = []
-        self.silent: set[str] = {"wait"}
+        self.silent: set[str] = {"wait", "next_order"}
         self.fails: dict[str, Exception] = {}
         self.killed = False
         self._pending: list[Future[Any]] = []
@@ -48,12 +48,23 @@ class FakeProcess(ActorProcess):
 
 
 class FakeGroup(ProcessGroup):
-    def __init__(self, members: list[FakeProcess]) -> None:
+    def __init__(self, members: list[FakeProcess], start: Callable[[Sequence[ActorSpec]], list[FakeProcess]]) -> None:
         self._members = members
+        self._start = start
 
     @property
     def members(self) -> list[FakeProcess]:
         return self._members
+
+    def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list[FakeProcess]:
+        started = self._start(specs)
+        self._members += started
+        return started
+
+    def shrink(self, members: Sequence[ActorProcess]) -> None:
+        for member in [member for member in self._members if member in members]:
+            member.kill()
+            self._members.remove(member)
 
     def end(self) -> None:
         for member in self._members:
@@ -68,18 +79,24 @@ class FakeProcesses(Processes):
     groups: list[FakeGroup] = field(default_factory=list)
     specs: list[list[ActorSpec]] = field(default_factory=list)
     answers: Callable[[str], Any] = no_answer
+    room: int = 100  # the most that can be started at once
 
     def start(self, cluster: str, num_cpus: int | None) -> None:
         pass
 
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> FakeGroup:
+        self.groups.append(FakeGroup(self._start(specs), self._start))
+        return self.groups[-1]
+
+    def _start(self, specs: Sequence[ActorSpec]) -> list[FakeProcess]:
+        if len(specs) > self.room:
+            raise StartFailed(f"no room for {len(specs)} processes")
         members = [FakeProcess(spec.name, self.answers) for spec in specs]
         for member in members:
             if member.name in self.fails:
                 member.fails["load"] = self.fails[member.name]
-        self.groups.append(FakeGroup(members))
         self.specs.append(list(specs))
-        return self.groups[-1]
+        return members
 
     def stop(self) -> None:
         pass

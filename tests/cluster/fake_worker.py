@@ -12,6 +12,7 @@ from tandem.cluster.membership import IslandState
 from tandem.cluster.worker_link import WorkerAddress
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role
+from tandem.workers.messages import prompt_from_bytes
 
 Say = Callable[[list[int]], int]  # the next token after these
 
@@ -46,13 +47,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def PrepareReceive(self, request: worker_pb2.PrepareReceiveRequest, context: Any) -> worker_pb2.Reservation:
         await self._maybe_fail("PrepareReceive", context)
-        self._prepared[request.request_id] = (list(request.token_ids), request.max_tokens)
+        self._prepared[request.request_id] = (prompt_from_bytes(request.prompt).tolist(), request.max_tokens)
         return worker_pb2.Reservation(reservation_id=1, epoch=request.epoch, pages=1)
 
     async def RemoteSend(self, request: worker_pb2.RemoteSendRequest, context: Any) -> worker_pb2.RemoteSendResponse:
-        self.prompts.append(list(request.token_ids))
+        self.prompts.append(prompt_from_bytes(request.prompt).tolist())
         await self._maybe_fail("RemoteSend", context)
-        return worker_pb2.RemoteSendResponse(first_token=self.say(list(request.token_ids)), prefill_seconds=1.0)
+        return worker_pb2.RemoteSendResponse(first_token=self.say(self.prompts[-1]), prefill_seconds=1.0)
 
     async def StartGenerate(
         self, request: worker_pb2.StartGenerateRequest, context: Any

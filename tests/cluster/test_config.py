@@ -87,6 +87,9 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
+        ("cache.kv_cache_dtype=fp8", ["cache.kv_cache_dtype is 'fp8'", "'auto' or 'fp8_e4m3'", "element type"]),
+        ("cache.k_scale=0.5", ["cache.k_scale is 0.5", "must be null unless cache.kv_cache_dtype is fp8_e4m3"]),
+        ("cache.v_scale=.inf", ["cache.v_scale is inf", "finite number", "the same for V"]),
         ("cache.num_pages=0", ["cache.num_pages is 0", "greater than or equal to 1", "KV pages"]),
         ("cache.page_size=12", ["cache.page_size is 12", "8, 16, 32, 64 or 128"]),
         ("cache.num_pages=yes", ["cache.num_pages is True", "integer"]),

@@ -14,7 +14,7 @@ from tandem.cluster.cli import main
 from tandem.cluster.client import Client
 from tandem.cluster.credentials import ClientSecurity, read_token
 from tandem.cluster.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
-from tandem.proto import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import HEADER, authorized
 from tests.checkpoints import save_checkpoint
 from tests.island import Island, running_island
@@ -118,6 +118,7 @@ def test_every_method_is_denied_but_health(guarded: Island) -> None:
             lambda: list(inference.Generate(inference_pb2.GenerateRequest(), timeout=5)),
             lambda: inference.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=5),
             lambda: inference.GetClusterInfo(inference_pb2.GetClusterInfoRequest(), timeout=5),
+            lambda: admin_pb2_grpc.AdminStub(channel).Scale(admin_pb2.ScaleRequest(num_decode=1), timeout=5),
             lambda: list(reflect(iter([listing]), timeout=5)),
             lambda: unknown(b"", timeout=5),
             lambda: inference.GetModelInfo(

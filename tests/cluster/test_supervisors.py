@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 
 import pytest
 
@@ -16,6 +17,7 @@ from tandem.cluster.liveness import POLL_SECONDS, Heartbeat, Liveness
 from tandem.cluster.membership import Membership
 from tandem.cluster.process_settings import gateway_settings, island_names
 from tandem.cluster.restart_budget import RestartBudget
+from tandem.cluster.scaling import Shape
 from tandem.cluster.stop_signal import Stopping, StopSignal
 from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses
 
@@ -83,31 +85,34 @@ class TestHeartbeat:
 class TestLiveness:
     def test_an_end_is_told(self) -> None:
         members = [FakeProcess("a"), FakeProcess("b")]
-        liveness = Liveness(members, 60.0, StopSignal())
+        liveness = Liveness(members[:1], 60.0, StopSignal())
+        liveness.add(members[1:])
         threading.Timer(0.05, members[1].kill).start()
         with pytest.raises(ProcessEnded, match="b ended"):
-            liveness.watch()
+            liveness.results([Future()], 60)
 
     def test_the_silent_are_ended(self) -> None:
         member = FakeProcess("a")
         liveness = Liveness([member], 0.3, StopSignal())
         threading.Timer(0.3, lambda: member.silent.add("ping")).start()
         with pytest.raises(ProcessEnded, match="silent"):
-            liveness.watch()
+            liveness.results([Future()], 60)
         assert member.killed
 
-    def test_a_loss_ends_the_wait_for_the_others(self) -> None:
+    def test_the_forgotten_may_end(self) -> None:
         members = [FakeProcess("a"), FakeProcess("b")]
         liveness = Liveness(members, 60.0, StopSignal())
-        threading.Timer(0.05, members[0].kill).start()
-        with pytest.raises(ProcessEnded, match="a ended"):
-            liveness.results([Future()], 60)
+        liveness.forget(members[:1])
+        members[0].kill()
+        event: Future[None] = Future()
+        threading.Timer(0.05, event.set_result, (None,)).start()
+        liveness.results([event], 60)
 
     def test_called_off(self) -> None:
         stop = StopSignal()
         threading.Timer(0.05, stop.call_off).start()
         with pytest.raises(Stopping):
-            Liveness([FakeProcess("a")], 60.0, stop).watch()
+            Liveness([FakeProcess("a")], 60.0, stop).results([Future()], 60)
 
 
 class Cluster:
@@ -122,10 +127,13 @@ class Cluster:
         self.gateway = FakeProcess("gateway")
         self.membership.attach(self.gateway)
         self.failure: Future[TandemError] = Future()
-        self.supervisor = IslandSupervisor("i", self._island, self.membership, recovery, self.failure.set_result)
+        self.supervisor = IslandSupervisor(
+            "i", Shape(1, 1), self._island, self.membership, recovery, self.failure.set_result
+        )
 
-    def _island(self, epoch: int) -> Island:
-        return Island(self.processes, self._config, 64, "i", epoch)
+    def _island(self, epoch: int, shape: Shape) -> Island:
+        config = self._config.model_copy(update={"island": self._config.island.model_copy(update=asdict(shape))})
+        return Island(self.processes, config, 64, "i", epoch)
 
     @property
     def told(self) -> list[tuple[int, int, int]]:
@@ -233,7 +241,13 @@ class TestGateway:
         config = load_config(None, {"model.path": ".", "gateway.port": 0})
         failure: Future[TandemError] = Future()
         supervisor = GatewaySupervisor(
-            processes, gateway_settings(config, 64, 8), membership, released.append, RECOVERY, failure.set_result
+            processes,
+            gateway_settings(config, 64, 8),
+            membership,
+            released.append,
+            lambda order: Future(),
+            RECOVERY,
+            failure.set_result,
         )
         supervisor.start()
         supervisor.ready.result(30)

@@ -1,6 +1,7 @@
 """What every transport does. A new transport joins by a line in ISLANDS."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -53,7 +54,9 @@ ISLANDS: dict[str, Callable[[TransportConfig], list[Transport]]] = {
 
 @pytest.fixture(params=[None, KVScales.uniform(3)], ids=["float32", "fp8"])
 def config(request: pytest.FixtureRequest) -> TransportConfig:
-    return TransportConfig(0, 3, two_groups(scales=request.param), NUM_PAGES, num_signals=4, island="contract", epoch=7)
+    return TransportConfig(
+        0, 3, two_groups(scales=request.param), (NUM_PAGES, NUM_PAGES), num_signals=4, island="contract", epoch=7
+    )
 
 
 @pytest.fixture(params=ISLANDS)
@@ -313,6 +316,29 @@ def test_close_ends_everything_and_may_be_repeated(island: list[Transport]) -> N
     island[1].quiet(2)
 
 
+@pytest.mark.parametrize("make", ISLANDS.values(), ids=ISLANDS.keys())
+def test_groups_have_pools_of_their_own_sizes(make: Callable[[TransportConfig], list[Transport]]) -> None:
+    layout = two_groups()
+    transports = make(TransportConfig(0, 2, layout, (5, 3), num_signals=4, island="unequal", epoch=1))
+    handles = [transport.open() for transport in transports]
+    for transport in transports:
+        transport.join(handles)
+        assert [pool.shape[0] for pool in transport.pools] == [5, 3]
+    for group, pages in enumerate((5, 3)):
+        last, indices = pages * PAGE_SIZE - 1, torch.tensor([0])
+        k, v = random_tokens(transports[0], group, 1, seed=group)
+        transports[0].write_tokens(1, group, 0, k, v, indices, torch.tensor([last]))
+        transports[0].quiet(1)
+        assert torch.equal(transports[1].pools[group][-1, 0, :, :, -1], torch.stack((k[0], v[0])))
+        with pytest.raises(IndexError):
+            transports[0].write_tokens(1, group, 0, k, v, indices, torch.tensor([last + 1]))
+        outside = np.array([last + 1], np.int32)
+        with pytest.raises(InvalidArgument, match=f"0 … {last} are accepted"):
+            transports[0].write_slots(1, group, outside - 1, outside)
+    for transport in transports:
+        transport.close()
+
+
 def test_closing_what_was_never_opened_is_fine(unjoined: list[Transport]) -> None:
     unjoined[0].close()
     unjoined[0].close()
@@ -325,18 +351,18 @@ def test_closing_what_was_never_opened_is_fine(unjoined: list[Transport]) -> Non
         ("island", "another"),
         ("epoch", 8),
         ("num_pes", 4),
-        ("num_pages", 13),
+        ("num_pages", [NUM_PAGES, 13]),
         ("num_signals", 5),
         ("layout_fingerprint", 1),
         ("pe", 2),
     ],
 )
 def test_a_handle_of_another_island_or_shape_is_refused(
-    unjoined: list[Transport], field: str, value: int | str
+    unjoined: list[Transport], field: str, value: int | str | list[int]
 ) -> None:
     handles = [transport.open() for transport in unjoined]
     changed = json.loads(handles[1]) | {field: value}
-    with pytest.raises(MembershipRefused, match=f"PE 1's handle has {field} {value!r}; "):
+    with pytest.raises(MembershipRefused, match=re.escape(f"PE 1's handle has {field} {value!r}; ")):
         unjoined[0].join([handles[0], json.dumps(changed).encode(), handles[2]])
     check_closed(unjoined[0])
 
@@ -378,7 +404,8 @@ def test_too_few_handles_are_refused(unjoined: list[Transport]) -> None:
     [
         ({"pe": 3}, "pe is 3; 0 … 2"),
         ({"num_pes": 0}, "num_pes is 0"),
-        ({"num_pages": 0}, "num_pages is 0"),
+        ({"num_pages": (3, 0)}, r"num_pages is \(3, 0\); it must be 2 numbers"),
+        ({"num_pages": (3,)}, r"num_pages is \(3,\); it must be 2 numbers"),
         ({"num_signals": 0}, "num_signals is 0"),
         ({"epoch": -1}, "epoch is -1"),
     ],

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.cluster.client import AsyncClient, Client
-from tandem.cluster.errors import CallError
+from tandem.cluster.errors import CallError, ScaleRefused
 from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2
 from tests.oracle import greedy, load_oracle, random_prompt
@@ -50,6 +51,24 @@ def test_tokens_equal_transformers_across_processes(cluster: Cluster, small_mode
     pids = {info.pid for info in assert_idle(cluster.grpc_address)}
     assert len(pids) == 4
     assert os.getpid() not in pids
+
+
+def test_a_worker_more_and_one_less(cluster: Cluster) -> None:
+    """What Ray set aside for the one that left is free again; what it has no room for is refused."""
+    before = workers(cluster.grpc_address)
+    free = ray.available_resources()["CPU"]
+    with Client(cluster.grpc_address) as client:
+        with pytest.raises(ScaleRefused, match=r"9.8 CPUs are needed; Ray has 2 CPUs"):
+            client.scale(num_prefill=100)
+        assert client.scale(num_decode=3).started == 1
+        assert len(workers(cluster.grpc_address)) == 5
+        assert ray.available_resources()["CPU"] == pytest.approx(free - 0.1)
+        assert client.scale(num_decode=2).ended == 1
+    assert [info.pid for info in workers(cluster.grpc_address)] == [info.pid for info in before]
+    deadline = time.monotonic() + 30
+    while ray.available_resources()["CPU"] != pytest.approx(free):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_workers_run_at_the_priority_of_their_launcher(cluster: Cluster) -> None:

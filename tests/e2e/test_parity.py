@@ -62,3 +62,15 @@ def test_split_at_any_position(chunk: int, tmp_path: Path) -> None:
     expected = expected_tokens(folder, prompts)
     with running_island(folder, {"scheduler.max_batch_tokens": chunk, "cache.page_size": 16}) as island:
         assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
+
+
+def test_layers_with_a_window_have_fewer_pages(tmp_path: Path) -> None:
+    """As many as three sequences' windows and one forward can use; what is behind them is in use again all the time."""
+    folder = save_checkpoint("gemma3", tmp_path)
+    prompts = [random_prompt(length, seed) for seed, length in enumerate((CHUNK + 5, 3 * CHUNK, 70, 9, 110, 40))]
+    settings = {"scheduler.max_batch_tokens": 16, "scheduler.max_sequences": 3}
+    with running_island(folder, settings) as island:
+        assert {tuple(pool.shape[0] for pool in worker.pools) for worker in island.workers} == {(48, 256)}
+        assert complete_all(island.address, prompts, max_tokens=60, **GREEDY) == [
+            greedy(load_oracle(folder), prompt, 60) for prompt in prompts
+        ]

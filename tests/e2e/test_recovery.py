@@ -92,11 +92,13 @@ def working(address: str) -> list[inference_pb2.WorkerInfo]:
     return []
 
 
-def disturbed(address: str, case: Case, disturb: Callable[[], None]) -> list[GenerateUpdate]:
+def disturbed(
+    address: str, case: Case, disturb: Callable[[], None], sampling: dict[str, Any] = DRAWN
+) -> list[GenerateUpdate]:
     """A request during which, once three messages have come, something happens."""
     updates = []
     with Client(address) as client:
-        for update in client.generate(case.prompt, timeout=100, max_tokens=len(case.tokens), **DRAWN):
+        for update in client.generate(case.prompt, timeout=100, max_tokens=len(case.tokens), **sampling):
             updates.append(update)
             if len(updates) == 3:
                 disturb()

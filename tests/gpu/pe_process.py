@@ -77,7 +77,7 @@ class Pe:
         return [as_array(pool) for pool in self.transport.pools]
 
     def are_zero(self) -> bool:
-        return not any(pool.any() for pool in self.transport.pools)
+        return not any(pool.view(torch.uint8).any() for pool in self.transport.pools)
 
     def push_tokens(
         self, target: int, group: int, layer: int, seed: int, indices: list[int], slots: Int32Array
@@ -104,7 +104,7 @@ class Pe:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return self.transport.layout.dtype
+        return self.transport.layout.stored_dtype
 
     def _entry(self, group: int) -> tuple[int, int]:
         layers = self.transport.layout.groups[group]

@@ -1,11 +1,13 @@
 """Forwards through a paged cache on a GPU, beside attention in float64 over plain tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.paged_cache import PagedKVCache
@@ -27,11 +29,12 @@ class Shape:
     page_size: int
     window: int | None = None
     softcap: float | None = None
+    scales: KVScales | None = None
 
     @property
     def layout(self) -> KVLayout:
         group = LayerGroup(tuple(range(NUM_LAYERS)), self.kv_heads, self.head_dim, self.window)
-        return KVLayout((group,), self.page_size, self.dtype)
+        return KVLayout((group,), self.page_size, self.dtype, self.scales)
 
     @property
     def rope(self) -> RopeParameters:
@@ -39,7 +42,8 @@ class Shape:
 
     def pool(self, num_pages: int = 300) -> Tensor:
         """Full of NaN: what was never written must not matter."""
-        return torch.full((num_pages, *self.layout.page_shape(0)), torch.nan, dtype=self.dtype, device="cuda")
+        shape = (num_pages, *self.layout.page_shape(0))
+        return torch.full(shape, torch.nan, device="cuda").to(self.layout.stored_dtype)
 
     def cache(self, pool: Tensor, writer: PageWriter | None = None) -> PagedKVCache:
         return PagedKVCache(
@@ -65,9 +69,15 @@ class Shape:
 
 
 @torch.inference_mode()
-def run(cache: PagedKVCache, appends: Mapping[int, int], inputs: Inputs, sinks: Tensor | None = None) -> list[Tensor]:
-    """One forward; o of each layer."""
-    plan = cache.begin_forward(list(appends), list(appends.values()))
+def run(
+    cache: PagedKVCache,
+    appends: Mapping[int, int],
+    inputs: Inputs,
+    sinks: Tensor | None = None,
+    parents: Sequence[Sequence[int] | None] | None = None,
+) -> list[Tensor]:
+    """One forward; o of each layer. parents: token_tree_parents."""
+    plan = cache.begin_forward(list(appends), list(appends.values()), token_tree_parents=parents)
     outputs = [cache.attention(plan, layer, q, k, v, sinks) for layer, (q, k, v) in enumerate(inputs)]
     cache.end_forward(plan)
     return outputs
@@ -80,6 +90,7 @@ class Reference:
         self._shape = shape
         self._sinks = sinks
         self._rotary = RotaryEmbedding(shape.rope, MAX_LENGTH, "cuda", torch.float64)
+        self._fp8 = Fp8Entries.of_group(shape.layout, 0, torch.device("cuda"))
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def run(self, appends: Mapping[int, int], inputs: Inputs) -> list[Tensor]:
@@ -99,6 +110,12 @@ class Reference:
         begin = self._kept[place][0].shape[0] if place in self._kept else 0
         rotation = self._rotary.rotation(torch.arange(begin, begin + q.shape[0]))
         q, k, v = rotation.apply(q.double()), rotation.apply(k.double()), v.double()
+        if self._fp8 is not None:
+            entries = self._fp8.quantise(place[1], k.to(self._shape.dtype), v)
+            k, v = (
+                x.double() * scales.double()[:, None]
+                for x, scales in zip(entries, self._fp8.scales[place[1]], strict=True)
+            )
         if begin:
             k, v = torch.cat((self._kept[place][0], k)), torch.cat((self._kept[place][1], v))
         self._kept[place] = k, v

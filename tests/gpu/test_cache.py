@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.torch_kernels import TorchKernels
+from tandem.cache.kv_scales import KVScales
 from tests.cache.naive import assert_same_kv
 from tests.cache.peer_writer import PeerWriter
 from tests.gpu.programs import Reference, Shape, run
@@ -19,6 +20,8 @@ pytestmark = [
     pytest.mark.timeout(600),  # FlashInfer compiles each attention kernel once, which takes up to a minute
 ]
 BF16 = torch.bfloat16
+PER_LAYER = KVScales(((0.02,), (0.013,)), ((0.017,), (0.031,)))
+PER_HEAD = KVScales(((0.02, 0.005), (0.5, 0.013)), ((0.017, 0.4), (0.031, 0.01)))
 SHAPES = {
     "bf16-128": Shape(BF16, q_heads=32, kv_heads=8, head_dim=128, page_size=16),
     "fp16-128": Shape(torch.float16, q_heads=8, kv_heads=8, head_dim=128, page_size=32),
@@ -28,6 +31,11 @@ SHAPES = {
     "bf16-128-window": Shape(BF16, q_heads=32, kv_heads=8, head_dim=128, page_size=16, window=50),
     "bf16-64-window-1": Shape(BF16, q_heads=8, kv_heads=2, head_dim=64, page_size=8, window=1),
     "bf16-256-softcap": Shape(BF16, q_heads=4, kv_heads=2, head_dim=256, page_size=16, window=33, softcap=3.0),
+    "fp8-128": Shape(BF16, q_heads=32, kv_heads=8, head_dim=128, page_size=16, scales=PER_LAYER),
+    "fp8-64-heads": Shape(BF16, q_heads=14, kv_heads=2, head_dim=64, page_size=64, scales=PER_HEAD),
+    "fp8-fp16-128": Shape(torch.float16, q_heads=8, kv_heads=2, head_dim=128, page_size=16, scales=PER_LAYER),
+    "fp8-256-softcap": Shape(BF16, 4, 2, head_dim=256, page_size=16, window=33, softcap=3.0, scales=PER_HEAD),
+    "fp8-fp32": Shape(torch.float32, q_heads=4, kv_heads=2, head_dim=24, page_size=16, scales=PER_HEAD),
     "fp32": Shape(torch.float32, q_heads=4, kv_heads=2, head_dim=24, page_size=16),
 }
 # What each sequence appends in each forward: prompts, decodes, chunks and all of them at once.
@@ -62,7 +70,7 @@ def test_attention(shape: Shape) -> None:
             assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["bf16-128", "bf16-64-mqa"])
+@pytest.mark.parametrize("name", ["bf16-128", "bf16-64-mqa", "fp8-128"])
 def test_long_prompts(name: str) -> None:
     """As many tokens as make the kernels gather K and V first: fresh, behind others, and beside single tokens."""
     shape = SHAPES[name]
@@ -75,7 +83,7 @@ def test_long_prompts(name: str) -> None:
             assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("shape", ["bf16-128-window", "bf16-64-group-7", "bf16-256-softcap"])
+@pytest.mark.parametrize("shape", ["bf16-128-window", "bf16-64-group-7", "bf16-256-softcap", "fp8-128"])
 def test_learned_sinks(shape: str) -> None:
     of = SHAPES[shape]
     sinks = torch.linspace(-2, 4, of.q_heads, device="cuda", dtype=BF16)
@@ -119,12 +127,14 @@ def test_plans_may_be_made_ahead() -> None:
             assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("shape", ["bf16-128", "fp8-128"])
 @pytest.mark.parametrize("writer_class", [MappedWriter, PeerWriter], ids=["from the append kernel", "by the writer"])
-def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter]) -> None:
+def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter], shape: str) -> None:
     """Two receivers, chunks, cached positions page to page, and a sequence that stays."""
-    pools = [QWEN3.pool(80) for _ in range(3)]
+    of = SHAPES[shape]
+    pools = [of.pool(80) for _ in range(3)]
     writer = writer_class(0, [(pool,) for pool in pools])
-    sender, *receivers = (QWEN3.cache(pool, writer) for pool in pools)
+    sender, *receivers = (of.cache(pool, writer) for pool in pools)
     for sequence in (0, 1, 2):
         sender.add_sequence(sequence)
     run(sender, {0: 21}, QWEN3.draw(21, seed=1))
@@ -151,8 +161,9 @@ def test_a_slot_outside_the_peers_pool_is_refused() -> None:
         sender.begin_forward([0], [40])
 
 
-def test_forks_share_and_copy() -> None:
-    cache, reference = QWEN3.cache(QWEN3.pool()), Reference(QWEN3)
+@pytest.mark.parametrize("shape", ["bf16-128", "fp8-128"])
+def test_forks_share_and_copy(shape: str) -> None:
+    cache, reference = SHAPES[shape].cache(SHAPES[shape].pool()), Reference(SHAPES[shape])
     cache.add_sequence(0)
     inputs = QWEN3.draw(40, seed=0)
     run(cache, {0: 40}, inputs)
@@ -165,7 +176,8 @@ def test_forks_share_and_copy() -> None:
     assert_same_kv(cache, cache, 0, 1, 0, 40)
 
 
-def test_float32_is_served_by_torch() -> None:
-    shape = SHAPES["fp32"]
+@pytest.mark.parametrize("name", ["fp32", "fp8-fp32"])
+def test_float32_is_served_by_torch(name: str) -> None:
+    shape = SHAPES[name]
     cache = shape.cache(shape.pool())
     assert all(isinstance(group.kernels, TorchKernels) for group in cache._groups)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.position_map import Int32Array
 from tandem.transfer.completion import SignalBoard, pack_signal
@@ -33,7 +34,11 @@ FLOAT32, BF16 = torch.float32, torch.bfloat16
 LAYOUTS = {
     "small-float32": two_groups(FLOAT32),
     "small-bfloat16": two_groups(BF16),
+    "small-fp8": two_groups(BF16, KVScales.uniform(3)),
     "large-bfloat16": KVLayout((LayerGroup((0, 2), 256, 128), LayerGroup((1,), 8, 96)), PAGE_SIZE, BF16),
+    "large-fp8": KVLayout(
+        (LayerGroup((0, 2), 512, 128), LayerGroup((1,), 16, 96)), PAGE_SIZE, BF16, KVScales.uniform(3)
+    ),
 }
 # Every layout over mapped peers, and over puts.
 ISLANDS = {f"{name}-{how}": (layout, how == "mapped") for name, layout in LAYOUTS.items() for how in ("mapped", "puts")}
@@ -50,7 +55,7 @@ def processes() -> Iterator[list[PeProcess]]:
 def mapped(request: pytest.FixtureRequest, processes: list[PeProcess]) -> Iterator[bool]:
     """Joins an island anew, in the same processes; whether its peers are mapped."""
     layout, mapped = request.param
-    join(processes, TransportConfig(0, 2, layout, NUM_PAGES, num_signals=4, island="gpu", epoch=7), mapped)
+    join(processes, TransportConfig(0, 2, layout, (NUM_PAGES,) * 2, num_signals=4, island="gpu", epoch=7), mapped)
     assert all(together(processes, "are_zero"))
     assert not any(mail.any() for mail in together(processes, "call", "mailbox"))
     yield mapped
@@ -251,7 +256,7 @@ def test_what_is_out_of_range_is_refused(island: list[PeProcess]) -> None:
 
 
 def test_handles_of_others_are_refused_before_anything_is_mapped(processes: list[PeProcess]) -> None:
-    config = TransportConfig(0, 2, two_groups(), NUM_PAGES, num_signals=4, island="gpu", epoch=8)
+    config = TransportConfig(0, 2, two_groups(), (NUM_PAGES,) * 2, num_signals=4, island="gpu", epoch=8)
     handles = [process.do("open", replace(config, pe=process.pe), True) for process in processes]
     own, other = (json.loads(handle) for handle in handles)
     for field, change, message in (

@@ -1,5 +1,6 @@
 """Decode steps in CUDA graphs against the eager path: batches that grow, shrink and cross buckets, step after step."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.shared_prefixes import SharedPrefixes
@@ -36,11 +38,18 @@ DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5,
 class Steps:
     """One model and cache, with prompts of unlike lengths stored."""
 
-    def __init__(self, folder: Path, dtype: str, graphs: bool, kernels: KernelFactory = choose_kernels) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        graphs: bool,
+        scales: KVScales | None = None,
+        kernels: KernelFactory = choose_kernels,
+    ) -> None:
         config = load_config(folder, dtype)
         group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
-        layout = KVLayout((group,), 16, config.dtype)
-        pool = torch.full((200, *layout.page_shape(0)), torch.nan, dtype=layout.dtype, device="cuda")
+        layout = KVLayout((group,), 16, config.dtype, scales)
+        pool = torch.full((200, *layout.page_shape(0)), torch.nan, device="cuda").to(layout.stored_dtype)
         self.cache = PagedKVCache(
             layout, (pool,), max_sequences=32, max_sequence_length=256, rope=config.rope, writer=None, kernels=kernels
         )
@@ -54,12 +63,12 @@ class Steps:
             self.runner.forward(np.array(prompt), plan, np.zeros(1, np.int64))
             self.cache.end_forward(plan)
 
-    def run(self, params: SamplingParams) -> list[dict[int, int]]:
+    def run(self, params: SamplingParams, program: Sequence[int] = PROGRAM) -> list[dict[int, int]]:
         """The tokens of each step by sequence; a step is launched before the tokens of the one before are read."""
         tokens = dict.fromkeys(range(NUM_SEQUENCES), 7)
         flights: list[Any] = []
         made: list[dict[int, int]] = []
-        for step, count in enumerate(PROGRAM):
+        for step, count in enumerate(program):
             rows = np.arange(count) if step % 2 else np.arange(count)[::-1].copy()
             if self.runner.runs_ahead and flights:
                 # The input of a row is what the step before draws in its row there, or else the last one known.
@@ -97,13 +106,21 @@ def test_graphs_give_the_tokens_of_the_eager_path(family: str, params: SamplingP
     assert graphs.run(params) == eager.run(params)
 
 
+def test_graphs_over_kv_in_8_bits(tmp_path: Path) -> None:
+    make_model("qwen3", head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    scales = KVScales(((0.01,), (0.02, 0.015)), ((0.02,), (0.01, 0.03)))
+    eager, graphs = (Steps(tmp_path, "bfloat16", with_graphs, scales) for with_graphs in (False, True))
+    assert graphs.runner.runs_ahead
+    assert graphs.run(GREEDY) == eager.run(GREEDY)
+
+
 def test_float32_steps_are_eager(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     assert not Steps(tmp_path, "float32", graphs=True).runner.runs_ahead
 
 
 def test_steps_that_share_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forks in the sharing batches' graphs, beside steps that are too small for them, against eager steps."""
+    """Forks in the sharing batches' graphs against eager steps; with as many rows as these take."""
     from tandem.cache.kernels.flashinfer_sharing import FixedSharing  # needs triton
 
     make_model("qwen3", head_dim=64, hidden_size=256).save_pretrained(tmp_path)
@@ -117,10 +134,10 @@ def test_steps_that_share_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(FixedSharing, "refill", refill)
     made = []
     for graphs in (False, True):
-        steps = Steps(tmp_path, "bfloat16", graphs, sharing_all(choose_kernels))
+        steps = Steps(tmp_path, "bfloat16", graphs, kernels=sharing_all(choose_kernels))
         for sequence in set(range(NUM_SEQUENCES)) - {7, 8, 16}:
             steps.cache.remove_sequence(sequence)
             steps.cache.fork_sequence(8, sequence, 48 if sequence % 2 else -1)
-        made.append(steps.run(GREEDY))
+        made.append(steps.run(GREEDY, (16, 17, 20, 20, 18, 16)))
     assert made[0] == made[1]
     assert max(fills) >= NUM_SEQUENCES - 3

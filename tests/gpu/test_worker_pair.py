@@ -2,19 +2,14 @@
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-import grpc
 import numpy as np
 import pytest
 import torch
 
-from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
-from tandem.transfer.codec import decode_runs
-from tandem.workers.authentication import authorized
-from tandem.workers.config import Role, WorkerConfig
 from tests.checkpoints import make_model
-from tests.gpu.pe_process import PeProcess, pe_processes, together
+from tests.gpu.pe_process import PeProcess, pe_processes
+from tests.gpu.worker_pair import NUM_PAGES, PAGE, Pair, running_pair
 from tests.gpu.worker_process import WorkerPe
 from tests.oracle import random_prompt
 
@@ -27,9 +22,7 @@ pytestmark = [
     ),
 ]
 
-TOKEN = "a token of the workers"
-EPOCH, PAGE, NUM_PAGES, LAYERS = 1, 16, 64, 3
-GREEDY = inference_pb2.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, seed=1)
+LAYERS = 3
 PROMPT = random_prompt(6 * PAGE + 5, 0)
 # dtype, head_dim, whether the decode worker's pages are mapped; the other way is by puts
 ISLANDS = {
@@ -40,30 +33,6 @@ ISLANDS = {
 }
 
 
-@dataclass(frozen=True)
-class Pair:
-    prefill: PeProcess
-    decode: PeProcess
-    prefill_stub: worker_pb2_grpc.WorkerStub
-    decode_stub: worker_pb2_grpc.WorkerStub
-    token_bytes: int
-
-    def push(self, request_id: str) -> tuple[worker_pb2.RemoteSendResponse, np.ndarray]:
-        """PROMPT through both workers; the answer, and the slots where its KV went."""
-        ids = {"request_id": request_id, "epoch": EPOCH}
-        reservation = self.decode_stub.PrepareReceive(
-            worker_pb2.PrepareReceiveRequest(**ids, token_ids=PROMPT, max_tokens=4), timeout=60
-        )
-        answer = self.prefill_stub.RemoteSend(
-            worker_pb2.RemoteSendRequest(**ids, token_ids=PROMPT, sampling=GREEDY, reservation=reservation), timeout=300
-        )
-        return answer, decode_runs(reservation.position_map.runs[0], max_tokens=len(PROMPT)).slots()
-
-    def abort(self, request_id: str) -> None:
-        for stub in (self.prefill_stub, self.decode_stub):
-            stub.Abort(worker_pb2.AbortRequest(request_id=request_id, epoch=EPOCH, writer_quiet=True), timeout=60)
-
-
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[PeProcess]]:
     with pe_processes(2, WorkerPe) as started:
@@ -71,45 +40,24 @@ def processes() -> Iterator[list[PeProcess]]:
 
 
 @pytest.fixture(scope="module", params=ISLANDS.values(), ids=list(ISLANDS))
-def pair(
+def island(
     request: pytest.FixtureRequest, processes: list[PeProcess], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Pair]:
+) -> Iterator[tuple[Pair, int]]:
+    """The workers, and the bytes of a token."""
     dtype, head_dim, mapped = request.param
     folder = tmp_path_factory.mktemp("model")
     make_model("llama", head_dim=head_dim, num_hidden_layers=LAYERS).save_pretrained(folder)
-    for process, role in zip(processes, (Role.PREFILL, Role.DECODE), strict=True):
-        config = WorkerConfig(
-            role=role,
-            island="pair",
-            epoch=EPOCH,
-            pe=process.pe,
-            num_pes=2,
-            model_path=str(folder),
-            max_model_len=256,
-            token=TOKEN,
-            dtype=dtype,
-            device="cuda",
-            page_size=PAGE,
-            prefix_sharing=role == Role.PREFILL,  # what the sender keeps goes page to page
-            max_batch_tokens=32,
-            transport="nvshmem",
-        )
-        process.begin("open", config, NUM_PAGES, mapped)
-    handles = [process.finish() for process in processes]
-    together(processes, "join", handles)
-    prefill, decode = together(processes, "serve")
-    with grpc.insecure_channel(prefill) as one, grpc.insecure_channel(decode) as other:
-        stubs = [authorized(worker_pb2_grpc.WorkerStub(channel), TOKEN) for channel in (one, other)]
-        yield Pair(processes[0], processes[1], *stubs, token_bytes=LAYERS * 2 * 2 * head_dim * 2)
-    together(processes, "stop")
+    with running_pair(processes, folder, mapped, dtype=dtype) as pair:
+        yield pair, LAYERS * 2 * 2 * head_dim * 2
 
 
-def test_what_is_pushed_arrives_bit_for_bit(pair: Pair) -> None:
+def test_what_is_pushed_arrives_bit_for_bit(island: tuple[Pair, int]) -> None:
     """First token by token while it is computed, in chunks, then page to page from what the sender keeps."""
+    pair, token_bytes = island
     for request_id, cached in (("computed", 0), ("cached", len(PROMPT) // PAGE * PAGE)):
-        answer, slots = pair.push(request_id)
+        answer, slots = pair.push(request_id, PROMPT)
         assert answer.cached_tokens == cached
-        assert answer.bytes_pushed == len(PROMPT) * pair.token_bytes
+        assert answer.bytes_pushed == len(PROMPT) * token_bytes
         assert answer.push_seconds > 0
         arrived, computed = pair.decode.do("at_slots", slots), pair.prefill.do("of_prefix", PROMPT)
         assert len(arrived) == len(computed) == 2 * LAYERS
@@ -120,21 +68,14 @@ def test_what_is_pushed_arrives_bit_for_bit(pair: Pair) -> None:
         pair.abort(request_id)
 
 
-def test_the_decode_worker_goes_on_from_it(pair: Pair) -> None:
+def test_the_decode_worker_goes_on_from_it(island: tuple[Pair, int]) -> None:
     """The same tokens twice, which the decode worker has from different pages each time."""
+    pair, _ = island
     tokens = []
     for request_id in ("one", "two"):
-        ids = {"request_id": request_id, "epoch": EPOCH}
-        reservation = pair.decode_stub.PrepareReceive(
-            worker_pb2.PrepareReceiveRequest(**ids, token_ids=PROMPT, max_tokens=4), timeout=60
-        )
-        pair.prefill_stub.RemoteSend(
-            worker_pb2.RemoteSendRequest(**ids, token_ids=PROMPT, sampling=GREEDY, reservation=reservation), timeout=300
-        )
-        start = worker_pb2.StartGenerateRequest(**ids, reservation_id=reservation.reservation_id, sampling=GREEDY)
-        stream = pair.decode_stub.StartGenerate(start, timeout=300)
-        tokens.append([token for message in stream for token in message.token_ids])
+        reservation = pair.prepare(request_id, PROMPT)
+        pair.send(request_id, PROMPT, reservation)
+        tokens.append(pair.start(request_id, reservation))
     assert len(tokens[0]) == 3
     assert tokens[0] == tokens[1]
-    status = pair.decode_stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
-    assert status.free_pages == NUM_PAGES
+    assert pair.status()[1].free_pages == NUM_PAGES

@@ -21,7 +21,7 @@ ANSWER_SECONDS = 30.0
 
 
 def peer_config(pe: int, num_pes: int) -> TransportConfig:
-    return TransportConfig(pe, num_pes, two_groups(), NUM_PAGES, num_signals=8, island="test", epoch=3)
+    return TransportConfig(pe, num_pes, two_groups(), (NUM_PAGES,) * 2, num_signals=8, island="test", epoch=3)
 
 
 def pushed_slots(pe: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.shared_memory import SharedMemoryTransport
 from tests.transfer.layouts import two_groups
 
-CONFIG = TransportConfig(pe=0, num_pes=1, layout=two_groups(), num_pages=1, num_signals=1, island="a", epoch=0)
+CONFIG = TransportConfig(pe=0, num_pes=1, layout=two_groups(), num_pages=(1, 1), num_signals=1, island="a", epoch=0)
 
 
 def test_transports_are_known_by_name() -> None:

@@ -186,9 +186,9 @@ def test_pools_outlive_close_in_the_hands_of_their_users() -> None:
 
 def test_memory_that_the_machine_does_not_have_is_refused() -> None:
     layout = KVLayout((LayerGroup((0,), 8, 128),), 16, torch.float32)
-    config = replace(peer_config(0, 1), layout=layout, num_pages=2**40)
+    config = replace(peer_config(0, 1), layout=layout, num_pages=(2**40,))
     before = shared_objects()
-    with pytest.raises(TransportError, match=f"num_pages {2**40} needs a segment of"):
+    with pytest.raises(TransportError, match=rf"num_pages \({2**40},\) needs a segment of"):
         SharedMemoryTransport(config).open()
     assert shared_objects() == before
 

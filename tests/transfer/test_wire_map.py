@@ -23,7 +23,7 @@ GOOD = position_map([20, 21, 22, 23, 4, 5], [0, 1, 2, 3, 38, 39])
 
 def test_a_map_survives_the_wire() -> None:
     wire = encode_map(GOOD, LAYOUT)
-    assert decode_map(wire, LAYOUT, num_pages=NUM_PAGES, expected_start=8, expected_tokens=6) == GOOD
+    assert decode_map(wire, LAYOUT, num_pages=(NUM_PAGES, NUM_PAGES), expected_start=8, expected_tokens=6) == GOOD
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_a_map_survives_the_wire() -> None:
 def test_a_bad_field_is_named(change: dict[str, object], message: str) -> None:
     wire = replace(encode_map(GOOD, LAYOUT), **change)
     with pytest.raises(InvalidPositionMap, match=message):
-        decode_map(wire, LAYOUT, num_pages=NUM_PAGES, expected_start=8, expected_tokens=6)
+        decode_map(wire, LAYOUT, num_pages=(NUM_PAGES, NUM_PAGES), expected_start=8, expected_tokens=6)
 
 
 def test_the_layout_of_another_model_is_refused() -> None:
     wire = encode_map(GOOD, two_groups(torch.bfloat16))
     with pytest.raises(InvalidPositionMap, match="layout_fingerprint"):
-        decode_map(wire, LAYOUT, num_pages=NUM_PAGES, expected_start=8, expected_tokens=6)
+        decode_map(wire, LAYOUT, num_pages=(NUM_PAGES, NUM_PAGES), expected_start=8, expected_tokens=6)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,15 @@ def test_the_layout_of_another_model_is_refused() -> None:
 def test_bad_slots_are_refused(slots: list[int], message: str) -> None:
     wire = encode_map(position_map(GOOD.runs[0].slots().tolist(), slots), LAYOUT)
     with pytest.raises(InvalidPositionMap, match=message):
-        decode_map(wire, LAYOUT, num_pages=NUM_PAGES, expected_start=8, expected_tokens=6)
+        decode_map(wire, LAYOUT, num_pages=(NUM_PAGES, NUM_PAGES), expected_start=8, expected_tokens=6)
 
 
 def test_an_empty_map_is_accepted_when_nothing_is_expected() -> None:
     empty = position_map([], [])
     wire = encode_map(empty, LAYOUT)
-    assert decode_map(wire, LAYOUT, num_pages=NUM_PAGES, expected_start=8, expected_tokens=0).num_tokens == 0
+    assert (
+        decode_map(wire, LAYOUT, num_pages=(NUM_PAGES, NUM_PAGES), expected_start=8, expected_tokens=0).num_tokens == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,10 +89,10 @@ def test_with_a_window_exactly_what_is_behind_it_is_skipped(slots: list[int], me
     given = position_map(slots, GOOD.runs[1].slots().tolist())
     wire = encode_map(given, layout)
     if message is None:
-        assert decode_map(wire, layout, num_pages=NUM_PAGES, expected_start=8, expected_tokens=6) == given
+        assert decode_map(wire, layout, num_pages=(NUM_PAGES, NUM_PAGES), expected_start=8, expected_tokens=6) == given
         return
     with pytest.raises(InvalidPositionMap, match=message):
-        decode_map(wire, layout, num_pages=NUM_PAGES, expected_start=8, expected_tokens=6)
+        decode_map(wire, layout, num_pages=(NUM_PAGES, NUM_PAGES), expected_start=8, expected_tokens=6)
 
 
 def test_overlap_is_found_among_many_runs() -> None:
@@ -100,7 +102,7 @@ def test_overlap_is_found_among_many_runs() -> None:
         changed = np.append(slots[:-1], last).astype(np.int32)
         wire = encode_map(PositionMap(0, (SlotRuns.from_slots(changed),) * 2), layout)
         if accepted:
-            decode_map(wire, layout, num_pages=1250, expected_start=0, expected_tokens=5000)
+            decode_map(wire, layout, num_pages=(1250, 1250), expected_start=0, expected_tokens=5000)
         else:
             with pytest.raises(InvalidPositionMap, match=f"holds slot {last} twice"):
-                decode_map(wire, layout, num_pages=1250, expected_start=0, expected_tokens=5000)
+                decode_map(wire, layout, num_pages=(1250, 1250), expected_start=0, expected_tokens=5000)

@@ -10,13 +10,16 @@ import grpc
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
+from tandem.workers.messages import prompt_to_bytes
 
 
 def main(address: str, token: str) -> None:
     sampling = inference_pb2.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, seed=1)
     with grpc.insecure_channel(address) as channel:
         stub = authorized(worker_pb2_grpc.WorkerStub(channel), token)
-        prepare = worker_pb2.PrepareReceiveRequest(request_id="r", epoch=1, token_ids=[5] * 20, max_tokens=4)
+        prepare = worker_pb2.PrepareReceiveRequest(
+            request_id="r", epoch=1, prompt=prompt_to_bytes([5] * 20), max_tokens=4
+        )
         reservation = stub.PrepareReceive(prepare, timeout=30)
         start = worker_pb2.StartGenerateRequest(
             request_id="r", epoch=1, reservation_id=reservation.reservation_id, sampling=sampling

@@ -137,11 +137,11 @@ class LoopPair:
         return SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, seed=1)
 
     def prepare(self, request_id: str, prompt: Sequence[int], num_tokens: int = 4) -> Reservation:
-        return self.decode.prepare(request_id, list(prompt), num_tokens, PREFILL)
+        return self.decode.prepare(request_id, prompt, num_tokens, PREFILL)
 
     def send(self, request_id: str, prompt: Sequence[int], reservation: Reservation, num_tokens: int = 4) -> None:
         """RemoteSend, with a call that waits for it."""
-        self.prefill.submit(request_id, list(prompt), self.params(num_tokens), reservation)
+        self.prefill.submit(request_id, prompt, self.params(num_tokens), reservation)
         self.prefill.attend(request_id)
 
     def start(self, request_id: str, reservation: Reservation, num_tokens: int = 4) -> None:
@@ -174,7 +174,7 @@ class LoopPair:
         self, request_id: str, prompt: Sequence[int], reservation: Reservation, num_tokens: int = 4
     ) -> list[int]:
         """All tokens of a request that is reserved."""
-        future = self.prefill.submit(request_id, list(prompt), self.params(num_tokens), reservation)
+        future = self.prefill.submit(request_id, prompt, self.params(num_tokens), reservation)
         self.start(request_id, reservation, num_tokens)
         self.run_prefill()
         self.run_decode()

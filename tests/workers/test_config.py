@@ -159,6 +159,20 @@ def test_a_bad_value_is_named(tmp_path: Path, fields: dict[str, Any], message: s
         load_config(tmp_path)
 
 
+FP8_KV = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+}
+
+
+def test_a_checkpoint_may_ask_for_kv_in_fp8(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA)
+    assert not load_config(tmp_path).fp8_kv
+    write(tmp_path, {**LLAMA, "quantization_config": FP8_KV})
+    assert load_config(tmp_path).fp8_kv
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -169,6 +183,18 @@ def test_a_bad_value_is_named(tmp_path: Path, fields: dict[str, Any], message: s
         (
             {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
             "quantization_config asks for 'mxfp4'; only checkpoints without are served: dequantize it to bfloat16",
+        ),
+        (
+            {**LLAMA, "quantization_config": FP8_KV | {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}},
+            "quantization_config asks for 'compressed-tensors'; only checkpoints without are served",
+        ),
+        (
+            {**LLAMA, "quantization_config": FP8_KV | {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}},
+            "kv_cache_scheme: type is 'int'; it must be 'float'",
+        ),
+        (
+            {**LLAMA, "quantization_config": FP8_KV | {"kv_cache_scheme": {"type": "float", "dynamic": True}}},
+            "kv_cache_scheme: dynamic is True; it must be False",
         ),
         (
             {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},

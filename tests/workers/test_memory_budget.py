@@ -20,29 +20,26 @@ GIB = 1 << 30
     utilization=st.floats(0.01, 1),
     page_bytes=st.integers(1, GIB),
 )
-def test_pages_fill_the_budget_and_no_more(total: int, used: int, utilization: float, page_bytes: int) -> None:
-    def needed(pages: int) -> int:
-        return used + RESERVED_BYTES + pages * page_bytes
-
+def test_the_room_is_what_the_budget_leaves(total: int, used: int, utilization: float, page_bytes: int) -> None:
     budget = MemoryBudget(total, used, utilization)
     try:
-        pages = budget.num_pages(page_bytes)
+        room = budget.room(page_bytes)
     except GpuTooSmall:
-        assert needed(1) > int(total * utilization)
+        assert used + RESERVED_BYTES + page_bytes > int(total * utilization)
     else:
-        assert pages >= 1
-        assert needed(pages) <= int(total * utilization) < needed(pages + 1)
+        assert room >= page_bytes
+        assert used + RESERVED_BYTES + room == int(total * utilization)
 
 
 def test_weights_that_leave_no_room_say_what_would() -> None:
     with pytest.raises(
         GpuTooSmall, match=r"cache\.gpu_memory_utilization is 0\.1, of 100\.0 GiB: .* 20\.0 GiB"
     ) as caught:
-        MemoryBudget(100 * GIB, 20 * GIB, 0.1).num_pages(2 << 20)
+        MemoryBudget(100 * GIB, 20 * GIB, 0.1).room(2 << 20)
     least = float(str(caught.value).rpartition("at least ")[2])
-    assert MemoryBudget(100 * GIB, 20 * GIB, least + 0.001).num_pages(2 << 20) >= 1
+    assert MemoryBudget(100 * GIB, 20 * GIB, least + 0.001).room(2 << 20) >= 2 << 20
     with pytest.raises(GpuTooSmall, match="no value suffices"):
-        MemoryBudget(24 * GIB, 23 * GIB, 0.9).num_pages(2 << 20)
+        MemoryBudget(24 * GIB, 23 * GIB, 0.9).room(2 << 20)
 
 
 def test_the_largest_forward_has_logits_for_every_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.transfer.factory import create_transport
 from tandem.workers.authentication import authorized
+from tandem.workers.messages import prompt_to_bytes
 from tests.checkpoints import save_checkpoint
 from tests.island import FakeIsland, running_island
 from tests.oracle import greedy, load_oracle, random_prompt
@@ -32,13 +33,17 @@ class Pair:
 
     def prepare(self, request_id: str, prompt: list[int] = PROMPT, max_tokens: int = 4) -> worker_pb2.Reservation:
         request = worker_pb2.PrepareReceiveRequest(
-            request_id=request_id, epoch=EPOCH, token_ids=prompt, max_tokens=max_tokens
+            request_id=request_id, epoch=EPOCH, prompt=prompt_to_bytes(prompt), max_tokens=max_tokens
         )
         return self.decode.PrepareReceive(request, timeout=10)
 
     def remote_send(self, request_id: str, reservation: worker_pb2.Reservation) -> worker_pb2.RemoteSendRequest:
         return worker_pb2.RemoteSendRequest(
-            request_id=request_id, epoch=EPOCH, token_ids=PROMPT, sampling=GREEDY, reservation=reservation
+            request_id=request_id,
+            epoch=EPOCH,
+            prompt=prompt_to_bytes(PROMPT),
+            sampling=GREEDY,
+            reservation=reservation,
         )
 
     def send(self, request_id: str, reservation: worker_pb2.Reservation) -> worker_pb2.RemoteSendResponse:

@@ -48,6 +48,7 @@ class ScriptedRunner:
         self.log: list[str] = []
         self.fail_at: Callable[[int], bool] = lambda step: False
         self.fail_reading = False
+        self.done_until = 1000  # steps before it are done
 
     def step(
         self,
@@ -71,12 +72,19 @@ class ScriptedRunner:
         self.log.append(f"launch {step}: {sequence_ids.tolist()}")
         return cast(PendingSamples, ScriptedSamples(self, step, list(self._last)))
 
+    def drain(self) -> None:
+        self.log.append("drain")
+
 
 class ScriptedSamples:
     def __init__(self, runner: ScriptedRunner, step: int, tokens: list[int]) -> None:
         self._runner, self._step, self._tokens = runner, step, tokens
 
+    def is_done(self) -> bool:
+        return self._step < self._runner.done_until
+
     def wait(self) -> Samples:
+        assert self.is_done()
         self._runner.log.append(f"read {self._step}")
         if self._runner.fail_reading:
             raise RuntimeError("the device is gone")
@@ -225,6 +233,31 @@ def test_an_abort_of_the_only_request_in_flight() -> None:
     assert bench.cache.num_free_pages == NUM_PAGES
 
 
+def test_calls_are_answered_while_a_step_computes() -> None:
+    """The pages of a request whose last token is on its way stay until that step is done, whoever aborts it."""
+    bench = Bench()
+    bench.runner.done_until = 0
+    _, last = bench.start("last", max_tokens=2)
+    _, other = bench.start("other", max_tokens=5)
+    pages = -(-(PROMPT + 2 - 1) // PAGE_SIZE)
+    for _ in range(5):
+        assert bench.loop.step() is not None
+    assert bench.runner.log == ["launch 0: [1, 2]", "launch 1: [2]"]
+    _, third = bench.start("third", max_tokens=3)
+    free = bench.cache.num_free_pages
+    assert bench.loop.abort("last", writer_quiet=True)
+    assert bench.collector.ends[last] == FinishReason.ABORT
+    assert bench.cache.num_free_pages == free
+    bench.runner.done_until = 1
+    assert bench.loop.step() == 0
+    assert bench.runner.log[-1] == "read 0"
+    assert bench.cache.num_free_pages == free + pages
+    bench.runner.done_until = 1000
+    bench.run()
+    assert bench.collector.tokens == {other: expected(2, 5), third: expected(3, 3)}
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
 def test_requests_come_and_go_between_steps() -> None:
     """Rows change places from step to step; inputs follow them, from the device or the host."""
     bench = Bench()
@@ -244,7 +277,7 @@ def test_a_failed_launch_fails_the_batch_and_waits_for_the_step_before() -> None
     _, first = bench.start("first", max_tokens=9)
     bench.runner.fail_at = lambda step: step == 2
     bench.run()
-    assert bench.runner.log == ["launch 0: [1]", "launch 1: [1]", "read 0", "read 1"]
+    assert bench.runner.log == ["launch 0: [1]", "launch 1: [1]", "read 0", "drain"]
     assert bench.collector.ends[first] == "decode of 'first' failed: no luck"
     assert bench.cache.num_free_pages == NUM_PAGES
     bench.runner.fail_at = lambda step: False

@@ -29,7 +29,7 @@ class ModelConfig:
     attention_sinks: each layer has learned logits that take their share of the softmax.
     layer_windows: for each layer how many positions a token sees, its own included, or None for all; None when no layer
     has a window. attn_softcap, attn_scale: see PagedKVCache. local_rope: that of layers with a window, where theirs is
-    another.
+    another. fp8_kv: the checkpoint asks for K and V in 8 bits.
     """
 
     architecture: str
@@ -64,6 +64,7 @@ class ModelConfig:
     attn_softcap: float | None = None
     attn_scale: float | None = None
     local_rope: RopeParameters | None = None
+    fp8_kv: bool = False
 
     @property
     def max_length(self) -> int:
@@ -101,7 +102,7 @@ def read_dense_config(
     the name of its field and what it is when absent. window, first_window_layer, full_every: see read_layer_windows.
     Raises InvalidConfig and UnsupportedFeature.
     """
-    refuse_unsupported(fields)
+    fp8_kv = read_fp8_kv(fields)
     num_heads, num_kv_heads, head_dim = _read_heads(fields, num_kv_heads, head_dim)
     return ModelConfig(
         architecture=architecture,
@@ -125,6 +126,7 @@ def read_dense_config(
         eos_token_ids=fields.integers("eos_token_id"),
         activation=read_activation(fields, *activation),
         layer_windows=read_layer_windows(fields, window, first_window_layer, full_every),
+        fp8_kv=fp8_kv,
     )
 
 
@@ -152,13 +154,26 @@ def read_dtype(fields: Fields) -> torch.dtype:
     return DTYPES[value]
 
 
-def refuse_unsupported(fields: Fields) -> None:
-    if "quantization_config" in fields:
-        method = fields.section("quantization_config").raw("quant_method")
+def read_fp8_kv(fields: Fields) -> bool:
+    """Whether quantization_config asks for an FP8 KV cache, as llm-compressor writes it, and for nothing else.
+
+    UnsupportedFeature when it asks for something else.
+    """
+    if "quantization_config" not in fields:
+        return False
+    section = fields.section("quantization_config")
+    method, scheme = section.raw("quant_method"), section.section("kv_cache_scheme")
+    if method != "compressed-tensors" or section.raw("config_groups") or not scheme.names():
         raise UnsupportedFeature(
             f"{fields.source}: quantization_config asks for {method!r}; only checkpoints without are served: "
-            "dequantize it to bfloat16 and take quantization_config out"
+            "dequantize it to bfloat16 and take quantization_config out, but for compressed-tensors' kv_cache_scheme"
         )
+    for name, accepted in (("type", "float"), ("num_bits", 8), ("dynamic", False), ("symmetric", True)):
+        if scheme.raw(name) not in (None, accepted):
+            raise UnsupportedFeature(
+                f"{scheme.source}: {name} is {scheme.raw(name)!r}; it must be {accepted!r}, for KV is stored in FP8"
+            )
+    return True
 
 
 def read_window(fields: Fields, default: int = DEFAULT_WINDOW) -> int | None:

@@ -1,0 +1,128 @@
+"""The parts that FlashInfer computes a forward in: single tokens, prompts, and what is before token trees."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.cache.kernels.flashinfer_sharing import SharedPart
+from tandem.cache.kernels.triton_tree import TreeTiles, lay_out_tiles
+from tandem.cache.kernels.upload import upload
+from tandem.cache.plan import PageTables, TokenLayout, own_tables
+from tandem.cache.position_map import Int32Array
+from tandem.cache.ragged import indptr_of, ragged_range
+
+GATHER_FROM = 1024  # new tokens from which attention over gathered K and V is faster, the gathering included
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPart:
+    """Some sequences of a forward, all with one new token each, all with several, or all with nodes of trees.
+
+    tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
+    FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device. kv_slots: int32,
+    on the device, of all positions that they attend to, where these are gathered first; kv_indptr then counts them.
+    trees: of nodes, whose arrays then tell only what is before their trees. shared: further pages, which the sequences
+    of single tokens attend to together.
+    """
+
+    single: bool
+    tokens: Tensor | None
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_last_page_len: Tensor
+    kv_slots: Tensor | None
+    trees: TreeTiles | None
+    shared: SharedPart | None
+
+
+def plan_parts(
+    tokens: TokenLayout, tables: PageTables, page_size: int, device: torch.device
+) -> tuple[Tensor, tuple[AttentionPart, ...]]:
+    """tables.slot_mapping on the device, and parts that cover every token once; all of it in one copy."""
+    appends = np.diff(tokens.qo_indptr)
+    single = tokens.single
+    nodes = np.zeros(appends.size, np.int32)
+    tiles: list[Int32Array] = []
+    if tokens.trees is not None:
+        nodes[tokens.trees.sequences] = tokens.trees.sizes
+        tiles = lay_out_tiles(tokens, tables, page_size)
+    groups = [np.flatnonzero(of) for of in (single, ~single & (nodes == 0), nodes > 0)]
+    drafts = [
+        _draft(tokens, tables, appends, sequences, nodes[sequences], page_size)
+        for sequences in groups
+        if sequences.size
+    ]
+    of_parts = [(draft.kv_indices, draft.tokens, draft.kv_slots) for draft in drafts]
+    arrays = [tables.slot_mapping, *tiles, *(array for of_part in of_parts for array in of_part)]
+    slots, *uploaded = upload(arrays, device)
+    trees = TreeTiles(*uploaded[:3]) if tiles else None
+    uploaded = uploaded[len(tiles) :]
+    parts = tuple(
+        AttentionPart(
+            draft.single,
+            rows if len(drafts) > 1 else None,
+            torch.from_numpy(draft.qo_indptr),
+            torch.from_numpy(draft.kv_indptr),
+            pages,
+            torch.from_numpy(draft.kv_last_page_len),
+            kv_slots if draft.kv_slots.size else None,
+            trees if draft.of_trees else None,
+            SharedPart.of(tables.shared, single, device) if draft.single and tables.shared is not None else None,
+        )
+        for draft, pages, rows, kv_slots in zip(drafts, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True)
+    )
+    return slots, parts
+
+
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    single: bool
+    of_trees: bool
+    tokens: NDArray[np.int64]
+    qo_indptr: Int32Array
+    kv_indptr: Int32Array
+    kv_indices: Int32Array
+    kv_last_page_len: Int32Array
+    kv_slots: Int32Array
+
+
+def _draft(
+    tokens: TokenLayout,
+    tables: PageTables,
+    appends: Int32Array,
+    sequences: NDArray[np.int64],
+    nodes: Int32Array,
+    page_size: int,
+) -> _Draft:
+    """An AttentionPart of `sequences` (int64 [n]), before anything is on the device; no kv_slots: not gathered.
+
+    nodes: int32 [n], of their trees, all or none 0. Where nothing is before a tree, one position stands in.
+    """
+    tables = own_tables(tables, sequences, page_size)
+    lengths = np.maximum(tables.kv_lens - nodes, 1)
+    counts = -(-lengths // page_size)
+    appends = appends[sequences]
+    pages = tables.kv_indices[ragged_range(tables.kv_indptr[:-1], counts)]
+    of_trees = bool(nodes[0])
+    gathered = not of_trees and int(appends.max()) > 1 and int(appends.sum()) >= GATHER_FROM
+    return _Draft(
+        single=bool(appends[0] == 1) and not of_trees,
+        of_trees=of_trees,
+        tokens=ragged_range(tokens.qo_indptr[sequences], appends),
+        qo_indptr=indptr_of(appends),
+        kv_indptr=indptr_of(lengths if gathered else counts),
+        kv_indices=pages,
+        kv_last_page_len=lengths - (counts - 1) * page_size,
+        kv_slots=all_slots(pages, counts, lengths, page_size) if gathered else pages[:0],
+    )
+
+
+def all_slots(pages: Int32Array, counts: Int32Array, lengths: Int32Array, page_size: int) -> Int32Array:
+    """Slots of the lengths[i] positions on counts[i] of `pages`, sequence after sequence."""
+    slots = (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1)
+    begins = ((np.cumsum(counts) - counts) * page_size).astype(np.int32)
+    return slots[ragged_range(begins, lengths)]

@@ -1,0 +1,195 @@
+"""Attention of token trees on a GPU: what their nodes see of each other, merged with what they saw of their contexts.
+
+The positions before a tree are seen by all its nodes: any attention kernel does them, and gives its log-sum-exp. Here
+a few nodes with all heads of a KV head go through the tree's K and V, tile by tile, with a softmax that is continued
+from there (Milakov and Gimelshein, 2018): the context's output counts as a tile that came before.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.cache.kernels.dependent_launch import launch_options
+from tandem.cache.plan import PageTables, TokenLayout
+from tandem.cache.token_tree import MASK_WORDS
+
+NODES_PER_TILE = 16
+HEADS_PER_TILE = 8  # of those that share a KV head
+KEYS_PER_TILE = 64
+TILE_FIELDS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class TreeTiles:
+    """New nodes of trees, those of all trees packed, in tiles of up to NODES_PER_TILE of one tree. On the device, flat.
+
+    tiles: int32 [tiles, TILE_FIELDS]: first node among the packed ones, how many, the first of the tree's slots, how
+    many of these the tile sees any of, and whether there is a context. slots: int32, of all nodes of each tree. masks:
+    int32 [nodes, MASK_WORDS], see TokenTrees.
+    """
+
+    tiles: Tensor
+    slots: Tensor
+    masks: Tensor
+
+
+def lay_out_tiles(tokens: TokenLayout, tables: PageTables, page_size: int) -> list[NDArray[np.int32]]:
+    """What the tensors of TreeTiles hold."""
+    trees = tokens.trees
+    assert trees is not None
+    appends = np.diff(tokens.qo_indptr)[trees.sequences]
+    contexts = tokens.seq_lens[trees.sequences] - trees.sizes
+    ends = np.cumsum(trees.sizes)
+    nodes = np.arange(int(ends[-1])) - np.repeat(ends - trees.sizes, trees.sizes)
+    positions = nodes + np.repeat(contexts, trees.sizes)
+    first_places = np.repeat(tables.kv_indptr[trees.sequences], trees.sizes)
+    slots = tables.kv_indices[first_places + positions // page_size] * page_size + positions % page_size
+    counts = -(-appends // NODES_PER_TILE)
+    owners = np.repeat(np.arange(counts.size), counts)
+    steps = (np.arange(owners.size) - np.repeat(np.cumsum(counts) - counts, counts)) * NODES_PER_TILE
+    sizes = np.minimum(appends[owners] - steps, NODES_PER_TILE)
+    tiles = np.stack(
+        (
+            (np.cumsum(appends) - appends)[owners] + steps,
+            sizes,
+            (ends - trees.sizes)[owners],
+            (trees.sizes - appends)[owners] + steps + sizes,  # parents come first, so nobody sees what comes later
+            contexts[owners] > 0,
+        ),
+        1,
+    )
+    return [tiles.astype(np.int32).reshape(-1), slots.astype(np.int32), trees.masks.view(np.int32).reshape(-1)]
+
+
+def attend_trees(
+    pool: Tensor,
+    layer: int,
+    q: Tensor,
+    context: Tensor,
+    lse: Tensor,
+    tiles: TreeTiles,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    fp8_scales: Tensor | None = None,
+) -> Tensor:
+    """o of n packed nodes, which takes the place of `context`, what they saw of the positions before their trees.
+
+    pool: [num_pages, layers, 2, num_kv_heads, page_size, head_dim], contiguous. q, context: [n, num_q_heads, head_dim],
+    contiguous; head_dim is a power of two of at least 16. lse: float32 [n, num_q_heads], of base 2, of context; both
+    are ignored for trees without one. sinks: [num_q_heads]. A context must not have counted those. fp8_scales: of a
+    float8_e4m3fn pool, float32 [2, num_kv_heads], by which its entries are multiplied.
+    """
+    _, layers, _, num_kv_heads, page_size, head_dim = pool.shape
+    group = q.shape[1] // num_kv_heads
+    heads = min(triton.next_power_of_2(group), HEADS_PER_TILE)
+    kernel: Any = _attend_trees[(tiles.tiles.shape[0] // TILE_FIELDS, num_kv_heads * triton.cdiv(group, heads))]
+    kernel(
+        *(pool, q, context, lse, sinks, fp8_scales, tiles.tiles, tiles.slots, tiles.masks),
+        layers * 2 * num_kv_heads * page_size * head_dim,
+        layer * 2 * num_kv_heads * page_size * head_dim,
+        scale,
+        0.0 if softcap is None else softcap,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEADS=heads,
+        PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        NODES=NODES_PER_TILE,
+        KEYS=KEYS_PER_TILE,
+        FIELDS=TILE_FIELDS,
+        WORDS=MASK_WORDS,
+        SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
+        FP8=fp8_scales is not None,
+        **launch_options(pool.device),
+    )
+    return context
+
+
+@triton.jit
+def _attend_trees(
+    pool, q, output, lse, sinks, fp8_scales, tiles, slots, masks,
+    page_elements, layer_elements, scale, softcap,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NODES: tl.constexpr,
+    KEYS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    WORDS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program has one tile of nodes and up to HEADS q heads of one KV head; scores and log-sum-exp are of base 2."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tiles += tl.program_id(0) * FIELDS
+    first, count, first_slot = tl.load(tiles).to(tl.int64), tl.load(tiles + 1), tl.load(tiles + 2)
+    num_keys, has_context = tl.load(tiles + 3), tl.load(tiles + 4)
+    kv_head, part = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
+    row = tl.arange(0, NODES * HEADS)
+    node, in_group = row // HEADS, part * HEADS + row % HEADS
+    there = (node < count) & (in_group < GROUP)
+    head = kv_head * GROUP + in_group
+    q_row = (first + node) * (KV_HEADS * GROUP) + head
+    column = tl.arange(0, HEAD_DIM)
+    places = q_row[:, None] * HEAD_DIM + column[None, :]
+    queries = tl.load(q + places, mask=there[:, None], other=0.0)
+    seen_before = there & (node < count * has_context)
+    top = tl.load(lse + q_row, mask=seen_before, other=float("-inf"))
+    total = tl.where(seen_before, 1.0, 0.0)
+    weighted = tl.load(output + places, mask=seen_before[:, None], other=0.0).to(tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32) * 1.4426950408889634
+        highest = tl.maximum(top, sink)
+        shrunk = tl.exp2(top - highest)
+        total = total * shrunk + tl.exp2(sink - highest)
+        weighted = weighted * shrunk[:, None]
+        top = highest
+    for begin in range(0, num_keys, KEYS):
+        key = begin + tl.arange(0, KEYS)
+        in_tree = key < num_keys
+        slot = tl.load(slots + first_slot + key, mask=in_tree, other=0)
+        rows = (
+            pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements
+            + layer_elements + kv_head * (PAGE_SIZE * HEAD_DIM) + (slot % PAGE_SIZE) * HEAD_DIM
+        )  # fmt: skip
+        keys = tl.load(rows[None, :] + column[:, None], mask=in_tree[None, :], other=0.0)
+        if FP8:
+            keys = (keys.to(tl.float32) * tl.load(fp8_scales + kv_head)).to(queries.dtype)
+        scores = tl.dot(queries, keys) * scale
+        if SOFTCAP:
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+        words = tl.load(
+            masks + (first + node)[:, None] * WORDS + key[None, :] // 32,
+            mask=there[:, None] & in_tree[None, :],
+            other=0,
+        )
+        seen = ((words >> (key % 32)[None, :]) & 1) != 0
+        scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        finite = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen so far
+        weights = tl.exp2(scores - finite[:, None])
+        shrunk = tl.exp2(top - finite)
+        values = tl.load(
+            rows[:, None] + KV_HEADS * PAGE_SIZE * HEAD_DIM + column[None, :], mask=in_tree[:, None], other=0.0
+        )
+        if FP8:
+            values = (values.to(tl.float32) * tl.load(fp8_scales + KV_HEADS + kv_head)).to(queries.dtype)
+        total = total * shrunk + tl.sum(weights, 1)
+        weighted = weighted * shrunk[:, None] + tl.dot(weights.to(values.dtype), values)
+        top = highest
+    total = tl.where(there, total, 1.0)  # no 0 / 0 in rows that nobody has
+    tl.store(output + places, (weighted / total[:, None]).to(output.dtype.element_ty), mask=there[:, None])

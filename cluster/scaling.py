@@ -1,0 +1,105 @@
+"""Another shape for a running island: what is asked, which processes stay, and what came of it."""
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Lock
+
+from tandem.workers.config import Role
+
+MAX_WORKERS = 256  # of one role, as the configuration has it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many workers of each role an island has; PEs count prefill workers first."""
+
+    num_prefill: int
+    num_decode: int
+
+    @property
+    def roles(self) -> list[Role]:
+        return [Role.PREFILL] * self.num_prefill + [Role.DECODE] * self.num_decode
+
+
+@dataclass(frozen=True)
+class ScaleOrder:
+    """As it came through the door, its numbers in range. number tells the orders of one gateway apart.
+
+    island is empty where there is one only; None leaves the workers of that role as many as they are.
+    """
+
+    number: int
+    island: str
+    num_prefill: int | None
+    num_decode: int | None
+
+    def shape(self, now: Shape) -> Shape:
+        return Shape(
+            now.num_prefill if self.num_prefill is None else self.num_prefill,
+            now.num_decode if self.num_decode is None else self.num_decode,
+        )
+
+
+@dataclass(frozen=True)
+class ScaleOutcome:
+    """seconds_away: how long the island took no requests."""
+
+    island: str
+    epoch: int
+    shape: Shape
+    kept: int
+    started: int
+    ended: int
+    seconds_away: float
+
+
+def keep_members(before: Sequence[Role], after: Sequence[Role]) -> list[int | None]:
+    """For each PE of the next epoch the PE of this one whose process takes it; None where a new one is needed.
+
+    As many as possible stay in their role, and of the others as many as possible change it.
+    """
+    left = {role: deque(pe for pe, held in enumerate(before) if held == role) for role in Role}
+    taken: list[int | None] = [left[role].popleft() if left[role] else None for role in after]
+    others = iter(sorted(pe for pes in left.values() for pe in pes))
+    return [next(others, None) if pe is None else pe for pe in taken]
+
+
+class ScaleOrders:
+    """Orders for one island in their turn: anybody adds, the island's thread waits for the first and takes it off.
+
+    Whoever added one has a future, which always ends.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._futures: deque[Future[tuple[ScaleOrder, Future[ScaleOutcome]]]] = deque([Future()])  # the last is empty
+        self._closed: Exception | None = None
+
+    def add(self, order: ScaleOrder) -> "Future[ScaleOutcome]":
+        outcome: Future[ScaleOutcome] = Future()
+        with self._lock:
+            if self._closed is not None:
+                outcome.set_exception(self._closed)
+            else:
+                self._futures[-1].set_result((order, outcome))
+                self._futures.append(Future())
+        return outcome
+
+    @property
+    def first(self) -> "Future[tuple[ScaleOrder, Future[ScaleOutcome]]]":
+        """Done once there is an order."""
+        return self._futures[0]
+
+    def take(self) -> "tuple[ScaleOrder, Future[ScaleOutcome]]":
+        """The first order; only when `first` is done."""
+        with self._lock:
+            return self._futures.popleft().result()
+
+    def close(self, error: Exception) -> None:
+        """Orders that wait, and later ones, end with the error. Idempotent."""
+        with self._lock:
+            self._closed = error
+            while len(self._futures) > 1:
+                self._futures.popleft().result()[1].set_exception(error)

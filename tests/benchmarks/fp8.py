@@ -1,0 +1,88 @@
+"""Decode and prefill over KV in 8 bits against bfloat16, Qwen3-8B's shapes, one GPU; prints JSON.
+
+attention: one layer through the cache's kernels, 16 sequences of 32K on shuffled pages, and a chunk of a prompt behind
+8K; speed-up: time over bfloat16 ÷ time over FP8. step: the whole model's decode step, run ahead in CUDA graphs.
+"""
+
+import gc
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kv_scales import KVScales
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.plan import lay_out_tokens, look_up_pages
+from tandem.workers.sampling_params import SamplingParams
+from tests.benchmarks.results import at_least, print_result, print_skipped, rounded
+from tests.benchmarks.steps import Bench, device_seconds, random_pool
+
+Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 32, 8, 128, 16, 2
+BATCH, CONTEXT = 16, 32768
+CACHED, CHUNKS = 8192, (128, 512, 4096)
+MODEL, MODEL_LAYERS = "Qwen3-8B", 36
+K_SCALE, V_SCALE = 0.02, 0.03
+KINDS = ("bfloat16", "fp8")
+
+
+def layout_of(kind: str) -> KVLayout:
+    group = LayerGroup(tuple(range(LAYERS)), KV_HEADS, HEAD_DIM)
+    scales = KVScales.uniform(LAYERS, K_SCALE, V_SCALE) if kind == "fp8" else None
+    return KVLayout((group,), PAGE_SIZE, torch.bfloat16, scales)
+
+
+def attention_seconds(kind: str, sequences: int, cached: int, new: int) -> float:
+    """Of one layer; sequences with `cached` positions each append `new` ones each."""
+    layout, device = layout_of(kind), torch.device("cuda")
+    pages_each = -(-(cached + new) // PAGE_SIZE)
+    table = np.random.default_rng(0).permutation(sequences * pages_each).astype(np.int32).reshape(sequences, -1)
+    tokens = lay_out_tokens(np.full(sequences, cached), np.full(sequences, new))
+    tables = look_up_pages(table, np.arange(sequences), tokens, PAGE_SIZE)
+    pool = random_pool((table.size, *layout.page_shape(0)), layout.stored_dtype)
+    kernels = choose_kernels(pool, HEAD_DIM**-0.5, fp8=Fp8Entries.of_group(layout, 0, device))
+    plan = kernels.plan(tokens, tables)
+    rows = torch.randn(sequences * new, Q_HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    q, k, v = rows.split((Q_HEADS, KV_HEADS, KV_HEADS), 1)
+    q, k = kernels.append(1, q, k, v, None, plan)
+    return device_seconds(lambda: kernels.attend(1, q, k, v, plan))
+
+
+def compare(sequences: int, cached: int, new: int) -> dict[str, float]:
+    plain, fp8 = (attention_seconds(kind, sequences, cached, new) for kind in KINDS)
+    return {"bfloat16_us": rounded(plain * 1e6), "fp8_us": rounded(fp8 * 1e6), "speed_up": rounded(plain / fp8)}
+
+
+def step_seconds(kind: str) -> float:
+    scales = KVScales.uniform(MODEL_LAYERS, K_SCALE, V_SCALE) if kind == "fp8" else None
+    bench = Bench(MODEL, BATCH, BATCH * (CONTEXT + 512), scales)
+    seconds = bench.decode(BATCH, CONTEXT, SamplingParams(temperature=0))[0]
+    del bench
+    gc.collect()  # the next one needs the memory
+    torch.cuda.empty_cache()
+    return seconds
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        print_skipped("needs a CUDA device")
+        return
+    with torch.inference_mode():
+        decode = compare(BATCH, CONTEXT - 1, 1)
+        decode["fp8_kv_gb_per_s"] = rounded(BATCH * CONTEXT * 2 * KV_HEADS * HEAD_DIM / decode["fp8_us"] / 1e3)
+        chunks = {f"chunk of {new} behind {CACHED}": compare(1, CACHED, new) for new in CHUNKS}
+    plain, fp8 = (step_seconds(kind) for kind in KINDS)
+    step = {"bfloat16_ms": rounded(plain * 1e3), "fp8_ms": rounded(fp8 * 1e3), "speed_up": rounded(plain / fp8)}
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        f"decode attention of {BATCH} at {CONTEXT}": decode,
+        **chunks,
+        f"decode step of {MODEL}, {BATCH} at {CONTEXT}": step,
+        "targets": [at_least("decode attention over FP8, speed-up over bfloat16", decode["speed_up"], 1.6)],
+    }
+    print_result(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Control messages between gateway and workers that come late, twice, or not at all; in the gateways of tests only."""
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem.cluster.actors import GatewayActor
+from tandem.cluster.gateway import GatewaySettings
+from tandem.cluster.processes import ActorSpec
+from tests.local_processes import LocalGroup, LocalProcesses
+
+LONGEST_DELAY_SECONDS = 0.2  # four leases of the storm
+MOST_MESSAGES = 30
+KINDS = ("late", "request lost", "answer lost", "twice")
+SHARES = (0.10, 0.03, 0.03, 0.06)
+
+Send = Callable[[Any, Any], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class BadNetwork:
+    """What happens to the n-th message follows from the seed. Each fault is a line of the log, which outlives kills."""
+
+    seed: int
+    log: Path
+
+    def faults(self) -> Counter[str]:
+        """How often what happened, and how often a receiver found KV that was not what its sender sent."""
+        return Counter(self.log.read_text().splitlines()) if self.log.exists() else Counter()
+
+
+@dataclass(frozen=True)
+class BadlyConnected:
+    settings: GatewaySettings
+    network: BadNetwork
+
+
+class BadlyConnectedGateway(GatewayActor):
+    """A gateway whose calls to workers go through a BadNetwork."""
+
+    def __init__(self, argument: BadlyConnected) -> None:
+        faults = _Faults(argument.network, argument.settings.incarnation)
+        connect = grpc.aio.insecure_channel
+        grpc.aio.insecure_channel = partial(connect, interceptors=[_Answers(faults), _Streams(faults)])
+        super().__init__(argument.settings)
+
+
+class BadlyConnectedProcesses(LocalProcesses):
+    def __init__(self, network: BadNetwork) -> None:
+        super().__init__()
+        self._network = network
+
+    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> LocalGroup:
+        return super().start_group([self._connected(spec) for spec in specs], gpus=gpus, threads=threads)
+
+    def _connected(self, spec: ActorSpec) -> ActorSpec:
+        if not isinstance(spec.argument, GatewaySettings):
+            return spec
+        return ActorSpec(spec.name, BadlyConnectedGateway, BadlyConnected(spec.argument, self._network))
+
+
+class _Faults:
+    """Draws what happens to each message, and keeps what was sent a second time until it is answered."""
+
+    def __init__(self, network: BadNetwork, incarnation: int) -> None:
+        self._random = random.Random(f"{network.seed} {incarnation}")
+        self._log = os.open(network.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._copies: set[asyncio.Task[None]] = set()
+
+    def draw(self, method: str | bytes) -> tuple[str, float]:
+        """(kind of fault or "", a number for it between 0 and 1)."""
+        kind = self._random.choices(("", *KINDS), (1 - sum(SHARES), *SHARES))[0]
+        if kind:
+            name = method.decode() if isinstance(method, bytes) else method
+            self.note(f"{name.rpartition('/')[2]} {kind}")
+        return kind, self._random.random()
+
+    def note(self, what: str) -> None:
+        os.write(self._log, f"{what}\n".encode())
+
+    def in_background(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._copies.add(task)
+        task.add_done_callback(self._copies.discard)
+
+
+class _Answers(grpc.aio.UnaryUnaryClientInterceptor):
+    """PrepareReceive, RemoteSend, Abort."""
+
+    def __init__(self, faults: _Faults) -> None:
+        self._faults = faults
+
+    async def intercept_unary_unary(self, continuation: Send, client_call_details: Any, request: Any) -> Any:
+        kind, amount = self._faults.draw(client_call_details.method)
+        if kind == "request lost":
+            raise _broken()
+        if kind == "late":
+            await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)
+        call = await continuation(client_call_details, request)
+        if kind == "twice":
+            self._faults.in_background(self._again(continuation, client_call_details, request, amount))
+        elif kind == "answer lost":
+            await call
+            raise _broken()
+        return call
+
+    @staticmethod
+    async def _again(continuation: Send, details: Any, request: Any, amount: float) -> None:
+        await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)
+        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError):
+            await (await continuation(details, request))
+
+
+class _Streams(grpc.aio.UnaryStreamClientInterceptor):
+    """StartGenerate; an answer is lost with all that would follow it."""
+
+    def __init__(self, faults: _Faults) -> None:
+        self._faults = faults
+
+    async def intercept_unary_stream(self, continuation: Send, client_call_details: Any, request: Any) -> Any:
+        kind, amount = self._faults.draw(client_call_details.method)
+        if kind == "request lost":
+            raise _broken()
+        if kind == "late":
+            await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)
+        call = await continuation(client_call_details, request)
+        self._faults.in_background(self._watch(call))
+        if kind == "twice":
+            self._faults.in_background(self._again(continuation, client_call_details, request, amount))
+        elif kind == "answer lost":
+            return _cut(call, int(amount * MOST_MESSAGES))
+        return call
+
+    async def _watch(self, call: Any) -> None:
+        if await call.code() == grpc.StatusCode.DATA_LOSS:
+            self._faults.note("corrupt")
+
+    @staticmethod
+    async def _again(continuation: Send, details: Any, request: Any, amount: float) -> None:
+        await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)
+        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError):
+            async for _ in await continuation(details, request):
+                pass
+
+
+async def _cut(call: Any, num_messages: int) -> AsyncIterator[Any]:
+    async for message in call:
+        if not num_messages:
+            call.cancel()
+            raise _broken()
+        num_messages -= 1
+        yield message
+
+
+def _broken() -> grpc.aio.AioRpcError:
+    """What a caller sees of a connection that broke."""
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "lost")

@@ -1,0 +1,103 @@
+"""A prefill and a decode worker in processes of their own, each with a GPU, and calls to both."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from tandem.transfer.codec import decode_runs
+from tandem.workers.authentication import authorized
+from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.messages import prompt_to_bytes
+from tests.gpu.pe_process import PeProcess, together
+
+TOKEN = "a token of the workers"
+EPOCH, PAGE, NUM_PAGES = 1, 16, 64
+MAX_TOKENS = 4
+GREEDY = inference_pb2.SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, seed=1)
+
+
+@dataclass(frozen=True)
+class Pair:
+    prefill: PeProcess
+    decode: PeProcess
+    prefill_stub: worker_pb2_grpc.WorkerStub
+    decode_stub: worker_pb2_grpc.WorkerStub
+
+    def prepare(self, request_id: str, prompt: Sequence[int]) -> worker_pb2.Reservation:
+        request = worker_pb2.PrepareReceiveRequest(
+            request_id=request_id, epoch=EPOCH, prompt=prompt_to_bytes(prompt), max_tokens=MAX_TOKENS
+        )
+        return self.decode_stub.PrepareReceive(request, timeout=60)
+
+    def send(
+        self, request_id: str, prompt: Sequence[int], reservation: worker_pb2.Reservation
+    ) -> worker_pb2.RemoteSendResponse:
+        request = worker_pb2.RemoteSendRequest(
+            request_id=request_id,
+            epoch=EPOCH,
+            prompt=prompt_to_bytes(prompt),
+            sampling=GREEDY,
+            reservation=reservation,
+        )
+        return self.prefill_stub.RemoteSend(request, timeout=300)
+
+    def start(self, request_id: str, reservation: worker_pb2.Reservation) -> list[int]:
+        """The tokens after the first."""
+        request = worker_pb2.StartGenerateRequest(
+            request_id=request_id, epoch=EPOCH, reservation_id=reservation.reservation_id, sampling=GREEDY
+        )
+        stream = self.decode_stub.StartGenerate(request, timeout=300)
+        return [token for message in stream for token in message.token_ids]
+
+    def push(self, request_id: str, prompt: Sequence[int]) -> tuple[worker_pb2.RemoteSendResponse, np.ndarray]:
+        """A prompt through both workers; the answer, and the slots where its KV went."""
+        reservation = self.prepare(request_id, prompt)
+        answer = self.send(request_id, prompt, reservation)
+        return answer, decode_runs(reservation.position_map.runs[0], max_tokens=len(prompt)).slots()
+
+    def abort(self, request_id: str) -> None:
+        for stub in (self.prefill_stub, self.decode_stub):
+            stub.Abort(worker_pb2.AbortRequest(request_id=request_id, epoch=EPOCH, writer_quiet=True), timeout=60)
+
+    def status(self) -> tuple[inference_pb2.WorkerInfo, inference_pb2.WorkerInfo]:
+        """The prefill worker's and the decode worker's."""
+        one, other = (
+            stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60) for stub in (self.prefill_stub, self.decode_stub)
+        )
+        return one, other
+
+
+@contextmanager
+def running_pair(processes: Sequence[PeProcess], model: Path, mapped: bool, **settings: Any) -> Iterator[Pair]:
+    """mapped: whether the decode worker's pages are; else all goes by puts. settings: of both WorkerConfigs."""
+    for process, role in zip(processes, (Role.PREFILL, Role.DECODE), strict=True):
+        config = WorkerConfig(
+            role=role,
+            island="pair",
+            epoch=EPOCH,
+            pe=process.pe,
+            num_pes=2,
+            model_path=str(model),
+            max_model_len=256,
+            token=TOKEN,
+            device="cuda",
+            page_size=PAGE,
+            prefix_sharing=role == Role.PREFILL,  # what the sender keeps goes page to page
+            max_batch_tokens=32,
+            transport="nvshmem",
+            **settings,
+        )
+        process.begin("open", config, NUM_PAGES, mapped)
+    handles = [process.finish() for process in processes]
+    together(processes, "join", handles)
+    prefill, decode = together(processes, "serve")
+    with grpc.insecure_channel(prefill) as one, grpc.insecure_channel(decode) as other:
+        stubs = [authorized(worker_pb2_grpc.WorkerStub(channel), TOKEN) for channel in (one, other)]
+        yield Pair(processes[0], processes[1], *stubs)
+    together(processes, "stop")

@@ -1,0 +1,90 @@
+"""All worlds that can be reached, breadth first, so that what goes wrong is found by a shortest way to it."""
+
+import gc
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from unittest.mock import patch
+
+from tests.protocol.small_island import Shape
+from tests.protocol.snapshot import load, save
+from tests.protocol.world import Action, Limits, World
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    way: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return f"{self.what}\nafter " + ", ".join(f"{name} {number}" for name, number in self.way)
+
+
+@dataclass(frozen=True)
+class Explored:
+    """worlds: distinct ones. complete: none that can be reached was left out."""
+
+    worlds: int
+    complete: bool
+    finding: Finding | None
+
+
+@dataclass(frozen=True)
+class _Reached:
+    snapshot: bytes
+    actions: tuple[Action, ...]
+    way: tuple[Action, ...]
+
+
+def explore(limits: Limits, shape: Shape, most_worlds: int) -> Explored:
+    """Stops at the first finding, or when most_worlds are known. Each world is checked, and that an end is reached from
+    it when nobody calls any more."""
+    with _no_waiting():
+        world = World(limits, shape)
+        first = save(world)
+        known = {_digest(first)}
+        todo = deque([_Reached(first, tuple(world.actions()), ())])
+        while todo:
+            reached = todo.popleft()
+            for action in reached.actions:
+                way = (*reached.way, action)
+                world = load(reached.snapshot)
+                world.act(action)
+                snapshot = save(world)
+                digest = _digest(snapshot)
+                if digest in known:
+                    continue
+                actions = tuple(world.actions())
+                if not world.findings:
+                    world.come_to_an_end()
+                if world.findings:
+                    return Explored(len(known), False, Finding(world.findings[0], way))
+                if len(known) == most_worlds:
+                    return Explored(len(known), False, None)
+                known.add(digest)
+                todo.append(_Reached(snapshot, actions, way))
+    return Explored(len(known), True, None)
+
+
+def _digest(snapshot: bytes) -> bytes:
+    return blake2b(snapshot, digest_size=16).digest()
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Every step looks at everything, and none waits; what is refused or given up is no news."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    gc.freeze()  # worlds come and go by the thousand: what was there before need not be looked through each time
+    try:
+        with (
+            patch("tandem.workers.prefill.RECALL_POLL_SECONDS", 0.0),
+            patch("tandem.workers.prefill.PATIENCE_SECONDS", 0.0),
+        ):
+            yield
+    finally:
+        gc.unfreeze()
+        logging.disable(disabled)

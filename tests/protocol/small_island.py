@@ -1,0 +1,203 @@
+"""One prefill and one decode loop as they run, over wires and memories of token ids."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan import ForwardPlan
+from tandem.cache.rope import RopeParameters
+from tandem.transfer.membership import TransportConfig
+from tandem.transfer.recall import mailbox_rows
+from tandem.transfer.transport import Int64Array
+from tandem.workers.core_share import CoreShare
+from tandem.workers.decode import DecodeLoop
+from tandem.workers.errors import WorkerError
+from tandem.workers.finish import FinishReason
+from tandem.workers.pending_samples import Samples
+from tandem.workers.prefill import PrefillLoop
+from tandem.workers.reservation import Reservation
+from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.token_stream import StreamUpdate
+from tests.protocol.token_memory import LABELS, TokenMemory
+from tests.protocol.wires import Endpoint, WireTransport
+
+PROMPT_TOKENS = 2  # each a chunk of its own
+PREFILL, DECODE = 0, 1
+LAYOUT = KVLayout((LayerGroup((0,), 1, 1),), 1, torch.float32)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the workers: pages of one position each, and how many requests can be awaited at a time."""
+
+    num_pages: int = 4
+    num_signals: int = 2
+    max_tokens: int = 2
+    sharing: bool = False
+
+
+@dataclass(eq=False)
+class Ticks:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(eq=False)
+class Stream:
+    """What the client of one StartGenerate gets. left: nobody reads it any more."""
+
+    label: int
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    ended: FinishReason | None = None
+    left: bool = False
+
+
+class Fanout:
+    """Hands tokens out, and notes those that are not the next one of their stream."""
+
+    def __init__(self, findings: list[str]) -> None:
+        self._findings = findings
+
+    def publish(self, updates: list[StreamUpdate]) -> None:
+        for update in updates:
+            stream: Stream = update.stream  # type: ignore[assignment]
+            if update.token_id is not None:
+                stream.tokens.append(update.token_id)
+                due = LABELS * stream.label + stream.prompt_tokens + len(stream.tokens)
+                if update.token_id != due or stream.ended is not None:
+                    self._findings.append(f"token {update.token_id} came where {due} was due, {stream}")
+            if update.finish_reason != FinishReason.RUNNING:
+                stream.ended = update.finish_reason
+
+    def fail(self, stream: Stream, error: WorkerError) -> None:
+        self._findings.append(f"a stream failed: {error}")
+
+
+class CountingModel:
+    """A model whose next token is its input plus one, behind the interface of ModelRunner."""
+
+    runs_ahead = False
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self._cache = cache
+
+    def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array) -> Int64Array:
+        kv = torch.from_numpy(token_ids.astype(np.float32))[:, None, None]
+        self._cache.attention(plan, 0, kv, kv, kv)
+        return token_ids[last_rows] + 1
+
+    def sample(self, logits: Int64Array, batch: object, positions: Int64Array) -> Samples:
+        return Samples(logits, [None] * logits.size)
+
+    def step(self, sequence_ids: Int64Array, tokens: Int64Array, *rest: object) -> "Drawn":
+        plan = self._cache.begin_forward(sequence_ids, np.ones(sequence_ids.size, np.int64))
+        drawn = self.forward(tokens, plan, np.arange(tokens.size))
+        self._cache.end_forward(plan)
+        return Drawn(Samples(drawn, [None] * drawn.size))
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    samples: Samples
+
+    def wait(self) -> Samples:
+        return self.samples
+
+
+class Unmetered:
+    """Stands for a PushMeter: no time passes."""
+
+    seconds = 0.0
+
+
+class SmallIsland:
+    def __init__(self, shape: Shape, epoch: int, lease_seconds: float, clock: Ticks, findings: list[str]) -> None:
+        self.epoch = epoch
+        self._max_tokens = shape.max_tokens
+        rows = mailbox_rows(shape.num_signals, 2)
+        names = ("the prefill worker", "the decode worker")
+        memories = [TokenMemory(name, shape.num_pages, findings) for name in names]
+        self.endpoints = [Endpoint(memory, np.zeros((rows, 2), np.int64)) for memory in memories]
+        configs = [TransportConfig(pe, 2, LAYOUT, shape.num_pages, rows, "small", epoch) for pe in (PREFILL, DECODE)]
+        self.transports = [WireTransport(config, self.endpoints) for config in configs]
+        self.caches = [
+            PagedKVCache(
+                LAYOUT,
+                transport.pools,
+                max_sequences=4,
+                max_sequence_length=shape.num_pages,
+                rope=RopeParameters("none", 0),
+                writer=transport,
+                kernels=memory.bound,
+            )
+            for transport, memory in zip(self.transports, memories, strict=True)
+        ]
+        models = [CountingModel(cache) for cache in self.caches]
+        self.prefill = PrefillLoop(
+            models[PREFILL],  # type: ignore[arg-type]
+            self.caches[PREFILL],
+            self.transports[PREFILL],
+            Unmetered(),  # type: ignore[arg-type]
+            max_batch_tokens=1,
+            sharing=shape.sharing,
+            clock=clock,
+        )
+        self.decode = DecodeLoop(
+            models[DECODE],  # type: ignore[arg-type]
+            self.caches[DECODE],
+            self.transports[DECODE],
+            Fanout(findings),  # type: ignore[arg-type]
+            CoreShare(None, 1),
+            eos_token_ids=(),
+            max_sequences=4,
+            sharing=shape.sharing,
+            lease_seconds=lease_seconds,
+            clock=clock,
+        )
+
+    def start(self, request_id: str, reservation: Reservation, stream: Stream) -> None:
+        """StartGenerate."""
+        wanted = params(self._max_tokens)
+        self.decode.start(request_id, reservation.reservation_id, wanted, stream)  # type: ignore[arg-type]
+
+    def held_for_writers(self) -> dict[int, int]:
+        """The token that a writer may write into each page of the decode worker."""
+        reservations, incoming = self.decode._reservations, self.caches[DECODE]._receptions._incoming
+        held = {}
+        for request in (*reservations._requests.values(), *reservations._draining.values()):
+            (pages,) = incoming.get(request.sequence_id, (np.empty(0, np.int32),))
+            tokens = request.prompt[len(request.prompt) - pages.size :]
+            held.update(zip(pages.tolist(), tokens, strict=True))
+        return held
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held, nothing is known, nothing is under way."""
+        free = all(
+            cache.is_empty and cache.num_free_pages == cache.num_pages and not cache.num_draining_pages
+            for cache in self.caches
+        )
+        reservations = self.decode._reservations
+        signals = reservations._signals
+        known = self.prefill._by_id or len(reservations) or reservations._draining
+        return free and signals.num_free == len(signals._held) and not known
+
+    def state(self) -> str:
+        counts = [(cache.num_free_pages, cache.num_draining_pages) for cache in self.caches]
+        return f"(free, draining) pages {counts}, at prefill {list(self.prefill._by_id)}, " + (
+            f"at decode {self.decode._reservations.request_ids()}"
+        )
+
+
+def prompt_of(label: int) -> list[int]:
+    return [LABELS * label + position for position in range(PROMPT_TOKENS)]
+
+
+def params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)

@@ -1,0 +1,87 @@
+"""A world as bytes: to come back to, and to know it again."""
+
+import copyreg
+import io
+import pickle
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from tandem.cache.allocator import PageAllocator
+from tandem.cache.layout import KVLayout
+from tandem.workers.counters import Counters
+from tandem.workers.prefill_request import PrefillRequest, PrefillResult
+from tests.protocol.small_island import LAYOUT
+from tests.protocol.world import World
+
+TIMES = dict.fromkeys(("arrived", "started", "sampled", "push_seconds"), 0.0)
+
+
+def save(world: World) -> bytes:
+    """Equal bytes mean equal worlds but for times that were measured and counters, which decide nothing."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=5)
+    pickler.dispatch_table = _REDUCERS
+    pickler.dump(world)
+    return buffer.getvalue()
+
+
+def load(snapshot: bytes) -> World:
+    return pickle.loads(snapshot)
+
+
+def _layout() -> KVLayout:
+    return LAYOUT
+
+
+def _future(result: object, error: BaseException | None, done: bool) -> "Future[object]":
+    future: Future[object] = Future()
+    if error is not None:
+        future.set_exception(error)
+    elif done:
+        future.set_result(result)
+    return future
+
+
+def _reduce_future(future: "Future[object]") -> tuple[Any, ...]:
+    done = future.done()
+    error = future.exception() if done else None
+    return _future, (future.result() if done and error is None else None, error, done)
+
+
+def _reduce_result(result: PrefillResult) -> tuple[Any, ...]:
+    return PrefillResult, (result.first_token, None, result.cached_tokens, 0.0, 0.0, 0.0, 0)
+
+
+def _reduce_request(request: PrefillRequest) -> tuple[Any, ...]:
+    state = {field.name: getattr(request, field.name) for field in fields(request)}
+    return copyreg.__newobj__, (PrefillRequest,), state | TIMES  # type: ignore[attr-defined]
+
+
+def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
+    return np.ndarray, (array.shape, array.dtype.char, bytearray(array.tobytes()))
+
+
+def _allocator(state: dict[str, Any]) -> PageAllocator:
+    allocator = PageAllocator.__new__(PageAllocator)
+    vars(allocator).update(state)
+    allocator._free = allocator._edged[1:-1]  # the same memory, which arrays do not keep in bytes
+    return allocator
+
+
+def _reduce_allocator(allocator: PageAllocator) -> tuple[Any, ...]:
+    return _allocator, ({name: value for name, value in vars(allocator).items() if name != "_free"},)
+
+
+_REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    Counters: lambda _: (Counters, ()),
+    KVLayout: lambda _: (_layout, ()),
+    Future: _reduce_future,
+    PageAllocator: _reduce_allocator,
+    np.ndarray: _reduce_array,
+    PrefillRequest: _reduce_request,
+    PrefillResult: _reduce_result,
+}

@@ -1,0 +1,206 @@
+"""Every world of a few small ones, and that the explorer finds what is wrong once any one protection is taken out."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tandem.cache.receptions import Receptions
+from tandem.transfer.completion import Signal, SignalBoard
+from tandem.transfer.recall import RecallDesk, RecallInbox
+from tandem.workers import reservations
+from tandem.workers.decode import DecodeLoop
+from tandem.workers.grants import Grants
+from tandem.workers.landing import Landing
+from tandem.workers.lease import Lease
+from tandem.workers.prefill import PrefillLoop
+from tandem.workers.reservations import Reservations
+from tests.protocol.explorer import explore
+from tests.protocol.worlds import WORLDS
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+BOUND = 150  # worlds each, in `make test`; `make explore` has more time
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_nothing_goes_wrong(name: str) -> None:
+    limits, shape = WORLDS[name]
+    explored = explore(limits, shape, BOUND)
+    assert explored.finding is None, str(explored.finding)
+    assert explored.complete or explored.worlds == BOUND
+
+
+def replaced(owner: Any, name: str, by: Any) -> Patch:
+    return lambda patch: patch.setattr(owner, name, by)
+
+
+def pages_return_at_once(patch: pytest.MonkeyPatch) -> None:
+    end = Reservations.end
+    patch.setattr(Reservations, "end", lambda self, request, writer_quiet: end(self, request, True))
+
+
+def a_lease_frees_pages(patch: pytest.MonkeyPatch) -> None:
+    end, reap = Reservations.end, Reservations.reap
+
+    def reap_freely(self: Reservations) -> float | None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Reservations, "end", lambda self, request, writer_quiet: end(self, request, True))
+            return reap(self)
+
+    patch.setattr(Reservations, "reap", reap_freely)
+
+
+def any_generation_is_granted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("tandem.workers.grants.is_newer", lambda generation, other: True)
+
+
+def any_epoch_is_granted(patch: pytest.MonkeyPatch) -> None:
+    check = Grants.check
+
+    def checked(self: Grants, reservation: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self._transport, "epoch", reservation.epoch)
+            check(self, reservation)
+
+    patch.setattr(Grants, "check", checked)
+
+
+def aborts_are_answered_at_once(patch: pytest.MonkeyPatch) -> None:
+    def abort(self: Landing) -> "Future[bool]":
+        answer: Future[bool] = Future()
+        answer.set_result(True)
+        return answer
+
+    patch.setattr(Landing, "abort", abort)
+
+
+def an_abort_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    abort = PrefillLoop.abort
+
+    def forgetful(self: PrefillLoop, request_id: str) -> "Future[bool]":
+        answer = abort(self, request_id)
+        self._aborted.clear()
+        return answer
+
+    patch.setattr(PrefillLoop, "abort", forgetful)
+
+
+def a_recalled_slot_may_be_used(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Grants, "recalled", lambda self: self._inbox.unanswered())
+
+
+def aborts_do_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeLoop, "abort", lambda self, request_id, writer_quiet: False)
+
+
+def any_answer_is_the_answer(patch: pytest.MonkeyPatch) -> None:
+    """The lane's last word is taken for the answer to whatever is asked."""
+    patch.setattr("tandem.transfer.recall._word", lambda recall: 1 << 40 | 7)
+    patch.setattr("tandem.transfer.recall._signal", lambda word: Signal(0, 1))
+
+
+def generations_stay(patch: pytest.MonkeyPatch) -> None:
+    acquire = SignalBoard.acquire
+
+    def acquired(self: SignalBoard) -> Signal:
+        signal = acquire(self)
+        self._generations[signal.slot] = 1
+        return Signal(signal.slot, 1)
+
+    patch.setattr(SignalBoard, "acquire", acquired)
+
+
+def a_failed_post_is_taken_for_done(patch: pytest.MonkeyPatch) -> None:
+    post = RecallDesk._post
+
+    def posted(self: RecallDesk, recall: Any) -> None:
+        post(self, recall)
+        self._posted[recall.pe] = recall
+
+    patch.setattr(RecallDesk, "_post", posted)
+
+
+def leases_do_not_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lease, "is_over", property(lambda self: False))
+
+
+def streams_may_be_two(patch: pytest.MonkeyPatch) -> None:
+    start = Reservations.start
+
+    def started(self: Reservations, request_id: str, reservation_id: int) -> Any:
+        request = self._requests.get(request_id)
+        if request is not None and request.stream is not None:
+            return request
+        return start(self, request_id, reservation_id)
+
+    patch.setattr(Reservations, "start", started)
+
+
+def pages_are_not_held_for_writers(patch: pytest.MonkeyPatch) -> None:
+    begin = Receptions.begin
+
+    def begun(self: Receptions, sequence: int, length: int) -> Any:
+        position_map = begin(self, sequence, length)
+        self._pools.settle(self._incoming.pop(sequence))
+        return position_map
+
+    patch.setattr(Receptions, "begin", begun)
+
+
+def a_prefix_is_shared_before_it_landed(patch: pytest.MonkeyPatch) -> None:
+    reserve = Reservations._reserve
+
+    def reserved(self: Reservations, request_id: str, token_ids: list[int], capacity: int) -> Any:
+        request = reserve(self, request_id, token_ids, capacity)
+        cache = self._cache
+        position_map = cache.prepare_receive(request.sequence_id, request.expected_tokens)
+        pages = cache._table.held_pages(cache._table.row(request.sequence_id), 0, len(token_ids))
+        cache._pools.prefixes.publish(token_ids, pages)
+        patched = pytest.MonkeyPatch()
+        patched.setattr(cache, "prepare_receive", lambda *_: (patched.undo(), position_map)[1])
+        return request
+
+    patch.setattr(Reservations, "_reserve", reserved)
+
+
+def every_signal_is_complete(patch: pytest.MonkeyPatch) -> None:
+    def landed(mailbox: Any, requests: list[Any]) -> Any:
+        return reservations.np.array([request.expected_tokens for request in requests])
+
+    patch.setattr(reservations, "landed_tokens", landed)
+    patch.setattr("tandem.workers.decode.landed_tokens", landed)
+
+
+PROTECTIONS: dict[str, tuple[str, Patch, str]] = {
+    "pages drain": ("cancel", pages_return_at_once, "may land in page"),
+    "pages of an expired lease drain": ("expire", a_lease_frees_pages, "may land in page"),
+    "pages are held for writers": ("plain", pages_are_not_held_for_writers, "may land in page"),
+    "a reservation is used once": ("recall", any_generation_is_granted, "may land in page"),
+    "a reservation is of its epoch": ("epoch", any_epoch_is_granted, "may land in page"),
+    "a recalled reservation is refused": ("recall", a_recalled_slot_may_be_used, "may land in page"),
+    "a recall is answered when all is quiet": (
+        "recall", replaced(PrefillLoop, "_recalled", lambda self, recall: []), "may land in page",
+    ),
+    "a recall is answered": ("recall", replaced(RecallInbox, "answer", lambda self, recall: None), "no end"),
+    "an answer is for its recall": ("turns", any_answer_is_the_answer, "may land in page"),
+    "an abort is answered when all is quiet": ("cancel", aborts_are_answered_at_once, "may land in page"),
+    "an abort is remembered": ("cancel", an_abort_is_forgotten, "may land in page"),
+    "a slot's uses have numbers": ("turns", generations_stay, ""),
+    "a post that failed is made again": ("recall", a_failed_post_is_taken_for_done, "no end"),
+    "leases end": ("expire", leases_do_not_end, "no end"),
+    "a request has one stream": ("twice", streams_may_be_two, ""),
+    "only what has landed is decoded": ("plain", every_signal_is_complete, "wrong KV"),
+    "only what has landed is shared": ("sharing", a_prefix_is_shared_before_it_landed, "wrong KV"),
+    "who leaves is taken out": ("cancel", aborts_do_nothing, "no end"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS)
+def test_each_protection_is_needed(protection: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, patch, expected = PROTECTIONS[protection]
+    patch(monkeypatch)
+    explored = explore(*WORLDS[world], 3000)
+    assert explored.finding is not None
+    assert expected in explored.finding.what

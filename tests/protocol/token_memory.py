@@ -1,0 +1,55 @@
+"""Kernels that store token ids where K and V would be, and compare what a token attends to with what belongs there."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tandem.cache.plan import PageTables, TokenLayout
+from tandem.cache.position_map import Int32Array
+
+LABELS = 100  # token id = LABELS · request's label + position
+POISON = -1
+
+
+class TokenMemory:
+    """The pages of one PE, page_size 1. Wrong KV is noted in `findings`, for a loop would survive an exception."""
+
+    def __init__(self, name: str, num_pages: int, findings: list[str]) -> None:
+        self.tokens = np.full(num_pages, POISON, np.int64)
+        self._name = name
+        self._findings = findings
+
+    def bound(
+        self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> "TokenMemory":
+        """A KernelFactory."""
+        return self
+
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> PageTables:
+        return tables
+
+    def append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Any, plan: PageTables
+    ) -> tuple[Tensor, Tensor]:
+        self.tokens[plan.slot_mapping] = k[:, 0, 0].numpy()
+        return q, k
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: PageTables, sinks: Tensor | None = None
+    ) -> Tensor:
+        for begin, end in zip(plan.kv_indptr, plan.kv_indptr[1:], strict=False):
+            held = self.tokens[plan.kv_indices[begin:end]]
+            label = held[-1] // LABELS  # of the token just appended
+            if not np.array_equal(held, label * LABELS + np.arange(held.size)):
+                self._findings.append(f"wrong KV: {self._name} attends to {held.tolist()}")
+        return q
+
+    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
+        self.tokens[targets] = self.tokens[sources]
+
+    def clear_pages(self, pages: Int32Array) -> None:
+        self.tokens[pages] = POISON
+
+    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("nothing of the protocol reads slots")

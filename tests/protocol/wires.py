@@ -1,0 +1,118 @@
+"""A transport whose writes and posts lie on a wire until they are delivered, one by one, by whoever explores."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tandem.cache.position_map import Int32Array
+from tandem.transfer.errors import TransportError
+from tandem.transfer.membership import TransportConfig
+from tandem.transfer.transport import Fence, Int64Array, Transport
+from tests.protocol.token_memory import TokenMemory
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    slots: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Post:
+    row: int
+    signal: int
+    payload: int
+
+
+@dataclass(eq=False)
+class Mark:
+    """A fence; it is quiet when it comes out at the other end."""
+
+    arrived: bool = False
+
+    def is_quiet(self) -> bool:
+        return self.arrived
+
+
+@dataclass(eq=False)
+class Endpoint:
+    """One PE's memory and mailbox, and what is on its way there from the other PE of the island.
+
+    In the order of the calls: that writes may overtake each other changes nothing, for all that are under way count as
+    landing at any moment.
+    """
+
+    memory: TokenMemory
+    mailbox: Int64Array
+    incoming: deque[Write | Post | Mark] = field(default_factory=deque)
+
+    def deliver(self) -> None:
+        """The next write or post lands."""
+        item = self.incoming.popleft()
+        if isinstance(item, Write):
+            self.memory.tokens[list(item.slots)] = item.tokens
+        elif isinstance(item, Post):
+            self.mailbox[item.row] = item.signal, item.payload
+        self._pass_marks()
+
+    def mark(self) -> Mark:
+        mark = Mark()
+        self.incoming.append(mark)
+        self._pass_marks()
+        return mark
+
+    def _pass_marks(self) -> None:
+        while self.incoming and isinstance(mark := self.incoming[0], Mark):
+            self.incoming.popleft()
+            mark.arrived = True
+
+    def written(self) -> list[Write]:
+        """Writes that may still land."""
+        return [item for item in self.incoming if isinstance(item, Write)]
+
+
+class WireTransport(Transport):
+    """PE `config.pe` of an island of two; every write and post goes to the other. posts_that_fail: the next ones."""
+
+    def __init__(self, config: TransportConfig, endpoints: Sequence[Endpoint]) -> None:
+        super().__init__(config)
+        self._own, self._other = endpoints[config.pe], endpoints[1 - config.pe]
+        self.posts_that_fail = 0
+
+    def open(self) -> bytes:
+        return b""
+
+    def join(self, handles: Sequence[bytes]) -> None:
+        self._joined = True
+
+    @property
+    def pools(self) -> tuple[Tensor, ...]:
+        return (torch.zeros(self.num_pages, *self.layout.page_shape(0)),)
+
+    def write_tokens(
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+    ) -> None:
+        tokens = k[token_indices, 0, 0].long()
+        self._other.incoming.append(Write(tuple(slots.tolist()), tuple(tokens.tolist())))
+
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+        tokens = self._own.memory.tokens[source_slots]
+        self._other.incoming.append(Write(tuple(target_slots.tolist()), tuple(tokens.tolist())))
+
+    def fence(self, pe: int) -> Fence:
+        return self._other.mark()
+
+    def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
+        if self.posts_that_fail:
+            self.posts_that_fail -= 1
+            raise TransportError("a post was told to fail")
+        self._other.incoming.append(Post(slot, signal, payload))
+
+    def mailbox(self) -> Int64Array:
+        return self._own.mailbox.copy()
+
+    def close(self) -> None:
+        self._joined = False

@@ -1,0 +1,254 @@
+"""A small world: one prefill and one decode loop, both as they run, and everything that can happen to them.
+
+Only what is around them is simple: a wire on which writes lie until delivered, a clock that ticks, a model that draws
+token ids by position, and a gateway that may make any call that a gateway may, late, twice or never. So a message that
+is lost, delayed or doubled is a call that does not come, comes late or comes twice.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from tandem.workers.errors import Aborted, InvalidCall, NoRoom, Stale
+from tandem.workers.lease import Lease
+from tandem.workers.prefill_request import PrefillResult
+from tandem.workers.reservation import Reservation
+from tests.protocol.small_island import (
+    DECODE,
+    PREFILL,
+    PROMPT_TOKENS,
+    Shape,
+    SmallIsland,
+    Stream,
+    Ticks,
+    params,
+    prompt_of,
+)
+from tests.protocol.token_memory import LABELS
+
+LEASE_SECONDS = 10.0
+TICK_SECONDS = 0.9 * LEASE_SECONDS  # one tick ends the writer's lease, two the receiver's
+ROUNDS_TO_THE_END = 12
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How often what may happen; calls are counted for each request."""
+
+    requests: int = 1
+    alike: bool = False  # all requests have the same prompt
+    prepares: int = 1
+    sends: int = 1
+    starts: int = 1
+    hang_ups: bool = False
+    streams_end: bool = False
+    aborts: int = 0
+    ticks: int = 0
+    failed_posts: int = 0
+    deaths: int = 0
+
+
+@dataclass(eq=False)
+class Known:
+    """One request, and what its gateway knows of it."""
+
+    request_id: str
+    label: int
+    epoch: int = 0
+    reservation: Reservation | None = None
+    prepared: int = 0
+    sent: int = 0
+    aborted: int = 0
+    nobody_sends: bool = False
+    results: list["Future[PrefillResult]"] = field(default_factory=list)
+    aborts: list["Future[bool]"] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+
+    @property
+    def writer_is_quiet(self) -> bool:
+        """Whether the gateway may say so: the sender did, or has not heard of the request and never will."""
+        return self.nobody_sends or any(answer.done() and not answer.exception() for answer in self.aborts)
+
+
+Action = tuple[str, int]
+
+
+class World:
+    def __init__(self, limits: Limits, shape: Shape) -> None:
+        self.limits = limits
+        self.shape = shape
+        self.findings: list[str] = []
+        self.clock = Ticks()
+        self.island = SmallIsland(shape, 1, LEASE_SECONDS, self.clock, self.findings)
+        self.dead = False  # the prefill worker
+        self.used = {"tick": 0, "post fails": 0, "die": 0}
+        self.known = [Known(f"r{n}", 1 if limits.alike else n + 1) for n in range(limits.requests)]
+
+    # What may happen
+
+    def actions(self) -> Iterator[Action]:
+        limits, endpoints = self.limits, self.island.endpoints
+        if not self.dead:
+            yield "prefill steps", 0
+        yield "decode steps", 0
+        for pe, endpoint in enumerate(endpoints):
+            if endpoint.incoming:
+                yield "deliver", pe
+        allowed = {"tick": limits.ticks, "post fails": limits.failed_posts, "die": limits.deaths}
+        for name, most in allowed.items():
+            if self.used[name] < most and not (name == "die" and self.dead):
+                yield name, 0
+        if self.dead:
+            yield "new epoch", 0
+        for number, known in enumerate(self.known):
+            for name in self._calls(known):
+                yield name, number
+
+    def _calls(self, known: Known) -> Iterator[str]:
+        limits = self.limits
+        current = known.epoch == self.island.epoch
+        if known.prepared < limits.prepares and (current or not known.prepared):
+            yield "prepare"
+        if known.reservation is None:
+            return
+        # A call of an earlier epoch is refused by the service; but the check of its reservation must hold by itself.
+        if known.sent < limits.sends and not known.nobody_sends and not self.dead:
+            yield "send"
+        if not current:
+            return
+        if len(known.streams) < limits.starts:
+            yield "start"
+        if limits.hang_ups and known.leases:
+            yield "hang up"
+        if limits.streams_end and known.streams and not known.streams[0].left:
+            yield "stream ends"
+        if known.aborted < limits.aborts:
+            if not self.dead:
+                yield "abort at prefill"
+            if not known.sent and not known.nobody_sends:
+                yield "never send"
+        if known.writer_is_quiet and limits.aborts:
+            yield "abort at decode"
+
+    def act(self, action: Action) -> None:
+        name, number = action
+        if name in self.used:
+            self.used[name] += 1
+        with suppress(NoRoom, InvalidCall, Stale, Aborted):
+            self._does(name, number)()
+        self._check()
+
+    def _does(self, name: str, number: int) -> Callable[[], object]:
+        island, known = self.island, self.known[min(number, len(self.known) - 1)]
+        return {
+            "prefill steps": island.prefill.step,
+            "decode steps": island.decode.step,
+            "deliver": lambda: island.endpoints[number].deliver(),
+            "tick": self._tick,
+            "post fails": self._fail_post,
+            "die": self._die,
+            "new epoch": self._begin_epoch,
+            "prepare": lambda: self._prepare(known),
+            "send": lambda: self._send(known),
+            "start": lambda: self._start(known),
+            "hang up": lambda: known.leases.pop().leave(),
+            "stream ends": lambda: self._end_stream(known),
+            "abort at prefill": lambda: self._abort_at_prefill(known),
+            "never send": lambda: self._never_send(known),
+            "abort at decode": lambda: island.decode.abort(known.request_id, writer_quiet=True),
+        }[name]
+
+    def _tick(self) -> None:
+        self.clock.now += TICK_SECONDS
+
+    def _fail_post(self) -> None:
+        self.island.transports[DECODE].posts_that_fail += 1
+
+    def _die(self) -> None:
+        """What it has written may land all the same; nobody computes or answers any more."""
+        self.dead = True
+
+    def _begin_epoch(self) -> None:
+        self.dead = False
+        self.island = SmallIsland(self.shape, self.island.epoch + 1, LEASE_SECONDS, self.clock, self.findings)
+
+    def _prepare(self, known: Known) -> None:
+        known.prepared += 1
+        offer = self.island.decode.prepare(known.request_id, prompt_of(known.label), self.shape.max_tokens, PREFILL)
+        if known.reservation is None:
+            known.reservation, known.epoch = offer, offer.epoch
+
+    def _send(self, known: Known) -> None:
+        known.sent += 1
+        assert known.reservation is not None
+        prefill, wanted = self.island.prefill, params(self.shape.max_tokens)
+        future = prefill.submit(known.request_id, prompt_of(known.label), wanted, known.reservation)
+        if future not in known.results:
+            known.results.append(future)
+        lease = prefill.attend(known.request_id)
+        if lease is not None:
+            known.leases.append(lease)
+
+    def _start(self, known: Known) -> None:
+        assert known.reservation is not None
+        stream = Stream(known.label, PROMPT_TOKENS)
+        known.streams.append(stream)
+        try:
+            self.island.start(known.request_id, known.reservation, stream)
+        except (InvalidCall, Stale):
+            stream.left = True
+            raise
+
+    def _end_stream(self, known: Known) -> None:
+        known.streams[0].left = True
+        self.island.decode.abort(known.request_id, writer_quiet=False)
+
+    def _abort_at_prefill(self, known: Known) -> None:
+        known.aborted += 1
+        known.aborts.append(self.island.prefill.abort(known.request_id))
+
+    def _never_send(self, known: Known) -> None:
+        known.aborted += 1
+        known.nobody_sends = True
+
+    # What must hold
+
+    def _check(self) -> None:
+        """No write may land where it does not belong, in this state or in any that follows without another write."""
+        island = self.island
+        held = island.held_for_writers()
+        for write in island.endpoints[DECODE].written():
+            for page, token in zip(write.slots, write.tokens, strict=True):
+                if held.get(page) != token:
+                    self.findings.append(f"token {token} may land in page {page}, which is for {held.get(page)}")
+        for known in self.known:
+            firsts = [future.result() for future in known.results if future.done() and not future.exception()]
+            if any(first.first_token != LABELS * known.label + PROMPT_TOKENS for first in firsts):
+                self.findings.append(f"first tokens of {known.request_id}: {firsts}")
+            if sum(bool(stream.tokens) for stream in known.streams) > 1:
+                self.findings.append(f"two streams of {known.request_id} have tokens")
+
+    def come_to_an_end(self) -> None:
+        """The gateway is gone, the rest goes on: everything must come back."""
+        if self.dead:
+            self._begin_epoch()
+        for known in self.known:
+            for lease in known.leases:
+                lease.leave()
+            for stream in known.streams:
+                if not stream.left and known.epoch == self.island.epoch:
+                    self._end_stream(known)
+        island = self.island
+        for _ in range(ROUNDS_TO_THE_END):
+            if island.is_idle:
+                break
+            self.clock.now += LEASE_SECONDS
+            for step in (island.decode.step, island.prefill.step):
+                step()
+                for endpoint in island.endpoints:
+                    while endpoint.incoming:
+                        endpoint.deliver()
+        if not island.is_idle:
+            self.findings.append(f"no end is reached: {island.state()}")

@@ -1,0 +1,16 @@
+"""The small worlds that are explored: each has few of everything but what it is about."""
+
+from tests.protocol.small_island import Shape
+from tests.protocol.world import Limits
+
+WORLDS: dict[str, tuple[Limits, Shape]] = {
+    "plain": (Limits(), Shape()),
+    "cancel": (Limits(aborts=2, hang_ups=True, streams_end=True), Shape()),
+    "twice": (Limits(prepares=2, sends=2, starts=2), Shape()),
+    "recall": (Limits(streams_end=True, failed_posts=1), Shape()),
+    "expire": (Limits(ticks=2, hang_ups=True), Shape()),
+    "turns": (Limits(requests=2, streams_end=True), Shape(num_pages=6, num_signals=1)),
+    "reuse": (Limits(requests=2, sends=2, streams_end=True, ticks=1), Shape(num_signals=1)),
+    "epoch": (Limits(requests=2, deaths=1), Shape()),
+    "sharing": (Limits(requests=2, alike=True), Shape(num_pages=6, sharing=True)),
+}

@@ -1,0 +1,56 @@
+"""The scales of an FP8 KV cache as checkpoints carry them: a tensor for K and one for V of each layer.
+
+llm-compressor writes `model.layers.0.self_attn.k_scale`, ModelOpt `…self_attn.k_proj.k_scale`; a model saved from an
+engine has `…self_attn.attn.k_scale`. One number for the layer, or one for each KV head. What scales q is not read:
+queries are not rounded here.
+"""
+
+import re
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from tandem.cache.kv_scales import KVScales
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.errors import InvalidWeights
+from tandem.workers.safetensors_file import SafetensorsFile
+
+_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|([qkv])_proj\.)?([qkv])_scale")
+
+
+def is_scale(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+def read_scales(paths: Iterable[Path], config: ModelConfig) -> KVScales | None:
+    """Those in the safetensors files `paths`; None when there are none. InvalidWeights when some layers lack theirs."""
+    found: dict[tuple[str, int], tuple[float, ...]] = {}
+    with ExitStack() as stack:
+        for file in [stack.enter_context(SafetensorsFile(path)) for path in paths]:
+            for name in file.tensors:
+                match = _NAME.fullmatch(name)
+                if match is not None and match[3] != "q":
+                    found[match[3], int(match[1])] = _read(file, name, config.num_kv_heads)
+    if not found:
+        return None
+    layers = range(config.num_layers)
+    missing = [f"{which}_scale of layer {layer}" for layer in layers for which in "kv" if (which, layer) not in found]
+    if missing:
+        raise InvalidWeights(
+            f"the checkpoint has scales for its KV cache but lacks {missing[0]}, {len(missing)} in all; "
+            "every layer must have both"
+        )
+    return KVScales(tuple(found["k", layer] for layer in layers), tuple(found["v", layer] for layer in layers))
+
+
+def _read(file: SafetensorsFile, name: str, num_kv_heads: int) -> tuple[float, ...]:
+    scales = torch.empty(file.tensors[name].shape)
+    if scales.numel() not in (1, num_kv_heads):
+        raise InvalidWeights(
+            f"{file.path}: tensor {name} has {scales.numel()} numbers; "
+            f"1 for the layer or {num_kv_heads}, one a KV head, are accepted"
+        )
+    file.read_into(name, scales)
+    return tuple(scales.view(-1).tolist())

@@ -5,7 +5,7 @@ PACKAGES := cache transfer workers cluster proto
 TREE := build/import-root/tandem
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format proto chaos explore bench clean
+.PHONY: help demo test check format proto chaos explore fuzz bench clean
 
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
@@ -15,6 +15,7 @@ help:
 	@echo "make proto   generate the protobuf modules"
 	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
 	@echo "make explore all that can happen to a request in a few small worlds, one state after another"
+	@echo "make fuzz    100,000 bad inputs for the gRPC services and the configuration; prints JSON"
 	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"
 	@echo "make clean   remove the virtual environment and all caches"
 
@@ -43,6 +44,9 @@ chaos: .venv/.dev
 
 explore: .venv/.dev
 	@$(BIN)/python -m tests.protocol
+
+fuzz: .venv/.dev
+	@$(BIN)/python -m tests.fuzz
 
 bench: .venv/.dev
 	@$(BIN)/tandem bench

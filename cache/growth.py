@@ -9,6 +9,7 @@ from tandem.cache.errors import InvalidArgument
 from tandem.cache.open_trees import OpenTrees, Parents
 from tandem.cache.plan import Int64Array, TokenLayout, lay_out_tokens
 from tandem.cache.receptions import Receptions
+from tandem.cache.send_marks import SendMarks
 from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable
 from tandem.cache.streams import Streams
@@ -24,6 +25,7 @@ class Growth:
         receptions: Receptions,
         streams: Streams,
         trees: OpenTrees,
+        marks: SendMarks,
         max_length: int,
     ) -> None:
         self._table = table
@@ -31,6 +33,7 @@ class Growth:
         self._receptions = receptions
         self._streams = streams
         self._trees = trees
+        self._marks = marks
         self._max_length = max_length
 
     def grow(
@@ -48,6 +51,7 @@ class Growth:
         """
         rows = self._table.rows(seq_ids)
         self._check_appends(rows, appends)
+        self._check_unsent(seq_ids, rows, appends)
         trees = self._trees.extended(seq_ids, appends, parents)
         with self._streams.slid(rows, appends) as gone:
             lengths = self._table.lengths[rows]
@@ -70,3 +74,15 @@ class Growth:
             raise InvalidArgument(f"append_lengths has {int(appends.min())}; lengths must be at least 1")
         if len(self._receptions) and self._table.receiving[rows].any():
             self._receptions.check_settled_rows(rows)
+
+    def _check_unsent(self, seq_ids: Sequence[int] | Int64Array, rows: Int64Array, appends: Int64Array) -> None:
+        """A stream evicts for all that it appends before anything is sent: not what its position map asks for."""
+        streams = self._table.streams
+        for index in np.flatnonzero(streams.windows[rows]) if streams.count else ():
+            length = self._table.num_positions(int(rows[index]))
+            end = self._marks.end_of_unsent(int(seq_ids[index]), length)
+            if end is not None and length + int(appends[index]) > end:
+                raise InvalidArgument(
+                    f"append_lengths[{index}] is {appends[index]}; sequence {seq_ids[index]} slides and is to send "
+                    f"what it holds: {end - length}, up to the end of its position map, and fewer are accepted"
+                )

@@ -93,7 +93,7 @@ class PagedKVCache:
             has_windows=layout.has_windows,
         )
         self._growth = Growth(
-            self._table, self._pages, self._receptions, self._streams, self._trees, max_sequence_length
+            self._table, self._pages, self._receptions, self._streams, self._trees, self._marks, max_sequence_length
         )
         self._sequences = Sequences(
             self._table,

@@ -52,9 +52,10 @@ class Receptions:
         """Grows a sequence by `length` ≥ 1 positions; where each of them goes. OutOfPages changes nothing."""
         table, size = self._table, self._page_size
         row = table.row(sequence)
-        begin, stored = table.num_positions(row), int(table.lengths[row])
+        begin = table.num_positions(row)
         rows = np.array([row])
         with self._streams.slid(rows, np.array([length]), receive=True) as gone:
+            stored = int(table.lengths[row])  # a stream that slid holds its positions at lower indices now
             end = begin + length - int(table.streams.dropped[row])
             ends = np.array([end])
             self._pages.grow(rows, table.lengths[rows], ends, queries=ends, gone=gone, clear=False)

@@ -92,6 +92,11 @@ class SendMarks:
         mark = self._marks.get(sequence)
         return mark is None or mark.issued == mark.end
 
+    def end_of_unsent(self, sequence: int, length: int) -> int | None:
+        """Where a map ends that asks for some of a sequence's `length` positions yet; None where none does."""
+        mark = self._marks.get(sequence)
+        return None if mark is None or mark.planned >= min(length, mark.end) else mark.end
+
     def any_open(self, sequences: Iterable[int]) -> bool:
         """Whether a map of one of them is not used up."""
         return bool(self._marks) and not all(self.is_done(int(sequence)) for sequence in sequences)

@@ -123,17 +123,22 @@ class Streams:
             raise InvalidArgument(f"only the last {most} positions are there; what was before has left the window")
 
     def check_map(self, row: int, position_map: PositionMap) -> None:
-        """InvalidArgument when a map asks for what the row evicts before the map's end is reached."""
+        """InvalidArgument when a map asks for what the row has evicted, or does before the map's end is reached."""
         streams = self._table.streams
         window, sink = int(streams.windows[row]), int(streams.sinks[row])
         cached = int(self._table.lengths[row] + streams.dropped[row])
-        begin = position_map.start_position
-        lost = range(max(sink, begin), min(position_map.end_position - (window - sink), cached))
+        begin, end = position_map.start_position, position_map.end_position
+        if window == 0 or begin >= cached:
+            return
+        positions = np.arange(begin, min(end, cached))
+        lost = streams.find(row, begin, min(end, cached)) < 0
+        lost |= (positions >= sink) & (positions < end - (window - sink))
         for runs in position_map.runs:
-            if window and len(lost) and (runs.slots()[lost.start - begin : lost.stop - begin] != SKIP).any():
+            wanted = positions[lost & (runs.slots()[: positions.size] != SKIP)]
+            if wanted.size:
                 raise InvalidArgument(
-                    f"the position map asks for some of positions {lost.start} … {lost.stop - 1}, which leave the "
-                    f"sliding window of {window}; the receiver must slide alike"
+                    f"the position map asks for position {int(wanted[0])}, which does not stay in the sliding window "
+                    f"of {window} until position {end} is reached; the receiver must slide alike"
                 )
 
     def _keep(self, row: int) -> _Before:

@@ -8,7 +8,6 @@ import grpc
 import grpc.aio
 
 from tandem.cluster.errors import InvalidRequest, ScaleRefused, TandemError
-from tandem.cluster.request import refuse_unknown_fields
 from tandem.cluster.scaling import MAX_WORKERS, ScaleOrder, ScaleOutcome
 from tandem.proto import admin_pb2, admin_pb2_grpc
 
@@ -71,7 +70,6 @@ class Admin(admin_pb2_grpc.AdminServicer):
         self._orders.put_nowait(None)
 
     def _order(self, request: admin_pb2.ScaleRequest) -> ScaleOrder:
-        refuse_unknown_fields(request, "ScaleRequest")
         wanted: dict[str, int | None] = {}
         for name in ("num_prefill", "num_decode"):
             wanted[name] = getattr(request, name) if request.HasField(name) else None

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import grpc
 import grpc.aio
 
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded
@@ -28,9 +29,11 @@ class Attempts:
     async def run(self, deadline: float) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         """The messages for the client; deadline in the event loop's time.
 
-        Raises AttemptsExhausted, and what Router.place and Generation.run raise.
+        A worker that answers INTERNAL counts as lost once. Raises AttemptsExhausted, and what Router.place and
+        Generation.run raise.
         """
         reasons: list[str] = []
+        failed = False
         while len(reasons) < self._max_attempts:
             try:
                 async with aclosing(self._attempt(deadline, again=bool(reasons))) as messages:
@@ -41,6 +44,12 @@ class Attempts:
                 if self._generation.finished:
                     return  # only the workers' agreement was still to come
                 reasons.append(str(lost))
+            except grpc.aio.AioRpcError as error:
+                # A forward failed. It may have been another's fault, or this request's: that is found out only once.
+                if failed or error.code() != grpc.StatusCode.INTERNAL:
+                    raise
+                failed = True
+                reasons.append(f"a worker answered INTERNAL: {error.details()}")
         raise AttemptsExhausted(
             f"workers were lost in each of {len(reasons)} attempts (gateway.max_attempts); "
             f"{self._generation.num_sent} tokens were sent; the last: {reasons[-1]}"

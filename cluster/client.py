@@ -20,6 +20,7 @@ from tandem.cluster.client_messages import (
     Sampling,
     build_request,
     call_error,
+    client_metadata,
     update,
 )
 from tandem.cluster.credentials import ClientSecurity
@@ -37,9 +38,18 @@ class Client:
     """A gateway at HOST:PORT, for use from any thread: `with Client(address) as client: …`."""
 
     def __init__(
-        self, address: str, security: ClientSecurity = NO_SECURITY, resume_seconds: float = RESUME_SECONDS
+        self,
+        address: str,
+        security: ClientSecurity = NO_SECURITY,
+        resume_seconds: float = RESUME_SECONDS,
+        client_id: str | None = None,
     ) -> None:
+        """client_id: whose requests these are, where clients wait and take turns; one of its own when None.
+
+        ConfigError unless it is printable ASCII, of 1 to 128 characters.
+        """
         self.address = address
+        self._metadata = client_metadata(client_id)
         self._resume_seconds = resume_seconds
         self._answered = False
         credentials = security.credentials(address)
@@ -94,7 +104,7 @@ class Client:
     def _updates(self, request: inference_pb2.GenerateRequest, timeout: float) -> Generator[GenerateUpdate, None, None]:
         resumption = Resumption(request, timeout, self._resume_seconds)
         while True:
-            call = self._stub.Generate(request, timeout=resumption.seconds_left)
+            call = self._stub.Generate(request, timeout=resumption.seconds_left, metadata=self._metadata)
             try:
                 for message in call:
                     self._answered = True
@@ -127,9 +137,18 @@ class AsyncClient:
     """As Client, for one asyncio loop: `async with AsyncClient(address) as client: …`."""
 
     def __init__(
-        self, address: str, security: ClientSecurity = NO_SECURITY, resume_seconds: float = RESUME_SECONDS
+        self,
+        address: str,
+        security: ClientSecurity = NO_SECURITY,
+        resume_seconds: float = RESUME_SECONDS,
+        client_id: str | None = None,
     ) -> None:
+        """client_id: whose requests these are, where clients wait and take turns; one of its own when None.
+
+        ConfigError unless it is printable ASCII, of 1 to 128 characters.
+        """
         self.address = address
+        self._metadata = client_metadata(client_id)
         self._resume_seconds = resume_seconds
         self._answered = False
         credentials = security.credentials(address)
@@ -186,7 +205,7 @@ class AsyncClient:
     ) -> AsyncGenerator[GenerateUpdate, None]:
         resumption = Resumption(request, timeout, self._resume_seconds)
         while True:
-            call = self._stub.Generate(request, timeout=resumption.seconds_left)
+            call = self._stub.Generate(request, timeout=resumption.seconds_left, metadata=self._metadata)
             try:
                 async for message in call:
                     self._answered = True

@@ -1,6 +1,7 @@
 """What both clients share: requests from Python values, Python values from responses, errors from status codes."""
 
 import difflib
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -11,6 +12,7 @@ from tandem.cluster.errors import (
     AttemptsExhausted,
     CallError,
     Cancelled,
+    ConfigError,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
@@ -24,6 +26,8 @@ from tandem.proto import inference_pb2
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 RETRY_AFTER_KEY = "retry-after-ms"
+CLIENT_ID_KEY = "client-id"
+MAX_CLIENT_ID = 128
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.enable_http_proxy", 0),
@@ -110,6 +114,14 @@ def build_request(prompt: Prompt, sampling: Mapping[str, Any], request_id: str |
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"sampling.{name} is {value!r}: {error}") from None
     return request
+
+
+def client_metadata(client_id: str | None) -> tuple[tuple[str, str], ...]:
+    """What each request of a client carries. ConfigError for an id that gRPC cannot carry."""
+    own = uuid.uuid4().hex if client_id is None else client_id
+    if not (1 <= len(own) <= MAX_CLIENT_ID and own.isascii() and own.isprintable()):
+        raise ConfigError(f"client_id is {own!r:.80}; 1 to {MAX_CLIENT_ID} printable ASCII characters are accepted")
+    return ((CLIENT_ID_KEY, own),)
 
 
 def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:

@@ -1,6 +1,7 @@
 """A cluster's configuration: the sections of its YAML, their defaults and limits, and how a file is read."""
 
 import difflib
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -12,6 +13,7 @@ from pydantic.fields import FieldInfo
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
 
+MAX_SHOWN = 80  # characters of a value in an error
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -262,7 +264,7 @@ def load_config(path: Path | str | None, overrides: Mapping[str, Any] | Sequence
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = _load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -274,14 +276,26 @@ def _read(path: Path) -> dict[str, Any]:
     return values or {}
 
 
+def _load_yaml(text: str) -> Any:
+    """What safe_load returns; YAMLError for everything that it raises."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except Exception as error:  # its constructors let out whatever a malformed number, date or tag meets in them
+        raise yaml.YAMLError(f"a value does not have the form that it begins with: {error}") from None
+
+
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--set {text!r}: must be dotted.key=value")
+        raise ConfigError(f"--set {_shown(text)}: must be dotted.key=value")
     try:
-        return key, yaml.safe_load(value)
+        return key, _load_yaml(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {text!r}: the value is not YAML: {_explain_yaml(error)}") from None
+        raise ConfigError(f"--set {_shown(text)}: the value is not YAML: {_explain_yaml(error)}") from None
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
@@ -291,7 +305,9 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
             values[section] = {}
         values = values[section]
         if not isinstance(values, dict):
-            raise ConfigError(f"{key} cannot be set: {'.'.join(sections[:depth])} is {_shown(values)}, not a section")
+            raise ConfigError(
+                f"{_cut(key)} cannot be set: {_cut('.'.join(sections[:depth]))} is {_shown(values)}, not a section"
+            )
     values[name] = value
 
 
@@ -305,7 +321,7 @@ def _explain(finding: Mapping[str, Any]) -> str:
         section = _section(location[:-1])
         near = difflib.get_close_matches(location[-1], section.model_fields, n=1)
         hint = f"did you mean {'.'.join([*location[:-1], near[0]])}? " if near else ""
-        return f"unknown key {dotted}; {hint}known here: {_names(section)}"
+        return f"unknown key {_cut(dotted)}; {hint}known here: {_names(section)}"
     description = _field(location).description
     if finding["type"] == "model_type":
         accepted = f"must be a section with keys {_names(_section(location))}"
@@ -324,8 +340,13 @@ def _explain_yaml(error: yaml.YAMLError) -> str:
 
 
 def _shown(value: object) -> str:
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    short = reprlib.Repr()  # repr() of YAML's aliases may grow without bound
+    short.maxstring = short.maxother = short.maxlong = MAX_SHOWN
+    return _cut("null" if value is None else short.repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
 def _names(section: type[Section]) -> str:

@@ -7,7 +7,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
 
 import grpc
 import grpc.aio
@@ -18,7 +17,7 @@ from tandem.cache.kv_scales import KVScales
 from tandem.cluster.admin import Admin
 from tandem.cluster.admission import AdmissionQueue
 from tandem.cluster.attempts import Attempts
-from tandem.cluster.client_messages import RETRY_AFTER_KEY
+from tandem.cluster.client_messages import CLIENT_ID_KEY, RETRY_AFTER_KEY
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import (
     AttemptsExhausted,
@@ -40,6 +39,7 @@ from tandem.workers.authentication import TokenRequired
 from tandem.workers.kv_scales import stores_fp8
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
+from tandem.workers.well_formed import WellFormedRequired
 from tandem.workers.worker import kv_layout
 
 Context = grpc.aio.ServicerContext
@@ -60,7 +60,6 @@ PASSED_ON = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-CLIENT_ID_KEY = "client-id"
 
 
 def attempt_prefix(incarnation: int) -> str:
@@ -128,7 +127,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         token, credentials = settings.security.token(), settings.security.credentials()
         self._server = grpc.aio.server(
             options=[*options, ("grpc.so_reuseport", 0)],  # else a second gateway could share a port that is in use
-            interceptors=[] if token is None else [TokenRequired(token)],
+            interceptors=[*([] if token is None else [TokenRequired(token)]), WellFormedRequired()],
             maximum_concurrent_rpcs=settings.max_calls,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
@@ -199,7 +198,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         except TandemError as error:
             await context.abort(STATUS_OF_ERROR.get(type(error), grpc.StatusCode.INTERNAL), str(error))
         except grpc.aio.AioRpcError as error:
-            await _pass_on(context, error)
+            code = error.code() if error.code() in PASSED_ON else grpc.StatusCode.INTERNAL
+            await context.abort(code, f"a worker answered {error.code().name}: {error.details()}")
         except asyncio.CancelledError:
             if self._active.get(valid.request_id) is work:
                 raise
@@ -274,10 +274,3 @@ def _client_of(context: Context) -> str:
     """Whose request it is: what the metadata client-id says, else the host it comes from."""
     given = {key: value for key, value in context.invocation_metadata() or ()}.get(CLIENT_ID_KEY)
     return f"id:{given}" if given else context.peer().rpartition(":")[0]
-
-
-async def _pass_on(context: Context, error: grpc.aio.AioRpcError) -> NoReturn:
-    code = error.code()
-    status = code if code in PASSED_ON else grpc.StatusCode.INTERNAL
-    await context.abort(status, f"a worker answered {code.name}: {error.details()}")
-    raise AssertionError("abort raises")

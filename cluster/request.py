@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tandem.cache.window import Int64Array
 from tandem.cluster.errors import InvalidRequest
@@ -52,9 +50,6 @@ class RequestValidator:
         self._tokenizer = tokenizer
 
     def validate(self, message: inference_pb2.GenerateRequest) -> ValidRequest:
-        refuse_unknown_fields(message, "GenerateRequest")
-        refuse_unknown_fields(message.sampling, "sampling")
-        refuse_unknown_fields(message.resume, "resume")
         if len(message.request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(
                 f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are accepted"
@@ -129,12 +124,3 @@ class RequestValidator:
                 f"otherwise in sequences beyond {switch} tokens, and none may grow over that: at most "
                 f"{switch - prompt + 1}, or a prompt of more than {switch} tokens"
             )
-
-
-def refuse_unknown_fields(message: Message, name: str) -> None:
-    """InvalidRequest for a message of a later version, whose meaning would be lost."""
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        numbers = sorted({field.field_number for field in unknown})
-        known = ", ".join(field.name for field in message.DESCRIPTOR.fields)
-        raise InvalidRequest(f"{name} has unknown field number {numbers[0]}; this version knows {known}")

@@ -22,7 +22,7 @@ class PositionMap(_message.Message):
     def __init__(self, start_position: _Optional[int] = ..., num_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., runs: _Optional[_Iterable[bytes]] = ..., layout_fingerprint: _Optional[int] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("reservation_id", "epoch", "target_pe", "signal_slot", "generation", "matched_tokens", "position_map", "pages", "writer_pe", "lease_seconds")
+    __slots__ = ("reservation_id", "epoch", "target_pe", "signal_slot", "generation", "matched_tokens", "position_map", "pages", "writer_pe", "lease_seconds", "seal")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_PE_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class Reservation(_message.Message):
     PAGES_FIELD_NUMBER: _ClassVar[int]
     WRITER_PE_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
     reservation_id: int
     epoch: int
     target_pe: int
@@ -43,7 +44,8 @@ class Reservation(_message.Message):
     pages: int
     writer_pe: int
     lease_seconds: float
-    def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+    seal: bytes
+    def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., seal: _Optional[bytes] = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt")

@@ -30,6 +30,7 @@ HOMES = {
         "cluster/credentials.py",
         "workers/authentication.py",
         "workers/service.py",
+        "workers/well_formed.py",
         "workers/worker.py",
     },
 }

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tandem.cache.layout import KVLayout
-from tandem.cache.position_map import PositionMap
+from tandem.cache.position_map import PositionMap, SlotRuns
 from tandem.transfer.codec import decode_runs, encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 from tandem.transfer.validation import validate_map
@@ -50,7 +50,7 @@ def decode_map(
         raise InvalidPositionMap(f"start_position is {wire.start_position}; {expected_start} is expected")
     if len(wire.runs) != len(layout.groups):
         raise InvalidPositionMap(f"runs holds {len(wire.runs)} layer groups; the layout has {len(layout.groups)}")
-    runs = tuple(decode_runs(data, max_tokens=expected_tokens) for data in wire.runs)
+    runs = tuple(_decode_group(group, data, expected_tokens) for group, data in enumerate(wire.runs))
     for group, decoded in enumerate(runs):
         if decoded.num_tokens != expected_tokens:
             raise InvalidPositionMap(
@@ -61,3 +61,10 @@ def decode_map(
         position_map, layout, num_pages=num_pages, expected_start=expected_start, expected_tokens=expected_tokens
     )
     return position_map
+
+
+def _decode_group(group: int, data: bytes, expected_tokens: int) -> SlotRuns:
+    try:
+        return decode_runs(data, max_tokens=expected_tokens)
+    except InvalidPositionMap as error:
+        raise InvalidPositionMap(f"runs[{group}]: {error}") from error

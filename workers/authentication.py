@@ -46,14 +46,15 @@ def authorized(stub: StubT, token: str) -> StubT:
 
 
 class _AuthorizedCall:
-    """A stub's method with metadata of its own; future as grpc's blocking stubs have it."""
+    """A stub's method with metadata of its own beside the caller's; future as grpc's blocking stubs have it."""
 
     def __init__(self, call: Any, metadata: tuple[tuple[str, str], ...]) -> None:
         self._call = call
         self._metadata = metadata
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._call(*arguments, metadata=self._metadata, **options)
+        own = self._metadata + options.pop("metadata", ())
+        return self._call(*arguments, metadata=own, **options)
 
     def future(self, *arguments: Any, **options: Any) -> Any:
         return self._call.future(*arguments, metadata=self._metadata, **options)

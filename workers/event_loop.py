@@ -8,6 +8,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def unwatched(future: "asyncio.Future[T]") -> "asyncio.Future[T]":
+    """The same future, whose exception asyncio does not log when its caller went away before it came."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
 class EventLoopThread:
     """Runs coroutines for code that is not asynchronous. Owned by whoever made it; stop() is idempotent."""
 

@@ -11,6 +11,7 @@ from tandem.transfer.wire_map import WireMap
 from tandem.workers.errors import InvalidCall
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.seal import is_sealed, seal
 from tandem.workers.token_logprobs import TokenLogprobs
 
 OPTIONAL_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "skip_special_tokens")
@@ -53,8 +54,9 @@ def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
     )
 
 
-def reservation_to_proto(reservation: Reservation) -> worker_pb2.Reservation:
-    return worker_pb2.Reservation(
+def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Reservation:
+    """token: the island's, by which the message is sealed."""
+    message = worker_pb2.Reservation(
         reservation_id=reservation.reservation_id,
         epoch=reservation.epoch,
         target_pe=reservation.target_pe,
@@ -66,10 +68,12 @@ def reservation_to_proto(reservation: Reservation) -> worker_pb2.Reservation:
         pages=reservation.pages,
         lease_seconds=reservation.lease_seconds,
     )
+    seal(message, token)
+    return message
 
 
-def reservation_from_proto(message: worker_pb2.Reservation) -> Reservation:
-    """Nothing is checked here: the loop that uses the reservation does."""
+def reservation_from_proto(message: worker_pb2.Reservation, token: str) -> Reservation:
+    """token: the island's. Nothing is refused here: the loop that uses the reservation does."""
     wire = message.position_map
     return Reservation(
         reservation_id=message.reservation_id,
@@ -88,6 +92,7 @@ def reservation_from_proto(message: worker_pb2.Reservation) -> Reservation:
         ),
         pages=message.pages,
         lease_seconds=message.lease_seconds,
+        authentic=is_sealed(message, token),
     )
 
 

@@ -210,13 +210,16 @@ class PrefillLoop:
         shortage = self._cache.shortage(len(token_ids), self._max_batch_tokens)
         if shortage is not None:
             raise InvalidCall(f"the prompt needs {shortage[0]} pages; this worker has {shortage[1]}")
-        return decode_map(
+        position_map = decode_map(
             reservation.wire_map,
             self._cache.layout,
             num_pages=self._transport.num_pages,
             expected_start=reservation.matched_tokens,
             expected_tokens=len(token_ids) - reservation.matched_tokens,
         )
+        if not reservation.authentic:  # comes last: what the other checks can say is more to the point
+            raise InvalidCall("reservation.seal does not fit: it is not as a decode worker of this island made it")
+        return position_map
 
     def _admit(self) -> None:
         while self._waiting:

@@ -12,7 +12,7 @@ class Reservation:
     The sender owns nothing here: the pages stay the receiver's, and are not reused while this sender may write.
     Only writer_pe may write, and signals under (signal_slot, generation). pages counts those held for the request, its
     growth and what it shares included. lease_seconds: the pages are asked back when no StartGenerate comes within it,
-    and the writer stops when no RemoteSend has waited for so long.
+    and the writer stops when no RemoteSend has waited for so long. authentic: whether it is as its receiver made it.
     """
 
     reservation_id: int
@@ -25,3 +25,4 @@ class Reservation:
     wire_map: WireMap
     pages: int
     lease_seconds: float
+    authentic: bool = True

@@ -200,9 +200,11 @@ class Reservations:
             matched = cache.match_prefix(sequence_id, token_ids) if self._sharing else 0
             cache.reserve(sequence_id, capacity, LONGEST_APPEND)
             signal = self._signals.acquire()
-        except (OutOfPages, NoFreeSignal) as error:
+        except BaseException as error:
             cache.remove_sequence(sequence_id)
-            raise NoRoom(f"no room for request {request_id!r}: {error}") from error
+            if isinstance(error, OutOfPages | NoFreeSignal):
+                raise NoRoom(f"no room for request {request_id!r}: {error}") from error
+            raise
         self._next_sequence += 1
         return DecodeRequest(
             request_id=request_id,

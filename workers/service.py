@@ -16,6 +16,7 @@ from tandem.cache.errors import CacheError
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.transfer.errors import TransferError
+from tandem.workers.call_checks import check_length, check_prompt, check_request_id, check_sampling
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.errors import (
@@ -29,17 +30,17 @@ from tandem.workers.errors import (
     StaleEpoch,
     WriterNotQuiet,
 )
+from tandem.workers.event_loop import unwatched
 from tandem.workers.finish import FinishReason
 from tandem.workers.lease import Lease
 from tandem.workers.messages import (
     logprobs_to_proto,
-    prompt_from_bytes,
     reservation_from_proto,
     reservation_to_proto,
-    sampling_from_proto,
 )
 from tandem.workers.prefill import PrefillLoop
 from tandem.workers.prefill_request import PrefillResult
+from tandem.workers.reservation import Reservation
 from tandem.workers.step_thread import StepThread
 from tandem.workers.token_stream import Tokens, TokenStream
 
@@ -72,7 +73,7 @@ async def _refuse(context: Context, error: Exception) -> NoReturn:
 async def _outcome(context: Context, future: "Future[T]") -> T:
     """What the step thread will put there. The caller's cancellation must not cancel it: others may wait for it too."""
     try:
-        return await asyncio.shield(asyncio.wrap_future(future))
+        return await asyncio.shield(unwatched(asyncio.wrap_future(future)))
     except Exception as error:
         await _refuse(context, error)
 
@@ -81,9 +82,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """What every worker answers. A role that a worker does not have answers UNIMPLEMENTED, as generated."""
 
     def __init__(
-        self, config: WorkerConfig, thread: StepThread, loop: PrefillLoop | DecodeLoop, cache: PagedKVCache
+        self,
+        config: WorkerConfig,
+        vocab_size: int,
+        thread: StepThread,
+        loop: PrefillLoop | DecodeLoop,
+        cache: PagedKVCache,
     ) -> None:
         self._config = config
+        self._vocab_size = vocab_size
         self._thread = thread
         self._loop = loop
         self._cache = cache
@@ -124,8 +131,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 class PrefillService(WorkerService):
     """RemoteSend and Abort."""
 
-    def __init__(self, config: WorkerConfig, thread: StepThread, loop: PrefillLoop, cache: PagedKVCache) -> None:
-        super().__init__(config, thread, loop, cache)
+    def __init__(
+        self, config: WorkerConfig, vocab_size: int, thread: StepThread, loop: PrefillLoop, cache: PagedKVCache
+    ) -> None:
+        super().__init__(config, vocab_size, thread, loop, cache)
         self._prefill = loop
 
     async def RemoteSend(
@@ -134,9 +143,11 @@ class PrefillService(WorkerService):
         attended: list[Lease] = []
 
         def submit() -> Future[PrefillResult]:
-            reservation = reservation_from_proto(request.reservation)
-            params = sampling_from_proto(request.sampling)
-            prompt = prompt_from_bytes(request.prompt)
+            check_request_id(request.request_id)
+            prompt = check_prompt(request.prompt, self._vocab_size)
+            check_length(len(prompt), 1, self._config.max_model_len)
+            params = check_sampling(request.sampling, self._vocab_size)
+            reservation = reservation_from_proto(request.reservation, self._config.token)
             future = self._prefill.submit(request.request_id, prompt, params, reservation)
             lease = self._prefill.attend(request.request_id)
             attended.extend([] if lease is None else [lease])
@@ -158,35 +169,42 @@ class PrefillService(WorkerService):
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
-        future = await self._on_step_thread(context, request.epoch, lambda: self._prefill.abort(request.request_id))
+        def abort() -> Future[bool]:
+            check_request_id(request.request_id)
+            return self._prefill.abort(request.request_id)
+
+        future = await self._on_step_thread(context, request.epoch, abort)
         return worker_pb2.AbortResponse(known=await _outcome(context, future))
 
 
 class DecodeService(WorkerService):
     """PrepareReceive, StartGenerate and Abort."""
 
-    def __init__(self, config: WorkerConfig, thread: StepThread, loop: DecodeLoop, cache: PagedKVCache) -> None:
-        super().__init__(config, thread, loop, cache)
+    def __init__(
+        self, config: WorkerConfig, vocab_size: int, thread: StepThread, loop: DecodeLoop, cache: PagedKVCache
+    ) -> None:
+        super().__init__(config, vocab_size, thread, loop, cache)
         self._decode = loop
 
     async def PrepareReceive(
         self, request: worker_pb2.PrepareReceiveRequest, context: Context
     ) -> worker_pb2.Reservation:
-        reservation = await self._on_step_thread(
-            context,
-            request.epoch,
-            lambda: self._decode.prepare(
-                request.request_id, prompt_from_bytes(request.prompt), request.max_tokens, request.writer_pe
-            ),
-        )
-        return reservation_to_proto(reservation)
+        def prepare() -> Reservation:
+            check_request_id(request.request_id)
+            prompt = check_prompt(request.prompt, self._vocab_size)
+            check_length(len(prompt), request.max_tokens, self._config.max_model_len)
+            return self._decode.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe)
+
+        reservation = await self._on_step_thread(context, request.epoch, prepare)
+        return reservation_to_proto(reservation, self._config.token)
 
     async def StartGenerate(self, request: worker_pb2.StartGenerateRequest, context: Context) -> None:
         stream = TokenStream()
         started: list[str] = []
 
         def start() -> None:
-            params = sampling_from_proto(request.sampling)
+            check_request_id(request.request_id)
+            params = check_sampling(request.sampling, self._vocab_size)
             self._decode.start(request.request_id, request.reservation_id, params, stream)
             started.append(request.request_id)
 
@@ -204,9 +222,11 @@ class DecodeService(WorkerService):
                 self._thread.call(lambda: [self._decode.abort(started_id, False) for started_id in started])
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
-        known = await self._on_step_thread(
-            context, request.epoch, lambda: self._decode.abort(request.request_id, request.writer_quiet)
-        )
+        def abort() -> bool:
+            check_request_id(request.request_id)
+            return self._decode.abort(request.request_id, request.writer_quiet)
+
+        known = await self._on_step_thread(context, request.epoch, abort)
         return worker_pb2.AbortResponse(known=known)
 
 

@@ -36,8 +36,10 @@ from tandem.workers.service import DecodeService, PrefillService
 from tandem.workers.step_thread import StepThread
 from tandem.workers.token_stream import StreamFanout
 from tandem.workers.weights import load_decoder
+from tandem.workers.well_formed import WellFormedRequired
 
 T = TypeVar("T")
+SERVE_SECONDS = 570.0  # FlashInfer compiles what it needs at first use: two minutes, more on few cores
 PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
 RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
@@ -140,7 +142,7 @@ class Worker:
 
     def serve(self) -> str:
         """Starts stepping and answering; HOST:PORT of the worker service."""
-        self.address = self._events.run(self._start(), timeout=120)
+        self.address = self._events.run(self._start(), timeout=SERVE_SECONDS)
         return self.address
 
     @property
@@ -232,7 +234,7 @@ class Worker:
                 verify=self._verify,
             )
             self._step_thread = StepThread(loop, "step")
-            service = PrefillService(config, self._step_thread, loop, cache)
+            service = PrefillService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
         else:
             loop = DecodeLoop(
                 runner,
@@ -247,13 +249,15 @@ class Worker:
                 lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
-            service = DecodeService(config, self._step_thread, loop, cache)
+            service = DecodeService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
         self._loop = loop
         self._step_thread.start()
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
         if config.role == Role.DECODE:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
-        self._server = grpc.aio.server(options=_server_options(config), interceptors=[TokenRequired(config.token)])
+        self._server = grpc.aio.server(
+            options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         port = self._server.add_insecure_port(f"{config.host}:0")
         await self._server.start()

@@ -15,6 +15,7 @@ from tandem.cache.position_map import Int32Array
 from tandem.cache.ragged import indptr_of, ragged_range
 
 GATHER_FROM = 1024  # new tokens from which attention over gathered K and V is faster, the gathering included
+GATHER_FP8_FROM = 192  # the same over 8 bits, which FlashInfer otherwise widens for every block of queries
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +25,8 @@ class AttentionPart:
     tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
     FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device. kv_slots: int32,
     on the device, of all positions that they attend to, where these are gathered first; kv_indptr then counts them.
-    trees: of nodes, whose arrays then tell only what is before their trees. shared: further pages, which the sequences
-    of single tokens attend to together.
+    trees: of nodes, whose arrays then tell only what is before their trees. on_device: kv_indptr and kv_last_page_len
+    there. shared: further pages, which the sequences of single tokens attend to together.
     """
 
     single: bool
@@ -36,13 +37,17 @@ class AttentionPart:
     kv_last_page_len: Tensor
     kv_slots: Tensor | None
     trees: TreeTiles | None
+    on_device: tuple[Tensor, Tensor]
     shared: SharedPart | None
 
 
 def plan_parts(
-    tokens: TokenLayout, tables: PageTables, page_size: int, device: torch.device
+    tokens: TokenLayout, tables: PageTables, page_size: int, device: torch.device, gather_from: int = GATHER_FROM
 ) -> tuple[Tensor, tuple[AttentionPart, ...]]:
-    """tables.slot_mapping on the device, and parts that cover every token once; all of it in one copy."""
+    """tables.slot_mapping on the device, and parts that cover every token once; all of it in one copy.
+
+    gather_from: new tokens of prompts from which their K and V are gathered.
+    """
     appends = np.diff(tokens.qo_indptr)
     single = tokens.single
     nodes = np.zeros(appends.size, np.int32)
@@ -52,11 +57,13 @@ def plan_parts(
         tiles = lay_out_tiles(tokens, tables, page_size)
     groups = [np.flatnonzero(of) for of in (single, ~single & (nodes == 0), nodes > 0)]
     drafts = [
-        _draft(tokens, tables, appends, sequences, nodes[sequences], page_size)
+        _draft(tokens, tables, appends, sequences, nodes[sequences], page_size, gather_from)
         for sequences in groups
         if sequences.size
     ]
-    of_parts = [(draft.kv_indices, draft.tokens, draft.kv_slots) for draft in drafts]
+    of_parts = [
+        (draft.kv_indices, draft.tokens, draft.kv_slots, draft.kv_indptr, draft.kv_last_page_len) for draft in drafts
+    ]
     arrays = [tables.slot_mapping, *tiles, *(array for of_part in of_parts for array in of_part)]
     slots, *uploaded = upload(arrays, device)
     trees = TreeTiles(*uploaded[:3]) if tiles else None
@@ -71,9 +78,12 @@ def plan_parts(
             torch.from_numpy(draft.kv_last_page_len),
             kv_slots if draft.kv_slots.size else None,
             trees if draft.of_trees else None,
+            (kv_indptr, kv_last_page_len),
             SharedPart.of(tables.shared, single, device) if draft.single and tables.shared is not None else None,
         )
-        for draft, pages, rows, kv_slots in zip(drafts, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True)
+        for draft, pages, rows, kv_slots, kv_indptr, kv_last_page_len in zip(
+            drafts, *(uploaded[which::5] for which in range(5)), strict=True
+        )
     )
     return slots, parts
 
@@ -97,6 +107,7 @@ def _draft(
     sequences: NDArray[np.int64],
     nodes: Int32Array,
     page_size: int,
+    gather_from: int,
 ) -> _Draft:
     """An AttentionPart of `sequences` (int64 [n]), before anything is on the device; no kv_slots: not gathered.
 
@@ -108,7 +119,7 @@ def _draft(
     appends = appends[sequences]
     pages = tables.kv_indices[ragged_range(tables.kv_indptr[:-1], counts)]
     of_trees = bool(nodes[0])
-    gathered = not of_trees and int(appends.max()) > 1 and int(appends.sum()) >= GATHER_FROM
+    gathered = not of_trees and int(appends.max()) > 1 and int(appends.sum()) >= gather_from
     return _Draft(
         single=bool(appends[0] == 1) and not of_trees,
         of_trees=of_trees,

@@ -169,7 +169,7 @@ def _attend_trees(
         keys = tl.load(rows[None, :] + column[:, None], mask=in_tree[None, :], other=0.0)
         if FP8:
             keys = (keys.to(tl.float32) * tl.load(fp8_scales + kv_head)).to(queries.dtype)
-        scores = tl.dot(queries, keys) * scale
+        scores = tl.dot(queries, keys, input_precision="ieee") * scale
         if SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         words = tl.load(
@@ -189,7 +189,7 @@ def _attend_trees(
         if FP8:
             values = (values.to(tl.float32) * tl.load(fp8_scales + KV_HEADS + kv_head)).to(queries.dtype)
         total = total * shrunk + tl.sum(weights, 1)
-        weighted = weighted * shrunk[:, None] + tl.dot(weights.to(values.dtype), values)
+        weighted = weighted * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         top = highest
     total = tl.where(there, total, 1.0)  # no 0 / 0 in rows that nobody has
     tl.store(output + places, (weighted / total[:, None]).to(output.dtype.element_ty), mask=there[:, None])

@@ -143,7 +143,8 @@ class AtOnce(worker_pb2_grpc.WorkerServicer):
                 pages=64,
                 writer_pe=0,
                 lease_seconds=30.0,
-            )
+            ),
+            token="token",
         )
 
     async def PrepareReceive(self, request: Any, context: Any) -> worker_pb2.Reservation:

@@ -309,3 +309,18 @@ def test_wrong_use_is_refused() -> None:
     dynamic.add_sequence(0)
     with pytest.raises(InvalidArgument, match="RoPE is dynamic"):
         dynamic.enable_sliding_window(0, 8, 2)
+
+
+def test_pages_that_a_stream_receives_into_drain_when_it_goes() -> None:
+    """All of them: also those that slid to lower places when room was made."""
+    cache = cache_of(LAYOUT, 12)
+    cache.add_sequence(0)
+    cache.enable_sliding_window(0, 8, 0)
+    for step in range(3):
+        run(cache, [0], [8], draw_inputs(LAYOUT, 8, seed=step))
+    position_map = cache.prepare_receive(0, 4)
+    pages = {int(slot) // 4 for slot in position_map.runs[0].slots()}
+    cache.remove_sequence(0)
+    assert cache.num_draining_pages == len(pages)
+    cache.finish_receive(0)
+    assert (cache.num_draining_pages, cache.num_free_pages) == (0, 12)

@@ -112,14 +112,35 @@ def test_attempts_are_bounded_and_the_error_says_why(model: Path) -> None:
     with_gateway(model, FakeWorker(say, fails), body, **{"gateway.max_attempts": 3})
 
 
-@pytest.mark.parametrize(("status", "kind"), [("INTERNAL", ServerError), ("INVALID_ARGUMENT", InvalidRequest)])
-def test_what_is_the_requests_own_fault_is_not_repeated(model: Path, status: str, kind: type[Exception]) -> None:
+def test_what_is_the_requests_own_fault_is_not_repeated(model: Path) -> None:
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
-        with pytest.raises(kind, match="as the test says"):
+        with pytest.raises(InvalidRequest, match="as the test says"):
             await ask(client)
         assert worker.prompts == [PROMPT]
 
-    with_gateway(model, FakeWorker(say, {"RemoteSend": [status]}), body)
+    with_gateway(model, FakeWorker(say, {"RemoteSend": ["INVALID_ARGUMENT"]}), body)
+
+
+@pytest.mark.parametrize(
+    "fails", [{"RemoteSend": ["INTERNAL"]}, {"StartGenerate": ["INTERNAL"]}, {"StartGenerate": ["go on", "INTERNAL"]}]
+)
+def test_a_forward_that_failed_is_tried_again(model: Path, fails: dict[str, list[str]]) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        assert tokens_of(await ask(client)) == TOKENS
+        assert len(worker.prompts) == 2
+
+    with_gateway(model, FakeWorker(say, fails), body)
+
+
+def test_and_no_more_than_once(model: Path) -> None:
+    """A request that fails every forward that it is part of must not take others with it for ever."""
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        with pytest.raises(ServerError, match="as the test says"):
+            await ask(client)
+        assert worker.prompts == [PROMPT] * 2
+
+    with_gateway(model, FakeWorker(say, {"RemoteSend": ["INTERNAL"] * 2}), body)
 
 
 def test_a_worker_that_cannot_be_reached_is_passed_over_and_costs_no_attempt(model: Path) -> None:

@@ -7,9 +7,11 @@ import pytest
 
 from tandem.cluster.client import AsyncClient, Client
 from tandem.cluster.client_messages import GenerateUpdate, Prompt
+from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.errors import (
     CallError,
     Cancelled,
+    ConfigError,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
@@ -164,3 +166,29 @@ def test_info() -> None:
             assert client.model_info().vocab_size == 512
             assert client.cluster_info().islands[0].workers[1].num_pages == 64
         assert asyncio.run(ask(address)) == ("tiny", "c")
+
+
+@both
+def test_a_client_says_who_it_is(generate: Generate) -> None:
+    """Each object by an id of its own, for all its requests."""
+    gateway = FakeGateway()
+    with serving(gateway) as address:
+        generate(address, "one")
+        generate(address, "two")
+    first, second = gateway.client_ids
+    assert first != second
+
+
+def test_a_client_id_may_be_given() -> None:
+    gateway = FakeGateway()
+    security = ClientSecurity(token="some-token")  # which is metadata too
+    with serving(gateway) as address, Client(address, security, client_id="me") as client:
+        for _ in range(2):
+            list(client.generate("x"))
+    assert gateway.client_ids == ["me", "me"]
+
+
+@pytest.mark.parametrize("client_id", ["", "a\nb", "é", "x" * 129])
+def test_a_client_id_that_cannot_be_sent_is_refused(client_id: str) -> None:
+    with pytest.raises(ConfigError, match="client_id"):
+        Client("127.0.0.1:1", client_id=client_id)

@@ -162,15 +162,21 @@ def test_errors_name_field_value_and_limit(
         assert part in message
 
 
-def test_unknown_fields_are_refused(island: Island) -> None:
-    request = inference_pb2.GenerateRequest(text=PROMPT)
-    raw = request.SerializeToString() + b"\xf8\x07\x01"  # field 127
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (b"\x12\x01a\xf8\x07\x01", "GenerateRequest has unknown field number 127"),
+        (b"\x1a\x05\x0a\x01\x05\x10\x01", "token_ids has unknown field number 2; this version knows ids"),
+        (b"\x12\x03\xff\xfe\xfd", "5 bytes of the request cannot be read"),
+    ],
+)
+def test_bytes_that_are_not_such_a_message_are_refused(island: Island, raw: bytes, named: str) -> None:
     with grpc.insecure_channel(island.address) as channel:
         call = channel.unary_stream("/tandem.v1.Inference/Generate")(raw, timeout=5)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert "127" in str(caught.value.details())
+    assert named in str(caught.value.details())
 
 
 def test_missing_input(island: Island) -> None:

@@ -74,7 +74,7 @@ class Pair:
 
 
 @contextmanager
-def running_pair(processes: Sequence[PeProcess], model: Path, mapped: bool, **settings: Any) -> Iterator[Pair]:
+def running_pair(processes: list[PeProcess], model: Path, mapped: bool, **settings: Any) -> Iterator[Pair]:
     """mapped: whether the decode worker's pages are; else all goes by puts. settings: of both WorkerConfigs."""
     for process, role in zip(processes, (Role.PREFILL, Role.DECODE), strict=True):
         config = WorkerConfig(

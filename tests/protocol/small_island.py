@@ -124,7 +124,7 @@ class SmallIsland:
         names = ("the prefill worker", "the decode worker")
         memories = [TokenMemory(name, shape.num_pages, findings) for name in names]
         self.endpoints = [Endpoint(memory, np.zeros((rows, 2), np.int64)) for memory in memories]
-        configs = [TransportConfig(pe, 2, LAYOUT, shape.num_pages, rows, "small", epoch) for pe in (PREFILL, DECODE)]
+        configs = [TransportConfig(pe, 2, LAYOUT, (shape.num_pages,), rows, "small", epoch) for pe in (PREFILL, DECODE)]
         self.transports = [WireTransport(config, self.endpoints) for config in configs]
         self.caches = [
             PagedKVCache(

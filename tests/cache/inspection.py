@@ -1,0 +1,68 @@
+"""What a paged cache holds, beside what its caller knows: contents position by position, and who has which page."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests.cache.known import Known, Side
+from tests.cache.oracle import Oracle
+from tests.tolerances import ARITHMETIC
+
+
+def check_contents(side: Side, sequence: int, oracle: Oracle) -> None:
+    known, transfer = side.known[sequence], side.incoming.get(sequence)
+    assert side.cache.num_tokens(sequence) == (transfer.end if transfer else known.length)
+    if known.stream is None:
+        begin = min(side.cache.first_position(sequence), len(known.ids))
+        places = np.array([*range(len(known.ids)), *(place(known, node) for node in range(len(known.nodes)))])
+        check_kv(side, oracle, sequence, begin, known.length, [*known.ids, *known.nodes], places)
+    else:
+        there = [position for position in known.kept if position < len(known.ids)]
+        sinks = sum(position < known.stream[1] for position in there)
+        check_kv(side, oracle, sequence, 0, sinks, known.ids, None)
+        begin = there[sinks] if len(there) > sinks else len(known.ids)
+        check_kv(side, oracle, sequence, begin, len(known.ids), known.ids, None)
+    if transfer is None and side.cache.layout.has_windows:
+        row, table = side.cache._table.row(sequence), side.cache._table
+        assert [int(group.begins[row]) for group in table.groups] == side.first_places(known.queries)
+
+
+def place(known: Known, node: int) -> int:
+    return len(known.ids) + len(known.path(node)) - 1
+
+
+def check_kv(
+    side: Side, oracle: Oracle, sequence: int, begin: int, end: int, ids: list[int], places: NDArray[np.int64] | None
+) -> None:
+    """places: where K is rotated; None: it is not."""
+    wanted = np.array(ids[begin:end], np.int64)
+    for layer, (k, v) in enumerate(side.cache.gather_kv(sequence, begin, end)):
+        if places is None:
+            assert np.array_equal(k.numpy(), oracle.k[layer][wanted])
+        else:
+            assert_close(k, oracle.rotated_k[layer][wanted, places[begin:end].astype(np.int64)])
+        assert np.array_equal(v.numpy(), oracle.v[layer][wanted])
+
+
+def assert_close(actual: Tensor, expected: NDArray[np.float64]) -> None:
+    tolerance = ARITHMETIC[torch.float32]
+    assert actual.shape == expected.shape
+    # Several times as fast as numpy's allclose; NaN is false.
+    assert (np.abs(actual.numpy() - expected) <= tolerance.atol + tolerance.rtol * np.abs(expected)).all()
+
+
+def check_pages(side: Side) -> None:
+    """Every reference is a sequence's or the index's, and every page that has none is free or drains."""
+    cache = side.cache
+    rows = [cache._table.row(sequence) for sequence in side.known]
+    for allocator, group in zip(cache._pools._allocators, cache._table.groups, strict=True):
+        held = [group.held(row) for row in rows]
+        counts = np.bincount(np.concatenate([np.empty(0, np.int32), *held]), minlength=allocator.num_pages)
+        indexed = allocator.references - counts
+        assert ((indexed == 0) | (indexed == 1)).all()
+        assert int(indexed.sum()) == cache.num_cached_pages
+        unused = int((allocator.references == 0).sum())
+        assert allocator.num_free + allocator.num_draining == unused
+    if not side.draining:
+        assert cache.num_draining_pages == 0

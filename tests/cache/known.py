@@ -1,0 +1,148 @@
+"""What a caller of two paged caches knows of them, and what follows for what they accept."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tandem.cache.paged_cache import PagedKVCache
+from tests.cache.oracle import NUM_PLACES
+
+
+@dataclass
+class Known:
+    """One sequence. ids: its tokens, also those that left a window. nodes, parents: its open tree.
+
+    queries: the furthest position from which one has looked back: what no window shows from there on is gone.
+    reserved: a length and the longest append. stream: a window and sinks; kept: which of its positions are there.
+    sends: which positions its last map asked for.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    queries: int = 0
+    reserved: tuple[int, int] | None = None
+    stream: tuple[int, int] | None = None
+    kept: list[int] = field(default_factory=list)
+    sends: tuple[int, int] | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.ids) + len(self.nodes)
+
+    def path(self, node: int) -> list[int]:
+        """Ids from a root to a node."""
+        ids = []
+        while node >= 0:
+            ids.append(self.nodes[node])
+            node = self.parents[node]
+        return ids[::-1]
+
+    def slide(self, append: int, *, receive: bool = False) -> None:
+        """`append` positions more of a stream, none of which is in ids yet."""
+        assert self.stream is not None
+        window, sink = self.stream
+        excess = len(self.kept) + append - window
+        evicted = max(min(excess, excess if receive else max(len(self.kept) - sink, 0)), 0)
+        self.kept += range(len(self.ids), len(self.ids) + append)
+        del self.kept[sink : sink + evicted]
+
+    def texts(self, added: list[int]) -> list[list[int]]:
+        """What each of `added`, appended already, attends to, itself last, at the places 0, 1, …"""
+        if self.nodes:
+            return [self.ids + self.path(node) for node in range(len(self.nodes) - len(added), len(self.nodes))]
+        ids = self.ids if self.stream is None else [self.ids[position] for position in self.kept]
+        return [ids[: len(ids) - len(added) + index + 1] for index in range(len(added))]
+
+    def can_send(self, into: "Known", begin: int, end: int) -> bool:
+        """Whether what `into`, a stream as this is, keeps of positions begin … end - 1 is there and stays until all
+        are appended."""
+        assert self.stream is not None
+        window, sink = self.stream
+        wanted = {position for position in into.kept if begin <= position < len(self.ids)}
+        staying = {of for of in self.kept if of < sink or of >= end - (window - sink)}
+        return wanted <= staying
+
+
+@dataclass
+class Transfer:
+    """Positions begin … end - 1 of `source` (on the other side) on their way to `target`."""
+
+    source: int
+    begin: int
+    end: int
+
+
+@dataclass
+class Side:
+    """One cache, and what a caller of it knows."""
+
+    cache: PagedKVCache
+    known: dict[int, Known] = field(default_factory=dict)
+    published: list[list[int]] = field(default_factory=list)
+    incoming: dict[int, Transfer] = field(default_factory=dict)
+    draining: dict[int, int] = field(default_factory=dict)  # what was removed → who still may write it
+
+    def resting(self, *, trees: bool = False) -> list[int]:
+        """Sequences that are not being received; those with open trees only on demand."""
+        return [of for of, known in self.known.items() if of not in self.incoming and (trees or not known.nodes)]
+
+    def remove(self, sequence: int) -> None:
+        self.cache.remove_sequence(sequence)
+        del self.known[sequence]
+        transfer = self.incoming.pop(sequence, None)
+        if transfer is not None:
+            self.draining[sequence] = transfer.source
+
+    def forward(
+        self,
+        batch: list[int],
+        counts: list[int],
+        inputs: list[tuple[Tensor, Tensor, Tensor]],
+        parents: list[list[int] | None],
+        sinks: Tensor | None,
+    ) -> list[Tensor]:
+        """o of each layer. parents: of each sequence's new tokens, None for plain ones."""
+        trees = parents if any(of is not None for of in parents) else None
+        plan = self.cache.begin_forward(batch, counts, token_tree_parents=trees)
+        outputs = [self.cache.attention(plan, layer, q, k, v, sinks) for layer, (q, k, v) in enumerate(inputs)]
+        self.cache.end_forward(plan)
+        return outputs
+
+    def pages_for(self, sequence: int, count: int) -> int:
+        """The most pages of one group that `count` positions more can take."""
+        known, size = self.known[sequence], self.cache.layout.page_size
+        if known.stream is not None:
+            return -(-count // size) + 2
+        row = self.cache._table.row(sequence)
+        held = min(int(group.ends[row]) for group in self.cache._table.groups)
+        return max(-(-(known.length + count) // size) - held, 0) + 1  # one to copy
+
+    def is_promised(self, sequence: int, count: int) -> bool:
+        """Whether a reservation covers `count` positions more."""
+        known = self.known[sequence]
+        if known.reserved is None:
+            return False
+        most, longest = known.reserved
+        return count <= longest and (known.stream is not None or known.length + count <= most)
+
+    def overtakes(self, sequence: int, count: int) -> bool:
+        """Whether a stream that has not sent what it holds would grow beyond the end of its map."""
+        known = self.known[sequence]
+        if known.stream is None or known.sends is None:
+            return False
+        begin, end = known.sends
+        sent = begin + self.cache.num_sent(sequence)
+        return sent < min(len(known.ids), end) and len(known.ids) + count > end
+
+    def first_places(self, query: int) -> list[int]:
+        windows = [group.window or NUM_PLACES for group in self.cache.layout.groups]
+        return [max(query - window + 1, 0) // self.cache.layout.page_size for window in windows]
+
+    def can_be_cut(self, sequence: int, length: int) -> bool:
+        """Whether the windows at `length` show nothing that is gone."""
+        known = self.known[sequence]
+        if known.stream is None:
+            return self.first_places(length) == self.first_places(max(length, known.queries))
+        least = known.stream[1] if len(known.kept) < len(known.ids) else 0
+        return len(known.kept) - (len(known.ids) - length) >= least

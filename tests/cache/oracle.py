@@ -1,0 +1,102 @@
+"""What a cache must compute, from what it knows of each token alone: an id, of which q, k and v follow."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.layout import KVLayout
+from tandem.cache.rope import RopeParameters, RotaryEmbedding
+
+NUM_TOKENS = 512  # kinds of tokens
+NUM_PLACES = 64
+
+Ids = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a program's caches are made of. positions: of one cache's pool."""
+
+    layout: KVLayout
+    rope: RopeParameters
+    positions: int = 80
+    softcap: float | None = None
+    sinks: tuple[float, ...] | None = None
+    kernels: KernelFactory = choose_kernels
+
+
+class Oracle:
+    """Per layer, q, k and v of every token, float32 values in float64, and k rotated for every place."""
+
+    def __init__(self, setting: Setting, num_q_heads: int) -> None:
+        generator = np.random.default_rng(0)
+        layout = setting.layout
+        self._softcap = setting.softcap
+        self._sinks = None if setting.sinks is None else np.array(setting.sinks)
+        self.num_layers = layout.num_layers
+        head_dim = layout.groups[0].head_dim
+        factors = RotaryEmbedding(setting.rope, NUM_PLACES, "cpu", torch.float64).rotation(torch.arange(NUM_PLACES))
+        self._cos, self._sin = factors.cos.numpy(), factors.signed_sin.numpy()
+        of_layers = {layer: group for group in layout.groups for layer in group.layers}
+        self._windows = [of_layers[layer].window for layer in range(self.num_layers)]
+
+        def draw(heads: int) -> NDArray[np.float64]:
+            return generator.standard_normal((NUM_TOKENS, heads, head_dim)).astype(np.float32).astype(np.float64)
+
+        heads = [of_layers[layer].num_kv_heads for layer in range(self.num_layers)]
+        self.q = [draw(num_q_heads) for _ in heads]
+        self.k = [draw(count) for count in heads]
+        self.v = [draw(count) for count in heads]
+        self.rotated_q, self.rotated_k = ([self._rotate_everywhere(x) for x in of] for of in (self.q, self.k))
+
+    def inputs(self, ids: Ids) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Per layer q, k and v of a forward's tokens."""
+        index = np.array(ids)
+        return [
+            tuple(torch.from_numpy(x[layer][index].astype(np.float32)) for x in (self.q, self.k, self.v))
+            for layer in range(self.num_layers)
+        ]  # type: ignore[misc]  # a tuple of three
+
+    def outputs(self, texts: Sequence[Ids]) -> list[NDArray[np.float64]]:
+        """Per layer o [n, num_q_heads, head_dim] of the last token of each text, that stands at the places 0, 1, …"""
+        lengths = np.array([len(text) for text in texts])
+        longest = int(lengths.max())
+        ids = np.zeros((len(texts), longest), np.int64)
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text)] = text
+        places = np.arange(longest)
+        last = ids[np.arange(len(texts)), lengths - 1]
+        outputs = []
+        for layer, window in enumerate(self._windows):
+            hidden = places >= lengths[:, None]
+            if window is not None:
+                hidden |= places < lengths[:, None] - window
+            q = self.rotated_q[layer][last, lengths - 1]
+            k, v = self.rotated_k[layer][ids, places], self.v[layer][ids]
+            outputs.append(self._attend(q, k, v, hidden))
+        return outputs
+
+    def _attend(
+        self, q: NDArray[np.float64], k: NDArray[np.float64], v: NDArray[np.float64], hidden: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        """q [n, q heads, D], k and v [n, m, kv heads, D], hidden [n, m]."""
+        grouped = q.reshape(q.shape[0], k.shape[2], -1, q.shape[2])
+        scores = grouped @ k.transpose(0, 2, 3, 1) * q.shape[2] ** -0.5
+        if self._softcap is not None:
+            scores = self._softcap * np.tanh(scores / self._softcap)
+        scores = np.where(hidden[:, None, None], -np.inf, scores)
+        extra = 0.0 if self._sinks is None else np.exp(self._sinks).reshape(1, k.shape[2], -1, 1)
+        weights = np.exp(scores)
+        weights /= weights.sum(-1, keepdims=True) + extra
+        return (weights @ v.transpose(0, 2, 1, 3)).reshape(q.shape)
+
+    def _rotate_everywhere(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[tokens, places, heads, D]."""
+        half = np.roll(x, x.shape[2] // 2, -1)
+        return x[:, None] * self._cos + half[:, None] * self._sin

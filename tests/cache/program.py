@@ -1,0 +1,410 @@
+"""Random programs over the whole public API of two paged caches that send to each other.
+
+Each step is one call, or one forward, on one side, drawn from a seed. What a cache holds and computes is compared with
+an Oracle that is told of each token what it follows, and with the rules of the API for what must be refused.
+"""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.errors import InvalidArgument, OutOfPages
+from tandem.cache.paged_cache import PagedKVCache
+from tests.cache.inspection import assert_close, check_contents, check_pages
+from tests.cache.known import Known, Side, Transfer
+from tests.cache.naive import pools_of
+from tests.cache.oracle import NUM_PLACES, NUM_TOKENS, Oracle, Setting
+from tests.cache.peer_writer import PeerWriter
+
+QUERY_HEADS, MOST_SEQUENCES, LONGEST, LONGEST_STREAM = 4, 5, 30, 300
+STREAMS = [(8, 2), (12, 0), (9, 4), (3, 2)]  # windows and sinks
+NO_TREE = "has an open token tree"
+
+
+def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PeerWriter) -> PagedKVCache:
+    return PagedKVCache(
+        setting.layout,
+        pools,
+        max_sequences=MOST_SEQUENCES,
+        max_sequence_length=NUM_PLACES,
+        rope=setting.rope,
+        writer=writer,
+        softcap=setting.softcap,
+        kernels=setting.kernels,
+    )
+
+
+class Program:
+    def __init__(self, seed: int, setting: Setting, oracle: Oracle) -> None:
+        """oracle: that of the setting."""
+        self.random, self.spot_checks = Random(seed), Random(seed)
+        self.stream = self.random.choice(STREAMS)
+        self.layout = setting.layout
+        self.oracle = oracle
+        self.num_pages = setting.positions // self.layout.page_size
+        self._sinks = None if setting.sinks is None else torch.tensor(setting.sinks)
+        pools = [pools_of(self.layout, self.num_pages) for _ in range(2)]
+        self.sides = [Side(cache_of(setting, own, PeerWriter(pe, pools))) for pe, own in enumerate(pools)]
+        self.next_sequence = 0
+        plain = not self.layout.has_windows
+        self._operations: dict[Callable[[int], None], float] = {
+            self.add: 2.0,
+            self.append: 8.0,
+            self.fork: 2.0,
+            self.pop: 3.0,
+            self.reserve: 1.0,
+            self.remove: 2.0,
+            self.send: 3.0,
+            self.settle: 1.0,
+        }
+        if plain:
+            self._operations |= {
+                self.publish: 2.0,
+                self.match: 2.0,
+                self.clear_prefixes: 0.2,
+                self.commit: 2.0,
+                self.misuse: 1.0,
+            }
+        self.counts: dict[str, int] = {}
+
+    def run(self, steps: int) -> None:
+        with torch.inference_mode():
+            for step in range(steps):
+                (operation,) = self.random.choices(list(self._operations), list(self._operations.values()))
+                pe = self.random.randrange(2)
+                operation(pe)
+                self.check(pe, everything=step % 16 == 0)
+            self.end()
+
+    def count(self, what: str) -> None:
+        """That something came about; tests look at the counts, for a program that never does it shows nothing."""
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def new_sequence(self) -> int:
+        self.next_sequence += 1
+        return self.next_sequence
+
+    def pick(self, choices: list[int]) -> int | None:
+        return self.random.choice(choices) if choices else None
+
+    def draw_ids(self, count: int) -> list[int]:
+        return self.random.choices(range(NUM_TOKENS), k=count)
+
+    # One sequence
+
+    def add(self, pe: int) -> None:
+        side = self.sides[pe]
+        if len(side.known) == MOST_SEQUENCES:
+            return
+        sequence = self.new_sequence()
+        side.cache.add_sequence(sequence)
+        side.known[sequence] = Known()
+        if not self.layout.has_windows and self.random.random() < 0.3:
+            side.cache.enable_sliding_window(sequence, *self.stream)
+            side.known[sequence].stream = self.stream
+
+    def fork(self, pe: int) -> None:
+        side = self.sides[pe]
+        parent = self.pick(side.resting())
+        if parent is None or len(side.known) == MOST_SEQUENCES:
+            return
+        of = side.known[parent]
+        length = self.random.randint(0, len(of.ids))
+        if of.stream is not None and self.random.random() < 0.8:
+            length = min(length, of.stream[1])
+        child, whole = self.new_sequence(), length == len(of.ids) and self.random.random() < 0.5
+        allowed = side.can_be_cut(parent, length) if of.stream is None else length <= of.stream[1]
+        try:
+            side.cache.fork_sequence(parent, child, -1 if whole else length)
+        except OutOfPages:
+            assert length % self.layout.page_size or of.reserved
+            assert side.cache.num_free_pages == 0 or of.reserved
+            return
+        except InvalidArgument:
+            assert length
+            assert not allowed
+            return
+        assert not length or allowed
+        kept = [] if of.stream is None else list(range(length))
+        side.known[child] = Known(of.ids[:length], queries=length, stream=of.stream, kept=kept)
+        self.count("forks of streams" if of.stream else "forks")
+
+    def pop(self, pe: int) -> None:
+        side = self.sides[pe]
+        sequence = self.pick(side.resting(trees=True))
+        if sequence is None:
+            return
+        known = side.known[sequence]
+        count = min(self.random.choice([1, 2, 3, 9, LONGEST]), known.length)
+        beyond = len(known.nodes) < count if known.nodes else not side.can_be_cut(sequence, len(known.ids) - count)
+        try:
+            side.cache.pop(sequence, count)
+        except OutOfPages:
+            assert known.reserved
+            return
+        except InvalidArgument:
+            assert beyond
+            return
+        assert not beyond
+        if known.nodes:
+            del known.nodes[len(known.nodes) - count :], known.parents[len(known.parents) - count :]
+            self.count("pops of nodes")
+            return
+        del known.ids[len(known.ids) - count :]
+        if known.stream is not None:
+            del known.kept[len(known.kept) - count :]
+            self.count("pops of streams")
+
+    def reserve(self, pe: int) -> None:
+        side = self.sides[pe]
+        sequence = self.pick(list(side.known))
+        if sequence is None:
+            return
+        known, longest = side.known[sequence], self.random.choice([1, 9])
+        tokens = self.random.randint(0, LONGEST) if known.stream is None else 1_000_000
+        free = side.cache.num_free_pages
+        try:
+            side.cache.reserve(sequence, tokens, longest)
+        except OutOfPages:
+            assert known.stream is not None or free < side.pages_for(sequence, max(tokens - known.length, 0))
+            return
+        known.reserved = tokens, longest
+
+    def remove(self, pe: int) -> None:
+        sequence = self.pick(list(self.sides[pe].known))
+        if sequence is not None:
+            self.sides[pe].remove(sequence)
+
+    def publish(self, pe: int) -> None:
+        side = self.sides[pe]
+        sequence = self.pick(side.resting())
+        if sequence is None:
+            return
+        known = side.known[sequence]
+        tokens = known.ids[: self.random.randint(0, len(known.ids))]
+        if known.stream is not None:
+            with pytest.raises(InvalidArgument, match="slides"):
+                side.cache.publish_prefix(sequence, tokens)
+            return
+        side.cache.publish_prefix(sequence, tokens)
+        side.published.append(tokens)
+        if len(side.known) < MOST_SEQUENCES:
+            size = self.layout.page_size
+            assert self.match_tokens(side, [*tokens, NUM_TOKENS]) == len(tokens) // size * size
+
+    def match(self, pe: int) -> None:
+        side = self.sides[pe]
+        if side.published and len(side.known) < MOST_SEQUENCES:
+            tokens = self.random.choice(side.published)
+            cut = self.random.randint(0, len(tokens))
+            self.match_tokens(side, tokens[:cut] + [NUM_TOKENS] * self.random.randint(0, 5))
+
+    def match_tokens(self, side: Side, tokens: list[int]) -> int:
+        """Adds a sequence that takes what the index knows of tokens."""
+        sequence = self.new_sequence()
+        side.cache.add_sequence(sequence)
+        matched = side.cache.match_prefix(sequence, tokens)
+        assert matched % self.layout.page_size == 0
+        assert matched < max(len(tokens), 1)
+        assert any(known[:matched] == tokens[:matched] for known in side.published)
+        side.known[sequence] = Known(tokens[:matched])
+        self.count("matches" if matched else "nothing matched")
+        return matched
+
+    def clear_prefixes(self, pe: int) -> None:
+        self.sides[pe].cache.clear_prefixes()
+
+    # Forwards
+
+    def append(self, pe: int) -> None:
+        side = self.sides[pe]
+        growing = [
+            of
+            for of in side.resting(trees=True)
+            if side.known[of].length < (LONGEST_STREAM if side.known[of].stream else LONGEST)
+        ]
+        if not growing:
+            return
+        batch = self.random.sample(growing, self.random.randint(1, len(growing)))
+        most = self.random.choice([1, 9])
+        counts, parents = [], []
+        for of in batch:
+            known = side.known[of]
+            limit = (LONGEST_STREAM if known.stream else LONGEST) - known.length
+            counts.append(min(self.random.randint(1, most), limit))
+            parents.append(self.draw_parents(side, of, counts[-1]))
+        added = [self.draw_ids(count) for count in counts]
+        inputs = self.oracle.inputs([id_ for ids in added for id_ in ids])
+        free = side.cache.num_free_pages
+        if any(map(side.overtakes, batch, counts)):
+            with pytest.raises(InvalidArgument, match="up to the end of its position map"):
+                side.forward(batch, counts, inputs, parents, self._sinks)
+            self.count("appends beyond a map refused")
+            return
+        try:
+            outputs = side.forward(batch, counts, inputs, parents, self._sinks)
+        except OutOfPages:
+            assert free < sum(map(side.pages_for, batch, counts))
+            assert not all(map(side.is_promised, batch, counts))
+            return
+        texts = [
+            text
+            for of, ids, tree in zip(batch, added, parents, strict=True)
+            for text in self.grown(side.known[of], ids, tree)
+        ]
+        for actual, expected in zip(outputs, self.oracle.outputs(texts), strict=True):
+            assert_close(actual, expected)
+        self.land(pe, batch)
+
+    def draw_parents(self, side: Side, sequence: int, count: int) -> list[int] | None:
+        """Those of `count` more nodes where the sequence has a tree or is to open one."""
+        known = side.known[sequence]
+        nodes = len(known.nodes)
+        able = not self.layout.has_windows and known.stream is None and side.cache.sends_done(sequence)
+        if not nodes and (not able or self.random.random() < 0.6):
+            return None
+        width = self.random.choice([1, 2, 5, nodes + count])
+        return [self.random.randint(max(-1, node - width), node - 1) for node in range(nodes, nodes + count)]
+
+    def grown(self, known: Known, added: list[int], parents: list[int] | None) -> list[list[int]]:
+        """Known.texts of what was appended now."""
+        if parents is not None:
+            self.count("trees grown" if known.nodes else "trees opened")
+            known.nodes += added
+            known.parents += parents
+            return known.texts(added)
+        known.queries = max(known.queries, len(known.ids))
+        if known.stream is not None:
+            known.slide(len(added))
+            self.count("streams that slid" if len(known.kept) < len(known.ids) + len(added) else "streams")
+        known.ids += added
+        return known.texts(added)
+
+    def commit(self, pe: int) -> None:
+        side = self.sides[pe]
+        trees = [of for of in side.resting(trees=True) if side.known[of].nodes]
+        batch = self.random.sample(trees, self.random.randint(0, len(trees)))
+        if not batch:
+            return
+        leaves = [self.random.randint(-1, len(side.known[of].nodes) - 1) for of in batch]
+        side.cache.commit_token_tree(batch, leaves)
+        for of, leaf in zip(batch, leaves, strict=True):
+            known = side.known[of]
+            known.ids += known.path(leaf)
+            known.nodes, known.parents = [], []
+            self.count("commits" if leaf >= 0 else "rejections")
+
+    def misuse(self, pe: int) -> None:
+        """What an open tree does not allow."""
+        side = self.sides[pe]
+        sequence = self.pick([of for of in side.known if side.known[of].nodes])
+        if sequence is None:
+            return
+        cache, nodes = side.cache, len(side.known[sequence].nodes)
+        calls: list[tuple[Callable[[], object], str]] = [
+            (lambda: cache.begin_forward([sequence], [1]), NO_TREE),
+            (lambda: cache.fork_sequence(sequence, 0), NO_TREE),
+            (lambda: cache.publish_prefix(sequence, []), NO_TREE),
+            (lambda: cache.prepare_receive(sequence, 1), NO_TREE),
+            (lambda: cache.enable_sliding_window(sequence, 8, 2), NO_TREE),
+            (lambda: cache.begin_forward([sequence], [1], token_tree_parents=[[nodes]]), f"as parent of node {nodes}"),
+            (lambda: cache.commit_token_tree([sequence], [nodes]), f"-1 … {nodes - 1} are accepted"),
+            (lambda: cache.pop(sequence, nodes + 1), f"count is {nodes + 1}"),
+        ]
+        call, message = self.random.choice(calls)
+        with pytest.raises(InvalidArgument, match=message):
+            call()
+        self.count("misuses")
+
+    # Transfers
+
+    def send(self, pe: int) -> None:
+        """prepare_receive there and mark_send here."""
+        side, other = self.sides[pe], self.sides[1 - pe]
+        marked = {transfer.source for transfer in other.incoming.values()}
+        source = self.pick([of for of in side.resting() if side.cache.sends_done(of) and of not in marked])
+        if source is None:
+            return
+        own = side.known[source]
+        target = self.pick([of for of in other.resting() if other.known[of].stream == own.stream])
+        if target is None:
+            return
+        into = other.known[target]
+        begin, held, longest = len(into.ids), len(own.ids), LONGEST if own.stream is None else LONGEST_STREAM
+        if max(begin, held) >= longest:
+            return
+        end = min(max(begin, held) + self.random.randint(1, 9), longest)
+        if self.layout.has_windows and not other.cache.sends_done(target):
+            with pytest.raises(InvalidArgument, match="is marked to be sent"):
+                other.cache.prepare_receive(target, end - begin)
+            return
+        free = other.cache.num_free_pages
+        try:
+            position_map = other.cache.prepare_receive(target, end - begin)
+        except OutOfPages:
+            assert free < other.pages_for(target, end - begin)
+            return
+        assert (position_map.start_position, position_map.end_position) == (begin, end)
+        if into.stream is not None:
+            into.slide(end - begin, receive=True)
+        other.incoming[target] = Transfer(source, begin, end)
+        if own.stream is None or own.can_send(into, begin, end):
+            side.cache.mark_send(source, begin, position_map, 1 - pe)
+            own.sends = begin, end
+            self.count("sends" if own.stream is None else "sends of streams")
+            return
+        with pytest.raises(InvalidArgument, match="sliding window"):
+            side.cache.mark_send(source, begin, position_map, 1 - pe)
+        other.remove(target)
+        other.cache.finish_receive(target)
+        del other.draining[target]
+        self.count("sends of streams refused")
+
+    def land(self, pe: int, batch: list[int]) -> None:
+        """Ends the transfers from `pe` that its last forward, of `batch`, completed."""
+        side, other = self.sides[pe], self.sides[1 - pe]
+        for target, transfer in list(other.incoming.items()):
+            if transfer.source not in batch:
+                continue
+            own, into = side.known[transfer.source], other.known[target]
+            reached = min(max(len(own.ids), transfer.begin), transfer.end)
+            assert side.cache.num_sent(transfer.source) == reached - transfer.begin
+            assert side.cache.sends_done(transfer.source) == (reached == transfer.end)
+            if reached < transfer.end:
+                continue
+            other.cache.finish_receive(target)
+            del other.incoming[target]
+            into.ids += own.ids[transfer.begin : transfer.end]
+            into.queries = max(into.queries, transfer.end)
+            self.count("landings" if own.stream is None else "landings of streams")
+
+    def settle(self, pe: int) -> None:
+        """The writers of sequences that were removed are quiet now: their marks go with them."""
+        side, other = self.sides[pe], self.sides[1 - pe]
+        for target, source in side.draining.items():
+            if source in other.known:
+                other.remove(source)
+            side.cache.finish_receive(target)
+        side.draining.clear()
+
+    # What must hold after every step
+
+    def check(self, pe: int, *, everything: bool) -> None:
+        """Some sequence of one side, or all."""
+        for side in self.sides if everything else (self.sides[pe],):
+            sequences = list(side.known)
+            for sequence in sequences if everything else self.spot_checks.sample(sequences, min(len(sequences), 1)):
+                check_contents(side, sequence, self.oracle)
+            check_pages(side)
+
+    def end(self) -> None:
+        for side in self.sides:
+            side.cache.clear()
+        for side in self.sides:
+            assert side.cache.is_empty
+            for sequence in [*side.draining, *side.incoming]:
+                side.cache.finish_receive(sequence)
+            assert (side.cache.num_free_pages, side.cache.num_draining_pages) == (self.num_pages, 0)

@@ -1,0 +1,299 @@
+"""The gateway and the workers of one island under bad calls, while good requests go on beside them.
+
+Every call ends in time with a status that its method may answer, INVALID_ARGUMENT naming what is wrong; good requests
+get their tokens; and in the end the island holds nothing: no page, reservation, stream, task or descriptor.
+"""
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from tandem.cluster.client import AsyncClient
+from tandem.proto import admin_pb2, inference_pb2, worker_pb2
+from tandem.workers.authentication import HEADER
+from tandem.workers.messages import prompt_to_bytes
+from tandem.workers.worker import Worker
+from tests.fuzz.mutations import TEXT, mutate_field, mutated_bytes
+from tests.island import Island
+from tests.oracle import random_prompt
+from tests.requests import GREEDY
+
+OVERRIDES: dict[str, Any] = {"model.max_model_len": 96, "island.lease_seconds": 0.2, "island.num_prefill": 1}
+CALL_SECONDS = 30.0  # a call that takes longer hangs
+WAIT_SECONDS = 0.15  # for calls that rightly wait for what will not come
+AT_ONCE = 12
+GOOD_EVERY = 40  # inputs to one good request
+IDLE_SECONDS = 20.0
+
+OK = grpc.StatusCode.OK
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+STALE = grpc.StatusCode.FAILED_PRECONDITION
+LATE = grpc.StatusCode.DEADLINE_EXCEEDED
+FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
+ENDED = grpc.StatusCode.ABORTED
+DENIED = grpc.StatusCode.UNAUTHENTICATED
+MISSING = grpc.StatusCode.UNIMPLEMENTED
+
+
+@dataclass(frozen=True)
+class Method:
+    """waits: whether a call in order may wait for something that never comes, so that its caller's deadline ends it."""
+
+    name: str
+    kind: type[Message]
+    statuses: frozenset[grpc.StatusCode]
+    waits: bool = False
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names that a refusal may give, those of messages inside included."""
+        names: set[str] = {self.kind.__name__}
+        pending = [self.kind.DESCRIPTOR]
+        while pending:
+            for each in pending.pop().fields:
+                names.add(each.name)
+                if each.message_type is not None:
+                    pending.append(each.message_type)
+        return frozenset(names)
+
+
+GENERATE = Method("Inference/Generate", inference_pb2.GenerateRequest, frozenset({OK, INVALID, ENDED}))
+SCALE = Method("Admin/Scale", admin_pb2.ScaleRequest, frozenset({INVALID, LATE}), waits=True)
+GATEWAY = (
+    *[GENERATE] * 5,
+    SCALE,
+    Method("Inference/GetModelInfo", inference_pb2.GetModelInfoRequest, frozenset({OK, INVALID})),
+    Method("Inference/GetClusterInfo", inference_pb2.GetClusterInfoRequest, frozenset({OK, INVALID})),
+)
+PREPARE = Method("Worker/PrepareReceive", worker_pb2.PrepareReceiveRequest, frozenset({OK, INVALID, STALE, FULL}))
+SEND = Method("Worker/RemoteSend", worker_pb2.RemoteSendRequest, frozenset({OK, INVALID, STALE, ENDED}))
+START = Method(
+    "Worker/StartGenerate", worker_pb2.StartGenerateRequest, frozenset({OK, INVALID, STALE, LATE}), waits=True
+)
+ABORT = Method("Worker/Abort", worker_pb2.AbortRequest, frozenset({OK, INVALID, STALE}))
+STATUS = Method("Worker/GetStatus", worker_pb2.GetStatusRequest, frozenset({OK, INVALID}))
+PREFILL, DECODE = (SEND, ABORT, STATUS), (PREPARE, START, ABORT, STATUS)
+
+
+@dataclass
+class Outcome:
+    """How often each status came, and how many good requests got their tokens."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    good: int = 0
+
+
+class Fuzz:
+    """`count` inputs drawn from `seed`, over an island that runs in this process. AssertionErrors name the input."""
+
+    def __init__(self, island: Island, seed: int) -> None:
+        self._island = island
+        self._seed = seed
+        self._vocabulary = island.workers[0].model_config.vocab_size
+        self.outcome = Outcome()
+
+    def run(self, count: int) -> Outcome:
+        asyncio.run(self._run(range(AT_ONCE)))  # what is opened once, is now
+        before = self._open()
+        asyncio.run(self._run(range(AT_ONCE, count)))
+        self._wait_until_idle(before)
+        return self.outcome
+
+    async def _run(self, numbers: Sequence[int]) -> None:
+        prompt = random_prompt(40, 9, self._vocabulary)
+        options = (("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0))
+        addresses = [self._island.address, *(worker.address for worker in self._island.workers)]
+        self._channels = [grpc.aio.insecure_channel(address, options=options) for address in addresses]
+        async with AsyncClient(self._island.address) as client:
+            self._expected = await _tokens(client, prompt)
+            pending = iter(numbers)
+
+            async def work() -> None:
+                for number in pending:
+                    try:
+                        await self._one(random.Random(f"{self._seed}/{number}"), number)
+                        if number % GOOD_EVERY == 0:
+                            assert await _tokens(client, prompt) == self._expected, "a good request has other tokens"
+                            self.outcome.good += 1
+                    except BaseException as error:
+                        error.add_note(f"seed {self._seed}, input {number}")
+                        raise
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(AT_ONCE):
+                        group.create_task(work())
+            finally:
+                await asyncio.gather(*(channel.close() for channel in self._channels))
+
+    async def _one(self, rng: random.Random, number: int) -> None:
+        kind = rng.randrange(10)
+        if kind < 5:
+            method = rng.choice(GATEWAY)
+            await self._bad_call(rng, 0, method, self._good(rng, method, number))
+        elif kind < 8:
+            pe, methods = rng.choice(((0, PREFILL), (1, DECODE)))
+            method = rng.choice(methods)
+            await self._bad_call(rng, pe + 1, method, self._good(rng, method, number))
+        else:
+            await self._bad_handshake(rng, number)
+
+    async def _bad_call(self, rng: random.Random, server: int, method: Method, message: Message) -> None:
+        data = self._spoil(rng, message)
+        token: str | None = None
+        if rng.random() < 0.05:
+            token = rng.choice(("", "Bearer ", "Bearer x", "Basic eDp4", "Bearer " + "y" * 5000))
+        name = method.name + (rng.choice(("X", "/", "")) if rng.random() < 0.02 else "")
+        allowed = method.statuses | ({MISSING} if name != method.name else set())
+        if token is not None and server:
+            allowed = frozenset({DENIED})
+        await self._call(server, method, data, allowed, name, token)
+
+    async def _bad_handshake(self, rng: random.Random, number: int) -> None:
+        """A request as a gateway would place it, one of whose messages is spoilt; then it is given back in order."""
+        request_id = f"fuzz/{number}"
+        prompt = random_prompt(rng.randrange(1, 80), number, self._vocabulary)  # shares no prefix with the good one
+        bad = rng.randrange(3)
+        prepare = worker_pb2.PrepareReceiveRequest(
+            request_id=request_id, epoch=1, prompt=prompt_to_bytes(prompt), max_tokens=rng.randrange(1, 9)
+        )
+        answer = await self._call(2, PREPARE, prepare.SerializeToString(), PREPARE.statuses)
+        if not answer:
+            return
+        reservation = worker_pb2.Reservation.FromString(answer[0])
+        sampling = inference_pb2.SamplingParams(max_tokens=prepare.max_tokens, temperature=0)
+        send = worker_pb2.RemoteSendRequest(
+            request_id=request_id, epoch=1, prompt=prompt_to_bytes(prompt), sampling=sampling, reservation=reservation
+        )
+        start = worker_pb2.StartGenerateRequest(
+            request_id=request_id, epoch=1, reservation_id=reservation.reservation_id, sampling=sampling
+        )
+        first = self._spoil(rng, send) if bad == 0 else send.SerializeToString()
+        second = self._spoil(rng, start) if bad == 1 else start.SerializeToString()
+        await asyncio.gather(self._call(1, SEND, first, SEND.statuses), self._call(2, START, second, START.statuses))
+        abort = worker_pb2.AbortRequest(request_id=request_id, epoch=1)
+        await self._call(1, ABORT, abort.SerializeToString(), ABORT.statuses)
+        abort.writer_quiet = True
+        spoilt = self._spoil(rng, abort) if bad == 2 else abort.SerializeToString()
+        await self._call(2, ABORT, spoilt, ABORT.statuses)
+
+    async def _call(
+        self,
+        server: int,
+        method: Method,
+        data: bytes,
+        allowed: frozenset[grpc.StatusCode] | set[grpc.StatusCode],
+        name: str | None = None,
+        token: str | None = None,
+    ) -> list[bytes]:
+        """The messages that came; none when the call was refused, as `allowed` has it."""
+        if token is None and server:
+            token = f"Bearer {self._island.workers[server - 1].config.token}"
+        call = self._channels[server].unary_stream(f"/tandem.v1.{name or method.name}")
+        metadata = () if token is None else ((HEADER, token),)
+        seconds = WAIT_SECONDS if method.waits else CALL_SECONDS
+        answers: list[bytes] = []
+        code, details = OK, ""
+        try:
+            async for answer in call(data, metadata=metadata, timeout=seconds):
+                answers.append(answer)
+        except grpc.aio.AioRpcError as error:
+            code, details = error.code(), error.details() or ""
+        self.outcome.statuses[f"{method.name} {code.name}"] += 1
+        described = f"{method.name} with {data[:500]!r} answered {code.name}: {details[:500]}"
+        assert code in allowed, described
+        if code == INVALID:
+            assert any(known in details for known in method.fields) or "bytes of the request" in details, described
+        return answers if code == OK else []
+
+    def _good(self, rng: random.Random, method: Method, number: int) -> Message:
+        """A message that the method would take, but for what belongs to it having been said before."""
+        prompt = random_prompt(rng.randrange(1, 40), number, self._vocabulary)
+        sampling = inference_pb2.SamplingParams(max_tokens=rng.randrange(1, 6), temperature=rng.choice((0, 1)), seed=3)
+        values: dict[str, Any] = {
+            "request_id": f"bad/{number}", "epoch": 1, "sampling": sampling, "max_tokens": 4, "num_decode": 1,
+            "token_ids": inference_pb2.TokenIds(ids=prompt), "prompt": prompt_to_bytes(prompt),
+            "reservation": worker_pb2.Reservation(epoch=1, target_pe=1, generation=1, lease_seconds=1),
+            "reservation_id": number,
+        }  # fmt: skip
+        message = method.kind(
+            **{name: value for name, value in values.items() if name in method.kind.DESCRIPTOR.fields_by_name}
+        )
+        if isinstance(message, inference_pb2.GenerateRequest) and rng.random() < 0.4:
+            if rng.random() < 0.5:
+                message.text = rng.choice(TEXT)
+            else:
+                message.chat.messages.add(role=rng.choice(("user", "system", "x", "")), content=rng.choice(TEXT))
+        return message
+
+    def _spoil(self, rng: random.Random, message: Message) -> bytes:
+        if rng.random() < 0.5:
+            for _ in range(rng.choice((1, 1, 2, 5)) if message.DESCRIPTOR.fields else 0):
+                mutate_field(rng, message)
+            return message.SerializeToString()
+        return mutated_bytes(rng, message.SerializeToString())
+
+    def _wait_until_idle(self, before: dict[str, int]) -> None:
+        deadline = time.monotonic() + IDLE_SECONDS
+        while True:
+            more = [f"{now} {name}, {before[name]} before" for name, now in self._open().items() if now > before[name]]
+            left = self._held() + more
+            if not left:
+                return
+            assert time.monotonic() < deadline, f"seed {self._seed}: still held after {IDLE_SECONDS:g} s: {left}"
+            time.sleep(0.05)
+
+    def _held(self) -> list[str]:
+        held = []
+        for worker in self._island.workers:
+            held += worker.on_step_thread(partial(_held_by, worker))
+        gateway: Any = self._island.gateway
+        links = [link for island in gateway._islands._current.values() for link in island.links]
+        of_gateway = {
+            "calls": len(gateway._active),
+            "queued": gateway._router.queued,
+            "clean-ups": len(gateway._router._cleanup),
+            "orders": len(gateway._admin._outcomes),
+            "placed tokens": sum(link.load for link in links),
+        }
+        return held + [f"gateway: {count} {name}" for name, count in of_gateway.items() if count]
+
+    def _open(self) -> dict[str, int]:
+        """What an idle island has some of."""
+        tasks = {f"tasks of PE {worker.config.pe}": _num_tasks(worker) for worker in self._island.workers}
+        return {"descriptors": len(os.listdir("/proc/self/fd")), **tasks}
+
+
+def _num_tasks(worker: Worker) -> int:
+    async def count() -> int:
+        return len(asyncio.all_tasks())
+
+    return worker._events.run(count(), timeout=10)
+
+
+def _held_by(worker: Worker) -> list[str]:
+    """On its step thread: what the worker holds for requests."""
+    cache, loop = worker.cache, worker._loop
+    assert loop is not None
+    counts = {
+        "pages": cache.num_pages - cache.num_free_pages,
+        "draining pages": cache.num_draining_pages,
+        "running": loop.num_running,
+        "waiting": loop.num_waiting,
+    }
+    return [f"{worker.config.role}: {count} {name}" for name, count in counts.items() if count]
+
+
+async def _tokens(client: AsyncClient, prompt: Sequence[int]) -> list[int]:
+    updates = [update async for update in client.generate(prompt, timeout=CALL_SECONDS, max_tokens=12, **GREEDY)]
+    return [token for update in updates for token in update.token_ids]

@@ -6,7 +6,7 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
-from tandem.cache.kernels.base import DeviceTables, GraphKernels, Kernels, SharingGraphKernels
+from tandem.cache.kernels.base import DeviceTables, GraphKernels, PageKernels, SharingGraphKernels
 from tandem.cache.kernels.staging import ArraySize, FixedArrays, Staging
 from tandem.cache.plan import ForwardPlan, GroupPlan, Int64Array, PageTables, TokenLayout, lay_out_tokens
 from tandem.cache.rotations import Rotations
@@ -99,7 +99,7 @@ class FixedBatch:
 
 def make_fixed_batches(
     sizes: Sequence[int],
-    kernels: Sequence[Kernels],
+    kernels: Sequence[PageKernels],
     rotations: Rotations,
     *,
     num_q_heads: int,
@@ -127,7 +127,7 @@ def make_fixed_batches(
     ]
 
 
-def can_share(kernels: Kernels) -> TypeGuard[SharingGraphKernels]:
+def can_share(kernels: PageKernels) -> TypeGuard[SharingGraphKernels]:
     return isinstance(kernels, SharingGraphKernels) and kernels.sharing is not None
 
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
 from tandem.cache.group_attention import GroupAttention
-from tandem.cache.group_pages import GroupPages
 from tandem.cache.growth import Growth
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.kernels.fp8_entries import Fp8Entries
-from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.latent import LatentHeads, UpProjections
+from tandem.cache.latent_attention import LatentGroupAttention
+from tandem.cache.layer_groups import Heads, make_groups, make_pages
 from tandem.cache.layout import KVLayout
 from tandem.cache.open_trees import OpenTrees, Parents
 from tandem.cache.page_pools import PagePools
@@ -56,12 +56,14 @@ class PagedKVCache:
         writer: PageWriter | None,
         scale: float | None = None,
         softcap: float | None = None,
+        latent: LatentHeads | None = None,
         kernels: KernelFactory = choose_kernels,
     ) -> None:
         """pools: per layer group `[num_pages, *layout.page_shape(group)]`, contiguous, the caller's; what they hold at
         first does not matter. rope: one for all groups, or one for each. writer: None when nothing is sent.
 
-        scale: of the softmax; None is head_dim ** -0.5. softcap: scores become softcap · tanh(score / softcap).
+        scale: of the softmax; None is that of q's width, ** -0.5. softcap: scores become softcap · tanh(score /
+        softcap), not with latents. latent: the heads that read those of groups with latents.
         """
         layout.check_pools(pools)
         if max_sequence_length < 1:
@@ -74,14 +76,8 @@ class PagedKVCache:
         self._marks = SendMarks()
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._streams = Streams(self._table, self._rotations, layout.page_size)
-        self._groups: list[GroupAttention] = []
-        of_groups: list[GroupPages] = []
-        for index, (pool, group, table) in enumerate(zip(pools, layout.groups, self._table.groups, strict=True)):
-            scoring = Scoring(group.head_dim**-0.5 if scale is None else scale, group.window, softcap)
-            fp8 = Fp8Entries.of_group(layout, index, pool.device)
-            own = kernels(pool, scoring.scale, group.window, softcap, fp8)
-            of_groups.append(GroupPages(index, group.window, table, self._pools, own, layout.page_size))
-            self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring, fp8))
+        self._groups = make_groups(layout, pools, self._table.groups, writer, Heads(scale, softcap, latent), kernels)
+        of_groups = make_pages(layout, self._table.groups, self._pools, self._groups)
         self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
         self._receptions = Receptions(self._table, self._pages, self._pools, self._streams, layout.page_size, pools)
         self._trees = OpenTrees(
@@ -106,7 +102,7 @@ class PagedKVCache:
             self._growth,
             page_size=layout.page_size,
             max_length=max_sequence_length,
-            has_windows=layout.has_windows,
+            layout=layout,
         )
         self._places = {
             layer: (group, index)
@@ -220,7 +216,26 @@ class PagedKVCache:
         group, index = self._places[layer]
         if k.shape[0] != plan.num_tokens:
             raise InvalidArgument(f"k has {k.shape[0]} tokens; the plan has {plan.num_tokens}")
-        return self._groups[group].attend(plan.groups[group], index, q, k, v, sinks)
+        of_group = self._groups[group]
+        if not isinstance(of_group, GroupAttention):
+            raise InvalidArgument(f"layer is {layer}, which keeps latents; latent_attention serves it")
+        return of_group.attend(plan.groups[group], index, q, k, v, sinks)
+
+    def latent_attention(
+        self, plan: ForwardPlan, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections
+    ) -> Tensor:
+        """As attention, of a layer that keeps latents, see tandem.cache.latent: o [T, num_heads, value_dim].
+
+        q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
+        they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
+        """
+        group, index = self._places[layer]
+        of_group = self._groups[group]
+        if not isinstance(of_group, LatentGroupAttention):
+            raise InvalidArgument(f"layer is {layer}, which keeps no latents; attention serves it")
+        if q.shape[0] != plan.num_tokens:
+            raise InvalidArgument(f"q has {q.shape[0]} tokens; the plan has {plan.num_tokens}")
+        return of_group.attend(plan.groups[group], index, q, latents, keys, up)
 
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""

@@ -13,6 +13,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.batch_buckets import LEAST_TO_SHARE, bucket_of
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.pending_samples import PendingSamples
+from tandem.workers.planned_attention import PlannedAttention
 from tandem.workers.sample_batch import GREEDY_BELOW, NO_LOGPROBS, SampleBatch
 from tandem.workers.sampling import Sampler
 
@@ -79,7 +80,7 @@ class DecodeGraphs:
     def _compute(self, batch: FixedBatch) -> Tensor:
         tokens, sources = batch.inputs
         inputs = torch.where(sources < 0, tokens, self._last[sources.clamp(min=0)])
-        logits = self._model.forward(inputs, partial(self._cache.attention, batch.plan()), None)
+        logits = self._model.forward(inputs, PlannedAttention(self._cache, batch.plan()), None)
         self._last[: batch.size].copy_(logits.argmax(-1))
         return logits
 

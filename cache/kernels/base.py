@@ -7,21 +7,41 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.latent import UpProjections
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes, SharingRule
 
 
-class Kernels(Protocol):
-    """Bound to one pool `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`; layer counts within the group.
-
-    plan() once a forward, on the host; append() and attend() once a layer, with what it returned.
-    """
+class PageKernels(Protocol):
+    """Bound to one pool of pages, whatever its entries are; layer counts within the group."""
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> Any:
-        """Whatever append and attend need of this forward."""
+        """On the host, once a forward: whatever append and attend need of it."""
         ...
+
+    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
+        """All layers of pages sources[i] to targets[i], int32 [n] each."""
+        ...
+
+    def clear_pages(self, pages: Int32Array) -> None:
+        """Makes sure that what stands in slots not yet written cannot reach an output (0 · NaN is NaN)."""
+        ...
+
+    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
+        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n], in the dtype in which they came.
+
+        Of latents see LatentKernels.
+        """
+        ...
+
+
+class Kernels(PageKernels, Protocol):
+    """Bound to one pool `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`.
+
+    plan() once a forward; append() and attend() once a layer, with what it returned.
+    """
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: Any
@@ -42,16 +62,25 @@ class Kernels(Protocol):
         """
         ...
 
-    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
-        """All layers of pages sources[i] to targets[i], int32 [n] each."""
+
+class LatentKernels(PageKernels, Protocol):
+    """Bound to one pool `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.latent.
+
+    read_slots gives whole entries as k, [n, 1, rank + rotated], and their latents as v, [n, 1, rank].
+    """
+
+    def append(
+        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, rotation: Rotation | None, plan: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rotates the last numbers of q and keys; latents and keys go into the new tokens' slots.
+
+        q [T, num_heads, key_dim + rotated], latents [T, rank], keys [T, rotated]; any may be overwritten. Returns q
+        and the entries [T, 1, rank + rotated]; None where no writer takes them from there.
+        """
         ...
 
-    def clear_pages(self, pages: Int32Array) -> None:
-        """Makes sure that what stands in slots not yet written cannot reach an output (0 · NaN is NaN)."""
-        ...
-
-    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n], in the dtype in which they came."""
+    def attend(self, layer: int, q: Tensor, plan: Any, up: UpProjections) -> Tensor:
+        """o [T, num_heads, value_dim]: each token attends to its sequence's positions up to its own."""
         ...
 
 
@@ -97,7 +126,7 @@ PeerPool = Callable[[int], Tensor | None]
 
 
 @runtime_checkable
-class PushingKernels(Kernels, Protocol):
+class PushingKernels(PageKernels, Protocol):
     """Kernels whose append can also store into pools of peers."""
 
     def push_with_append(self, plan: Any, sends: Sequence[Send], peer_pool: PeerPool) -> tuple[Any, tuple[Send, ...]]:
@@ -120,7 +149,7 @@ class DeviceTables:
 
 
 @runtime_checkable
-class GraphKernels(Kernels, Protocol):
+class GraphKernels(PageKernels, Protocol):
     """Kernels whose append and attend can be captured in a CUDA graph, and replayed with other tables."""
 
     def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> Any:

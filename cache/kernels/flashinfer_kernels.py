@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
@@ -15,6 +14,7 @@ from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.flashinfer_parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
 from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.triton_append import AppendTargets, append
 from tandem.cache.kernels.triton_fp8_decode import attend_fp8
 from tandem.cache.kernels.triton_gather import gather
@@ -75,9 +75,8 @@ class FlashInferKernels:
     ) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         dtype = pool.dtype if fp8 is None else fp8.dtype
-        _check(pool, dtype)
-        import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
-
+        check_pool(pool, dtype, ("head_dim", pool.shape[5], HEAD_DIMS))
+        flashinfer = load_flashinfer()
         self._pool = pool
         self.sharing = sharing_rule(pool, window) if fp8 is None else None
         self._words = pool if fp8 is None else pool.view(torch.uint8)  # torch moves bytes, but not every 8-bit float
@@ -93,7 +92,7 @@ class FlashInferKernels:
         self._paged_options = {**self._options, "kv_data_type": pool.dtype}
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
-        self._flashinfer: Any = flashinfer
+        self._flashinfer = flashinfer
         self._workspace = workspace
         self._graph_workspace = torch.empty(GRAPH_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
@@ -116,19 +115,10 @@ class FlashInferKernels:
         self, plan: FlashInferPlan, sends: Sequence[Send], peer_pool: PeerPool
     ) -> tuple[FlashInferPlan, tuple[Send, ...]]:
         """See PushingKernels: all peers are written to by the one launch."""
-        addresses = np.zeros(plan.targets.slots.shape[0], np.int64)
-        left: list[Send] = []
-        for send in sends:
-            pool = peer_pool(send.target_pe) if send.token_indices.shape[0] else None
-            if pool is None:
-                left.append(send)
-                continue
-            addresses[send.token_indices.numpy()] = _row_addresses(pool, send.token_slots.numpy())
-            if send.source_slots.size:
-                left.append(replace(send, token_indices=send.token_indices[:0], token_slots=send.token_slots[:0]))
-        peer_rows = upload([addresses], self._pool.device)[0] if addresses.any() else None
+        addresses, left = peer_rows(plan.targets.slots.shape[0], sends, peer_pool)
+        rows = upload([addresses], self._pool.device)[0] if addresses.any() else None
         keep_k = any(send.token_indices.shape[0] for send in left)
-        return replace(plan, targets=replace(plan.targets, peer_rows=peer_rows), keep_k=keep_k), tuple(left)
+        return replace(plan, targets=replace(plan.targets, peer_rows=rows), keep_k=keep_k), tuple(left)
 
     def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
         size = tables.slots.shape[0]
@@ -320,23 +310,16 @@ def _add_sinks(of_keys: tuple[Tensor, Tensor | None], sinks: Tensor | None) -> T
     return output.mul_(kept.unsqueeze(-1).to(output.dtype))
 
 
-def _row_addresses(pool: Tensor, slots: Int32Array) -> NDArray[np.int64]:
-    """See AppendTargets.peer_rows."""
-    page_size = pool.shape[4]
-    limit = pool.shape[0] * page_size
-    if int(slots.min()) < 0 or int(slots.max()) >= limit:
-        raise InvalidArgument(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
-    pages, offsets = np.divmod(slots.astype(np.int64), page_size)
-    return pool.data_ptr() + (pages * pool.stride(0) + offsets * pool.stride(4)) * pool.element_size()
+def load_flashinfer() -> Any:
+    """The library, which takes seconds to import."""
+    import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
+
+    return flashinfer
 
 
-def _check(pool: Tensor, dtype: torch.dtype) -> None:
-    _, _, _, _, page_size, head_dim = pool.shape
-    for name, value, accepted in (
-        ("dtype", dtype, DTYPES),
-        ("head_dim", head_dim, HEAD_DIMS),
-        ("page_size", page_size, PAGE_SIZES),
-    ):
+def check_pool(pool: Tensor, dtype: torch.dtype, *sizes: tuple[str, int, tuple[int, ...]]) -> None:
+    """InvalidArgument unless FlashInfer serves the pool. dtype: of K and V. sizes: name, value and what is accepted."""
+    for name, value, accepted in (("dtype", dtype, DTYPES), *sizes, ("page_size", pool.shape[4], PAGE_SIZES)):
         if value not in accepted:
             raise InvalidArgument(f"{name} is {value}; on a GPU it must be one of {', '.join(map(str, accepted))}")
     if pool.device.type != "cuda":

@@ -93,7 +93,7 @@ def measure(features: tuple[str, ...], batches: list[np.ndarray]) -> float:
         cache.end_forward(cache.begin_forward(sequences, np.ones(sequences.size, np.int64)))
 
     times = []
-    for _ in range(150):
+    for _ in range(80):
         began = time.thread_time()
         plan()
         times.append(time.thread_time() - began)

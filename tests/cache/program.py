@@ -15,7 +15,7 @@ from tandem.cache.errors import InvalidArgument, OutOfPages
 from tandem.cache.paged_cache import PagedKVCache
 from tests.cache.inspection import assert_close, check_contents, check_pages
 from tests.cache.known import Known, Side, Transfer
-from tests.cache.naive import pools_of
+from tests.cache.naive import LATENT_HEADS, pools_of
 from tests.cache.oracle import NUM_PLACES, NUM_TOKENS, Oracle, Setting
 from tests.cache.peer_writer import PeerWriter
 
@@ -30,9 +30,10 @@ def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PeerWriter) ->
         pools,
         max_sequences=MOST_SEQUENCES,
         max_sequence_length=NUM_PLACES,
-        rope=setting.rope,
+        rope=setting.ropes,
         writer=writer,
         softcap=setting.softcap,
+        latent=LATENT_HEADS if setting.layout.has_latents else None,
         kernels=setting.kernels,
     )
 
@@ -49,7 +50,8 @@ class Program:
         pools = [pools_of(self.layout, self.num_pages) for _ in range(2)]
         self.sides = [Side(cache_of(setting, own, PeerWriter(pe, pools))) for pe, own in enumerate(pools)]
         self.next_sequence = 0
-        plain = not self.layout.has_windows
+        # Layouts with latents have neither trees nor streams.
+        self.plain = not self.layout.has_windows and not self.layout.has_latents
         self._operations: dict[Callable[[int], None], float] = {
             self.add: 2.0,
             self.append: 8.0,
@@ -60,14 +62,10 @@ class Program:
             self.send: 3.0,
             self.settle: 1.0,
         }
-        if plain:
-            self._operations |= {
-                self.publish: 2.0,
-                self.match: 2.0,
-                self.clear_prefixes: 0.2,
-                self.commit: 2.0,
-                self.misuse: 1.0,
-            }
+        if not self.layout.has_windows:
+            self._operations |= {self.publish: 2.0, self.match: 2.0, self.clear_prefixes: 0.2}
+        if self.plain:
+            self._operations |= {self.commit: 2.0, self.misuse: 1.0}
         self.counts: dict[str, int] = {}
 
     def run(self, steps: int) -> None:
@@ -102,7 +100,7 @@ class Program:
         sequence = self.new_sequence()
         side.cache.add_sequence(sequence)
         side.known[sequence] = Known()
-        if not self.layout.has_windows and self.random.random() < 0.3:
+        if self.plain and self.random.random() < 0.3:
             side.cache.enable_sliding_window(sequence, *self.stream)
             side.known[sequence].stream = self.stream
 
@@ -263,7 +261,7 @@ class Program:
         """Those of `count` more nodes where the sequence has a tree or is to open one."""
         known = side.known[sequence]
         nodes = len(known.nodes)
-        able = not self.layout.has_windows and known.stream is None and side.cache.sends_done(sequence)
+        able = self.plain and known.stream is None and side.cache.sends_done(sequence)
         if not nodes and (not able or self.random.random() < 0.6):
             return None
         width = self.random.choice([1, 2, 5, nodes + count])

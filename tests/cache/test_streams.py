@@ -20,6 +20,7 @@ from tests.cache.naive import (
     ROPE,
     Inputs,
     NaiveCache,
+    assert_same_kv,
     attend,
     cache_of,
     draw_inputs,
@@ -324,3 +325,26 @@ def test_pages_that_a_stream_receives_into_drain_when_it_goes() -> None:
     assert cache.num_draining_pages == len(pages)
     cache.finish_receive(0)
     assert (cache.num_draining_pages, cache.num_free_pages) == (0, 12)
+
+
+def test_what_a_stream_lets_go_of_is_not_sent() -> None:
+    """Neither what it has popped its way out of, nor what a forward beyond the end of the map would evict first."""
+    pools = [pools_of(LAYOUT, 32) for _ in range(2)]
+    sender, receiver = (cache_of(LAYOUT, pools=own, writer=PeerWriter(pe, pools)) for pe, own in enumerate(pools))
+    for of, sequence in ((sender, 0), (receiver, 0), (receiver, 1)):
+        of.add_sequence(sequence)
+        of.enable_sliding_window(sequence, 8, 2)
+    for step in range(5):
+        run(sender, [0], [4], draw_inputs(LAYOUT, 4, seed=step))
+    sender.pop(0, 5)  # of positions 14 … 19 the first is left
+    with pytest.raises(InvalidArgument, match="asks for position 10, which does not stay in the sliding window of 8"):
+        sender.mark_send(0, 0, receiver.prepare_receive(0, 16), 1)
+    run(sender, [0], [5], draw_inputs(LAYOUT, 5, seed=5))
+    sender.mark_send(0, 0, receiver.prepare_receive(1, 21), 1)
+    with pytest.raises(InvalidArgument, match=r"append_lengths\[0\] is 2; .*: 1, up to the end of its position map"):
+        sender.begin_forward([0], [2])
+    run(sender, [0], [1], draw_inputs(LAYOUT, 1, seed=6))
+    receiver.finish_receive(1)
+    assert sender.sends_done(0)
+    for begin, end in ((0, 2), (15, 21)):
+        assert_same_kv(sender, receiver, 0, 1, begin, end)

@@ -11,7 +11,6 @@ import torch
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kv_scales import KVScales
-from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.shared_prefixes import SharedPrefixes
 from tandem.workers.model_runner import ModelRunner
@@ -19,8 +18,9 @@ from tandem.workers.models.registry import load_config
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.weights import load_decoder
+from tandem.workers.worker import kv_layout
 from tests.cache.sharing_kernels import sharing_all
-from tests.checkpoints import make_model
+from tests.checkpoints import make_model, sizes_on_gpu
 from tests.oracle import random_prompt
 
 pytestmark = [
@@ -47,11 +47,18 @@ class Steps:
         kernels: KernelFactory = choose_kernels,
     ) -> None:
         config = load_config(folder, dtype)
-        group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
-        layout = KVLayout((group,), 16, config.dtype, scales)
+        layout = kv_layout(config, 16, scales)
         pool = torch.full((200, *layout.page_shape(0)), torch.nan, device="cuda").to(layout.stored_dtype)
         self.cache = PagedKVCache(
-            layout, (pool,), max_sequences=32, max_sequence_length=256, rope=config.rope, writer=None, kernels=kernels
+            layout,
+            (pool,),
+            max_sequences=32,
+            max_sequence_length=256,
+            rope=config.rope,
+            writer=None,
+            scale=config.attn_scale,
+            latent=None if config.latent is None else config.latent.heads,
+            kernels=kernels,
         )
         self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
         if graphs:
@@ -97,9 +104,9 @@ class Steps:
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "deepseek_v3"])
 def test_graphs_give_the_tokens_of_the_eager_path(family: str, params: SamplingParams, tmp_path: Path) -> None:
-    make_model(family, head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     eager, graphs = Steps(tmp_path, "bfloat16", graphs=False), Steps(tmp_path, "bfloat16", graphs=True)
     assert graphs.runner.runs_ahead
     assert not eager.runner.runs_ahead

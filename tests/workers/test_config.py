@@ -133,7 +133,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": []}, "architectures is \\[\\]; it must be a list with one of Gemma2ForCausalLM"),
+        ({"architectures": []}, "architectures is \\[\\]; it must be a list with one of DeepseekV2ForCausalLM"),
         ({"vocab_size": "many"}, "vocab_size is 'many'; it must be an integer of at least 1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be an integer of at least 1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must be a divisor of num_attention_heads, 4"),
@@ -218,10 +218,10 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, fields: dict[str, An
 def test_which_layers_have_experts(tmp_path: Path) -> None:
     mixtral = load_config(write(tmp_path, MIXTRAL)).moe
     assert mixtral is not None
-    assert (mixtral.layers, mixtral.intermediate_size, mixtral.normalize) == ({0, 1}, 96, True)
+    assert (mixtral.layers, mixtral.intermediate_size, mixtral.routing.normalize) == ({0, 1}, 96, True)
     every = load_config(write(tmp_path, QWEN3_MOE)).moe
     assert every is not None
-    assert (every.layers, every.intermediate_size, every.normalize) == ({0, 1, 2, 3, 4, 5}, 32, False)
+    assert (every.layers, every.intermediate_size, every.routing.normalize) == ({0, 1, 2, 3, 4, 5}, 32, False)
     some = load_config(write(tmp_path, {**QWEN3_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [1, 2]})).moe
     assert some is not None
     assert some.layers == {3, 5}

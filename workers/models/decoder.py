@@ -1,6 +1,5 @@
 """The pre-norm decoder that all families share: norms, attention and a feed-forward in every layer."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,29 +9,22 @@ from torch import Tensor
 
 from tandem.workers.kernels.base import LayerKernels
 from tandem.workers.kernels.choice import choose_layer_kernels
+from tandem.workers.models.attention import AttentionBlock, CachedAttention, prepare_attention
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.feed_forward import FeedForward, prepare_feed_forward
 from tandem.workers.models.parameters import DecoderParameters, LayerParameters
 from tandem.workers.models.projection import Projection
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], sinks [Hq] or None) -> o [T, Hq, D].
-
-Rotates, keeps K and V, and attends.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer as it is run. qk_norm: the norm weights of all q and k heads [Hq + Hkv, D], or None.
+    """One layer as it is run.
 
     Offsets of norms are in their weights. post_norm stands before the feed-forward, as in LayerParameters.
     """
 
     input_norm: Tensor
-    qkv: Projection
-    qk_norm: Tensor | None
-    sinks: Tensor | None
+    attention: AttentionBlock
     o: Projection
     attention_out_norm: Tensor | None
     post_norm: Tensor
@@ -66,7 +58,7 @@ class DenseDecoder:
     def device(self) -> torch.device:
         return self._embedding.device
 
-    def forward(self, token_ids: Tensor, attend: Attend, last_rows: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
         """Logits float32 [n, vocab_size] that follow rows `last_rows` (int64 [n], n may be 0) of the packed tokens.
 
         token_ids: int64 [T], the new tokens of all sequences of the batch one after another. last_rows None: all T.
@@ -74,8 +66,7 @@ class DenseDecoder:
         kernels, eps = self._kernels, self.config.rms_norm_eps
         x, delta = self._embed(token_ids), None
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(kernels.add_rms_norm(x, delta, layer.input_norm, eps))
-            o = attend(index, *self._split_heads(qkv, layer.qk_norm), layer.sinks).flatten(1)
+            o = layer.attention(kernels.add_rms_norm(x, delta, layer.input_norm, eps), index, cached)
             if last_rows is not None and index == self.config.num_layers - 1:
                 if last_rows.shape[0] == 0:  # all K and V are kept: from here on only last_rows matter
                     return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=x.device)
@@ -96,36 +87,14 @@ class DenseDecoder:
         logits, cap = self._lm_head(x).float(), self.config.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def _split_heads(self, qkv: Tensor, qk_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, Hq, D], k and v [T, Hkv, D] of qkv [T, (Hq + 2·Hkv)·D]; views, rows of one stride."""
-        config = self.config
-        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
-        if qk_norm is None:
-            q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
-        else:
-            qk, v = heads.split_with_sizes((qk_norm.shape[0], config.num_kv_heads), 1)
-            qk = self._kernels.norm_heads(qk, qk_norm, config.rms_norm_eps)
-            q, k = qk.split_with_sizes((config.num_heads, config.num_kv_heads), 1)
-        return q, k, v
-
 
 def _prepare(config: ModelConfig, layer: LayerParameters, kernels: LayerKernels) -> DecoderLayer:
     return DecoderLayer(
         input_norm=layer.input_norm,
-        qkv=Projection(layer.qkv, layer.qkv_bias),
-        qk_norm=_join_qk_norm(config, layer.q_norm, layer.k_norm),
-        sinks=layer.sinks,
-        o=Projection(layer.o, layer.o_bias),
+        attention=prepare_attention(config, layer.attention, kernels),
+        o=Projection(layer.attention.o, layer.attention.o_bias),
         attention_out_norm=layer.attention_out_norm,
         post_norm=layer.post_norm,
         feed_forward=prepare_feed_forward(config, layer.feed_forward, kernels),
         feed_forward_out_norm=layer.feed_forward_out_norm,
     )
-
-
-def _join_qk_norm(config: ModelConfig, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor | None:
-    """The norm weights of all q and k heads, [Hq + Hkv, D], so that one call normalises both."""
-    if q_norm is None or k_norm is None:
-        return None
-    shape = (config.head_dim,)
-    return torch.cat([q_norm.expand(config.num_heads, *shape), k_norm.expand(config.num_kv_heads, *shape)])

@@ -1,6 +1,7 @@
 """One worker: model, cache, transport, step thread and gRPC service, put together and taken apart in order."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -204,6 +205,7 @@ class Worker:
 
     def rejoin(self, config: WorkerConfig) -> None:
         """After leave(): what this process is in its island's next epoch; open() comes next."""
+        gc.collect()  # what cycles of the epoch before still hold of its pools: the next ones need that memory
         self.config = config
         self._share_cores()
 

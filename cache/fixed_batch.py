@@ -1,14 +1,16 @@
 """A decode step whose arrays stand at fixed places on the device: what a CUDA graph can be captured with."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import numpy as np
 import torch
 
-from tandem.cache.kernels.base import DeviceTables, GraphKernels, PageKernels
+from tandem.cache.kernels.base import DeviceTables, GraphKernels, PageKernels, SharingGraphKernels
 from tandem.cache.kernels.staging import ArraySize, FixedArrays, Staging
 from tandem.cache.plan import ForwardPlan, GroupPlan, Int64Array, PageTables, TokenLayout, lay_out_tokens
 from tandem.cache.rotations import Rotations
+from tandem.cache.shared_prefixes import SharedPrefixes
 
 SKIP_SLOT = -1  # append leaves such a token out
 
@@ -16,6 +18,8 @@ SKIP_SLOT = -1  # append leaves such a token out
 class FixedBatch:
     """One new token each of up to `size` sequences. Rows without a sequence are padding: they store nothing, read the
     first position of page 0, and what they compute means nothing.
+
+    sharing: rows that share pages attend to them together, as the tables that fill() is given say.
 
     plan() is called where the graph is captured, fill() before each replay. inputs: int64 [size] tensors that the
     caller has filled along with the batch's own arrays, num_inputs of them.
@@ -31,16 +35,20 @@ class FixedBatch:
         num_inputs: int,
         max_pages: int,
         staging: Staging,
+        sharing: bool,
     ) -> None:
         """max_pages: of one sequence. staging: of at least FixedBatch.num_bytes(…); batches may share one."""
         self.size = size
+        self.sharing = sharing
         self._kernels = kernels
         self._rotations = rotations
         self._arrays = FixedArrays(staging, _sizes(size, len(kernels), num_inputs, max_pages))
         heads, tables = self._arrays.tensors[: num_inputs + 1], self._arrays.tensors[num_inputs + 1 :]
         self._positions, *self.inputs = heads
         self._plans = [
-            one.fixed_plan(DeviceTables(*tables[4 * group : 4 * group + 4]), num_q_heads)
+            (one.fixed_sharing_plan if sharing and can_share(one) else one.fixed_plan)(
+                DeviceTables(*tables[4 * group : 4 * group + 4]), num_q_heads
+            )
             for group, one in enumerate(kernels)
         ]
         self._layout = lay_out_tokens(np.zeros(size, np.int64), np.ones(size, np.int64))
@@ -70,6 +78,13 @@ class FixedBatch:
         tables = PageTables(empty, np.zeros(1, np.int32), empty, empty, empty)
         self.fill(lay_out_tokens(nothing, nothing), [tables] * len(self._kernels), [nothing] * len(self.inputs))
 
+    def takes(self, shared: Sequence[SharedPrefixes | None]) -> bool:
+        """Whether this batch, a sharing one, has room for what the sequences of a step share in each group."""
+        return all(
+            one is None or (can_share(kernels) and kernels.takes_shared(plan, one))
+            for kernels, plan, one in zip(self._kernels, self._plans, shared, strict=True)
+        )
+
     def fill(self, tokens: TokenLayout, tables: Sequence[PageTables], inputs: Sequence[Int64Array]) -> None:
         """The step that the next replay computes: one token each of n ≤ size sequences; inputs int64 [n]."""
         missing = self.size - tokens.positions.size
@@ -90,10 +105,11 @@ def make_fixed_batches(
     num_q_heads: int,
     num_inputs: int,
     max_pages: int,
+    sharing: bool,
 ) -> list[FixedBatch]:
     """See PagedKVCache.fixed_batches; max_pages as in FixedBatch."""
     fit = [one for one in kernels if isinstance(one, GraphKernels)]
-    if len(fit) < len(kernels) or rotations.by_length or not sizes:
+    if len(fit) < len(kernels) or rotations.by_length or not sizes or (sharing and not any(map(can_share, fit))):
         return []
     staging = Staging(FixedBatch.num_bytes(max(sizes), len(fit), num_inputs, max_pages), rotations.device)
     return [
@@ -105,9 +121,14 @@ def make_fixed_batches(
             num_inputs=num_inputs,
             max_pages=max_pages,
             staging=staging,
+            sharing=sharing,
         )
         for size in sizes
     ]
+
+
+def can_share(kernels: PageKernels) -> TypeGuard[SharingGraphKernels]:
+    return isinstance(kernels, SharingGraphKernels) and kernels.sharing is not None
 
 
 def pad_tables(tables: PageTables, count: int) -> PageTables:
@@ -121,6 +142,7 @@ def pad_tables(tables: PageTables, count: int) -> PageTables:
         kv_indices=np.pad(tables.kv_indices, (0, count)),
         kv_last_page_len=np.pad(tables.kv_last_page_len, (0, count), constant_values=1),
         kv_lens=np.pad(tables.kv_lens, (0, count), constant_values=1),
+        shared=tables.shared,
     )
 
 

@@ -1,18 +1,23 @@
 """One layer group in a forward: its plan, what it pushes, and each of its layers' attention."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.batch_prefixes import BatchPrefixes, able_to_share
 from tandem.cache.group_table import GroupTable
-from tandem.cache.kernels.base import Kernels, PageKernels, PushingKernels
+from tandem.cache.kernels.base import Kernels, PageKernels, PushingKernels, SharingKernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.page_writer import PageWriter
-from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, look_up_pages, slots_of
+from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, look_up_pages, own_tables, slots_of
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
+from tandem.cache.shared_prefixes import SharedPrefixes
 from tandem.cache.stream_attention import StreamPart, attend_streams, no_output
 from tandem.cache.window import Int64Array
 
@@ -35,11 +40,27 @@ class GroupForward:
         self._table = table
         self._writer = writer
         self._page_size = page_size
+        rule = kernels.sharing if isinstance(kernels, SharingKernels) else None
+        self._prefixes = BatchPrefixes(table, rule, page_size)
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
         """rows: int64 [B], those of the sequences that have grown by `tokens`."""
         begins = None if self._window is None else self._table.begins[rows]
         return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins)
+
+    def look_up_apart(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
+        """look_up() of sequences with one new token each, without the pages that segments of its `shared` cover."""
+        tables, shared = self.look_up(rows, tokens), self.shared(rows, tokens.seq_lens.astype(np.int64) - 1)
+        if shared is None:
+            return tables
+        tables = replace(tables, shared=shared)
+        return replace(own_tables(tables, np.arange(rows.size), self._page_size), shared=shared)
+
+    def shared(
+        self, rows: Int64Array, lengths: Int64Array, able: NDArray[np.bool_] | None = None
+    ) -> SharedPrefixes | None:
+        """See BatchPrefixes.find."""
+        return self._prefixes.find(rows, lengths, able)
 
     def plan(
         self,
@@ -50,6 +71,9 @@ class GroupForward:
         streams: tuple[StreamPart, ...],
     ) -> GroupPlan:
         kernels, tables = self.kernels, self.look_up(rows, tokens)
+        shared = self.shared(rows, tokens.seq_lens.astype(np.int64) - 1, able_to_share(tokens, streams))
+        if shared is not None:
+            tables = replace(tables, shared=shared)
         plan = kernels.plan(tokens, tables)
         if sends and isinstance(kernels, PushingKernels):
             assert self._writer is not None  # mark_send saw to it

@@ -152,6 +152,7 @@ class GroupPages:
         """Takes away what a row holds from place `end` on; the pages are the caller's to release."""
         surplus = self.table.held(row, end)
         self.table.ends[row] -= surplus.size
+        self.table.num_changes += 1
         return surplus
 
     def shared_by_fork(self, parent: int, length: int) -> Int32Array:
@@ -189,4 +190,5 @@ class GroupPages:
         old = self.table.pages[rows, places]
         self._kernels.copy_pages(old, copies)
         self.table.pages[rows, places] = copies
+        self.table.num_changes += 1
         self._pools.release_of(self._group, old)

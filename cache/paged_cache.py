@@ -249,10 +249,13 @@ class PagedKVCache:
         """
         self._trees.commit(seq_ids, leaf_indices)
 
-    def fixed_batches(self, sizes: Sequence[int], num_q_heads: int, num_inputs: int) -> list[FixedBatch]:
+    def fixed_batches(
+        self, sizes: Sequence[int], num_q_heads: int, num_inputs: int, *, sharing: bool = False
+    ) -> list[FixedBatch]:
         """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them.
 
-        They share their device memory: one is filled and replayed before the next is filled.
+        They share their device memory: one is filled and replayed before the next is filled. sharing: batches for steps
+        of which pays_to_share() is true.
         """
         return make_fixed_batches(
             sizes,
@@ -261,7 +264,14 @@ class PagedKVCache:
             num_q_heads=num_q_heads,
             num_inputs=num_inputs,
             max_pages=self._table.groups[0].pages.shape[1],
+            sharing=sharing,
         )
+
+    def pays_to_share(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array) -> bool:
+        """Whether the next step of these sequences is faster in `batch`, a sharing one, than in another."""
+        rows = self._table.rows(seq_ids)
+        shared = [group.shared(rows, self._table.lengths[rows]) for group in self._groups]
+        return any(one is not None for one in shared) and batch.takes(shared)
 
     def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
         """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward.
@@ -275,7 +285,8 @@ class PagedKVCache:
         if self._table.streams.count and self._table.streams.windows[self._table.rows(seq_ids)].any():
             raise InvalidArgument("seq_ids has a sequence that slides; a fixed batch takes only others")
         rows, tokens = self._growth.grow(seq_ids, np.ones(len(seq_ids), np.int64), in_flight=1)
-        batch.fill(tokens, [group.look_up(rows, tokens) for group in self._groups], inputs)
+        look_ups = [group.look_up_apart if batch.sharing else group.look_up for group in self._groups]
+        batch.fill(tokens, [look_up(rows, tokens) for look_up in look_ups], inputs)
 
     # Transfers
 

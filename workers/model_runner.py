@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import ForwardPlan
-from tandem.workers.batch_buckets import bucket_sizes
+from tandem.workers.batch_buckets import bucket_sizes, sharing_sizes
 from tandem.workers.decode_graphs import Capture, DecodeGraphs, GraphCapture
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.pending_samples import PendingSamples, Samples
@@ -48,6 +48,7 @@ class ModelRunner:
             return
         num_q_heads = self._model.config.num_heads
         batches = self._cache.fixed_batches(bucket_sizes(max_sequences), num_q_heads, num_inputs=2)
+        batches += self._cache.fixed_batches(sharing_sizes(max_sequences), num_q_heads, num_inputs=2, sharing=True)
         if batches:
             self._graphs = DecodeGraphs(self._model, self._cache, batches, capture or GraphCapture())
 

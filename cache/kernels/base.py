@@ -11,6 +11,7 @@ from tandem.cache.latent import UpProjections
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
+from tandem.cache.shared_prefixes import SharedPrefixes, SharingRule
 
 
 class PageKernels(Protocol):
@@ -101,6 +102,16 @@ class KernelFactory(Protocol):
 
 
 @runtime_checkable
+class SharingKernels(Kernels, Protocol):
+    """Kernels that read pages once for all sequences that share them, as tables.shared says."""
+
+    @property
+    def sharing(self) -> SharingRule | None:
+        """When that is faster; None: it is not done for this pool."""
+        ...
+
+
+@runtime_checkable
 class TreeKernels(Kernels, Protocol):
     """Kernels whose attend() gives each token of TokenLayout.trees what it may see, and no more."""
 
@@ -147,4 +158,20 @@ class GraphKernels(PageKernels, Protocol):
 
     def refill(self, plan: Any, tables: PageTables) -> None:
         """On the host: what `plan` runs next are these tables; the caller copies them to the device's."""
+        ...
+
+
+@runtime_checkable
+class SharingGraphKernels(GraphKernels, SharingKernels, Protocol):
+    """Graph kernels that can share in a graph too, up to some number of segments."""
+
+    def fixed_sharing_plan(self, tables: DeviceTables, num_q_heads: int) -> Any:
+        """A fixed_plan() for refills with what the sequences share, if anything.
+
+        `tables` are then without the pages that segments cover; those of the segments the kernels copy themselves.
+        """
+        ...
+
+    def takes_shared(self, plan: Any, shared: SharedPrefixes) -> bool:
+        """Whether a sharing plan has room for it."""
         ...

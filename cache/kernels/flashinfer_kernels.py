@@ -12,15 +12,18 @@ from torch import Tensor
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.flashinfer_parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
+from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.triton_append import AppendTargets, append
 from tandem.cache.kernels.triton_gather import gather
+from tandem.cache.kernels.triton_merge import merge_parts
 from tandem.cache.kernels.triton_tree import attend_trees
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
+from tandem.cache.shared_prefixes import SharedPrefixes
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
@@ -40,11 +43,15 @@ class FlashInferPlan:
 
 @dataclass(frozen=True, eq=False)
 class FixedPlan:
-    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand."""
+    """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand.
+
+    sharing: what sequences attend to together; the arrays are then of what each has of its own.
+    """
 
     targets: AppendTargets
     wrapper: Any
     num_q_heads: int
+    sharing: FixedSharing | None = None
     keep_k: bool = False
 
 
@@ -69,6 +76,7 @@ class FlashInferKernels:
         check_pool(pool, dtype, ("head_dim", pool.shape[5], HEAD_DIMS))
         flashinfer = load_flashinfer()
         self._pool = pool
+        self.sharing = sharing_rule(pool, window) if fp8 is None else None
         self._words = pool if fp8 is None else pool.view(torch.uint8)  # torch moves bytes, but not every 8-bit float
         self._fp8 = fp8
         self._dtype = dtype
@@ -91,6 +99,9 @@ class FlashInferKernels:
         self._before_trees: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
         self._gathered: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        # fa3 cannot split the keys of a segment, and one segment's queries are too few to occupy a GPU.
+        self._shared: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+        self._shared_workspace = torch.empty_like(self._graph_workspace)
         self._current: FlashInferPlan | None = None
         self._planned = torch.cuda.Event()
 
@@ -125,6 +136,17 @@ class FlashInferKernels:
         wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._paged_options)
         return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads)
 
+    def fixed_sharing_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
+        sizes, size = self._sizes(num_q_heads), tables.slots.shape[0]
+        max_pages = tables.kv_indices.shape[0] // size
+        num_rows = FixedSharing.num_rows(size, *sizes[:3], WORKSPACE_BYTES)
+        fixed = FixedSharing(self._flashinfer, self._workspace, self._shared_workspace, size, num_rows, max_pages)
+        fixed.plan_largest(sizes, self._paged_options)
+        return replace(self.fixed_plan(tables, num_q_heads), sharing=fixed)
+
+    def takes_shared(self, plan: FixedPlan, shared: SharedPrefixes) -> bool:
+        return plan.sharing is not None and plan.sharing.fits(shared)
+
     def refill(self, plan: FixedPlan, tables: PageTables) -> None:
         """The full plan() of fixed_plan() chose the kernel; this only shares out the work anew."""
         indptr, indices, last_page_len = (
@@ -136,6 +158,8 @@ class FlashInferKernels:
             **self._paged_options,
             global_override_indptr_cpu=indptr,
         )
+        if plan.sharing is not None:
+            plan.sharing.refill(tables.shared, self._sizes(plan.num_q_heads), self._paged_options)
         self._planned.record()
 
     def append(
@@ -155,6 +179,8 @@ class FlashInferKernels:
         sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(plan, FixedPlan):
+            if plan.sharing is not None:
+                return self._attend_shared(plan.wrapper, plan.sharing.wrapper, plan.sharing.part, layer, q, sinks)
             return self._attend_pages(plan.wrapper, layer, q, sinks)
         if plan is not self._current:
             self._plan_wrappers(plan, q.shape[1])
@@ -176,10 +202,20 @@ class FlashInferKernels:
             return attend_trees(self._pool, layer, q, context, lse, part.trees, scale, softcap, sinks, scales)
         if part.kv_slots is not None:
             return _add_sinks(_run(self._gathered, q, self._gather(layer, part.kv_slots), sinks is not None), sinks)
+        if part.shared is not None:
+            return self._attend_shared(self._decode, self._shared, part.shared, layer, q, sinks)
         return self._attend_pages(self._decode if part.single else self._prefill, layer, q, sinks)
 
     def _attend_pages(self, wrapper: Any, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
         return _add_sinks(self._run_pages(wrapper, layer, q, with_lse=sinks is not None), sinks)
+
+    def _attend_shared(
+        self, decode: Any, shared: Any, part: SharedPart, layer: int, q: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """decode: the wrapper that was planned with the sequences' own pages; shared: the one planned with `part`."""
+        own = self._run_pages(decode, layer, q, with_lse=True)
+        of_shared = self._run_pages(shared, layer, q.index_select(0, part.queries), with_lse=True)
+        return merge_parts(own, of_shared, part.begins, part.places, sinks)
 
     def _run_pages(self, wrapper: Any, layer: int, q: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         pages, fp8 = self._layers[layer], self._fp8
@@ -230,6 +266,8 @@ class FlashInferKernels:
             if part.kv_slots is not None:
                 self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
                 continue
+            if part.shared is not None:
+                part.shared.plan(self._shared, sizes, self._paged_options)
             if part.single:
                 self._decode.plan(*tables, *sizes, **self._paged_options)
             elif part.trees is not None:

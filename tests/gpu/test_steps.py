@@ -1,5 +1,6 @@
 """Decode steps in CUDA graphs against the eager path: batches that grow, shrink and cross buckets, step after step."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kv_scales import KVScales
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.shared_prefixes import SharedPrefixes
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.registry import load_config
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.weights import load_decoder
 from tandem.workers.worker import kv_layout
+from tests.cache.sharing_kernels import sharing_all
 from tests.checkpoints import make_model, sizes_on_gpu
 from tests.oracle import random_prompt
 
@@ -33,7 +38,14 @@ DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5,
 class Steps:
     """One model and cache, with prompts of unlike lengths stored."""
 
-    def __init__(self, folder: Path, dtype: str, graphs: bool, scales: KVScales | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        graphs: bool,
+        scales: KVScales | None = None,
+        kernels: KernelFactory = choose_kernels,
+    ) -> None:
         config = load_config(folder, dtype)
         layout = kv_layout(config, 16, scales)
         pool = torch.full((200, *layout.page_shape(0)), torch.nan, device="cuda").to(layout.stored_dtype)
@@ -46,6 +58,7 @@ class Steps:
             writer=None,
             scale=config.attn_scale,
             latent=None if config.latent is None else config.latent.heads,
+            kernels=kernels,
         )
         self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
         if graphs:
@@ -57,12 +70,12 @@ class Steps:
             self.runner.forward(np.array(prompt), plan, np.zeros(1, np.int64))
             self.cache.end_forward(plan)
 
-    def run(self, params: SamplingParams) -> list[dict[int, int]]:
+    def run(self, params: SamplingParams, program: Sequence[int] = PROGRAM) -> list[dict[int, int]]:
         """The tokens of each step by sequence; a step is launched before the tokens of the one before are read."""
         tokens = dict.fromkeys(range(NUM_SEQUENCES), 7)
         flights: list[Any] = []
         made: list[dict[int, int]] = []
-        for step, count in enumerate(PROGRAM):
+        for step, count in enumerate(program):
             rows = np.arange(count) if step % 2 else np.arange(count)[::-1].copy()
             if self.runner.runs_ahead and flights:
                 # The input of a row is what the step before draws in its row there, or else the last one known.
@@ -111,3 +124,27 @@ def test_graphs_over_kv_in_8_bits(tmp_path: Path) -> None:
 def test_float32_steps_are_eager(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     assert not Steps(tmp_path, "float32", graphs=True).runner.runs_ahead
+
+
+def test_steps_that_share_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks in the sharing batches' graphs against eager steps; with as many rows as these take."""
+    from tandem.cache.kernels.flashinfer_sharing import FixedSharing  # needs triton
+
+    make_model("qwen3", head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    fills: list[int] = []
+    fill = FixedSharing.refill
+
+    def refill(sharing: FixedSharing, shared: SharedPrefixes | None, *rest: Any) -> None:
+        fills.append(0 if shared is None else shared.members.size)
+        fill(sharing, shared, *rest)
+
+    monkeypatch.setattr(FixedSharing, "refill", refill)
+    made = []
+    for graphs in (False, True):
+        steps = Steps(tmp_path, "bfloat16", graphs, kernels=sharing_all(choose_kernels))
+        for sequence in set(range(NUM_SEQUENCES)) - {7, 8, 16}:
+            steps.cache.remove_sequence(sequence)
+            steps.cache.fork_sequence(8, sequence, 48 if sequence % 2 else -1)
+        made.append(steps.run(GREEDY, (16, 17, 20, 20, 18, 16)))
+    assert made[0] == made[1]
+    assert max(fills) >= NUM_SEQUENCES - 3

@@ -15,7 +15,7 @@ help:
 	@echo "make proto   generate the protobuf modules"
 	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
 	@echo "make explore all that can happen to a request in a few small worlds, one state after another"
-	@echo "make fuzz    100,000 bad inputs for the gRPC services and the configuration; prints JSON"
+	@echo "make fuzz    100,000 bad inputs for services and configuration, 500,000 steps of random programs on caches"
 	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"
 	@echo "make clean   remove the virtual environment and all caches"
 
@@ -47,6 +47,7 @@ explore: .venv/.dev
 
 fuzz: .venv/.dev
 	@$(BIN)/python -m tests.fuzz
+	@$(BIN)/python -m tests.fuzz.cache
 
 bench: .venv/.dev
 	@$(BIN)/tandem bench

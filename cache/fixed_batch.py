@@ -2,32 +2,45 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
-from tandem.cache.kernels.base import DeviceTables, GraphKernels, Kernels
+from tandem.cache.kernels.base import (
+    DeviceTables,
+    GraphKernels,
+    LatentStepKernels,
+    PageKernels,
+    SharingGraphKernels,
+    StepKernels,
+)
 from tandem.cache.kernels.staging import ArraySize, FixedArrays, Staging
+from tandem.cache.latent import UpProjections
 from tandem.cache.plan import Int64Array, PageTables, TokenLayout, lay_out_tokens
 from tandem.cache.rope import Rotation
 from tandem.cache.rotations import Rotations
+from tandem.cache.shared_prefixes import SharedPrefixes
 
 SKIP_SLOT = -1  # append leaves such a token out
 
 
 @dataclass(frozen=True, eq=False)
 class StepAttention:
-    """What PagedKVCache.attention is for a forward, for a fixed batch. Per layer group kernels, plans and rotations."""
+    """What PagedKVCache.attention and latent_attention are for a forward, for a fixed batch; norm: q's and k's, before
+    they are rotated.
+
+    kernels, plans and rotations: per layer group. places: of each layer its group, and its index there.
+    """
 
     kernels: Sequence[GraphKernels]
     plans: Sequence[Any]
     rotations: Sequence[Rotation | None]
     places: Mapping[int, tuple[int, int]]
 
-    def __call__(
+    def attend(
         self,
         layer: int,
         q: Tensor,
@@ -37,12 +50,22 @@ class StepAttention:
         norm: HeadNorm | None = None,
     ) -> Tensor:
         group, index = self.places[layer]
-        return self.kernels[group].step(index, q, k, v, self.rotations[group], self.plans[group], sinks, norm)
+        kernels = self.kernels[group]
+        assert isinstance(kernels, StepKernels)  # the layer keeps K and V
+        return kernels.step(index, q, k, v, self.rotations[group], self.plans[group], sinks, norm)
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+        group, index = self.places[layer]
+        kernels = self.kernels[group]
+        assert isinstance(kernels, LatentStepKernels)  # the layer keeps latents
+        return kernels.step_latents(index, q, latents, keys, self.rotations[group], self.plans[group], up)
 
 
 class FixedBatch:
     """One new token each of up to `size` sequences. Rows without a sequence are padding: they store nothing, read the
     first position of page 0, and what they compute means nothing.
+
+    sharing: rows that share pages attend to them together, as the tables that fill() is given say.
 
     attention() is called where the graph is captured, fill() before each replay. inputs: int64 [size] tensors that the
     caller has filled along with the batch's own arrays, num_inputs of them.
@@ -59,11 +82,14 @@ class FixedBatch:
         num_inputs: int,
         max_pages: int,
         staging: Staging,
+        sharing: bool,
     ) -> None:
-        """places: of each layer its group, and its index there. max_pages: of one sequence.
+        """places: see StepAttention. max_pages: of one sequence.
 
-        staging: of at least FixedBatch.num_bytes(…); batches may share one."""
+        staging: of at least FixedBatch.num_bytes(…); batches may share one.
+        """
         self.size = size
+        self.sharing = sharing
         self._kernels = kernels
         self._rotations = rotations
         self._places = places
@@ -71,7 +97,9 @@ class FixedBatch:
         heads, tables = self._arrays.tensors[: num_inputs + 1], self._arrays.tensors[num_inputs + 1 :]
         self._positions, *self.inputs = heads
         self._plans = [
-            one.fixed_plan(DeviceTables(*tables[4 * group : 4 * group + 4]), num_q_heads)
+            (one.fixed_sharing_plan if sharing and can_share(one) else one.fixed_plan)(
+                DeviceTables(*tables[4 * group : 4 * group + 4]), num_q_heads
+            )
             for group, one in enumerate(kernels)
         ]
 
@@ -90,10 +118,19 @@ class FixedBatch:
         tables = PageTables(empty, np.zeros(1, np.int32), empty, empty, empty)
         self.fill(lay_out_tokens(nothing, nothing), [tables] * len(self._kernels), [nothing] * len(self.inputs))
 
+    def takes(self, shared: Sequence[SharedPrefixes | None]) -> bool:
+        """Whether this batch, a sharing one, has room for what the sequences of a step share in each group."""
+        return all(
+            one is None or (can_share(kernels) and kernels.takes_shared(plan, one))
+            for kernels, plan, one in zip(self._kernels, self._plans, shared, strict=True)
+        )
+
     def fill(self, tokens: TokenLayout, tables: Sequence[PageTables], inputs: Sequence[Int64Array]) -> None:
         """The step that the next replay computes: one token each of n ≤ size sequences; inputs int64 [n]."""
         missing = self.size - tokens.positions.size
         padded = [pad_tables(one, missing) for one in tables]
+        for kernels, plan, one in zip(self._kernels, self._plans, padded, strict=True):
+            kernels.refill(plan, one)
         arrays: list[np.ndarray] = [np.pad(array, (0, missing)) for array in (tokens.positions, *inputs)]
         for one in padded:
             arrays += [one.slot_mapping, one.kv_indptr, one.kv_last_page_len, one.kv_indices]
@@ -102,17 +139,18 @@ class FixedBatch:
 
 def make_fixed_batches(
     sizes: Sequence[int],
-    kernels: Sequence[Kernels],
+    kernels: Sequence[PageKernels],
     rotations: Rotations,
     places: Mapping[int, tuple[int, int]],
     *,
     num_q_heads: int,
     num_inputs: int,
     max_pages: int,
+    sharing: bool,
 ) -> list[FixedBatch]:
     """See PagedKVCache.fixed_batches; max_pages as in FixedBatch."""
     fit = [one for one in kernels if isinstance(one, GraphKernels)]
-    if len(fit) < len(kernels) or rotations.by_length or not sizes:
+    if len(fit) < len(kernels) or rotations.by_length or not sizes or (sharing and not any(map(can_share, fit))):
         return []
     staging = Staging(FixedBatch.num_bytes(max(sizes), len(fit), num_inputs, max_pages), rotations.device)
     return [
@@ -125,9 +163,14 @@ def make_fixed_batches(
             num_inputs=num_inputs,
             max_pages=max_pages,
             staging=staging,
+            sharing=sharing,
         )
         for size in sizes
     ]
+
+
+def can_share(kernels: PageKernels) -> TypeGuard[SharingGraphKernels]:
+    return isinstance(kernels, SharingGraphKernels) and kernels.sharing is not None
 
 
 def pad_tables(tables: PageTables, count: int) -> PageTables:
@@ -141,6 +184,7 @@ def pad_tables(tables: PageTables, count: int) -> PageTables:
         kv_indices=np.pad(tables.kv_indices, (0, count)),
         kv_last_page_len=np.pad(tables.kv_last_page_len, (0, count), constant_values=1),
         kv_lens=np.pad(tables.kv_lens, (0, count), constant_values=1),
+        shared=tables.shared,
     )
 
 

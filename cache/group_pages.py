@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.cache.group_table import GroupTable
-from tandem.cache.kernels.base import Kernels
+from tandem.cache.kernels.base import PageKernels
 from tandem.cache.page_pools import PagePools
 from tandem.cache.position_map import Int32Array
 from tandem.cache.window import Int64Array, first_place, first_places, most_places
@@ -49,7 +49,7 @@ class GroupPages:
     """
 
     def __init__(
-        self, group: int, window: int | None, table: GroupTable, pools: PagePools, kernels: Kernels, page_size: int
+        self, group: int, window: int | None, table: GroupTable, pools: PagePools, kernels: PageKernels, page_size: int
     ) -> None:
         self.window = window
         self.table = table
@@ -152,6 +152,7 @@ class GroupPages:
         """Takes away what a row holds from place `end` on; the pages are the caller's to release."""
         surplus = self.table.held(row, end)
         self.table.ends[row] -= surplus.size
+        self.table.num_changes += 1
         return surplus
 
     def shared_by_fork(self, parent: int, length: int) -> Int32Array:
@@ -189,4 +190,5 @@ class GroupPages:
         old = self.table.pages[rows, places]
         self._kernels.copy_pages(old, copies)
         self.table.pages[rows, places] = copies
+        self.table.num_changes += 1
         self._pools.release_of(self._group, old)

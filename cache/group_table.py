@@ -3,6 +3,7 @@
 import numpy as np
 
 from tandem.cache.position_map import Int32Array
+from tandem.cache.ragged import ragged_range
 from tandem.cache.window import Int64Array
 
 
@@ -12,6 +13,7 @@ class GroupTable:
     pages: int32 [max_sequences, max_pages], of which row i holds places begins[i] … ends[i] - 1 (int64 [max_sequences]
     each): places before have left the group's window, places past the sequence's end are reserved. budgets: int64
     [max_sequences], the pages that a reservation keeps for a row from the first on that is its own; 0 without one.
+    num_changes: how often a row has lost a page that it held, or got another in its place, and went on.
     """
 
     def __init__(self, max_sequences: int, max_pages: int) -> None:
@@ -19,6 +21,7 @@ class GroupTable:
         self.begins = np.zeros(max_sequences, np.int64)
         self.ends = np.zeros(max_sequences, np.int64)
         self.budgets = np.zeros(max_sequences, np.int64)
+        self.num_changes = 0
 
     def reset(self, row: int) -> None:
         self.begins[row] = self.ends[row] = self.budgets[row] = 0
@@ -35,20 +38,15 @@ class GroupTable:
         gone = self.pages[row, begin:end].copy()
         self.pages[row, begin : held - gone.size] = self.pages[row, end:held].copy()
         self.ends[row] = held - gone.size
+        self.num_changes += 1
         return gone
 
     def held_between(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
         """The page ids at places begins[i] … ends[i] - 1 of rows[i], one row after another; all int64 [B]."""
         counts = ends - begins
-        owners, places = np.repeat(rows, counts), _places(begins, counts)
+        owners, places = np.repeat(rows, counts), ragged_range(begins, counts)
         return self.pages[owners, places]
 
     def put(self, rows: Int64Array, begins: Int64Array, counts: Int64Array, pages: Int32Array) -> None:
         """Hands pages (int32 [sum of counts]) to rows: counts[i] of them to rows[i], from place begins[i] on."""
-        self.pages[np.repeat(rows, counts), _places(begins, counts)] = pages
-
-
-def _places(begins: Int64Array, counts: Int64Array) -> Int64Array:
-    """begins[i], begins[i] + 1, … (counts[i] of them), one after another."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1]) if ends.size else 0) + np.repeat(begins - (ends - counts), counts)
+        self.pages[np.repeat(rows, counts), ragged_range(begins, counts)] = pages

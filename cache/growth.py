@@ -78,7 +78,9 @@ class Growth:
     def _check_unsent(self, seq_ids: Sequence[int] | Int64Array, rows: Int64Array, appends: Int64Array) -> None:
         """A stream evicts for all that it appends before anything is sent: not what its position map asks for."""
         streams = self._table.streams
-        for index in np.flatnonzero(streams.windows[rows]) if streams.count else ():
+        if streams.count == 0:
+            return
+        for index in np.flatnonzero(streams.windows[rows]).tolist():
             length = self._table.num_positions(int(rows[index]))
             end = self._marks.end_of_unsent(int(seq_ids[index]), length)
             if end is not None and length + int(appends[index]) > end:

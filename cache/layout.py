@@ -17,18 +17,26 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class LayerGroup:
     """Layers whose KV entries are alike and share one pool and one page table.
 
-    A pool is one tensor `[num_pages, len(layers), 2, num_kv_heads, page_size, head_dim]`, K at 0 and V at 1:
-    a page is one contiguous span that holds all layers of the group. window: how many positions a token sees, its own
-    included; pages behind it are let go of. None: all.
+    A pool is one tensor `[num_pages, len(layers), planes, num_kv_heads, page_size, head_dim]`: a page is one contiguous
+    span that holds all layers of the group. There are two planes, K at 0 and V at 1. window: how many positions a token
+    sees, its own included; pages behind it are let go of. None: all.
+
+    latent_rank: of multi-head latent attention (DeepSeek-V2), whose entries are one plane of one head: that many
+    numbers of which every head's K and V are made, then the rotated part of K that the heads share.
     """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    latent_rank: int | None = None
+
+    @property
+    def planes(self) -> int:
+        return 2 if self.latent_rank is None else 1
 
     def page_shape(self, page_size: int) -> tuple[int, int, int, int, int]:
-        return (len(self.layers), 2, self.num_kv_heads, page_size, self.head_dim)
+        return (len(self.layers), self.planes, self.num_kv_heads, page_size, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,14 @@ class KVLayout:
                 )
             if group.window is not None and group.window < 1:
                 raise InvalidArgument(f"group {index} has window {group.window}; it must be None or at least 1")
+            if group.latent_rank is not None:
+                _check_latent(index, group)
         if self.scales is not None:
             heads_of = {layer: group.num_kv_heads for group in self.groups for layer in group.layers}
+            if self.has_latents:
+                raise InvalidArgument(
+                    "scales are given, but the layout has groups with latents; only K and V have 8 bits"
+                )
             self.scales.check([heads_of[layer] for layer in layers])
 
     @property
@@ -74,11 +88,17 @@ class KVLayout:
         return sum(len(group.layers) for group in self.groups)
 
     @property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Of each layer, in order, its group and its index there."""
+        groups = enumerate(self.groups)
+        return dict(sorted((layer, (group, i)) for group, its in groups for i, layer in enumerate(its.layers)))
+
+    @property
     def has_windows(self) -> bool:
         return any(group.window is not None for group in self.groups)
 
     def page_shape(self, group: int) -> tuple[int, int, int, int, int]:
-        """Shape of one page: [layers, 2, num_kv_heads, page_size, head_dim]."""
+        """Shape of one page: [layers, planes, num_kv_heads, page_size, head_dim]."""
         return self.groups[group].page_shape(self.page_size)
 
     def page_bytes(self, group: int) -> int:
@@ -86,6 +106,10 @@ class KVLayout:
         for extent in self.page_shape(group):
             elements *= extent
         return elements * self.stored_dtype.itemsize
+
+    @property
+    def has_latents(self) -> bool:
+        return any(group.latent_rank is not None for group in self.groups)
 
     @property
     def token_bytes(self) -> int:
@@ -108,6 +132,17 @@ class KVLayout:
     @property
     def fingerprint(self) -> int:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
-        groups = [(g.layers, g.num_kv_heads, g.head_dim, g.window) for g in self.groups]
+        groups = [(g.layers, g.num_kv_heads, g.head_dim, g.window, g.latent_rank) for g in self.groups]
         text = repr((self.page_size, str(self.dtype), groups, self.scales))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _check_latent(index: int, group: LayerGroup) -> None:
+    rank = group.latent_rank
+    assert rank is not None
+    if not 1 <= rank < group.head_dim:
+        raise InvalidArgument(f"group {index} has latent_rank {rank}; 1 … {group.head_dim - 1} are accepted")
+    if group.num_kv_heads != 1:
+        raise InvalidArgument(f"group {index} has latents and num_kv_heads {group.num_kv_heads}; it must be 1")
+    if group.window is not None:
+        raise InvalidArgument(f"group {index} has latents and window {group.window}; it must be None")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.cache.errors import InvalidArgument
-from tandem.cache.kernels.base import Kernels, TreeKernels
+from tandem.cache.kernels.base import PageKernels, TreeKernels
 from tandem.cache.plan import slots_of
 from tandem.cache.send_marks import SendMarks
 from tandem.cache.sequence_pages import SequencePages
@@ -25,7 +25,7 @@ class OpenTrees:
         table: SequenceTable,
         pages: SequencePages,
         marks: SendMarks,
-        kernels: Sequence[Kernels],
+        kernels: Sequence[PageKernels],
         *,
         page_size: int,
         has_windows: bool,

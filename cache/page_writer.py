@@ -14,10 +14,11 @@ class PageWriter(Protocol):
     """
 
     def write_tokens(
-        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
         """Rows token_indices (int64 [n]) of k and v ([num_tokens, num_kv_heads, head_dim]) to the peer's slots [n].
 
+        v is None for a group whose entries are one plane, see LayerGroup; k then is the entry.
         token_indices and slots are on the host.
         """
         ...

@@ -8,13 +8,12 @@ from torch import Tensor
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
 from tandem.cache.group_attention import GroupAttention
-from tandem.cache.group_pages import GroupPages
 from tandem.cache.growth import Growth
-from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.kernels.fp8_entries import Fp8Entries
-from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.latent import LatentHeads, UpProjections
+from tandem.cache.latent_attention import LatentGroupAttention
+from tandem.cache.layer_groups import Heads, make_groups, make_pages
 from tandem.cache.layout import KVLayout
 from tandem.cache.open_trees import OpenTrees, Parents
 from tandem.cache.page_pools import PagePools
@@ -57,12 +56,14 @@ class PagedKVCache:
         writer: PageWriter | None,
         scale: float | None = None,
         softcap: float | None = None,
+        latent: LatentHeads | None = None,
         kernels: KernelFactory = choose_kernels,
     ) -> None:
         """pools: per layer group `[num_pages, *layout.page_shape(group)]`, contiguous, the caller's; what they hold at
         first does not matter. rope: one for all groups, or one for each. writer: None when nothing is sent.
 
-        scale: of the softmax; None is head_dim ** -0.5. softcap: scores become softcap · tanh(score / softcap).
+        scale: of the softmax; None is that of q's width, ** -0.5. softcap: scores become softcap · tanh(score /
+        softcap), not with latents. latent: the heads that read those of groups with latents.
         """
         layout.check_pools(pools)
         if max_sequence_length < 1:
@@ -75,14 +76,8 @@ class PagedKVCache:
         self._marks = SendMarks()
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._streams = Streams(self._table, self._rotations, layout.page_size)
-        self._groups: list[GroupAttention] = []
-        of_groups: list[GroupPages] = []
-        for index, (pool, group, table) in enumerate(zip(pools, layout.groups, self._table.groups, strict=True)):
-            scoring = Scoring(group.head_dim**-0.5 if scale is None else scale, group.window, softcap)
-            fp8 = Fp8Entries.of_group(layout, index, pool.device)
-            own = kernels(pool, scoring.scale, group.window, softcap, fp8)
-            of_groups.append(GroupPages(index, group.window, table, self._pools, own, layout.page_size))
-            self._groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring, fp8))
+        self._groups = make_groups(layout, pools, self._table.groups, writer, Heads(scale, softcap, latent), kernels)
+        of_groups = make_pages(layout, self._table.groups, self._pools, self._groups)
         self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
         self._receptions = Receptions(self._table, self._pages, self._pools, self._streams, layout.page_size, pools)
         self._trees = OpenTrees(
@@ -97,23 +92,13 @@ class PagedKVCache:
             self._table, self._pages, self._receptions, self._streams, self._trees, self._marks, max_sequence_length
         )
         self._sequences = Sequences(
-            self._table,
-            self._pages,
-            self._pools,
-            self._receptions,
-            self._streams,
-            self._marks,
-            self._trees,
+            *(self._table, self._pages, self._pools, self._receptions, self._streams, self._marks, self._trees),
             self._growth,
             page_size=layout.page_size,
             max_length=max_sequence_length,
-            has_windows=layout.has_windows,
+            layout=layout,
         )
-        self._places = {
-            layer: (group, index)
-            for group, members in enumerate(layout.groups)
-            for index, layer in enumerate(members.layers)
-        }
+        self._places = layout.places
 
     # Sequences
 
@@ -210,28 +195,37 @@ class PagedKVCache:
         return ForwardPlan(sequences, tokens, groups, sent)
 
     def attention(
-        self,
-        plan: ForwardPlan,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None = None,
-        norm: HeadNorm | None = None,
+        self, plan: ForwardPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """o [T, num_q_heads, head_dim]: rotates q and k, stores K and V here and with receivers, attends causally.
 
         q is [T, num_q_heads, head_dim], k and v are [T, num_kv_heads, head_dim], not rotated, left as they are.
-        sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss). norm:
-        what q and k go through before they are rotated.
+        sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss).
         Call it once for each layer, in order, under torch.inference_mode.
         """
         group, index = self._places[layer]
         if k.shape[0] != plan.num_tokens:
             raise InvalidArgument(f"k has {k.shape[0]} tokens; the plan has {plan.num_tokens}")
-        if norm is not None:
-            q, k = norm.apply(q, k)
-        return self._groups[group].attend(plan.groups[group], index, q, k, v, sinks)
+        of_group = self._groups[group]
+        if not isinstance(of_group, GroupAttention):
+            raise InvalidArgument(f"layer is {layer}, which keeps latents; latent_attention serves it")
+        return of_group.attend(plan.groups[group], index, q, k, v, sinks)
+
+    def latent_attention(
+        self, plan: ForwardPlan, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections
+    ) -> Tensor:
+        """As attention, of a layer that keeps latents, see tandem.cache.latent: o [T, num_heads, value_dim].
+
+        q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
+        they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
+        """
+        group, index = self._places[layer]
+        of_group = self._groups[group]
+        if not isinstance(of_group, LatentGroupAttention):
+            raise InvalidArgument(f"layer is {layer}, which keeps no latents; attention serves it")
+        if q.shape[0] != plan.num_tokens:
+            raise InvalidArgument(f"q has {q.shape[0]} tokens; the plan has {plan.num_tokens}")
+        return of_group.attend(plan.groups[group], index, q, latents, keys, up)
 
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
@@ -245,10 +239,13 @@ class PagedKVCache:
         """
         self._trees.commit(seq_ids, leaf_indices)
 
-    def fixed_batches(self, sizes: Sequence[int], num_q_heads: int, num_inputs: int) -> list[FixedBatch]:
+    def fixed_batches(
+        self, sizes: Sequence[int], num_q_heads: int, num_inputs: int, *, sharing: bool = False
+    ) -> list[FixedBatch]:
         """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them.
 
-        They share their device memory: one is filled and replayed before the next is filled.
+        They share their device memory: one is filled and replayed before the next is filled. sharing: batches for steps
+        of which pays_to_share() is true.
         """
         return make_fixed_batches(
             sizes,
@@ -258,7 +255,14 @@ class PagedKVCache:
             num_q_heads=num_q_heads,
             num_inputs=num_inputs,
             max_pages=self._table.groups[0].pages.shape[1],
+            sharing=sharing,
         )
+
+    def pays_to_share(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array) -> bool:
+        """Whether the next step of these sequences is faster in `batch`, a sharing one, than in another."""
+        rows = self._table.rows(seq_ids)
+        shared = [group.shared(rows, self._table.lengths[rows]) for group in self._groups]
+        return any(one is not None for one in shared) and batch.takes(shared)
 
     def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
         """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward.
@@ -272,7 +276,8 @@ class PagedKVCache:
         if self._table.streams.count and self._table.streams.windows[self._table.rows(seq_ids)].any():
             raise InvalidArgument("seq_ids has a sequence that slides; a fixed batch takes only others")
         rows, tokens = self._growth.grow(seq_ids, np.ones(len(seq_ids), np.int64), in_flight=1)
-        batch.fill(tokens, [group.look_up(rows, tokens) for group in self._groups], inputs)
+        look_ups = [group.look_up_apart if batch.sharing else group.look_up for group in self._groups]
+        batch.fill(tokens, [look_up(rows, tokens) for look_up in look_ups], inputs)
 
     # Transfers
 
@@ -388,9 +393,8 @@ class PagedKVCache:
             first = self.first_position(sequence)
             raise InvalidArgument(f"begin is {begin}; positions before {first} have left the window of some layers")
         indices = self._streams.indices(row, begin, end)
-        found = {
-            layer: kv
+        found = [
+            group.gather(range(len(members.layers)), row, indices)
             for group, members in zip(self._groups, self.layout.groups, strict=True)
-            for layer, kv in zip(members.layers, group.gather(range(len(members.layers)), row, indices), strict=True)
-        }
-        return [found[layer] for layer in range(self.layout.num_layers)]
+        ]
+        return [found[group][index] for group, index in self._places.values()]

@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.position_map import SKIP, Int32Array, SlotRuns
+from tandem.cache.ragged import indptr_of, ragged_range, ragged_rows
 from tandem.cache.rope import Rotation
+from tandem.cache.shared_prefixes import SharedPrefixes
 from tandem.cache.stream_attention import StreamPart
 from tandem.cache.token_tree import TokenTrees
 from tandem.cache.window import Int64Array
@@ -57,7 +59,8 @@ class PageTables:
     slot_mapping: int32 [T], where each new token's K and V go. kv_indptr: int32 [B + 1]; kv_indices[kv_indptr[i] :
     kv_indptr[i + 1]]: int32, the pages of sequence i, the new tokens' included, without those that have left the
     window; kv_last_page_len: int32 [B], 1 … page_size. kv_lens: int32 [B], the positions in those pages: the last
-    kv_lens[i] of seq_lens[i].
+    kv_lens[i] of seq_lens[i]. shared: what sequences with one new token each attend to together, where that is faster;
+    their pages are in kv_indices all the same.
     """
 
     slot_mapping: Int32Array
@@ -65,6 +68,7 @@ class PageTables:
     kv_indices: Int32Array
     kv_last_page_len: Int32Array
     kv_lens: Int32Array
+    shared: SharedPrefixes | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,9 +161,23 @@ def look_up_pages(
     return PageTables(
         slot_mapping=(token_pages - places) * page_size + tokens.positions,
         kv_indptr=kv_indptr,
-        kv_indices=_ragged_rows(pages, rows, counts, begins),
+        kv_indices=ragged_rows(pages, rows, counts, begins),
         kv_last_page_len=tokens.seq_lens - last_places * page_size,
         kv_lens=kv_lens,
+    )
+
+
+def own_tables(tables: PageTables, sequences: Int64Array, page_size: int) -> PageTables:
+    """The tables of `sequences` (int64 [n]) without the pages that the segments of tables.shared cover, which are never
+    all of a sequence's. slot_mapping is left as it is."""
+    begins = 0 if tables.shared is None else tables.shared.own_begins[sequences]
+    counts = np.diff(tables.kv_indptr)[sequences] - begins
+    return PageTables(
+        slot_mapping=tables.slot_mapping,
+        kv_indptr=indptr_of(counts),
+        kv_indices=tables.kv_indices[ragged_range(tables.kv_indptr[sequences] + begins, counts)],
+        kv_last_page_len=tables.kv_last_page_len[sequences],
+        kv_lens=(tables.kv_lens[sequences] - begins * page_size).astype(np.int32),
     )
 
 
@@ -187,22 +205,3 @@ def runs_of(pages: Int32Array, begin: int, end: int, page_size: int, first_place
     lengths[0] -= lead
     lengths[-1] -= (last + 1) * page_size - end
     return SlotRuns(begins.astype(np.int32), lengths.astype(np.int32))
-
-
-def _ragged_rows(
-    pages: Int32Array, rows: Int64Array, counts: Int32Array, first_columns: Int64Array | None = None
-) -> Int32Array:
-    """counts[i] entries of row rows[i], from column first_columns[i] (None: 0) on, one after another."""
-    widest, total = int(counts.max()), int(counts.sum())
-    if first_columns is None and widest * rows.size <= 2 * total:
-        # Copy whole rows, then drop what is too much: fastest when lengths are alike.
-        square = pages[:, :widest][rows]
-        return (
-            square.reshape(-1)
-            if widest * rows.size == total
-            else square[np.arange(widest, dtype=np.int32) < counts[:, None]]
-        )
-    begins = rows * pages.shape[1] - (np.cumsum(counts) - counts)
-    if first_columns is not None:
-        begins += first_columns
-    return pages.reshape(-1).take(np.arange(total) + np.repeat(begins, counts))

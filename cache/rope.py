@@ -254,14 +254,17 @@ def _yarn(parameters: RopeParameters) -> Tensor:
 
 
 def _yarn_attention_factor(parameters: RopeParameters) -> float:
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(parameters.factor) + 1.0 if parameters.factor > 1 else 1.0
-
+    factor = parameters.factor
     if parameters.attention_factor is not None:
         return parameters.attention_factor
     if parameters.mscale and parameters.mscale_all_dim:
-        return magnitude(parameters.mscale) / magnitude(parameters.mscale_all_dim)
-    return magnitude(1.0)
+        return yarn_magnitude(factor, parameters.mscale) / yarn_magnitude(factor, parameters.mscale_all_dim)
+    return yarn_magnitude(factor, 1.0)
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """By what the scores of a context `factor` times as long are sharpened, by way of q and of k each."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def longrope_frequencies(parameters: RopeParameters, factors: tuple[float, ...]) -> Tensor:

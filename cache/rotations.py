@@ -30,7 +30,12 @@ class Rotations:
                 f"rope has {len(self._of_groups)} entries; the layout has {len(layout.groups)} groups"
             )
         for kind, group in zip(self._of_groups, layout.groups, strict=True):
-            if kind.rope_type != "none" and kind.rotary_dim > group.head_dim:
+            if kind.rope_type == "none":
+                continue
+            if group.latent_rank is not None and kind.rotary_dim != group.head_dim - group.latent_rank:
+                rotated = group.head_dim - group.latent_rank
+                raise InvalidArgument(f"rotary_dim is {kind.rotary_dim}; entries of its group end in {rotated} rotated")
+            if kind.rotary_dim > group.head_dim:
                 raise InvalidArgument(f"rotary_dim is {kind.rotary_dim}; the head_dim of its group is {group.head_dim}")
         self.device = device
         self._embeddings = {

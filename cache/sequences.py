@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tandem.cache.errors import CacheError, InvalidArgument
 from tandem.cache.growth import Growth
+from tandem.cache.layout import KVLayout
 from tandem.cache.open_trees import OpenTrees
 from tandem.cache.page_pools import PagePools
 from tandem.cache.receptions import Receptions
@@ -30,9 +31,8 @@ class Sequences:
         *,
         page_size: int,
         max_length: int,
-        has_windows: bool,
+        layout: KVLayout,
     ) -> None:
-        """has_windows: whether a layer group of the layout has one."""
         self._table = table
         self._pages = pages
         self._pools = pools
@@ -43,7 +43,7 @@ class Sequences:
         self._growth = growth
         self._page_size = page_size
         self._max_length = max_length
-        self._has_windows = has_windows
+        self._layout = layout
 
     def settled_row(self, sequence: int) -> int:
         """The row of a sequence that is not being received and has no open tree; else InvalidArgument."""
@@ -101,14 +101,16 @@ class Sequences:
 
     def enable_sliding_window(self, sequence: int, window: int, sink: int) -> None:
         row = self.settled_row(sequence)
-        if self._has_windows:
+        if self._layout.has_windows:
             raise InvalidArgument("the layout has groups with a window; sequences slide only in layouts without")
+        if self._layout.has_latents:
+            raise InvalidArgument("the layout has groups with latents; sequences slide only in layouts without")
         if self._table.num_positions(row):
             raise InvalidArgument(f"sequence {sequence} holds positions; only an empty one can begin to slide")
         self._streams.check_window(window, sink, self._max_length)
         self._table.streams.enable(row, window, sink)
 
-    def match_prefix(self, sequence: int, token_ids: Sequence[int]) -> int:
+    def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> int:
         self._check_sharing(sequence)
         row = self._table.row(sequence)
         if any(pages.size for pages in self._table.held_pages(row)):
@@ -129,5 +131,5 @@ class Sequences:
     def _check_sharing(self, sequence: int) -> None:
         if self._table.streams.windows[self._table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
-        if self._has_windows:
+        if self._layout.has_windows:
             raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")

@@ -60,6 +60,7 @@ PASSED_ON = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+LONG_TEXT = 4096  # characters; shorter ones take less than a thread does
 
 
 def attempt_prefix(incarnation: int) -> str:
@@ -220,7 +221,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         work.cancel()
 
     async def _validate(self, request: inference_pb2.GenerateRequest) -> ValidRequest:
-        if request.HasField("chat"):  # a template may run for a while, and other requests must not wait for it
+        # A template may run for a while, and so may the tokenizer of a long text: other requests must not wait for it.
+        if request.HasField("chat") or len(request.text) > LONG_TEXT:
             return await asyncio.to_thread(self._validator.validate, request)
         return self._validator.validate(request)
 

@@ -16,6 +16,7 @@ from tandem.cluster.router import Placement
 from tandem.cluster.text_output import TextOutput
 from tandem.cluster.worker_link import WORKER_LOST, WorkerLink
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.workers.event_loop import unwatched
 from tandem.workers.finish import FinishReason, FinishRule
 from tandem.workers.messages import prompt_to_bytes, sampling_to_proto
 from tandem.workers.tokenizer import Tokenizer
@@ -79,9 +80,8 @@ class Generation:
         self._timings.pages = placement.reservation.pages
         send, start = self._calls(placement)
         # The prompt first: the other call waits for what it brings about.
-        first = asyncio.ensure_future(
-            _answer(placement.prefill, placement.prefill.stub.RemoteSend(send, timeout=timeout))
-        )
+        sent = placement.prefill.stub.RemoteSend(send, timeout=timeout)
+        first = unwatched(asyncio.ensure_future(_answer(placement.prefill, sent)))
         stream = placement.decode.stub.StartGenerate(start, timeout=timeout)
         try:
             message = self._first_message(await first)

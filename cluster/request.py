@@ -48,6 +48,7 @@ class RequestValidator:
     def __init__(self, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
+        self._longest_token = 0 if tokenizer is None else tokenizer.longest_token
 
     def validate(self, message: inference_pb2.GenerateRequest) -> ValidRequest:
         if len(message.request_id) > MAX_REQUEST_ID:
@@ -80,6 +81,13 @@ class RequestValidator:
             return self._checked_ids(message.token_ids.ids)
         if self._tokenizer is None:
             raise InvalidRequest(f"{kind}: the checkpoint has no tokenizer; send token_ids")
+        size = len(message.text) + sum(len(turn.content) for turn in message.chat.messages)
+        most = self._limits.max_model_len * self._longest_token
+        if size > most:  # found out before it is tokenized, which takes seconds for millions of characters
+            raise InvalidRequest(
+                f"{kind} has {size} characters; at most {most} are accepted, which {self._limits.max_model_len} of the "
+                "model's longest tokens would make"
+            )
         try:
             if kind == "text":
                 token_ids = self._tokenizer.encode(message.text)

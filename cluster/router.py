@@ -16,6 +16,7 @@ from tandem.cluster.errors import DeadlineExceeded
 from tandem.cluster.islands import Islands
 from tandem.cluster.worker_link import WORKER_LOST, WorkerLink
 from tandem.proto import worker_pb2
+from tandem.workers.event_loop import unwatched
 from tandem.workers.messages import prompt_to_bytes
 
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
@@ -141,7 +142,7 @@ class Router:
     async def _prepare(
         self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
     ) -> worker_pb2.Reservation | None:
-        call = asyncio.ensure_future(self._ask(decode, request))
+        call = unwatched(asyncio.ensure_future(self._ask(decode, request)))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:

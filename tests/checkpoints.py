@@ -5,6 +5,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -29,6 +33,8 @@ from transformers import (
 )
 
 FAMILIES: dict[str, tuple[type, type]] = {
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
@@ -71,7 +77,44 @@ GPT_OSS = {
     "swiglu_limit": 0.5,
     "rope_parameters": {**YARN, **THETA, "truncate": False},
 }
+DEEPSEEK = {
+    "num_key_value_heads": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "q_lora_rank": 48,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 0.1,  # which the norms of latents do not take
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_shared_experts": 2, "routed_scaling_factor": 4.0},
+    ),
+    "deepseek_v2-one-map": (
+        "deepseek_v2",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {**YARN, **THETA, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**DEEPSEEK, "rope_parameters": {**YARN, **THETA, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek_v3-halves": (
+        "deepseek_v3",
+        {**DEEPSEEK, "rope_interleave": False, "attention_bias": True, "norm_topk_prob": False},
+    ),
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
     "llama-mqa": ("llama", {"num_key_value_heads": 1}),
@@ -176,7 +219,17 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
                 parameter.normal_(1, 0.3, generator=generator)
             else:
                 parameter.normal_(0, 0.15, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.5, generator=generator)
     return model
+
+
+def sizes_on_gpu(family: str) -> dict[str, int]:
+    """Changes that make a model one that the kernels for 16 bits on a GPU serve."""
+    if family.startswith("deepseek"):
+        return {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    return {"head_dim": 64, "hidden_size": 256}
 
 
 def save_checkpoint(case: str, folder: Path, **save_options: Any) -> Path:

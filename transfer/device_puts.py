@@ -57,12 +57,16 @@ class DevicePuts:
         self._run("put_slots", BLOCKS, pool, pool, targets, sources, source_slots.size, rows, page_size, row_bytes, pe)
 
     def put_tokens(
-        self, pe: int, pool: Tensor, layer: int, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor
+        self, pe: int, pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: Tensor, slots: Tensor
     ) -> None:
-        """Rows tokens (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to slots (int32 [n]) of a layer."""
-        most = self._staging.nbytes // (2 * k[0].nbytes)
+        """Rows tokens (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to slots (int32 [n]) of a layer.
+
+        v is None exactly where the pool has one plane.
+        """
+        planes = (k,) if v is None else (k, v)
+        most = self._staging.nbytes // (len(planes) * k[0].nbytes)
         for some, places in zip(tokens.split(most), slots.split(most), strict=True):
-            self._put_staged(pe, pool, layer, (k, v), some, places)
+            self._put_staged(pe, pool, layer, planes, some, places)
 
     def quiet(self) -> None:
         self._run("quiet", 1, threads=1)
@@ -72,19 +76,19 @@ class DevicePuts:
         self._run("post_row", 1, self._mailbox, self._mailbox.shape[1], row, signal, payload, pe, threads=1)
 
     def _put_staged(
-        self, pe: int, pool: Tensor, layer: int, both: tuple[Tensor, Tensor], tokens: Tensor, slots: Tensor
+        self, pe: int, pool: Tensor, layer: int, planes: tuple[Tensor, ...], tokens: Tensor, slots: Tensor
     ) -> None:
         rows, page_size, row_bytes = _extents(pool)
-        count, heads = tokens.shape[0], pool.shape[3]
-        num_bytes = 2 * count * both[0][0].nbytes
+        number, count, heads = len(planes), tokens.shape[0], pool.shape[3]
+        num_bytes = number * count * planes[0][0].nbytes
         if self._staged + num_bytes > self._staging.nbytes:
             self.quiet()
             self._staged = 0
-        staged = self._staging[self._staged : self._staged + num_bytes].view(pool.dtype).view(2, count, heads, -1)
+        staged = self._staging[self._staged : self._staged + num_bytes].view(pool.dtype).view(number, count, heads, -1)
         self._staged += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        for values, place in zip(both, staged, strict=True):
+        for values, place in zip(planes, staged, strict=True):
             torch.index_select(values, 0, tokens, out=place)
-        extents = (count, heads, layer * 2 * heads, rows * page_size * row_bytes, page_size, row_bytes)
+        extents = (number, count, heads, layer * number * heads, rows * page_size * row_bytes, page_size, row_bytes)
         self._run("put_tokens", BLOCKS, pool, staged, slots, *extents, pe)
 
     def _run(
@@ -97,5 +101,5 @@ class DevicePuts:
 
 def _extents(pool: Tensor) -> tuple[int, int, int]:
     """Rows of a slot over all layers, positions of a page, bytes of a row."""
-    _, layers, _, heads, page_size, head_dim = pool.shape
-    return layers * 2 * heads, page_size, head_dim * pool.element_size()
+    _, layers, planes, heads, page_size, head_dim = pool.shape
+    return layers * planes * heads, page_size, head_dim * pool.element_size()

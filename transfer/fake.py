@@ -287,14 +287,15 @@ class FakeTransport(Transport):
         return tuple(pool.pool for pool in self._pools(self.pe))
 
     def write_tokens(
-        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
         self._check_peer(pe)
         limit = self._num_slots(group)
         if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < limit:
             raise IndexError(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
         pool = self._pools(pe)[group]
-        rows, keys, values = slots.long().clone(), k.index_select(0, token_indices), v.index_select(0, token_indices)
+        rows, keys = slots.long().clone(), k.index_select(0, token_indices)
+        values = None if v is None else v.index_select(0, token_indices)
         if not len(rows):
             return
         write = partial(pool.put_tokens, layer, rows, keys, values)

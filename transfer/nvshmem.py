@@ -125,7 +125,7 @@ class NvshmemTransport(Transport):
         return None if peer is None else peer[group]
 
     def write_tokens(
-        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
         self._check_peer(pe)
         if not slots.shape[0]:
@@ -134,7 +134,7 @@ class NvshmemTransport(Transport):
         if not 0 <= int(slots.min()) <= int(slots.max()) < limit:
             raise IndexError(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
         tokens, places = upload([token_indices.numpy(), slots.numpy().astype(np.int32)], self._device)
-        k, v, peer = movable(k), movable(v), self._peer_words(pe, group)
+        k, v, peer = movable(k), None if v is None else movable(v), self._peer_words(pe, group)
         if peer is None:
             self._puts.put_tokens(pe, self._symmetric[group], layer, k, v, tokens, places)
         else:

@@ -13,31 +13,37 @@ def movable(tensor: Tensor) -> Tensor:
 
 
 class PagePool:
-    """One pool `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`, seen as rows of head_dim elements.
+    """One pool `[num_pages, layers, planes, num_kv_heads, page_size, head_dim]`, seen as rows of head_dim elements.
 
-    The row of a slot's K at (layer, head) is page · page_rows + ((layer · 2) · heads + head) · page_size + offset; V
-    stands heads · page_size rows further.
+    The row of a slot's K at (layer, head) is page · page_rows + (layer · planes · heads + head) · page_size + offset;
+    V, where there are two planes, stands heads · page_size rows further.
     """
 
     def __init__(self, pool: Tensor) -> None:
-        _, layers, _, heads, page_size, head_dim = pool.shape
+        _, layers, planes, heads, page_size, head_dim = pool.shape
         self.pool = pool
         self._pages = movable(pool)
         self._rows = self._pages.view(-1, head_dim)
         self._head_dim = head_dim
         self._page_size = page_size
-        self._page_rows = layers * 2 * heads * page_size
+        self._page_rows = layers * planes * heads * page_size
+        self._planes = planes
         self._value_rows = heads * page_size
-        layer_rows = torch.arange(layers, device=pool.device)[:, None] * (2 * self._value_rows)
+        layer_rows = torch.arange(layers, device=pool.device)[:, None] * (planes * self._value_rows)
         self._key_rows = layer_rows + torch.arange(heads, device=pool.device) * page_size  # [layers, heads]
 
-    def put_tokens(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """k and v [n, heads, head_dim], contiguous, to slots (int64 [n]) of one layer. IndexError outside the pool."""
+    def put_tokens(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+        """k and v [n, heads, head_dim], contiguous, to slots (int64 [n]) of one layer. IndexError outside the pool.
+
+        v is None exactly where there is one plane.
+        """
+        assert (v is None) == (self._planes == 1)
         pages = slots.div(self._page_size, rounding_mode="floor")
         first = torch.add(slots, pages, alpha=self._page_rows - self._page_size)
         rows = (first[:, None] + self._key_rows[layer]).view(-1)
         self._rows.index_copy_(0, rows, movable(k).view(-1, self._head_dim))
-        self._rows.index_copy_(0, rows + self._value_rows, movable(v).view(-1, self._head_dim))
+        if v is not None:
+            self._rows.index_copy_(0, rows + self._value_rows, movable(v).view(-1, self._head_dim))
 
     def copy_pages(self, source: "PagePool", source_page: int, target_page: int, num_pages: int) -> None:
         """Consecutive whole pages from `source`, all layers."""

@@ -56,11 +56,11 @@ class SharedMemoryTransport(Transport):
         return self._peers[self.pe].pools
 
     def write_tokens(
-        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
         self._check_peer(pe)
-        pool = self._pools[pe][group]
-        pool.put_tokens(layer, slots.long(), k.index_select(0, token_indices), v.index_select(0, token_indices))
+        rows = None if v is None else v.index_select(0, token_indices)
+        self._pools[pe][group].put_tokens(layer, slots.long(), k.index_select(0, token_indices), rows)
 
     def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         self._check_peer(pe)

@@ -78,12 +78,12 @@ class Transport(ABC):
 
     @abstractmethod
     def write_tokens(
-        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
         """Rows token_indices (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to the peer's slots [n].
 
-        token_indices and slots are on the host. k and v may be overwritten once the call returned (on a GPU: by later
-        work of the same stream).
+        v is None for a group of one plane, see PageWriter. token_indices and slots are on the host. k and v may be
+        overwritten once the call returned (on a GPU: by later work of the same stream).
         """
 
     @abstractmethod

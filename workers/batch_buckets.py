@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
+LEAST_TO_SHARE = 16  # rows; for fewer, sharing takes long prefixes to pay for its launches
 STEP = 8  # rows, the least that a tensor core's tile adds
 
 
@@ -10,6 +11,11 @@ def bucket_sizes(limit: int) -> list[int]:
     """1, 2, 4, 8, 16, 24, … below `limit`, and `limit` itself, at least 1."""
     small = [size for size in (1, 2, 4) if size < limit]
     return [*small, *range(STEP, limit, STEP), limit]
+
+
+def sharing_sizes(limit: int) -> list[int]:
+    """Sizes for steps whose rows share pages: few, for a graph each is captured besides those of all steps."""
+    return [size for size in (16, 32, 64, 128) if size < limit] + [limit] * (limit >= LEAST_TO_SHARE)
 
 
 def bucket_of(sizes: Sequence[int], rows: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.cache.fixed_batch import FixedBatch
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.workers.batch_buckets import bucket_of
+from tandem.workers.batch_buckets import LEAST_TO_SHARE, bucket_of
 from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.pending_samples import PendingSamples
@@ -27,24 +27,27 @@ class DecodeGraphs:
     """Each step's graph takes its input tokens from the step before, on the device, or from the host; then embeds,
     attends and takes the best tokens. Rows that are drawn, or report log-probabilities, are sampled after it.
 
-    So a step can be launched before the host knows what the one before has drawn.
+    So a step can be launched before the host knows what the one before has drawn. A step whose rows share so many pages
+    that reading them once for all pays (PagedKVCache.pays_to_share) runs in one of the sharing batches' graphs.
     """
 
     def __init__(
         self, model: DenseDecoder, cache: PagedKVCache, batches: Sequence[FixedBatch], capture: Capture
     ) -> None:
-        """batches: PagedKVCache.fixed_batches, with two inputs, in ascending order; captures a graph for each."""
+        """batches: PagedKVCache.fixed_batches, with two inputs, in ascending order, then those that share, if any, in
+        ascending order too; captures a graph for each."""
         self._model = model
         self._cache = cache
-        self._batches = batches
-        self._sizes = [batch.size for batch in batches]
+        self._batches = [batch for batch in batches if not batch.sharing]
+        self._sharing = [batch for batch in batches if batch.sharing]
+        self._sizes = [batch.size for batch in self._batches]
+        self._sharing_sizes = [batch.size for batch in self._sharing]
         self._sampler = Sampler(choose_draw(model.device))
         self._last = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)  # what the last step drew
-        replays = []
-        for batch in reversed(batches):  # the largest first: the smaller ones then fit into its memory
+        self._replays: dict[FixedBatch, Replay] = {}
+        for batch in sorted(batches, key=lambda batch: -batch.size):  # the smaller ones fit into the larger's memory
             batch.clear()
-            replays.append(capture(partial(self._compute, batch)))
-        self._replays: list[Replay] = replays[::-1]
+            self._replays[batch] = capture(partial(self._compute, batch))
 
     @torch.inference_mode()
     def step(
@@ -57,14 +60,22 @@ class DecodeGraphs:
     ) -> PendingSamples:
         """Launches one step; see ModelRunner.step."""
         rows = len(sequence_ids)
-        place = bucket_of(self._sizes, rows)
-        self._cache.begin_fixed(self._batches[place], sequence_ids, [tokens, sources])
-        logits = self._replays[place]()[:rows]
+        batch = self._choose(sequence_ids)
+        self._cache.begin_fixed(batch, sequence_ids, [tokens, sources])
+        logits = self._replays[batch]()[:rows]
         if (sampling.temperature < GREEDY_BELOW).all() and (sampling.num_logprobs == NO_LOGPROBS).all():
             return PendingSamples(self._last[:rows], None)
         drawn, logprobs = self._sampler.sample(logits, sampling, positions)
         self._last[:rows].copy_(drawn)
         return PendingSamples(drawn, logprobs)
+
+    def _choose(self, sequence_ids: Int64Array) -> FixedBatch:
+        rows = len(sequence_ids)
+        if self._sharing and LEAST_TO_SHARE <= rows <= self._sharing_sizes[-1]:
+            batch = self._sharing[bucket_of(self._sharing_sizes, rows)]
+            if self._cache.pays_to_share(batch, sequence_ids):
+                return batch
+        return self._batches[bucket_of(self._sizes, rows)]
 
     def _compute(self, batch: FixedBatch) -> Tensor:
         tokens, sources = batch.inputs

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tandem.cache.head_norm import HeadNorm
+from tandem.cache.latent import UpProjections
 from tandem.workers.errors import GpuTooSmall
 from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.models.decoder import DenseDecoder
@@ -55,12 +58,26 @@ def measure_budget(
     return MemoryBudget(total, total - free, utilization)
 
 
+class WithoutPages:
+    """A CachedAttention that has no pages; its outputs mean nothing but have the right shape."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
+    ) -> Tensor:
+        if norm is not None:
+            q, k = norm.apply(q, k)
+        return torch.cat((q, k), 1)[:, : q.shape[1]]
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+        return up.values(up.absorb(q[:, :, : up.heads.key_dim]))
+
+
 @torch.inference_mode()
 def run_largest_forward(model: DenseDecoder, max_batch_tokens: int, max_sequences: int) -> None:
     """max_batch_tokens tokens without attention, which needs pages, then a draw with top_p for max_sequences rows."""
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
-    logits = model.forward(tokens, lambda _, q, k, *others: torch.cat((q, k), 1)[:, : q.shape[1]], tokens[:rows])
+    logits = model.forward(tokens, WithoutPages(), tokens[:rows])
     batch = SampleBatch.from_params([SamplingParams(temperature=1.0, top_p=0.5, seed=0)] * rows)
     Sampler(choose_draw(model.device)).sample(logits, batch, np.zeros(rows, np.int64))
 

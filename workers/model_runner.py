@@ -1,7 +1,5 @@
 """From token ids and a plan to sampled tokens."""
 
-from functools import partial
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -10,11 +8,12 @@ from torch import Tensor
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import ForwardPlan
-from tandem.workers.batch_buckets import bucket_sizes
+from tandem.workers.batch_buckets import bucket_sizes, sharing_sizes
 from tandem.workers.decode_graphs import Capture, DecodeGraphs, GraphCapture
 from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.pending_samples import PendingSamples, Samples
+from tandem.workers.planned_attention import PlannedAttention
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling import Sampler
 from tandem.workers.sampling_params import SamplingParams
@@ -50,6 +49,7 @@ class ModelRunner:
             return
         num_q_heads = self._model.config.num_heads
         batches = self._cache.fixed_batches(bucket_sizes(max_sequences), num_q_heads, num_inputs=2)
+        batches += self._cache.fixed_batches(sharing_sizes(max_sequences), num_q_heads, num_inputs=2, sharing=True)
         if batches:
             self._graphs = DecodeGraphs(self._model, self._cache, batches, capture or GraphCapture())
 
@@ -88,7 +88,7 @@ class ModelRunner:
         """Logits float32 [n, vocab] that follow rows last_rows (int64 [n]; None: all) of token_ids int64 [T]."""
         arrays = [token_ids] if last_rows is None else [token_ids, last_rows]
         ids, *rows = upload(arrays, self._model.device)
-        return self._model.forward(ids, partial(self._cache.attention, plan), rows[0] if rows else None)
+        return self._model.forward(ids, PlannedAttention(self._cache, plan), rows[0] if rows else None)
 
     def sample(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> Samples:
         """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be drawn."""

@@ -19,7 +19,7 @@ class PushMeter(PageWriter):
         self.seconds = 0.0
 
     def write_tokens(
-        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
         began = time.perf_counter()
         self._writer.write_tokens(pe, group, layer, k, v, token_indices, slots)

@@ -46,8 +46,30 @@ SIZES = {
     "small": Size(4, 256, 8, 4, 688, 2048, 4096),
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+DEEPSEEK = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "head_dim": 8,
+    "num_key_value_heads": None,
+}
 # What each family writes into config.json besides the common fields.
 ARCHITECTURES: dict[str, dict[str, object]] = {
+    "deepseek_v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        **DEEPSEEK,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+    },
+    "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **DEEPSEEK, "q_lora_rank": 48},
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
         "hidden_activation": "gelu_pytorch_tanh",

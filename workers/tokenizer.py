@@ -46,6 +46,11 @@ class Tokenizer:
         """Number of ids with a text, added tokens included; the model's own vocabulary may be larger."""
         return self._inner.get_vocab_size()
 
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest entry: n tokens stand for no more than n times as many."""
+        return max(map(len, self._inner.get_vocab()), default=1)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
 

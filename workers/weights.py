@@ -106,7 +106,7 @@ def check_tensors(files: Iterable[SafetensorsFile], places: Mapping[str, Tensor]
         for name, stored in file.tensors.items():
             place = places.get(name)
             if place is None:
-                unknown += [] if _is_derived(name, config) else [name]
+                unknown += [] if _is_ignored(name, config) else [name]
             elif stored.shape != tuple(place.shape):
                 raise InvalidWeights(
                     f"{file.path}: tensor {name} has shape {list(stored.shape)}; "
@@ -133,12 +133,14 @@ def fill_randomly(config: ModelConfig, places: Mapping[str, Tensor], seed: int) 
             place.normal_(0, DUMMY_STD, generator=generator)
 
 
-def _is_derived(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry though they follow from others, or are none of the model's own."""
+def _is_ignored(name: str, config: ModelConfig) -> bool:
+    """Tensors that some checkpoints carry though they follow from others, or are none of the layers that are served."""
+    extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
     return (
         is_scale(name)
         or name.endswith("rotary_emb.inv_freq")
         or (config.tie_word_embeddings and name == "lm_head.weight")
+        or any(name.startswith(f"model.layers.{layer}.") for layer in extra)
     )
 
 

@@ -1,6 +1,7 @@
 """One worker: model, cache, transport, step thread and gRPC service, put together and taken apart in order."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -45,7 +46,14 @@ RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
 
 def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None) -> KVLayout:
-    """A group for each kind of window among the layers, in the order of their first layers. scales: see KVLayout."""
+    """A group for each kind of window among the layers, in the order of their first layers; one for latents.
+
+    scales: see KVLayout.
+    """
+    if model.latent is not None:
+        rank, width = model.latent.rank, model.latent.rank + model.latent.rotated
+        latents = LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)
+        return KVLayout((latents,), page_size, model.dtype, scales)
     layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
         layers_of.setdefault(window, []).append(layer)
@@ -197,6 +205,7 @@ class Worker:
 
     def rejoin(self, config: WorkerConfig) -> None:
         """After leave(): what this process is in its island's next epoch; open() comes next."""
+        gc.collect()  # what cycles of the epoch before still hold of its pools: the next ones need that memory
         self.config = config
         self._share_cores()
 
@@ -287,6 +296,7 @@ class Worker:
             writer=self._meter,
             scale=model.attn_scale,
             softcap=model.attn_softcap,
+            latent=None if model.latent is None else model.latent.heads,
         )
 
 

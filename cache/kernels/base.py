@@ -8,20 +8,41 @@ from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.latent import UpProjections
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
+from tandem.cache.shared_prefixes import SharedPrefixes, SharingRule
 
 
-class Kernels(Protocol):
-    """Bound to one pool `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`; layer counts within the group.
-
-    plan() once a forward, on the host; append() and attend() once a layer, with what it returned.
-    """
+class PageKernels(Protocol):
+    """Bound to one pool of pages, whatever its entries are; layer counts within the group."""
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> Any:
-        """Whatever append and attend need of this forward."""
+        """On the host, once a forward: whatever append and attend need of it."""
         ...
+
+    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
+        """All layers of pages sources[i] to targets[i], int32 [n] each."""
+        ...
+
+    def clear_pages(self, pages: Int32Array) -> None:
+        """Makes sure that what stands in slots not yet written cannot reach an output (0 · NaN is NaN)."""
+        ...
+
+    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
+        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n], in the dtype in which they came.
+
+        Of latents see LatentKernels.
+        """
+        ...
+
+
+class Kernels(PageKernels, Protocol):
+    """Bound to one pool `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`.
+
+    plan() once a forward; append() and attend() once a layer, with what it returned.
+    """
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: Any
@@ -42,16 +63,25 @@ class Kernels(Protocol):
         """
         ...
 
-    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
-        """All layers of pages sources[i] to targets[i], int32 [n] each."""
+
+class LatentKernels(PageKernels, Protocol):
+    """Bound to one pool `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.latent.
+
+    read_slots gives whole entries as k, [n, 1, rank + rotated], and their latents as v, [n, 1, rank].
+    """
+
+    def append(
+        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, rotation: Rotation | None, plan: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rotates the last numbers of q and keys; latents and keys go into the new tokens' slots.
+
+        q [T, num_heads, key_dim + rotated], latents [T, rank], keys [T, rotated]; any may be overwritten. Returns q
+        and the entries [T, 1, rank + rotated]; None where no writer takes them from there.
+        """
         ...
 
-    def clear_pages(self, pages: Int32Array) -> None:
-        """Makes sure that what stands in slots not yet written cannot reach an output (0 · NaN is NaN)."""
-        ...
-
-    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n], in the dtype in which they came."""
+    def attend(self, layer: int, q: Tensor, plan: Any, up: UpProjections) -> Tensor:
+        """o [T, num_heads, value_dim]: each token attends to its sequence's positions up to its own."""
         ...
 
 
@@ -73,6 +103,16 @@ class KernelFactory(Protocol):
 
 
 @runtime_checkable
+class SharingKernels(Kernels, Protocol):
+    """Kernels that read pages once for all sequences that share them, as tables.shared says."""
+
+    @property
+    def sharing(self) -> SharingRule | None:
+        """When that is faster; None: it is not done for this pool."""
+        ...
+
+
+@runtime_checkable
 class TreeKernels(Kernels, Protocol):
     """Kernels whose attend() gives each token of TokenLayout.trees what it may see, and no more."""
 
@@ -87,7 +127,7 @@ PeerPool = Callable[[int], Tensor | None]
 
 
 @runtime_checkable
-class PushingKernels(Kernels, Protocol):
+class PushingKernels(PageKernels, Protocol):
     """Kernels whose append can also store into pools of peers."""
 
     def push_with_append(self, plan: Any, sends: Sequence[Send], peer_pool: PeerPool) -> tuple[Any, tuple[Send, ...]]:
@@ -110,12 +150,22 @@ class DeviceTables:
 
 
 @runtime_checkable
-class GraphKernels(Kernels, Protocol):
-    """Kernels that can do a decode step inside a CUDA graph, which is replayed with other tables."""
+class GraphKernels(PageKernels, Protocol):
+    """Kernels that can do a decode step inside a CUDA graph, which is replayed with other tables: StepKernels, or
+    LatentStepKernels."""
 
     def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> Any:
-        """A plan whose steps read `tables` whenever they run."""
+        """A plan whose steps read `tables` whenever they run, after refill() announced their content."""
         ...
+
+    def refill(self, plan: Any, tables: PageTables) -> None:
+        """On the host: what `plan` runs next are these tables; the caller copies them to the device's."""
+        ...
+
+
+@runtime_checkable
+class StepKernels(GraphKernels, Kernels, Protocol):
+    """Graph kernels of a pool of K and V."""
 
     def step(
         self,
@@ -131,4 +181,38 @@ class GraphKernels(Kernels, Protocol):
         """o [B, num_q_heads, head_dim]: what append() and then attend() give, of q and k after `norm`; plan is a fixed
         one. What rows of padding give means nothing.
         """
+        ...
+
+
+@runtime_checkable
+class LatentStepKernels(GraphKernels, LatentKernels, Protocol):
+    """Graph kernels of a pool of latents."""
+
+    def step_latents(
+        self,
+        layer: int,
+        q: Tensor,
+        latents: Tensor,
+        keys: Tensor,
+        rotation: Rotation | None,
+        plan: Any,
+        up: UpProjections,
+    ) -> Tensor:
+        """o [B, num_heads, value_dim]: what append() and then attend() give; plan is a fixed one."""
+        ...
+
+
+@runtime_checkable
+class SharingGraphKernels(StepKernels, SharingKernels, Protocol):
+    """Graph kernels that can share in a graph too, up to some number of segments."""
+
+    def fixed_sharing_plan(self, tables: DeviceTables, num_q_heads: int) -> Any:
+        """A fixed_plan() for refills with what the sequences share, if anything.
+
+        `tables` are then without the pages that segments cover; those of the segments the kernels copy themselves.
+        """
+        ...
+
+    def takes_shared(self, plan: Any, shared: SharedPrefixes) -> bool:
+        """Whether a sharing plan has room for it."""
         ...

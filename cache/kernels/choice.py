@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Kernels
+from tandem.cache.kernels.base import Kernels, LatentKernels
 from tandem.cache.kernels.crew import load_crew
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.native_build import load_library
 from tandem.cache.kernels.native_kernels import SOURCE, NativeKernels
 from tandem.cache.kernels.torch_kernels import TorchKernels
+from tandem.cache.kernels.torch_latent import TorchLatentKernels
+from tandem.cache.latent import LatentHeads
 
 
 def choose_kernels(
@@ -34,3 +36,12 @@ def choose_kernels(
         if library is not None and crew is not None:
             return NativeKernels(pool, scale, library, crew, window, softcap)
     return TorchKernels(pool, scale, window, softcap, fp8)
+
+
+def choose_latent_kernels(pool: Tensor, scale: float, rank: int, heads: LatentHeads) -> LatentKernels:
+    """FlashInfer's for 16 bits on a GPU, else torch's; InvalidArgument for what FlashInfer cannot serve."""
+    if pool.device.type == "cuda" and pool.dtype != torch.float32:
+        from tandem.cache.kernels.flashinfer_latent import FlashInferLatentKernels  # needs triton
+
+        return FlashInferLatentKernels(pool, scale, rank, heads)
+    return TorchLatentKernels(pool, scale, rank, heads)

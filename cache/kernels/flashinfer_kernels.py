@@ -7,28 +7,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.flashinfer_parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
+from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.triton_append import AppendTargets, append
 from tandem.cache.kernels.triton_decode import DecodeOptions, DecodePlan, decode
-from tandem.cache.kernels.triton_fp8_decode import attend_fp8
 from tandem.cache.kernels.triton_gather import gather
+from tandem.cache.kernels.triton_merge import merge_parts
 from tandem.cache.kernels.triton_tree import attend_trees
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
+from tandem.cache.shared_prefixes import SharedPrefixes
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 WORKSPACE_BYTES = 256 << 20
+GRAPH_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +43,24 @@ class FlashInferPlan:
     parts: tuple[AttentionPart, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class FixedPlan:
+    """A decode step in a CUDA graph by FlashInfer, over 8 bits or where sequences share pages: a wrapper of its own
+    that reads the arrays where they stand.
+
+    sharing: what sequences attend to together; the arrays are then of what each has of its own.
+    """
+
+    targets: AppendTargets
+    wrapper: Any
+    num_q_heads: int
+    sharing: FixedSharing | None = None
+    keep_k: bool = False
+
+
 class FlashInferKernels:
-    """See Kernels, GraphKernels and TreeKernels. float16 and bfloat16, also stored as float8_e4m3fn, head_dim 64, 128
-    or 256, pages of 8 to 64 positions; else InvalidArgument.
+    """See SharingGraphKernels, PushingKernels and TreeKernels. float16 and bfloat16, also stored as float8_e4m3fn,
+    head_dim 64, 128 or 256, pages of 8 to 64 positions; else InvalidArgument.
 
     FlashInfer's wrappers hold the forward that was planned last, so they are planned when its first layer attends:
     forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
@@ -58,10 +76,10 @@ class FlashInferKernels:
     ) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         dtype = pool.dtype if fp8 is None else fp8.dtype
-        _check(pool, dtype)
-        import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
-
+        check_pool(pool, dtype, ("head_dim", pool.shape[5], HEAD_DIMS))
+        flashinfer = load_flashinfer()
         self._pool = pool
+        self.sharing = sharing_rule(pool, window) if fp8 is None else None
         self._words = pool if fp8 is None else pool.view(torch.uint8)  # torch moves bytes, but not every 8-bit float
         self._fp8 = fp8
         self._dtype = dtype
@@ -72,15 +90,22 @@ class FlashInferKernels:
             "logits_soft_cap": softcap,
         }
         self._step_options = DecodeOptions(scale, window, softcap)
-        self._scoring: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        self._paged_options = {**self._options, "kv_data_type": pool.dtype}
+        # FlashInfer widens 8 bits to float16, which holds each of them, in less time than to bfloat16.
+        self._paged_dtype = dtype if fp8 is None else torch.float16
+        self._paged_options = {**self._options, "q_data_type": self._paged_dtype, "kv_data_type": pool.dtype}
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        self._flashinfer = flashinfer
+        self._workspace = workspace
+        self._graph_workspace = torch.empty(GRAPH_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         # For a few tokens of each sequence fa2 is faster than fa3: 438 instead of 571 µs for 32 × 64 behind 4096.
         self._before_trees: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
         self._gathered: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        # fa3 cannot split the keys of a segment, and one segment's queries are too few to occupy a GPU.
+        self._shared: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+        self._shared_workspace = torch.empty_like(self._graph_workspace)
         self._current: FlashInferPlan | None = None
         self._planned = torch.cuda.Event()
 
@@ -93,23 +118,44 @@ class FlashInferKernels:
         self, plan: FlashInferPlan, sends: Sequence[Send], peer_pool: PeerPool
     ) -> tuple[FlashInferPlan, tuple[Send, ...]]:
         """See PushingKernels: all peers are written to by the one launch."""
-        addresses = np.zeros(plan.targets.slots.shape[0], np.int64)
-        left: list[Send] = []
-        for send in sends:
-            pool = peer_pool(send.target_pe) if send.token_indices.shape[0] else None
-            if pool is None:
-                left.append(send)
-                continue
-            addresses[send.token_indices.numpy()] = _row_addresses(pool, send.token_slots.numpy())
-            if send.source_slots.size:
-                left.append(replace(send, token_indices=send.token_indices[:0], token_slots=send.token_slots[:0]))
-        peer_rows = upload([addresses], self._pool.device)[0] if addresses.any() else None
+        addresses, left = peer_rows(plan.targets.slots.shape[0], sends, peer_pool)
+        rows = upload([addresses], self._pool.device)[0] if addresses.any() else None
         keep_k = any(send.token_indices.shape[0] for send in left)
-        return replace(plan, targets=replace(plan.targets, peer_rows=peer_rows), keep_k=keep_k), tuple(left)
+        return replace(plan, targets=replace(plan.targets, peer_rows=rows), keep_k=keep_k), tuple(left)
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan:
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan | FixedPlan:
+        if self._fp8 is not None:
+            return self._fixed_wrapper(tables, num_q_heads)
         _, _, _, num_kv_heads, _, head_dim = self._pool.shape
         return DecodePlan.make(tables, num_q_heads, num_kv_heads, head_dim)
+
+    def fixed_sharing_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
+        sizes, size = self._sizes(num_q_heads), tables.slots.shape[0]
+        max_pages = tables.kv_indices.shape[0] // size
+        num_rows = FixedSharing.num_rows(size, *sizes[:3], WORKSPACE_BYTES)
+        fixed = FixedSharing(self._flashinfer, self._workspace, self._shared_workspace, size, num_rows, max_pages)
+        fixed.plan_largest(sizes, self._paged_options)
+        return replace(self._fixed_wrapper(tables, num_q_heads), sharing=fixed)
+
+    def takes_shared(self, plan: FixedPlan, shared: SharedPrefixes) -> bool:
+        return plan.sharing is not None and plan.sharing.fits(shared)
+
+    def refill(self, plan: DecodePlan | FixedPlan, tables: PageTables) -> None:
+        """The full plan() of a FixedPlan's wrapper chose the kernel; this only shares out the work anew."""
+        if isinstance(plan, DecodePlan):
+            return
+        indptr, indices, last_page_len = (
+            torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
+        )
+        self._planned.synchronize()
+        self._flashinfer.decode.fast_decode_plan(
+            *(plan.wrapper, indptr, indices, last_page_len, *self._sizes(plan.num_q_heads)),
+            **self._paged_options,
+            global_override_indptr_cpu=indptr,
+        )
+        if plan.sharing is not None:
+            plan.sharing.refill(tables.shared, self._sizes(plan.num_q_heads), self._paged_options)
+        self._planned.record()
 
     def step(
         self,
@@ -118,21 +164,21 @@ class FlashInferKernels:
         k: Tensor,
         v: Tensor,
         rotation: Rotation | None,
-        plan: DecodePlan,
+        plan: DecodePlan | FixedPlan,
         sinks: Tensor | None,
         norm: HeadNorm | None,
     ) -> Tensor:
-        if self._fp8 is None:
+        if isinstance(plan, DecodePlan):
             return decode(self._pool, layer, q, k, v, rotation, plan, self._step_options, sinks, norm)
         if norm is not None:
             q, k = norm.apply(q, k)
-        tables, factors = plan.tables, self._fp8.inverse[layer]
-        targets = AppendTargets(tables.slots, None)
-        q, _ = append(self._pool, layer, q, k, v, rotation, targets, keep_k=False, fp8_factors=factors)
-        return self._attend_singly(layer, q, (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len), sinks)
+        q, _ = self.append(layer, q, k, v, rotation, plan)
+        if plan.sharing is not None:
+            return self._attend_shared(plan.wrapper, plan.sharing.wrapper, plan.sharing.part, layer, q, sinks)
+        return self._attend_pages(plan.wrapper, layer, q, sinks)
 
     def append(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan | FixedPlan
     ) -> tuple[Tensor, Tensor]:
         """As Kernels says, but k comes back rotated only where plan.keep_k asks for it: attend reads the pages."""
         factors = None if self._fp8 is None else self._fp8.inverse[layer]
@@ -167,19 +213,20 @@ class FlashInferKernels:
             return attend_trees(self._pool, layer, q, context, lse, part.trees, scale, softcap, sinks, scales)
         if part.kv_slots is not None:
             return _add_sinks(_run(self._gathered, q, self._gather(layer, part.kv_slots), sinks is not None), sinks)
-        if part.single and self._fp8 is not None:
-            return self._attend_singly(layer, q, (part.on_device[0], part.kv_indices, part.on_device[1]), sinks)
+        if part.shared is not None:
+            return self._attend_shared(self._decode, self._shared, part.shared, layer, q, sinks)
         return self._attend_pages(self._decode if part.single else self._prefill, layer, q, sinks)
-
-    def _attend_singly(
-        self, layer: int, q: Tensor, tables: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
-    ) -> Tensor:
-        """Over 8 bits. tables: kv_indptr, kv_indices and kv_last_page_len, on the device."""
-        assert self._fp8 is not None
-        return attend_fp8(self._pool, layer, q, *tables, self._fp8.scales[layer], **self._scoring, sinks=sinks)
 
     def _attend_pages(self, wrapper: Any, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
         return _add_sinks(self._run_pages(wrapper, layer, q, with_lse=sinks is not None), sinks)
+
+    def _attend_shared(
+        self, decode: Any, shared: Any, part: SharedPart, layer: int, q: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """decode: the wrapper that was planned with the sequences' own pages; shared: the one planned with `part`."""
+        own = self._run_pages(decode, layer, q, with_lse=True)
+        of_shared = self._run_pages(shared, layer, q.index_select(0, part.queries), with_lse=True)
+        return merge_parts(own, of_shared, part.begins, part.places, sinks)
 
     def _run_pages(self, wrapper: Any, layer: int, q: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         pages, fp8 = self._layers[layer], self._fp8
@@ -187,9 +234,11 @@ class FlashInferKernels:
             return _run(wrapper, q, (pages,), with_lse)
         scales = fp8.of_all_heads[layer]
         if scales is not None:
-            return _run(wrapper, q, (pages,), with_lse, k_scale=scales[0], v_scale=scales[1])
-        output, lse = _run(wrapper, fp8.scale_queries(layer, q), (pages,), with_lse)
-        return fp8.scale_output(layer, output), lse
+            queries = q.to(self._paged_dtype)
+            output, lse = _run(wrapper, queries, (pages,), with_lse, k_scale=scales[0], v_scale=scales[1])
+            return output.to(q.dtype), lse
+        output, lse = _run(wrapper, fp8.scale_queries(layer, q).to(self._paged_dtype), (pages,), with_lse)
+        return fp8.scale_output(layer, output.to(q.dtype)), lse
 
     def _gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """k and v [n, num_kv_heads, head_dim] at slots, int32 [n] on the device; entries of 8 bits widened."""
@@ -219,6 +268,23 @@ class FlashInferKernels:
         _, _, _, num_kv_heads, page_size, head_dim = self._pool.shape
         return num_q_heads, num_kv_heads, head_dim, page_size
 
+    def _fixed_wrapper(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
+        size = tables.slots.shape[0]
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=tables.kv_indptr,
+            paged_kv_indices_buffer=tables.kv_indices,
+            paged_kv_last_page_len_buffer=tables.kv_last_page_len,
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._graph_workspace)
+        ones = torch.ones(size, dtype=torch.int32)
+        indptr = torch.arange(size + 1, dtype=torch.int32)
+        wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._paged_options)
+        return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads)
+
     def _plan_wrappers(self, plan: FlashInferPlan, num_q_heads: int) -> None:
         # FlashInfer copies its plan from pinned memory that the next plan overwrites.
         self._planned.synchronize()
@@ -228,8 +294,8 @@ class FlashInferKernels:
             if part.kv_slots is not None:
                 self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
                 continue
-            if part.single and self._fp8 is not None:
-                continue
+            if part.shared is not None:
+                part.shared.plan(self._shared, sizes, self._paged_options)
             if part.single:
                 self._decode.plan(*tables, *sizes, **self._paged_options)
             elif part.trees is not None:
@@ -255,23 +321,16 @@ def _add_sinks(of_keys: tuple[Tensor, Tensor | None], sinks: Tensor | None) -> T
     return output.mul_(kept.unsqueeze(-1).to(output.dtype))
 
 
-def _row_addresses(pool: Tensor, slots: Int32Array) -> NDArray[np.int64]:
-    """See AppendTargets.peer_rows."""
-    page_size = pool.shape[4]
-    limit = pool.shape[0] * page_size
-    if int(slots.min()) < 0 or int(slots.max()) >= limit:
-        raise InvalidArgument(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
-    pages, offsets = np.divmod(slots.astype(np.int64), page_size)
-    return pool.data_ptr() + (pages * pool.stride(0) + offsets * pool.stride(4)) * pool.element_size()
+def load_flashinfer() -> Any:
+    """The library, which takes seconds to import."""
+    import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
+
+    return flashinfer
 
 
-def _check(pool: Tensor, dtype: torch.dtype) -> None:
-    _, _, _, _, page_size, head_dim = pool.shape
-    for name, value, accepted in (
-        ("dtype", dtype, DTYPES),
-        ("head_dim", head_dim, HEAD_DIMS),
-        ("page_size", page_size, PAGE_SIZES),
-    ):
+def check_pool(pool: Tensor, dtype: torch.dtype, *sizes: tuple[str, int, tuple[int, ...]]) -> None:
+    """InvalidArgument unless FlashInfer serves the pool. dtype: of K and V. sizes: name, value and what is accepted."""
+    for name, value, accepted in (("dtype", dtype, DTYPES), *sizes, ("page_size", pool.shape[4], PAGE_SIZES)):
         if value not in accepted:
             raise InvalidArgument(f"{name} is {value}; on a GPU it must be one of {', '.join(map(str, accepted))}")
     if pool.device.type != "cuda":

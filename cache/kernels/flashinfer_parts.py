@@ -7,10 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.kernels.flashinfer_sharing import SharedPart
 from tandem.cache.kernels.triton_tree import TreeTiles, lay_out_tiles
 from tandem.cache.kernels.upload import upload
-from tandem.cache.plan import PageTables, TokenLayout
+from tandem.cache.plan import PageTables, TokenLayout, own_tables
 from tandem.cache.position_map import Int32Array
+from tandem.cache.ragged import indptr_of, ragged_range
 
 GATHER_FROM = 1024  # new tokens from which attention over gathered K and V is faster, the gathering included
 GATHER_FP8_FROM = 192  # the same over 8 bits, which FlashInfer otherwise widens for every block of queries
@@ -23,8 +25,8 @@ class AttentionPart:
     tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
     FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device. kv_slots: int32,
     on the device, of all positions that they attend to, where these are gathered first; kv_indptr then counts them.
-    trees: of nodes, whose arrays then tell only what is before their trees. on_device: kv_indptr and kv_last_page_len
-    there.
+    trees: of nodes, whose arrays then tell only what is before their trees. shared: further pages, which the sequences
+    of single tokens attend to together.
     """
 
     single: bool
@@ -35,7 +37,7 @@ class AttentionPart:
     kv_last_page_len: Tensor
     kv_slots: Tensor | None
     trees: TreeTiles | None
-    on_device: tuple[Tensor, Tensor]
+    shared: SharedPart | None
 
 
 def plan_parts(
@@ -58,9 +60,7 @@ def plan_parts(
         for sequences in groups
         if sequences.size
     ]
-    of_parts = [
-        (draft.kv_indices, draft.tokens, draft.kv_slots, draft.kv_indptr, draft.kv_last_page_len) for draft in drafts
-    ]
+    of_parts = [(draft.kv_indices, draft.tokens, draft.kv_slots) for draft in drafts]
     arrays = [tables.slot_mapping, *tiles, *(array for of_part in of_parts for array in of_part)]
     slots, *uploaded = upload(arrays, device)
     trees = TreeTiles(*uploaded[:3]) if tiles else None
@@ -75,11 +75,9 @@ def plan_parts(
             torch.from_numpy(draft.kv_last_page_len),
             kv_slots if draft.kv_slots.size else None,
             trees if draft.of_trees else None,
-            (kv_indptr, kv_last_page_len),
+            SharedPart.of(tables.shared, single, device) if draft.single and tables.shared is not None else None,
         )
-        for draft, pages, rows, kv_slots, kv_indptr, kv_last_page_len in zip(
-            drafts, *(uploaded[which::5] for which in range(5)), strict=True
-        )
+        for draft, pages, rows, kv_slots in zip(drafts, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True)
     )
     return slots, parts
 
@@ -109,38 +107,27 @@ def _draft(
 
     nodes: int32 [n], of their trees, all or none 0. Where nothing is before a tree, one position stands in.
     """
-    lengths = np.maximum(tables.kv_lens[sequences] - nodes, 1)
+    tables = own_tables(tables, sequences, page_size)
+    lengths = np.maximum(tables.kv_lens - nodes, 1)
     counts = -(-lengths // page_size)
     appends = appends[sequences]
-    pages = tables.kv_indices[_ragged(tables.kv_indptr[sequences], counts)]
+    pages = tables.kv_indices[ragged_range(tables.kv_indptr[:-1], counts)]
     of_trees = bool(nodes[0])
     gathered = not of_trees and int(appends.max()) > 1 and int(appends.sum()) >= gather_from
     return _Draft(
         single=bool(appends[0] == 1) and not of_trees,
         of_trees=of_trees,
-        tokens=_ragged(tokens.qo_indptr[sequences], appends),
-        qo_indptr=_indptr(appends),
-        kv_indptr=_indptr(lengths if gathered else counts),
+        tokens=ragged_range(tokens.qo_indptr[sequences], appends),
+        qo_indptr=indptr_of(appends),
+        kv_indptr=indptr_of(lengths if gathered else counts),
         kv_indices=pages,
         kv_last_page_len=lengths - (counts - 1) * page_size,
         kv_slots=all_slots(pages, counts, lengths, page_size) if gathered else pages[:0],
     )
 
 
-def _indptr(counts: Int32Array) -> Int32Array:
-    indptr = np.zeros(counts.size + 1, np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    return indptr
-
-
-def _ragged(begins: Int32Array, counts: Int32Array) -> NDArray[np.int64]:
-    """begins[i], begins[i] + 1, … (counts[i] of them), one after another."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
-
-
 def all_slots(pages: Int32Array, counts: Int32Array, lengths: Int32Array, page_size: int) -> Int32Array:
     """Slots of the lengths[i] positions on counts[i] of `pages`, sequence after sequence."""
     slots = (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1)
     begins = ((np.cumsum(counts) - counts) * page_size).astype(np.int32)
-    return slots[_ragged(begins, lengths)]
+    return slots[ragged_range(begins, lengths)]

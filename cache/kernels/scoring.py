@@ -35,15 +35,30 @@ class Scoring:
 
     def weigh(self, products: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
         """Softmax weights of products q · k, float32 [B, Hq, n, m], which may be overwritten."""
+        scores = self._score(products, mask)
+        if sinks is None:
+            return scores.softmax(-1)
+        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+
+    def attend_in_part(self, products: Tensor, values: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Of some of the keys that queries see: o [..., n, D] and the log-sum-exp of scores [..., n], float32.
+
+        products: q · k, float32 [..., n, m], which may be overwritten; values: float32 [..., m, D].
+        """
+        scores = self._score(products, mask)
+        top = scores.amax(-1, keepdim=True)
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        return (weights @ values).div_(total), (top + total.log()).squeeze(-1)
+
+    def _score(self, products: Tensor, mask: Tensor | None) -> Tensor:
         scores = products.mul_(self.scale)
         if self.softcap is not None:
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
         if mask is not None:
             scores += mask
-        if sinks is None:
-            return scores.softmax(-1)
-        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+        return scores
 
     def attend_causally(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """o [B, H, n, D] of n tokens that see each other and nothing else; q [B, Hq, n, D], k and v [B, Hkv, n, D]."""

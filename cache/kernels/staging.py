@@ -57,12 +57,12 @@ class FixedArrays:
         return _begins(sizes)[-1]
 
     def fill(self, arrays: Sequence[NDArray[Any]]) -> None:
-        """One array for each size, none longer; what is left of a place keeps what it held."""
+        """One array for each size, or for the first few, none longer; what is left of a place keeps what it held."""
         self._staging.open()
-        for place, array in zip(self._host_arrays, arrays, strict=True):
+        for place, array in zip(self._host_arrays, arrays, strict=False):
             place[: array.size] = array
-        last = arrays[-1]
-        self._staging.send(self._begins[len(arrays) - 1] + last.size * self._host_arrays[-1].itemsize)
+        last = len(arrays) - 1
+        self._staging.send(self._begins[last] + arrays[last].size * self._host_arrays[last].itemsize)
 
 
 def _begins(sizes: Sequence[ArraySize]) -> list[int]:

@@ -71,6 +71,13 @@ class DecodePart:
     def put(self, output: Tensor, part: Tensor) -> None:
         output[self.tokens] = part
 
+    def attend_in_part(self, spans: Tensor, q: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """o [n, Hq, D] and the log-sum-exp of scores [n, Hq], both float32."""
+        keys, values = (x.float() for x in self.gather(spans, q))
+        products = q.float().unflatten(1, (keys.shape[1], -1)) @ keys.transpose(2, 3)
+        o, lse = scoring.attend_in_part(products, values, self.mask)
+        return o.flatten(1, 2), lse.flatten(1, 2)
+
     def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
         keys, values = self.gather(spans, q)
         batch, heads, num_keys, head_dim = keys.shape
@@ -147,6 +154,14 @@ def plan_attention(
     return (*decodes, *plan_prompts(tokens, tables, pool, window, dtype))
 
 
+def plan_decodes(tables: PageTables, pool: Tensor, dtype: torch.dtype) -> tuple[DecodePart, ...]:
+    """Parts that cover sequences with one new token each, which are all; without a window. dtype: of q."""
+    places = tables.kv_indptr[:-1]
+    numbers = np.arange(places.size, dtype=np.int32)
+    rows = _Rows(numbers, tables.kv_lens, places, tables.kv_indptr[1:] - places)
+    return tuple(_Planner(rows, tables.kv_indices, pool, None, dtype).decodes(rows))
+
+
 def plan_prompts(
     tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
 ) -> tuple[AttentionPart, ...]:
@@ -210,14 +225,12 @@ class _Planner:
     def __init__(
         self, all_rows: _Rows, kv_indices: Int32Array, pool: Tensor, window: int | None, dtype: torch.dtype
     ) -> None:
-        _, layers, _, heads, self._page_size, _ = pool.shape
         self._all_rows = all_rows
         self._kv_indices = kv_indices
+        self._pool = pool
         self._window = window
         self._dtype = dtype
         self._device = pool.device
-        self._heads = heads
-        self._page_rows = np.int32(layers * 2 * heads)
 
     def decodes(self, rows: _Rows) -> list[DecodePart]:
         """One part, or one for each power of two of pages where that much padding would be read."""
@@ -256,7 +269,13 @@ class _Planner:
             last = rows.places + rows.counts - 1
             places = np.minimum(rows.places[:, None] + np.arange(widest, dtype=np.int32), last[:, None])
             pages = self._kv_indices.take(places)
-        first_rows = (pages * self._page_rows)[:, None]
-        offsets = np.arange(2 * self._heads, dtype=np.int32).reshape(2, 1, self._heads, 1)
-        shape = (2, number, self._heads, widest * self._page_size)
-        return PageGather(torch.from_numpy((first_rows + offsets).reshape(-1)).to(self._device), shape, num_keys)
+        return gather_of(pages, self._pool, num_keys)
+
+
+def gather_of(pages: Int32Array, pool: Tensor, num_keys: int) -> PageGather:
+    """The first num_keys positions of each row of pages, int32 [n, pages each]."""
+    _, layers, _, heads, page_size, _ = pool.shape
+    first_rows = (pages * np.int32(layers * 2 * heads))[:, None]
+    offsets = np.arange(2 * heads, dtype=np.int32).reshape(2, 1, heads, 1)
+    shape = (2, pages.shape[0], heads, pages.shape[1] * page_size)
+    return PageGather(torch.from_numpy((first_rows + offsets).reshape(-1)).to(pool.device), shape, num_keys)

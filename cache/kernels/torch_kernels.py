@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.kernels.torch_attention import AttentionPart, plan_attention
+from tandem.cache.kernels.torch_attention import AttentionPart, plan_attention, plan_prompts
+from tandem.cache.kernels.torch_sharing import plan_shared, sharing_rule
 from tandem.cache.kv_scales import FP8
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
@@ -48,6 +49,7 @@ class TorchKernels:
         pool = pool if fp8 is None else pool.view(torch.uint8)  # torch moves bytes, but not every 8-bit float
         self._pool = pool
         self.scoring = Scoring(scale, window, softcap)
+        self.sharing = sharing_rule(pool, window)
         self._page_size = page_size
         self._heads = heads
         self._page_rows = layers * 2 * heads  # of page_size · head_dim elements
@@ -63,8 +65,15 @@ class TorchKernels:
         rows = slots + slots // self._page_size * ((self._page_rows - 1) * self._page_size)
         return TorchPlan(
             append_rows=torch.from_numpy((rows[:, None] + self._head_offsets).reshape(-1)).to(self._pool.device),
-            parts=plan_attention(tokens, tables, self._pool, self.scoring.window, self._dtype),
+            parts=self._parts(tokens, tables),
         )
+
+    def _parts(self, tokens: TokenLayout, tables: PageTables) -> tuple[AttentionPart, ...]:
+        window = self.scoring.window
+        if tables.shared is None:
+            return plan_attention(tokens, tables, self._pool, window, self._dtype)
+        decodes = plan_shared(tokens, tables, self._pool, self._dtype)
+        return decodes, *plan_prompts(tokens, tables, self._pool, window, self._dtype)
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: TorchPlan

@@ -14,22 +14,22 @@ from tandem.cache.kernels.dependent_launch import launch_options
 def gather(
     pool: Tensor, layer: int, slots: Tensor, dtype: torch.dtype | None = None, fp8_scales: Tensor | None = None
 ) -> Tensor:
-    """[n, 2, num_kv_heads, head_dim], K at 0 and V at 1, of slots int32 [n].
+    """[n, planes, num_kv_heads, head_dim], K at 0 and V at 1, or latent entries, of slots int32 [n].
 
-    pool: [num_pages, layers, 2, num_kv_heads, page_size, head_dim], contiguous. fp8_scales: of a float8_e4m3fn pool,
-    float32 [2, num_kv_heads], by which its entries are multiplied before they are rounded to dtype.
+    pool: [num_pages, layers, planes, num_kv_heads, page_size, head_dim], contiguous. fp8_scales: of a float8_e4m3fn
+    pool, float32 [2, num_kv_heads], by which its entries are multiplied before they are rounded to dtype.
     """
-    _, layers, _, heads, page_size, head_dim = pool.shape
-    rows = torch.empty((slots.shape[0], 2, heads, head_dim), dtype=dtype or pool.dtype, device=pool.device)
+    _, layers, planes, heads, page_size, head_dim = pool.shape
+    rows = torch.empty((slots.shape[0], planes, heads, head_dim), dtype=dtype or pool.dtype, device=pool.device)
     kernel: Any = _gather[(slots.shape[0],)]
     kernel(
         *(pool, slots, rows, fp8_scales),
-        layers * 2 * heads * page_size * head_dim,
-        layer * 2 * heads * page_size * head_dim,
+        layers * planes * heads * page_size * head_dim,
+        layer * planes * heads * page_size * head_dim,
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
-        LINES=2 * heads,
-        LINES_BLOCK=triton.next_power_of_2(2 * heads),
+        LINES=planes * heads,
+        LINES_BLOCK=triton.next_power_of_2(planes * heads),
         BLOCK=triton.next_power_of_2(head_dim),
         FP8=fp8_scales is not None,
         **launch_options(pool.device),

@@ -20,6 +20,7 @@ from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
 from tandem.workers.messages import prompt_to_bytes
+from tandem.workers.seal import seal
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CALL_SECONDS = 120.0
@@ -66,6 +67,7 @@ class Pair:
 
     def __init__(self, address: str, worker_token: str) -> None:
         self._client = Client(address)
+        self._worker_token = worker_token
         island = self._client.cluster_info().islands[0]
         self._epoch = island.epoch
         self._channels = [grpc.insecure_channel(worker.address, options=CHANNEL_OPTIONS) for worker in island.workers]
@@ -111,6 +113,7 @@ class Pair:
             timeout=CALL_SECONDS,
         )
         reservation.matched_tokens = reservation.position_map.start_position = len(prompt) - missing
+        seal(reservation, self._worker_token)
         send = worker_pb2.RemoteSendRequest(
             request_id=request_id,
             epoch=self._epoch,

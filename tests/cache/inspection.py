@@ -5,6 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.position_map import SKIP, PositionMap
 from tests.cache.known import Known, Side
 from tests.cache.oracle import Oracle
 from tests.tolerances import ARITHMETIC
@@ -50,6 +51,13 @@ def assert_close(actual: Tensor, expected: NDArray[np.float64]) -> None:
     assert actual.shape == expected.shape
     # Several times as fast as numpy's allclose; NaN is false.
     assert (np.abs(actual.numpy() - expected) <= tolerance.atol + tolerance.rtol * np.abs(expected)).all()
+
+
+def check_held(side: Side, position_map: PositionMap) -> None:
+    """Every page that a remote writer may hit stays out of use."""
+    for allocator, runs in zip(side.cache._pools._allocators, position_map.runs, strict=True):
+        slots = runs.slots()
+        assert (allocator._writers[slots[slots != SKIP] // side.cache.layout.page_size] > 0).all()
 
 
 def check_pages(side: Side) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
+from tests.cache.naive import run_layer
 from tests.cache.oracle import NUM_PLACES
 
 
@@ -105,7 +106,7 @@ class Side:
         """o of each layer. parents: of each sequence's new tokens, None for plain ones."""
         trees = parents if any(of is not None for of in parents) else None
         plan = self.cache.begin_forward(batch, counts, token_tree_parents=trees)
-        outputs = [self.cache.attention(plan, layer, q, k, v, sinks) for layer, (q, k, v) in enumerate(inputs)]
+        outputs = [run_layer(self.cache, plan, layer, *of_layer, sinks) for layer, of_layer in enumerate(inputs)]
         self.cache.end_forward(plan)
         return outputs
 

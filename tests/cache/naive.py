@@ -8,13 +8,16 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.latent import LatentHeads, UpProjections
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan import ForwardPlan
 from tandem.cache.rope import RopeParameters, RotaryEmbedding
 
 QUERY_HEADS = 4
 HEAD_DIM = 8
+LATENT_HEADS = LatentHeads(key_dim=6, value_dim=HEAD_DIM)
 MAX_LENGTH = 64
 ROPE = RopeParameters("default", HEAD_DIM, theta=100.0)
 
@@ -35,6 +38,19 @@ def pools_of(layout: KVLayout, num_pages: int) -> tuple[Tensor, ...]:
         torch.full((num_pages, *layout.page_shape(group)), torch.nan, dtype=layout.stored_dtype)
         for group in range(len(layout.groups))
     )
+
+
+def ropes_of(layout: KVLayout) -> list[RopeParameters]:
+    """ROPE, of the rotated part of the groups with latents."""
+    widths = [group.head_dim - (group.latent_rank or 0) for group in layout.groups]
+    return [replace(ROPE, rotary_dim=width) for width in widths]
+
+
+def up_projections(rank: int, dtype: torch.dtype = torch.float32) -> UpProjections:
+    """The same for every layer."""
+    shape = (QUERY_HEADS, LATENT_HEADS.key_dim + LATENT_HEADS.value_dim, rank)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * rank**-0.5
+    return UpProjections(weight.to(dtype), LATENT_HEADS)
 
 
 def windowed(layout: KVLayout, *windows: int | None) -> KVLayout:
@@ -63,13 +79,14 @@ def cache_of(
         writer=writer,
         scale=scale,
         softcap=softcap,
+        latent=LATENT_HEADS if layout.has_latents else None,
         kernels=kernels,
     )
 
 
 @dataclass
 class Inputs:
-    """Per layer q, k and v of some tokens, not rotated."""
+    """Per layer q, k and v of some tokens, not rotated; k is the entry and v the latents where those are kept."""
 
     layers: list[tuple[Tensor, Tensor, Tensor]]
 
@@ -80,13 +97,21 @@ class Inputs:
 def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(heads: int) -> Tensor:
-        return torch.randn(num_tokens, heads, HEAD_DIM, generator=generator).to(layout.dtype)
+    def draw(heads: int, width: int = HEAD_DIM) -> Tensor:
+        return torch.randn(num_tokens, heads, width, generator=generator).to(layout.dtype)
 
-    heads_of = {layer: group.num_kv_heads for group in layout.groups for layer in group.layers}
-    return Inputs(
-        [(draw(QUERY_HEADS), draw(heads_of[layer]), draw(heads_of[layer])) for layer in range(layout.num_layers)]
-    )
+    def draw_layer(group: LayerGroup) -> tuple[Tensor, Tensor, Tensor]:
+        if group.latent_rank is None:
+            return draw(QUERY_HEADS), draw(group.num_kv_heads), draw(group.num_kv_heads)
+        entries = draw(1, group.head_dim)
+        q = draw(QUERY_HEADS, LATENT_HEADS.key_dim + group.head_dim - group.latent_rank)
+        return q, entries, entries[:, :, : group.latent_rank]
+
+    return Inputs([draw_layer(group) for _, group in sorted(groups_by_layer(layout).items())])
+
+
+def groups_by_layer(layout: KVLayout) -> dict[int, LayerGroup]:
+    return {layer: group for group in layout.groups for layer in group.layers}
 
 
 def run(
@@ -100,14 +125,24 @@ def run(
     """One forward through the paged cache; o of each layer. parents: token_tree_parents."""
     with torch.inference_mode():
         plan = cache.begin_forward(seq_ids, lengths, token_tree_parents=parents)
-        outputs = [cache.attention(plan, layer, q, k, v, sinks) for layer, (q, k, v) in enumerate(inputs.layers)]
+        outputs = [run_layer(cache, plan, layer, *tensors, sinks) for layer, tensors in enumerate(inputs.layers)]
         cache.end_forward(plan)
     return outputs
 
 
+def run_layer(
+    cache: PagedKVCache, plan: ForwardPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    rank = groups_by_layer(cache.layout)[layer].latent_rank
+    if rank is None:
+        return cache.attention(plan, layer, q, k, v, sinks)
+    keys = k[:, 0, rank:].clone()  # what latent_attention is given it may overwrite
+    return cache.latent_attention(plan, layer, q.clone(), v[:, 0].clone(), keys, up_projections(rank, q.dtype))
+
+
 @dataclass
 class NaiveSequence:
-    """keys and values: per layer [tokens, heads, head_dim] float64, keys rotated."""
+    """keys and values: per layer [tokens, heads, head_dim] float64, keys rotated; entries and latents as in Inputs."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -132,19 +167,17 @@ class NaiveCache:
         kinds = [self.rope] * len(self.layout.groups) if isinstance(self.rope, RopeParameters) else self.rope
         self._rotaries: dict[int, RotaryEmbedding | None] = {}
         self._windows: dict[int, int | None] = {}
+        self._ranks = {layer: group.latent_rank for layer, group in groups_by_layer(self.layout).items()}
         for group, rope in zip(self.layout.groups, kinds, strict=True):
             embedding = RotaryEmbedding(rope, MAX_LENGTH, "cpu", torch.float64) if rope.rope_type != "none" else None
             self._rotaries.update(dict.fromkeys(group.layers, embedding))
             self._windows.update(dict.fromkeys(group.layers, group.window))
 
     def add(self, sequence: int) -> None:
-        empty = [
-            torch.empty(0, group.num_kv_heads, HEAD_DIM, dtype=torch.float64)
-            for layer in range(self.layout.num_layers)
-            for group in self.layout.groups
-            if layer in group.layers
-        ]
-        self.sequences[sequence] = NaiveSequence(list(empty), list(empty))
+        groups = [group for _, group in sorted(groups_by_layer(self.layout).items())]
+        keys = [torch.empty(0, group.num_kv_heads, group.head_dim, dtype=torch.float64) for group in groups]
+        values = [k[:, :, : group.latent_rank] for k, group in zip(keys, groups, strict=True)]
+        self.sequences[sequence] = NaiveSequence(keys, values)
 
     def remove(self, sequence: int) -> None:
         del self.sequences[sequence]
@@ -158,7 +191,7 @@ class NaiveCache:
 
     def run(self, seq_ids: list[int], lengths: list[int], inputs: Inputs) -> list[Tensor]:
         """One forward; o [tokens, heads, head_dim] float64 of each layer."""
-        outputs = [torch.empty(q.shape, dtype=torch.float64) for q, _, _ in inputs.layers]
+        outputs = [torch.empty(q.shape[0], QUERY_HEADS, HEAD_DIM, dtype=torch.float64) for q, _, _ in inputs.layers]
         begin = 0
         for sequence, count in zip(seq_ids, lengths, strict=True):
             rows = slice(begin, begin + count)
@@ -174,10 +207,14 @@ class NaiveCache:
         keys, values = self._stored(layer, self._rotated(layer, k.double(), positions), v.double())
         of.keys[layer] = torch.cat((of.keys[layer], keys))
         of.values[layer] = torch.cat((of.values[layer], values))
+        keys, values = of.keys[layer], of.values[layer]
+        rank = self._ranks[layer]
+        if rank is not None:
+            keys, values = expand_latents(keys, rank)
         return attend(
             self._rotated(layer, q.double(), positions),
-            of.keys[layer],
-            of.values[layer],
+            keys,
+            values,
             window=self._windows[layer],
             scale=self.scale,
             softcap=self.softcap,
@@ -194,8 +231,20 @@ class NaiveCache:
         if rotary is None:
             return x
         cos, sin = (factor.double()[:, None] for factor in rotary.cos_sin(positions))
+        still, x = x.split((x.shape[-1] - cos.shape[-1], cos.shape[-1]), -1)  # of latents, only the last is rotated
         first, second = x.chunk(2, -1)
-        return x * cos + torch.cat((-second, first), -1) * sin
+        return torch.cat((still, x * cos + torch.cat((-second, first), -1) * sin), -1)
+
+
+def expand_latents(entries: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """K and V of every head, one by one, of entries [N, 1, rank + rotated]."""
+    latents, rotated = entries.split((rank, entries.shape[2] - rank), 2)
+    keys, values = [], []
+    for weight in up_projections(rank).weight.double():
+        made = latents @ weight.T
+        keys.append(torch.cat((made[:, :, : LATENT_HEADS.key_dim], rotated), 2))
+        values.append(made[:, :, LATENT_HEADS.key_dim :])
+    return torch.cat(keys, 1), torch.cat(values, 1)
 
 
 def e4m3_values() -> Tensor:

@@ -1,7 +1,7 @@
 """What a cache must compute, from what it knows of each token alone: an id, of which q, k and v follow."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,10 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.layout import KVLayout
+from tandem.cache.page_writer import PageWriter
+from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.rope import RopeParameters, RotaryEmbedding
+from tests.cache.naive import LATENT_HEADS, expand_latents
 
 NUM_TOKENS = 512  # kinds of tokens
 NUM_PLACES = 64
@@ -21,7 +24,7 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a program's caches are made of. positions: of one cache's pool."""
+    """What a program's caches are made of. positions: of a pool. streams: the share of sequences that slide."""
 
     layout: KVLayout
     rope: RopeParameters
@@ -29,10 +32,34 @@ class Setting:
     softcap: float | None = None
     sinks: tuple[float, ...] | None = None
     kernels: KernelFactory = choose_kernels
+    streams: float = 0.3
+
+    @property
+    def ropes(self) -> list[RopeParameters]:
+        """That of each group: of the shared part of K where it has latents."""
+        widths = [group.head_dim - (group.latent_rank or 0) for group in self.layout.groups]
+        return [replace(self.rope, rotary_dim=width) for width in widths]
+
+
+def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PageWriter, max_sequences: int) -> PagedKVCache:
+    return PagedKVCache(
+        setting.layout,
+        pools,
+        max_sequences=max_sequences,
+        max_sequence_length=NUM_PLACES,
+        rope=setting.ropes,
+        writer=writer,
+        softcap=setting.softcap,
+        latent=LATENT_HEADS if setting.layout.has_latents else None,
+        kernels=setting.kernels,
+    )
 
 
 class Oracle:
-    """Per layer, q, k and v of every token, float32 values in float64, and k rotated for every place."""
+    """Per layer, q, k and v of every token, float32 values in float64, and k rotated for every place.
+
+    Where latents are kept, k is the entry and v the latent.
+    """
 
     def __init__(self, setting: Setting, num_q_heads: int) -> None:
         generator = np.random.default_rng(0)
@@ -40,20 +67,24 @@ class Oracle:
         self._softcap = setting.softcap
         self._sinks = None if setting.sinks is None else np.array(setting.sinks)
         self.num_layers = layout.num_layers
-        head_dim = layout.groups[0].head_dim
-        factors = RotaryEmbedding(setting.rope, NUM_PLACES, "cpu", torch.float64).rotation(torch.arange(NUM_PLACES))
-        self._cos, self._sin = factors.cos.numpy(), factors.signed_sin.numpy()
-        of_layers = {layer: group for group in layout.groups for layer in group.layers}
-        self._windows = [of_layers[layer].window for layer in range(self.num_layers)]
+        of_layers = {layer: place for place, group in enumerate(layout.groups) for layer in group.layers}
+        self._groups = [layout.groups[of_layers[layer]] for layer in range(self.num_layers)]
+        self._ropes = [setting.ropes[of_layers[layer]] for layer in range(self.num_layers)]
 
-        def draw(heads: int) -> NDArray[np.float64]:
-            return generator.standard_normal((NUM_TOKENS, heads, head_dim)).astype(np.float32).astype(np.float64)
+        def draw(heads: int, width: int) -> NDArray[np.float64]:
+            return generator.standard_normal((NUM_TOKENS, heads, width)).astype(np.float32).astype(np.float64)
 
-        heads = [of_layers[layer].num_kv_heads for layer in range(self.num_layers)]
-        self.q = [draw(num_q_heads) for _ in heads]
-        self.k = [draw(count) for count in heads]
-        self.v = [draw(count) for count in heads]
-        self.rotated_q, self.rotated_k = ([self._rotate_everywhere(x) for x in of] for of in (self.q, self.k))
+        still = [0 if group.latent_rank is None else LATENT_HEADS.key_dim for group in self._groups]
+        rotated = [rope.rotary_dim for rope in self._ropes]
+        self.q = [draw(num_q_heads, sum(widths)) for widths in zip(still, rotated, strict=True)]
+        self.k = [draw(group.num_kv_heads, group.head_dim) for group in self._groups]
+        self.v = [
+            draw(group.num_kv_heads, group.head_dim) if group.latent_rank is None else k[:, :, : group.latent_rank]
+            for group, k in zip(self._groups, self.k, strict=True)
+        ]
+        self.rotated_q, self.rotated_k = (
+            [rotate_everywhere(x, rope) for x, rope in zip(of, self._ropes, strict=True)] for of in (self.q, self.k)
+        )
 
     def inputs(self, ids: Ids) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Per layer q, k and v of a forward's tokens."""
@@ -73,19 +104,23 @@ class Oracle:
         places = np.arange(longest)
         last = ids[np.arange(len(texts)), lengths - 1]
         outputs = []
-        for layer, window in enumerate(self._windows):
+        for layer, group in enumerate(self._groups):
+            window = group.window
             hidden = places >= lengths[:, None]
             if window is not None:
                 hidden |= places < lengths[:, None] - window
             q = self.rotated_q[layer][last, lengths - 1]
             k, v = self.rotated_k[layer][ids, places], self.v[layer][ids]
+            if group.latent_rank is not None:
+                made = expand_latents(torch.from_numpy(k).flatten(0, 1), group.latent_rank)
+                k, v = (x.unflatten(0, k.shape[:2]).numpy() for x in made)
             outputs.append(self._attend(q, k, v, hidden))
         return outputs
 
     def _attend(
         self, q: NDArray[np.float64], k: NDArray[np.float64], v: NDArray[np.float64], hidden: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """q [n, q heads, D], k and v [n, m, kv heads, D], hidden [n, m]."""
+        """q [n, q heads, D], k and v [n, m, kv heads, D or, of v, another], hidden [n, m]."""
         grouped = q.reshape(q.shape[0], k.shape[2], -1, q.shape[2])
         scores = grouped @ k.transpose(0, 2, 3, 1) * q.shape[2] ** -0.5
         if self._softcap is not None:
@@ -94,9 +129,13 @@ class Oracle:
         extra = 0.0 if self._sinks is None else np.exp(self._sinks).reshape(1, k.shape[2], -1, 1)
         weights = np.exp(scores)
         weights /= weights.sum(-1, keepdims=True) + extra
-        return (weights @ v.transpose(0, 2, 1, 3)).reshape(q.shape)
+        return (weights @ v.transpose(0, 2, 1, 3)).reshape(*q.shape[:2], -1)
 
-    def _rotate_everywhere(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[tokens, places, heads, D]."""
-        half = np.roll(x, x.shape[2] // 2, -1)
-        return x[:, None] * self._cos + half[:, None] * self._sin
+
+def rotate_everywhere(x: NDArray[np.float64], rope: RopeParameters) -> NDArray[np.float64]:
+    """[tokens, places, heads, D] of x [tokens, heads, D], whose last rotary_dim numbers are rotated."""
+    factors = RotaryEmbedding(rope, NUM_PLACES, "cpu", torch.float64).rotation(torch.arange(NUM_PLACES))
+    still, turned = np.split(x, [x.shape[2] - rope.rotary_dim], 2)
+    half = np.roll(turned, rope.rotary_dim // 2, -1)
+    rotated = turned[:, None] * factors.cos.numpy() + half[:, None] * factors.signed_sin.numpy()
+    return np.concatenate((np.broadcast_to(still[:, None], (*rotated.shape[:3], still.shape[2])), rotated), 3)

@@ -17,7 +17,7 @@ class PeerWriter:
         self.slot_writes: list[tuple[int, int, int]] = []  # pe, group, slots
 
     def write_tokens(
-        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
         assert token_indices.dtype == torch.int64
         assert slots.dtype == torch.int32
@@ -26,7 +26,8 @@ class PeerWriter:
         size = pool.shape[4]
         for token, slot in zip(token_indices.tolist(), slots.tolist(), strict=True):
             pool[slot // size, layer, 0, :, slot % size] = k[token]
-            pool[slot // size, layer, 1, :, slot % size] = v[token]
+            if v is not None:
+                pool[slot // size, layer, 1, :, slot % size] = v[token]
         self.token_writes.append((pe, group, layer, len(slots)))
 
     def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:

@@ -9,14 +9,12 @@ from random import Random
 
 import pytest
 import torch
-from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument, OutOfPages
-from tandem.cache.paged_cache import PagedKVCache
-from tests.cache.inspection import assert_close, check_contents, check_pages
+from tests.cache.inspection import assert_close, check_contents, check_held, check_pages
 from tests.cache.known import Known, Side, Transfer
 from tests.cache.naive import pools_of
-from tests.cache.oracle import NUM_PLACES, NUM_TOKENS, Oracle, Setting
+from tests.cache.oracle import NUM_TOKENS, Oracle, Setting, cache_of
 from tests.cache.peer_writer import PeerWriter
 
 QUERY_HEADS, MOST_SEQUENCES, LONGEST, LONGEST_STREAM = 4, 5, 30, 300
@@ -24,32 +22,22 @@ STREAMS = [(8, 2), (12, 0), (9, 4), (3, 2)]  # windows and sinks
 NO_TREE = "has an open token tree"
 
 
-def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PeerWriter) -> PagedKVCache:
-    return PagedKVCache(
-        setting.layout,
-        pools,
-        max_sequences=MOST_SEQUENCES,
-        max_sequence_length=NUM_PLACES,
-        rope=setting.rope,
-        writer=writer,
-        softcap=setting.softcap,
-        kernels=setting.kernels,
-    )
-
-
 class Program:
     def __init__(self, seed: int, setting: Setting, oracle: Oracle) -> None:
         """oracle: that of the setting."""
         self.random, self.spot_checks = Random(seed), Random(seed)
         self.stream = self.random.choice(STREAMS)
-        self.layout = setting.layout
+        self.setting, self.layout = setting, setting.layout
         self.oracle = oracle
         self.num_pages = setting.positions // self.layout.page_size
         self._sinks = None if setting.sinks is None else torch.tensor(setting.sinks)
         pools = [pools_of(self.layout, self.num_pages) for _ in range(2)]
-        self.sides = [Side(cache_of(setting, own, PeerWriter(pe, pools))) for pe, own in enumerate(pools)]
+        self.sides = [
+            Side(cache_of(setting, own, PeerWriter(pe, pools), MOST_SEQUENCES)) for pe, own in enumerate(pools)
+        ]
         self.next_sequence = 0
-        plain = not self.layout.has_windows
+        # Layouts with latents have neither trees nor streams.
+        self.plain = not self.layout.has_windows and not self.layout.has_latents
         self._operations: dict[Callable[[int], None], float] = {
             self.add: 2.0,
             self.append: 8.0,
@@ -60,14 +48,10 @@ class Program:
             self.send: 3.0,
             self.settle: 1.0,
         }
-        if plain:
-            self._operations |= {
-                self.publish: 2.0,
-                self.match: 2.0,
-                self.clear_prefixes: 0.2,
-                self.commit: 2.0,
-                self.misuse: 1.0,
-            }
+        if not self.layout.has_windows:
+            self._operations |= {self.publish: 2.0, self.match: 2.0, self.clear_prefixes: 0.2}
+        if self.plain:
+            self._operations |= {self.commit: 2.0, self.misuse: 1.0}
         self.counts: dict[str, int] = {}
 
     def run(self, steps: int) -> None:
@@ -102,7 +86,7 @@ class Program:
         sequence = self.new_sequence()
         side.cache.add_sequence(sequence)
         side.known[sequence] = Known()
-        if not self.layout.has_windows and self.random.random() < 0.3:
+        if self.plain and self.random.random() < self.setting.streams:
             side.cache.enable_sliding_window(sequence, *self.stream)
             side.known[sequence].stream = self.stream
 
@@ -263,7 +247,7 @@ class Program:
         """Those of `count` more nodes where the sequence has a tree or is to open one."""
         known = side.known[sequence]
         nodes = len(known.nodes)
-        able = not self.layout.has_windows and known.stream is None and side.cache.sends_done(sequence)
+        able = self.plain and known.stream is None and side.cache.sends_done(sequence)
         if not nodes and (not able or self.random.random() < 0.6):
             return None
         width = self.random.choice([1, 2, 5, nodes + count])
@@ -336,7 +320,7 @@ class Program:
         begin, held, longest = len(into.ids), len(own.ids), LONGEST if own.stream is None else LONGEST_STREAM
         if max(begin, held) >= longest:
             return
-        end = min(max(begin, held) + self.random.randint(1, 9), longest)
+        end = min(max(begin, held) + self.random.choice([1, 2, 9]), longest)
         if self.layout.has_windows and not other.cache.sends_done(target):
             with pytest.raises(InvalidArgument, match="is marked to be sent"):
                 other.cache.prepare_receive(target, end - begin)
@@ -348,6 +332,7 @@ class Program:
             assert free < other.pages_for(target, end - begin)
             return
         assert (position_map.start_position, position_map.end_position) == (begin, end)
+        check_held(other, position_map)
         if into.stream is not None:
             into.slide(end - begin, receive=True)
         other.incoming[target] = Transfer(source, begin, end)

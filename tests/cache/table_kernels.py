@@ -1,5 +1,7 @@
 """Torch kernels that can be captured in a graph, for machines without a GPU: they read tables where they stand."""
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -7,16 +9,44 @@ from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.torch_kernels import TorchKernels, TorchPlan
 from tandem.cache.plan import PageTables, lay_out_tokens
+from tandem.cache.ragged import indptr_of
 from tandem.cache.rope import Rotation
+from tandem.cache.shared_prefixes import SharedPrefixes
+
+MOST_SEGMENTS = 3
 
 
 class TableKernels(TorchKernels):
-    """GraphKernels. What a padding row attends to is NaN, so that nobody can have used it."""
+    """SharingGraphKernels. What a padding row attends to is NaN, so that nobody can have used it."""
+
+    def __init__(
+        self,
+        pool: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        fp8: Fp8Entries | None = None,
+    ) -> None:
+        super().__init__(pool, scale, window, softcap, fp8)
+        self._shared: dict[int, SharedPrefixes | None] = {}  # by sharing plan, which its batch keeps
 
     def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DeviceTables:
         return tables
+
+    def fixed_sharing_plan(self, tables: DeviceTables, num_q_heads: int) -> DeviceTables:
+        self._shared[id(tables)] = None
+        return tables
+
+    def takes_shared(self, plan: DeviceTables, shared: SharedPrefixes) -> bool:
+        return shared.qo_indptr.size - 1 <= MOST_SEGMENTS
+
+    def refill(self, plan: DeviceTables, tables: PageTables) -> None:
+        assert tables.kv_indptr.size == plan.kv_indptr.shape[0]
+        assert tables.shared is None or id(plan) in self._shared
+        self._shared[id(plan)] = tables.shared
 
     def step(
         self,
@@ -55,5 +85,22 @@ class TableKernels(TorchKernels):
             last[rows].copy(),
             lengths.astype(np.int32),
         )
+        shared = self._shared.get(id(tables))
+        if shared is not None:
+            own = self._whole(own, shared)
+            lengths = own.kv_lens
         tokens = lay_out_tokens(lengths.astype(np.int64) - 1, np.ones(rows.size, np.int64))
         return self.plan(tokens, own)
+
+    def _whole(self, own: PageTables, shared: SharedPrefixes) -> PageTables:
+        """Tables of all pages of each sequence, out of its own ones and those of segments, level by level."""
+        pages = [own.kv_indices[begin:end].tolist() for begin, end in pairwise(own.kv_indptr)]
+        covered: list[list[int]] = [[] for _ in pages]
+        for members, of in zip(pairwise(shared.qo_indptr), pairwise(shared.kv_indptr), strict=True):
+            for sequence in shared.members[slice(*members)]:
+                covered[sequence] += shared.kv_indices[slice(*of)].tolist()
+        whole = [first + rest for first, rest in zip(covered, pages, strict=True)]
+        lengths = own.kv_lens + shared.own_begins.astype(np.int32) * self._page_size
+        indptr = indptr_of(np.array([len(one) for one in whole]))
+        indices = np.array([page for one in whole for page in one], np.int32)
+        return PageTables(own.slot_mapping, indptr, indices, own.kv_last_page_len, lengths, shared)

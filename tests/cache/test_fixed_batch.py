@@ -10,10 +10,12 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, pad_tables
+from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import PageTables
 from tandem.cache.rope import RopeParameters
+from tests.cache.sharing_kernels import sharing_all
 from tests.cache.table_kernels import TableKernels
 from tests.transfer.layouts import two_groups
 
@@ -22,7 +24,7 @@ LENGTHS = (3, 8, 5, 13)  # before the first step; pages hold 4
 DYNAMIC = RopeParameters("dynamic", 4, factor=2.0, max_position_embeddings=8)
 
 
-def make_cache(kernels: type[TorchKernels] = TableKernels, rope: RopeParameters | None = None) -> PagedKVCache:
+def make_cache(kernels: KernelFactory = TableKernels, rope: RopeParameters | None = None) -> PagedKVCache:
     layout = two_groups()
     pools = [torch.full((40, *layout.page_shape(group)), torch.nan) for group in range(2)]
     rope = rope or RopeParameters("default", 4)
@@ -80,9 +82,34 @@ def test_steps_equal_those_of_plain_forwards() -> None:
         # The rotation is computed anew, as a graph does when it is replayed.
         steps[batch] = batch.attention()
         expected = run_forward(plain, sequences, [1] * len(sequences), inputs)
-        actual = run(steps[batch], padded(inputs, batch.size))
+        actual = run(steps[batch].attend, padded(inputs, batch.size))
         for ours, theirs in zip(actual, expected, strict=True):
             torch.testing.assert_close(ours[: len(sequences)], theirs)
+    for ours, theirs in zip(contents(fixed), contents(plain), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_steps_whose_rows_share_pages() -> None:
+    """Sharing batches beside others: forks in one, nothing in common in another."""
+    fixed, plain = make_cache(sharing_all(TableKernels)), make_cache()
+    for cache in (fixed, plain):
+        for child, (parent, position) in enumerate([(3, 12), (3, 13), (1, 8), (1, 5)], start=len(LENGTHS)):
+            cache.fork_sequence(parent, child, position)
+    (batch,) = fixed.fixed_batches([8], num_q_heads=4, num_inputs=0)
+    (sharing,) = fixed.fixed_batches([8], num_q_heads=4, num_inputs=0, sharing=True)
+    assert not plain.pays_to_share(sharing, [3, 4])  # too little, by the rule of the kernels
+    sharing.clear()
+    chosen = []
+    for step, sequences in enumerate(([3, 4], [0, 2], [4, 0, 5, 3], [1, 3, 4, 5, 6, 7], [3, 0, 4], [7, 6, 1])):
+        pays = fixed.pays_to_share(sharing, sequences)
+        chosen.append(pays)
+        inputs = draw(len(sequences), seed=30 + step)
+        fixed.begin_fixed(sharing if pays else batch, sequences, [])
+        attention = (sharing if pays else batch).attention()
+        expected = run_forward(plain, sequences, [1] * len(sequences), inputs)
+        for ours, theirs in zip(run(attention.attend, padded(inputs, 8)), expected, strict=True):
+            torch.testing.assert_close(ours[: len(sequences)], theirs)
+    assert chosen == [True, False, True, True, True, True]
     for ours, theirs in zip(contents(fixed), contents(plain), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -92,19 +119,21 @@ def test_an_empty_batch_touches_no_page() -> None:
     (batch,) = cache.fixed_batches([3], num_q_heads=4, num_inputs=0)
     before = contents(cache)
     batch.clear()
-    run(batch.attention(), draw(3, seed=1))
+    run(batch.attention().attend, draw(3, seed=1))
     assert all(torch.equal(a, b) for a, b in zip(before, contents(cache), strict=True))
 
 
 def test_padding_follows_the_tables() -> None:
-    tables = PageTables(*(np.array(one, np.int32) for one in ([9, 21], [0, 3, 4], [7, 5, 2, 5], [2, 2], [10, 2])))
+    arrays = [np.array(one, np.int32) for one in ([9, 21], [0, 3, 4], [7, 5, 2, 5], [2, 2], [10, 2])]
+    slots, indptr, indices, last_page_len, lengths = arrays
+    tables = PageTables(slots, indptr, indices, last_page_len, lengths)
     more = pad_tables(tables, 2)
     assert more.slot_mapping.tolist() == [9, 21, -1, -1]
     assert more.kv_indptr.tolist() == [0, 3, 4, 5, 6]
     assert more.kv_indices.tolist() == [7, 5, 2, 5, 0, 0]
     assert more.kv_last_page_len.tolist() == [2, 2, 1, 1]
     assert more.kv_lens.tolist() == [10, 2, 1, 1]
-    assert all(array.dtype == np.int32 for array in vars(more).values())
+    assert all(array.dtype == np.int32 for name, array in vars(more).items() if name != "shared")
     assert pad_tables(tables, 0) is tables
 
 

@@ -1,4 +1,4 @@
-"""What the GPU kernels refuse, and their plan's arithmetic; what they compute is tested in tests/gpu."""
+"""What the GPU kernels refuse, and their arithmetic on the host; what they compute is tested in tests/gpu."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,9 @@ from tandem.cache.errors import InvalidArgument
 pytest.importorskip("triton")
 
 from tandem.cache.kernels.flashinfer_kernels import FlashInferKernels
+from tandem.cache.kernels.flashinfer_latent import FlashInferLatentKernels, heads_at_once
 from tandem.cache.kernels.flashinfer_parts import all_slots
+from tandem.cache.latent import LatentHeads
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,25 @@ def test_slots_of_all_positions() -> None:
     slots = all_slots(pages, np.array([2, 2, 1], np.int32), np.array([5, 8, 1], np.int32), page_size=4)
     assert slots.dtype == np.int32
     assert slots.tolist() == [28, 29, 30, 31, 8, 0, 1, 2, 3, 36, 37, 38, 39, 12]
+
+
+@pytest.mark.parametrize(
+    ("width", "rank", "heads", "message"),
+    [
+        (576, 256, LatentHeads(128, 128), "latent_rank is 256; .* 512"),
+        (528, 512, LatentHeads(128, 128), "the rotated part is 16; .* 64"),
+        (576, 512, LatentHeads(192, 128), "key_dim is 192; .* 128"),
+        (576, 512, LatentHeads(128, 64), "value_dim is 64; .* 128"),
+        (576, 512, LatentHeads(128, 128), "the pool is on cpu"),
+    ],
+)
+def test_latents_refused(width: int, rank: int, heads: LatentHeads, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        FlashInferLatentKernels(torch.empty(1, 1, 1, 1, 16, width, dtype=torch.bfloat16), 1.0, rank, heads)
+
+
+def test_heads_are_cut_where_k_and_v_of_all_would_be_large() -> None:
+    assert heads_at_once(128, 8192) == 128
+    assert heads_at_once(128, 8193) == 64
+    assert heads_at_once(6, 1 << 19) == 2
+    assert heads_at_once(7, 1 << 30) == 1

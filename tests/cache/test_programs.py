@@ -10,12 +10,12 @@ from tests.cache.settings import SETTINGS
 
 PROGRAMS, STEPS = 12, 350
 ALWAYS = {"forks", "sends", "landings"}
-WITHOUT_WINDOWS = ALWAYS | {
+SHARING = ALWAYS | {"matches"}
+ANYTHING = SHARING | {
     "appends beyond a map refused",
     "commits",
     "forks of streams",
     "landings of streams",
-    "matches",
     "misuses",
     "pops of nodes",
     "pops of streams",
@@ -39,4 +39,5 @@ def test_random_programs(name: str) -> None:
             error.add_note(f"seed {seed} of setting {name!r}: make fuzz replays it")
             raise
         counts.update(program.counts)
-    assert counts.keys() >= (ALWAYS if setting.layout.has_windows else WITHOUT_WINDOWS)
+    layout = setting.layout
+    assert counts.keys() >= (ALWAYS if layout.has_windows else SHARING if layout.has_latents else ANYTHING)

@@ -11,7 +11,7 @@ from tandem.cache.errors import InvalidArgument, OutOfPages
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch_kernels import TorchKernels
-from tandem.cache.layout import KVLayout
+from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.rope import RopeParameters, RotaryEmbedding
 from tests.cache.naive import (
@@ -20,6 +20,7 @@ from tests.cache.naive import (
     ROPE,
     Inputs,
     NaiveCache,
+    assert_same_kv,
     attend,
     cache_of,
     draw_inputs,
@@ -135,29 +136,30 @@ def test_appends_pops_and_neighbours(window: int, sink: int, kernels: KernelFact
     assert cache.num_free_pages == 48
 
 
-def test_a_long_stream_goes_through_few_pages() -> None:
-    """20,000 tokens through 15 pages of four; decodes, chunks, and the reservation that makes sure of it."""
-    layout = layout_of(1)
-    layout = KVLayout((layout.groups[0],), 4, torch.float32)
-    cache = PagedKVCache(layout, pools_of(layout, 16), max_sequences=2, max_sequence_length=64, rope=ROPE, writer=None)
-    stream = NaiveStream.of(layout, 16, 3)
+@pytest.mark.timeout(600)
+def test_a_million_tokens_go_through_few_pages() -> None:
+    """In appends of 250, with decodes and short chunks between them that are compared with the naive stream."""
+    layout = KVLayout((LayerGroup((0,), 1, HEAD_DIM),), 4, torch.float32)
+    pools = pools_of(layout, 66)
+    cache = PagedKVCache(layout, pools, max_sequences=1, max_sequence_length=300, rope=ROPE, writer=None)
+    stream = NaiveStream.of(layout, 32, 3)
     cache.add_sequence(0)
-    cache.enable_sliding_window(0, 16, 3)
-    cache.reserve(0, 1_000_000, 50)
-    assert cache.num_free_pages == 1
-    random, free = Random(0), []
-    while stream.length < 20_000:
-        count = random.choice([1, 13, 50, 50])
-        inputs = draw_inputs(layout, count, seed=stream.length)
-        outputs = run(cache, [0], [count], inputs)
-        if stream.length % 7 == 0:
+    cache.enable_sliding_window(0, 32, 3)
+    cache.reserve(0, 10_000_000, 250)
+    free = cache.num_free_pages
+    assert free <= 1
+    while stream.length < 1_000_000:
+        for count in [250] * 199 + [1, 5, 1]:
+            ((q, k, v),) = draw_inputs(layout, count, seed=stream.length).layers
+            inputs = Inputs([(q[:, :1], k, v)])
+            outputs = run(cache, [0], [count], inputs)
+            if count == 250:
+                pass_on(stream, count, inputs)
+                continue
             for actual, expected in zip(outputs, stream.run(count, inputs), strict=True):
                 assert_close(actual, expected)
-        else:
-            pass_on(stream, count, inputs)
-        free.append(cache.num_free_pages)
-    check_contents(cache, 0, stream)
-    assert set(free) == {1}
+        assert cache.num_free_pages == free
+        check_contents(cache, 0, stream)
 
 
 def pass_on(stream: NaiveStream, count: int, inputs: Inputs) -> None:
@@ -323,3 +325,26 @@ def test_pages_that_a_stream_receives_into_drain_when_it_goes() -> None:
     assert cache.num_draining_pages == len(pages)
     cache.finish_receive(0)
     assert (cache.num_draining_pages, cache.num_free_pages) == (0, 12)
+
+
+def test_what_a_stream_lets_go_of_is_not_sent() -> None:
+    """Neither what it has popped its way out of, nor what a forward beyond the end of the map would evict first."""
+    pools = [pools_of(LAYOUT, 32) for _ in range(2)]
+    sender, receiver = (cache_of(LAYOUT, pools=own, writer=PeerWriter(pe, pools)) for pe, own in enumerate(pools))
+    for of, sequence in ((sender, 0), (receiver, 0), (receiver, 1)):
+        of.add_sequence(sequence)
+        of.enable_sliding_window(sequence, 8, 2)
+    for step in range(5):
+        run(sender, [0], [4], draw_inputs(LAYOUT, 4, seed=step))
+    sender.pop(0, 5)  # of positions 14 … 19 the first is left
+    with pytest.raises(InvalidArgument, match="asks for position 10, which does not stay in the sliding window of 8"):
+        sender.mark_send(0, 0, receiver.prepare_receive(0, 16), 1)
+    run(sender, [0], [5], draw_inputs(LAYOUT, 5, seed=5))
+    sender.mark_send(0, 0, receiver.prepare_receive(1, 21), 1)
+    with pytest.raises(InvalidArgument, match=r"append_lengths\[0\] is 2; .*: 1, up to the end of its position map"):
+        sender.begin_forward([0], [2])
+    run(sender, [0], [1], draw_inputs(LAYOUT, 1, seed=6))
+    receiver.finish_receive(1)
+    assert sender.sends_done(0)
+    for begin, end in ((0, 2), (15, 21)):
+        assert_same_kv(sender, receiver, 0, 1, begin, end)

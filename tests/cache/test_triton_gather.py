@@ -1,4 +1,4 @@
-"""Gathered K and V against indexing: on a GPU, else in Triton's interpreter."""
+"""Gathered K and V, or latents, against indexing: on a GPU, else in Triton's interpreter."""
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("heads", "page_size", "head_dim"), [(2, 4, 16), (1, 1, 24), (3, 8, 64)])
-def test_gather(dtype: torch.dtype, heads: int, page_size: int, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("planes", "heads", "page_size", "head_dim"), [(2, 2, 4, 16), (2, 1, 1, 24), (2, 3, 8, 64), (1, 1, 4, 72)]
+)
+def test_gather(dtype: torch.dtype, planes: int, heads: int, page_size: int, head_dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    pool = torch.randn(5, 3, 2, heads, page_size, head_dim, generator=generator).to(DEVICE, dtype)
+    pool = torch.randn(5, 3, planes, heads, page_size, head_dim, generator=generator).to(DEVICE, dtype)
     slots = torch.randint(5 * page_size, (11,), generator=generator, dtype=torch.int32).to(DEVICE)
     for layer in range(3):
         expected = pool[slots // page_size, layer, :, :, slots % page_size]

@@ -73,8 +73,9 @@ def check_tokens(folder: Path, model: PreTrainedModel, scales: KVScales, setting
         assert all(pool.dtype == FP8 for worker in island.workers for pool in worker.pools)
         with island.client() as client:
             model_info = client.model_info()
-        sent = complete(island.address, random_prompt(5, 99), max_tokens=2, **GREEDY)[-1].timings.bytes_pushed
-        assert model_info.kv_bytes_per_token == sent // 5
+        timings = complete(island.address, random_prompt(5, 99), max_tokens=2, **GREEDY)[-1].timings
+        assert timings is not None
+        assert model_info.kv_bytes_per_token == timings.bytes_pushed // 5
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -137,6 +137,7 @@ def test_logprobs(island: Island, folder: Path) -> None:
 ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
     ([], {}, ["token_ids.ids", "empty"]),
     ("", {}, ["text", "empty"]),
+    ("a" * 1_000_000, {}, ["text has 1000000 characters; at most"]),
     ([3, 512], {}, ["token_ids.ids[1]", "512", "511"]),
     ([3] * 512, {}, ["512", "511"]),
     ([3] * 500, {"max_tokens": 13}, ["sampling.max_tokens", "13", "12"]),

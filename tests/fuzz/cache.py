@@ -1,6 +1,6 @@
 """Random programs on paged caches until as many steps are done as were asked for; prints what replays a failure.
 
-python -m tests.fuzz.cache --steps 1000000                    programs from a seed drawn now
+python -m tests.fuzz.cache --steps 1000000        programs from a seed drawn now
 python -m tests.fuzz.cache --seed 17 --setting "two groups" --steps 350
 """
 
@@ -42,7 +42,7 @@ def run(seed: int, steps: int, names: list[str]) -> Counter[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Random programs on paged caches, compared with naive ones.")
     parser.add_argument("--seed", type=int, default=SystemRandom().randrange(SEEDS), help="the first; default: drawn")
-    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=500_000)
     parser.add_argument("--setting", choices=SETTINGS, help="default: all in turn")
     arguments = parser.parse_args()
     names = list(SETTINGS) if arguments.setting is None else [arguments.setting]

@@ -101,6 +101,11 @@ class Reference:
             outputs.append(torch.cat([self._attend((sequence, layer), *part) for sequence, *part in parts]))
         return outputs
 
+    def fork(self, parent: int, child: int, position: int) -> None:
+        for layer in range(NUM_LAYERS):
+            k, v = self._kept[parent, layer]
+            self._kept[child, layer] = k[:position], v[:position]
+
     def _attend(self, place: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         begin = self._kept[place][0].shape[0] if place in self._kept else 0
         rotation = self._rotary.rotation(torch.arange(begin, begin + q.shape[0]))

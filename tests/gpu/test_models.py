@@ -14,7 +14,7 @@ from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.weights import load_decoder
 from tandem.workers.worker import kv_layout
-from tests.checkpoints import FAMILIES, make_model
+from tests.checkpoints import FAMILIES, make_model, sizes_on_gpu
 from tests.oracle import greedy, load_oracle, random_prompt
 
 pytestmark = [
@@ -48,6 +48,7 @@ class Runner:
             writer=None,
             scale=config.attn_scale,
             softcap=config.attn_softcap,
+            latent=None if config.latent is None else config.latent.heads,
         )
         self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
         for sequence in PROMPTS:
@@ -101,7 +102,7 @@ def test_half_precision_logits_are_as_near_to_float32_as_those_of_transformers(
     family: str, dtype: str, tmp_path: Path
 ) -> None:
     """FlashInfer's chunks and decodes, mixed, along given tokens."""
-    make_model(family, head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     given = {sequence: random_prompt(100, seed=sequence) for sequence in PROMPTS}
     runner, done = Runner(tmp_path, dtype), dict.fromkeys(given, 0)
     rows: list[tuple[int, int]] = []

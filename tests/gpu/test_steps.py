@@ -1,5 +1,6 @@
 """Decode steps in CUDA graphs against the eager path: batches that grow, shrink and cross buckets, step after step."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kv_scales import KVScales
-from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.shared_prefixes import SharedPrefixes
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.registry import load_config
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.weights import load_decoder
-from tests.checkpoints import make_model
+from tandem.workers.worker import kv_layout
+from tests.cache.sharing_kernels import sharing_all
+from tests.checkpoints import make_model, sizes_on_gpu
 from tests.oracle import random_prompt
 
 pytestmark = [
@@ -39,13 +44,27 @@ Drawn = dict[int, tuple[int, dict[int, float]]]
 class Steps:
     """One model and cache, with prompts of unlike lengths stored."""
 
-    def __init__(self, folder: Path, dtype: str, graphs: bool, scales: KVScales | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        graphs: bool,
+        scales: KVScales | None = None,
+        kernels: KernelFactory = choose_kernels,
+    ) -> None:
         config = load_config(folder, dtype)
-        group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
-        layout = KVLayout((group,), 16, config.dtype, scales)
+        layout = kv_layout(config, 16, scales)
         pool = torch.full((200, *layout.page_shape(0)), torch.nan, device="cuda").to(layout.stored_dtype)
         self.cache = PagedKVCache(
-            layout, (pool,), max_sequences=32, max_sequence_length=256, rope=config.rope, writer=None
+            layout,
+            (pool,),
+            max_sequences=32,
+            max_sequence_length=256,
+            rope=config.rope,
+            writer=None,
+            scale=config.attn_scale,
+            latent=None if config.latent is None else config.latent.heads,
+            kernels=kernels,
         )
         self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
         if graphs:
@@ -57,7 +76,9 @@ class Steps:
             self.runner.forward(np.array(prompt), plan, np.zeros(1, np.int64))
             self.cache.end_forward(plan)
 
-    def run(self, params: SamplingParams, told: "list[Drawn] | None" = None) -> "list[Drawn]":
+    def run(
+        self, params: SamplingParams, program: Sequence[int] = PROGRAM, told: "list[Drawn] | None" = None
+    ) -> "list[Drawn]":
         """What each step draws; a step is launched before the tokens of the one before are read.
 
         told: what goes on as if it had been drawn, of every step.
@@ -65,7 +86,7 @@ class Steps:
         tokens = dict.fromkeys(range(NUM_SEQUENCES), 7)
         flights: list[Any] = []
         made: list[Drawn] = []
-        for step, count in enumerate(PROGRAM):
+        for step, count in enumerate(program):
             rows = np.arange(count) if step % 2 else np.arange(count)[::-1].copy()
             if self.runner.runs_ahead and flights:
                 # The input of a row is what the step before draws in its row there, or else the last one known.
@@ -96,11 +117,15 @@ class Steps:
         tokens.update({sequence: token for sequence, (token, _) in made[-1].items()})
 
 
+def tokens_of(made: list[Drawn]) -> list[dict[int, int]]:
+    return [{sequence: token for sequence, (token, _) in step.items()} for step in made]
+
+
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "deepseek_v3"])
 def test_graphs_go_on_as_the_eager_path(family: str, params: SamplingParams, tmp_path: Path) -> None:
     """Kernels differ, so near-equals may swap: the eager path is told what the graphs drew, and may differ in few."""
-    make_model(family, head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     eager, graphs = Steps(tmp_path, "float16", graphs=False), Steps(tmp_path, "float16", graphs=True)
     assert graphs.runner.runs_ahead
     assert not eager.runner.runs_ahead
@@ -119,9 +144,33 @@ def test_graphs_over_kv_in_8_bits(tmp_path: Path) -> None:
     scales = KVScales(((0.01,), (0.02, 0.015)), ((0.02,), (0.01, 0.03)))
     eager, graphs = (Steps(tmp_path, "bfloat16", with_graphs, scales) for with_graphs in (False, True))
     assert graphs.runner.runs_ahead
-    assert graphs.run(GREEDY) == eager.run(GREEDY)
+    assert tokens_of(graphs.run(GREEDY)) == tokens_of(eager.run(GREEDY))
 
 
 def test_float32_steps_are_eager(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     assert not Steps(tmp_path, "float32", graphs=True).runner.runs_ahead
+
+
+def test_steps_that_share_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks in the sharing batches' graphs against eager steps; with as many rows as these take."""
+    from tandem.cache.kernels.flashinfer_sharing import FixedSharing  # needs triton
+
+    make_model("qwen3", head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    fills: list[int] = []
+    fill = FixedSharing.refill
+
+    def refill(sharing: FixedSharing, shared: SharedPrefixes | None, *rest: Any) -> None:
+        fills.append(0 if shared is None else shared.members.size)
+        fill(sharing, shared, *rest)
+
+    monkeypatch.setattr(FixedSharing, "refill", refill)
+    made = []
+    for graphs in (False, True):
+        steps = Steps(tmp_path, "bfloat16", graphs, kernels=sharing_all(choose_kernels))
+        for sequence in set(range(NUM_SEQUENCES)) - {7, 8, 16}:
+            steps.cache.remove_sequence(sequence)
+            steps.cache.fork_sequence(8, sequence, 48 if sequence % 2 else -1)
+        made.append(tokens_of(steps.run(GREEDY, (16, 17, 20, 20, 18, 16))))
+    assert made[0] == made[1]
+    assert max(fills) >= NUM_SEQUENCES - 3

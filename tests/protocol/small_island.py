@@ -1,5 +1,6 @@
 """One prefill and one decode loop as they run, over wires and memories of token ids."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,12 +32,13 @@ LAYOUT = KVLayout((LayerGroup((0,), 1, 1),), 1, torch.float32)
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the workers: pages of one position each, and how many requests can be awaited at a time."""
+    """Of the workers. Pages have one position each; num_signals: how many requests can be awaited at a time."""
 
     num_pages: int = 4
     num_signals: int = 2
     max_tokens: int = 2
     sharing: bool = False
+    runs_ahead: bool = False  # as decode workers with CUDA graphs do
 
 
 @dataclass(eq=False)
@@ -79,13 +81,27 @@ class Fanout:
         self._findings.append(f"a stream failed: {error}")
 
 
+@dataclass(eq=False)
+class Step:
+    """A decode step that was launched; it computes when the device comes to it."""
+
+    plan: ForwardPlan
+    tokens: Int64Array
+    sources: Int64Array
+    drawn: Int64Array | None = None
+
+
 class CountingModel:
-    """A model whose next token is its input plus one, behind the interface of ModelRunner."""
+    """A model whose next token is its input plus one, behind the interface of ModelRunner.
 
-    runs_ahead = False
+    Where it runs ahead, steps are computed one by one in compute_next(), or when somebody waits for them.
+    """
 
-    def __init__(self, cache: PagedKVCache) -> None:
+    def __init__(self, cache: PagedKVCache, runs_ahead: bool) -> None:
         self._cache = cache
+        self.runs_ahead = runs_ahead
+        self.launched: deque[Step] = deque()
+        self._last = np.empty(0, np.int64)
 
     def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array) -> Int64Array:
         kv = torch.from_numpy(token_ids.astype(np.float32))[:, None, None]
@@ -95,19 +111,38 @@ class CountingModel:
     def sample(self, logits: Int64Array, batch: object, positions: Int64Array) -> Samples:
         return Samples(logits, [None] * logits.size)
 
-    def step(self, sequence_ids: Int64Array, tokens: Int64Array, *rest: object) -> "Drawn":
+    def step(self, sequence_ids: Int64Array, tokens: Int64Array, sources: Int64Array, *rest: object) -> "Drawn":
         plan = self._cache.begin_forward(sequence_ids, np.ones(sequence_ids.size, np.int64))
-        drawn = self.forward(tokens, plan, np.arange(tokens.size))
         self._cache.end_forward(plan)
-        return Drawn(Samples(drawn, [None] * drawn.size))
+        step = Step(plan, tokens, sources)
+        self.launched.append(step)
+        if not self.runs_ahead:
+            self.drain()
+        return Drawn(self, step)
+
+    def compute_next(self) -> None:
+        step = self.launched.popleft()
+        drawn = self._last[step.sources] if self._last.size else step.tokens
+        inputs = np.where(step.sources < 0, step.tokens, drawn)
+        step.drawn = self._last = self.forward(inputs, step.plan, np.arange(inputs.size))
+
+    def drain(self) -> None:
+        while self.launched:
+            self.compute_next()
 
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    samples: Samples
+    model: CountingModel
+    step: Step
+
+    def is_done(self) -> bool:
+        return self.step.drawn is not None
 
     def wait(self) -> Samples:
-        return self.samples
+        self.model.drain()
+        assert self.step.drawn is not None
+        return Samples(self.step.drawn, [None] * self.step.drawn.size)
 
 
 class Unmetered:
@@ -138,7 +173,8 @@ class SmallIsland:
             )
             for transport, memory in zip(self.transports, memories, strict=True)
         ]
-        models = [CountingModel(cache) for cache in self.caches]
+        models = [CountingModel(cache, shape.runs_ahead) for cache in self.caches]
+        self.device = models[DECODE]
         self.prefill = PrefillLoop(
             models[PREFILL],  # type: ignore[arg-type]
             self.caches[PREFILL],
@@ -173,12 +209,14 @@ class SmallIsland:
         for request in (*reservations._requests.values(), *reservations._draining.values()):
             (pages,) = incoming.get(request.sequence_id, (np.empty(0, np.int32),))
             tokens = request.prompt[len(request.prompt) - pages.size :]
-            held.update(zip(pages.tolist(), tokens, strict=True))
+            held.update(zip(pages.tolist(), tokens.tolist(), strict=True))
         return held
 
     @property
     def is_idle(self) -> bool:
         """Nothing is held, nothing is known, nothing is under way."""
+        if self.device.launched:
+            return False
         free = all(
             cache.is_empty and cache.num_free_pages == cache.num_pages and not cache.num_draining_pages
             for cache in self.caches

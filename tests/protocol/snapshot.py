@@ -3,12 +3,15 @@
 import copyreg
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tandem.cache.allocator import PageAllocator
 from tandem.cache.layout import KVLayout
@@ -65,9 +68,18 @@ def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
     return np.ndarray, (array.shape, array.dtype.char, bytearray(array.tobytes()))
 
 
+def _zeros(shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(shape)
+
+
+def _reduce_pool(pool: Tensor) -> tuple[Any, ...]:
+    assert not pool.any()  # nothing stands in pools here, for tokens are kept in a TokenMemory
+    return _zeros, (tuple(pool.shape),)
+
+
 def _allocator(state: dict[str, Any]) -> PageAllocator:
     allocator = PageAllocator.__new__(PageAllocator)
-    vars(allocator).update(state)
+    vars(allocator).update({sys.intern(name): value for name, value in state.items()})  # as pickle does: equal bytes
     allocator._free = allocator._edged[1:-1]  # the same memory, which arrays do not keep in bytes
     return allocator
 
@@ -82,6 +94,7 @@ _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Future: _reduce_future,
     PageAllocator: _reduce_allocator,
     np.ndarray: _reduce_array,
+    Tensor: _reduce_pool,
     PrefillRequest: _reduce_request,
     PrefillResult: _reduce_result,
 }

@@ -152,7 +152,7 @@ def pages_are_not_held_for_writers(patch: pytest.MonkeyPatch) -> None:
 def a_prefix_is_shared_before_it_landed(patch: pytest.MonkeyPatch) -> None:
     reserve = Reservations._reserve
 
-    def reserved(self: Reservations, request_id: str, token_ids: list[int], capacity: int) -> Any:
+    def reserved(self: Reservations, request_id: str, token_ids: Any, capacity: int) -> Any:
         request = reserve(self, request_id, token_ids, capacity)
         cache = self._cache
         position_map = cache.prepare_receive(request.sequence_id, request.expected_tokens)

@@ -20,9 +20,7 @@ class TokenMemory:
         self._name = name
         self._findings = findings
 
-    def bound(
-        self, pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> "TokenMemory":
+    def bound(self, pool: Tensor, scale: float, *rest: Any, **options: Any) -> "TokenMemory":
         """A KernelFactory."""
         return self
 

@@ -90,7 +90,7 @@ class WireTransport(Transport):
 
     @property
     def pools(self) -> tuple[Tensor, ...]:
-        return (torch.zeros(self.num_pages, *self.layout.page_shape(0)),)
+        return (torch.zeros(self.num_pages[0], *self.layout.page_shape(0)),)
 
     def write_tokens(
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor

@@ -93,6 +93,8 @@ class World:
         if not self.dead:
             yield "prefill steps", 0
         yield "decode steps", 0
+        if self.island.device.launched:
+            yield "device computes", 0
         for pe, endpoint in enumerate(endpoints):
             if endpoint.incoming:
                 yield "deliver", pe
@@ -145,6 +147,7 @@ class World:
         return {
             "prefill steps": island.prefill.step,
             "decode steps": island.decode.step,
+            "device computes": island.device.compute_next,
             "deliver": lambda: island.endpoints[number].deliver(),
             "tick": self._tick,
             "post fails": self._fail_post,
@@ -245,7 +248,7 @@ class World:
             if island.is_idle:
                 break
             self.clock.now += LEASE_SECONDS
-            for step in (island.decode.step, island.prefill.step):
+            for step in (island.decode.step, island.device.drain, island.decode.step, island.prefill.step):
                 step()
                 for endpoint in island.endpoints:
                     while endpoint.incoming:

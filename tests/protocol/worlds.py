@@ -11,6 +11,7 @@ WORLDS: dict[str, tuple[Limits, Shape]] = {
     "expire": (Limits(ticks=2, hang_ups=True), Shape()),
     "turns": (Limits(requests=2, streams_end=True), Shape(num_pages=6, num_signals=1)),
     "reuse": (Limits(requests=2, sends=2, streams_end=True, ticks=1), Shape(num_signals=1)),
+    "ahead": (Limits(streams_end=True), Shape(num_pages=5, max_tokens=3, runs_ahead=True)),
     "epoch": (Limits(requests=2, deaths=1), Shape()),
     "sharing": (Limits(requests=2, alike=True), Shape(num_pages=6, sharing=True)),
 }

@@ -13,17 +13,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_PAGES = 7
 # num_kv_heads and head_dim that are no powers of two, pages of one and of many tiles
 SHAPES = {
-    "small": ((2, 8), 4, torch.float32),
-    "odd": ((3, 12), 4, torch.bfloat16),
-    "large": ((8, 128), 16, torch.bfloat16),
+    "small": (LayerGroup((0, 1, 2), 2, 8), 4, torch.float32),
+    "odd": (LayerGroup((0, 1, 2), 3, 12), 4, torch.bfloat16),
+    "large": (LayerGroup((0, 1, 2), 8, 128), 16, torch.bfloat16),
+    "latents": (LayerGroup((0, 1, 2), 1, 576, latent_rank=512), 4, torch.bfloat16),
 }
 
 
 @pytest.fixture(params=SHAPES.values(), ids=list(SHAPES))
 def pools(request: pytest.FixtureRequest) -> list[Tensor]:
     """Two pools of random bits."""
-    (heads, head_dim), page_size, dtype = request.param
-    shape = LayerGroup((0, 1, 2), heads, head_dim).page_shape(page_size)
+    group, page_size, dtype = request.param
+    shape = group.page_shape(page_size)
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(NUM_PAGES, *shape, generator=generator).to(DEVICE, dtype) for _ in range(2)]
 
@@ -40,10 +41,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("count", [1, 5, 27])
 def test_tokens(pools: list[Tensor], count: int, slot_dtype: torch.dtype) -> None:
-    pool, (_, _, _, heads, page_size, head_dim) = pools[0], pools[0].shape
+    pool, (_, _, planes, heads, page_size, head_dim) = pools[0], pools[0].shape
     expected = pool.clone()
     qkv = torch.randn(30, 4 * heads * head_dim, device=DEVICE).to(pool.dtype)
     k, v = (part.view(30, heads, head_dim) for part in qkv.split(heads * head_dim, 1)[2:])  # strided by token
+    v = v if planes == 2 else None
     tokens, slots = draw(count, 30, 2, torch.int64), draw(count, NUM_PAGES * page_size, 3, slot_dtype)
     triton_push.push_tokens(pool, 1, k, v, tokens, slots)
     torch_push.push_tokens(expected, 1, k, v, tokens, slots)

@@ -65,7 +65,7 @@ class CountedWrites(PageWriter):
         self.bytes_written = 0
 
     def write_tokens(
-        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
         self._transport.write_tokens(pe, group, layer, k, v, token_indices, slots)
         layout = self._transport.layout

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
+from tandem.cache.latent import UpProjections
 from tandem.cache.rope import RotaryEmbedding
 from tandem.workers.models.config import ModelConfig
 
@@ -21,14 +22,21 @@ class Sequence:
 
 
 class ReferenceAttention:
-    """Set `batch` to the (sequence, number of new tokens) pairs of the next forward, then pass `attend` to it."""
+    """Set `batch` to the (sequence, number of new tokens) pairs of the next forward, then pass this to it."""
 
     def __init__(self, config: ModelConfig, max_positions: int = 512) -> None:
         self._config = config
+        self._scale = config.attn_scale or config.head_dim**-0.5
         self._windows = config.layer_windows or (None,) * config.num_layers
         ropes = (config.rope, config.local_rope or config.rope)
         self._rotary = [RotaryEmbedding(rope, max_positions, torch.device("cpu"), torch.float32) for rope in ropes]
         self.batch: list[tuple[Sequence, int]] = []
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+        """K and V are made of the latents at once, and kept."""
+        made = torch.einsum("tr,hdr->thd", latents, up.weight)
+        k, v = made.split((up.heads.key_dim, up.heads.value_dim), 2)
+        return self.attend(layer, q, torch.cat([k, keys[:, None].expand(-1, k.shape[1], -1)], 2), v, None, None)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
@@ -53,13 +61,14 @@ class ReferenceAttention:
         cos, sin = (
             table.to(q.dtype)[:, None] for table in self._rotary[window is not None].cos_sin(positions, lengths)
         )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        first = 0 if config.latent is None else config.latent.heads.key_dim
+        q, k = rotate(q, cos, sin, first), rotate(k, cos, sin, first)
         if layer in sequence.keys:
             k, v = torch.cat([sequence.keys[layer], k]), torch.cat([sequence.values[layer], v])
         sequence.keys[layer], sequence.values[layer] = k.clone(), v.clone()
-        group = config.num_heads // config.num_kv_heads
+        group = config.num_heads // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k).float() * (config.attn_scale or config.head_dim**-0.5)
+        scores = torch.einsum("qhd,khd->hqk", q, k).float() * self._scale
         if config.attn_softcap is not None:
             scores = config.attn_softcap * torch.tanh(scores / config.attn_softcap)
         others = torch.arange(k.shape[0])[None]
@@ -73,7 +82,9 @@ class ReferenceAttention:
         return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x, kept = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, begin: int = 0) -> Tensor:
+    """x [T, heads, D]; cos and sin [T, 1, d]: of d numbers from `begin` on."""
+    size = cos.shape[-1]
+    before, x, after = x.split((begin, size, x.shape[-1] - begin - size), -1)
     first, second = x.chunk(2, -1)
-    return torch.cat([x * cos + torch.cat([-second, first], -1) * sin, kept], -1)
+    return torch.cat([before, x * cos + torch.cat([-second, first], -1) * sin, after], -1)

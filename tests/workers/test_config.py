@@ -1,6 +1,7 @@
 """config.json into ModelConfig: both spellings of transformers, and each thing that is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from tandem.workers.models.activation import ClampedSwiglu
 from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture, UnsupportedFeature
 from tandem.workers.models.registry import load_config
+from tandem.workers.models.routing import GroupLimit, Routing
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -133,7 +135,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": []}, "architectures is \\[\\]; it must be a list with one of Gemma2ForCausalLM"),
+        ({"architectures": []}, "architectures is \\[\\]; it must be a list with one of DeepseekV2ForCausalLM"),
         ({"vocab_size": "many"}, "vocab_size is 'many'; it must be an integer of at least 1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be an integer of at least 1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must be a divisor of num_attention_heads, 4"),
@@ -218,10 +220,10 @@ def test_what_is_not_implemented_is_refused(tmp_path: Path, fields: dict[str, An
 def test_which_layers_have_experts(tmp_path: Path) -> None:
     mixtral = load_config(write(tmp_path, MIXTRAL)).moe
     assert mixtral is not None
-    assert (mixtral.layers, mixtral.intermediate_size, mixtral.normalize) == ({0, 1}, 96, True)
+    assert (mixtral.layers, mixtral.intermediate_size, mixtral.routing.normalize) == ({0, 1}, 96, True)
     every = load_config(write(tmp_path, QWEN3_MOE)).moe
     assert every is not None
-    assert (every.layers, every.intermediate_size, every.normalize) == ({0, 1, 2, 3, 4, 5}, 32, False)
+    assert (every.layers, every.intermediate_size, every.routing.normalize) == ({0, 1, 2, 3, 4, 5}, 32, False)
     some = load_config(write(tmp_path, {**QWEN3_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [1, 2]})).moe
     assert some is not None
     assert some.layers == {3, 5}
@@ -329,3 +331,56 @@ QWEN2_WINDOW = {**QWEN2, "use_sliding_window": True, "sliding_window": 64}
 )
 def test_windows_of_the_layers(tmp_path: Path, fields: dict[str, Any], windows: tuple[int | None, ...] | None) -> None:
     assert load_config(write(tmp_path, fields)).layer_windows == windows
+
+
+DEEPSEEK = {
+    **LLAMA,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_group": 4,
+    "topk_group": 2,
+}
+V2 = {**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"]}
+V3 = {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"]}
+
+
+def test_deepseek(tmp_path: Path) -> None:
+    """What is absent is as in transformers."""
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "mscale": 1, "mscale_all_dim": 0.5}
+    v2 = load_config(write(tmp_path, {**V2, "q_lora_rank": None, "rope_scaling": yarn}))
+    assert v2.latent is not None
+    assert v2.moe is not None
+    assert (v2.latent.q_rank, v2.latent.query_dim, v2.rope.rotary_dim) == (None, 40, 16)
+    assert v2.attn_scale == pytest.approx(40**-0.5 * (0.1 * 0.5 * math.log(40) + 1) ** 2)
+    assert (v2.moe.layers, v2.moe.shared_size, v2.moe.routing) == ({0, 1}, 80, Routing(3, normalize=False))
+    v3 = load_config(write(tmp_path, {**V3, "first_k_dense_replace": 1}))
+    assert v3.latent is not None
+    assert v3.moe is not None
+    groups = GroupLimit(4, 2, counted=2)
+    assert (v3.latent.q_rank, v3.moe.layers, v3.moe.shared_size, v3.num_extra_layers) == (1536, {1}, 40, 1)
+    assert v3.moe.routing == Routing(3, normalize=True, sigmoid=True, groups=groups, corrected=True, scale=2.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({**V2, "norm_topk_prob": True}, UnsupportedFeature, "norm_topk_prob is True; only False is served"),
+        ({**V2, "topk_method": "noaux_tc"}, UnsupportedFeature, "topk_method is 'noaux_tc'; only greedy"),
+        ({**V2, "moe_layer_freq": 2}, UnsupportedFeature, "moe_layer_freq is 2; only 1 is served"),
+        ({**V3, "scoring_func": "softmax"}, UnsupportedFeature, "scoring_func is 'softmax'; only 'sigmoid' is served"),
+        ({**V3, "n_group": 8}, InvalidConfig, "n_group is 8; it must be a divisor of the number of experts, 8"),
+        ({**V3, "topk_group": 1}, InvalidConfig, "topk_group is 1; it must be at most n_group, 4, and enough for"),
+        ({**V3, "qk_rope_head_dim": 15}, InvalidConfig, "qk_rope_head_dim is 15; it must be even"),
+        ({**V3, "quantization_config": {"quant_method": "fp8"}}, UnsupportedFeature, "quantization_config asks for"),
+    ],
+)
+def test_deepseeks_that_are_refused(
+    tmp_path: Path, fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        load_config(write(tmp_path, fields))

@@ -42,7 +42,7 @@ def forward(
 ) -> torch.Tensor:
     attention.batch = [(sequence, len(tokens)) for sequence, tokens in batch]
     token_ids = torch.tensor([token for _, tokens in batch for token in tokens])
-    return decoder.forward(token_ids, attention.attend, torch.tensor(rows, dtype=torch.int64))
+    return decoder.forward(token_ids, attention, torch.tensor(rows, dtype=torch.int64))
 
 
 def test_logits_equal_transformers(folder: Path) -> None:

@@ -12,7 +12,7 @@ from tandem.workers.kernels.expert_blocks import GroupedLinear, expert_blocks
 from tandem.workers.kernels.torch_layer import TorchLayerKernels
 from tandem.workers.models.experts import GroupedExperts, LoopedExperts
 from tandem.workers.models.parameters import MoeParameters
-from tandem.workers.models.routing import route
+from tandem.workers.models.routing import GroupLimit, Routing, route
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -62,13 +62,15 @@ def draw(case: Case) -> tuple[Tensor, MoeParameters, Tensor, Tensor]:
     parameters = MoeParameters(
         router=normal(case.num_experts, case.hidden),
         router_bias=None,
+        correction=None,
+        shared=None,
         gate_up=experts(2 * case.intermediate, case.hidden),
         gate_up_bias=normal(case.num_experts, 2 * case.intermediate) if case.bias else None,
         down=experts(case.hidden, case.intermediate),
         down_bias=normal(case.num_experts, case.hidden) if case.bias else None,
     )
     x = torch.randn(case.tokens, case.hidden, generator=generator).to(DEVICE, case.dtype)
-    weights, chosen = route(F.linear(x, parameters.router), case.top_k, normalize=True)
+    weights, chosen = route(F.linear(x, parameters.router), Routing(case.top_k, normalize=True))
     return x, parameters, weights, chosen
 
 
@@ -119,10 +121,43 @@ def test_rows_of_x_may_lie_apart() -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 def test_route(normalize: bool) -> None:
     logits = torch.randn(20, 6, generator=torch.Generator().manual_seed(1))
-    weights, experts = route(logits.bfloat16(), 3, normalize)
+    weights, experts = route(logits.bfloat16(), Routing(3, normalize))
     assert weights.dtype == torch.float32
     for row, chosen, ours in zip(logits.bfloat16().double(), experts.tolist(), weights.tolist(), strict=True):
         assert chosen == sorted(range(6), key=lambda expert: -float(row[expert]))[:3]
         shares = row.exp() / row.exp().sum()
         total = float(shares[chosen].sum()) if normalize else 1.0
         assert ours == pytest.approx([float(shares[expert]) / total for expert in chosen], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(3, normalize=False, groups=GroupLimit(4, 2, counted=1), scale=16.0),
+        Routing(3, normalize=True, sigmoid=True, groups=GroupLimit(3, 2, counted=2), corrected=True, scale=2.5),
+        Routing(2, normalize=True, sigmoid=True, corrected=True),
+    ],
+    ids=["DeepSeek-V2", "DeepSeek-V3", "correction alone"],
+)
+def test_route_within_groups(routing: Routing) -> None:
+    """The correction is large, so that it often decides."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(50, 12, generator=generator)
+    correction = torch.randn(12, generator=generator) if routing.corrected else None
+    weights, experts = route(logits, routing, correction)
+    for row, chosen, ours in zip(logits.double(), experts.tolist(), weights.tolist(), strict=True):
+        scores = row.sigmoid() if routing.sigmoid else row.softmax(0)
+        ranks = (scores if correction is None else scores + correction).tolist()
+        allowed = choosable(ranks, routing.groups)
+        assert chosen == sorted(allowed, key=lambda expert: -ranks[expert])[: routing.top_k]
+        total = float(scores[chosen].sum()) if routing.normalize else 1.0
+        assert ours == pytest.approx([float(scores[expert]) / total * routing.scale for expert in chosen], rel=1e-5)
+
+
+def choosable(ranks: list[float], limit: GroupLimit | None) -> list[int]:
+    if limit is None:
+        return list(range(len(ranks)))
+    size = len(ranks) // limit.num_groups
+    groups = [range(begin, begin + size) for begin in range(0, len(ranks), size)]
+    groups.sort(key=lambda group: -sum(sorted(ranks[expert] for expert in group)[-limit.counted :]))
+    return [expert for group in groups[: limit.kept] for expert in group]

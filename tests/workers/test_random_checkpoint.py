@@ -27,7 +27,7 @@ def test_transformers_loads_it_and_agrees(tmp_path: Path, arch: str) -> None:
         expected = model(prompt).logits[0]
         attention = ReferenceAttention(config)
         attention.batch = [(Sequence(prompt.shape[1]), prompt.shape[1])]
-        logits = load_decoder(tmp_path, config).forward(prompt[0], attention.attend, torch.arange(prompt.shape[1]))
+        logits = load_decoder(tmp_path, config).forward(prompt[0], attention, torch.arange(prompt.shape[1]))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 

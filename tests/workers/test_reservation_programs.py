@@ -91,7 +91,7 @@ class Gateway:
         position_map = decode_map(
             wire,
             self.pair.caches[DECODE].layout,
-            num_pages=NUM_PAGES,
+            num_pages=(NUM_PAGES,),
             expected_start=wire.start_position,
             expected_tokens=wire.num_tokens,
         )

@@ -35,9 +35,9 @@ def test_logits_equal_those_of_the_whole_decoder(family: str, fits: bool, tmp_pa
     for decoder in (lone, whole):
         attention, sequence = ReferenceAttention(config), Sequence(5)
         attention.batch = [(sequence, 5)]
-        decoder.forward(torch.arange(5), attention.attend, torch.tensor([4]))
+        decoder.forward(torch.arange(5), attention, torch.tensor([4]))
         attention.batch = [(sequence, 1)]
-        steps = [decoder.forward(torch.tensor([token]), attention.attend, None) for token in (7, 3, 11)]
+        steps = [decoder.forward(torch.tensor([token]), attention, None) for token in (7, 3, 11)]
         logits.append(torch.cat(steps))
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     assert kernels.calls == (2 * 3 * config.num_layers if fits else 0)

@@ -1,7 +1,6 @@
 """Decode steps of a whole model by the step kernel, in Triton's interpreter, against plain forwards by torch."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,10 @@ from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan import PageTables
 from tandem.cache.rope import Rotation
 from tandem.workers.models.registry import load_config
+from tandem.workers.planned_attention import PlannedAttention
 from tandem.workers.weights import load_decoder
 from tests.checkpoints import make_model
 
@@ -27,11 +28,14 @@ LENGTHS = (5, 12)
 
 
 class StepKernels(TorchKernels):
-    """GraphKernels: forwards by torch, fixed steps by the kernel."""
+    """StepKernels: forwards by torch, fixed steps by the kernel."""
 
     def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan:
         plan = DecodePlan.make(tables, num_q_heads, self._pool.shape[3], self._pool.shape[5])
         return replace(plan, splits=1)  # the interpreter takes time for idle programs too
+
+    def refill(self, plan: DecodePlan, tables: PageTables) -> None:
+        """The kernel reads all that it needs on the device."""
 
     def step(
         self,
@@ -65,14 +69,14 @@ def test_logits_equal_those_of_plain_forwards(tmp_path: Path) -> None:
         for sequence, length in enumerate(LENGTHS):
             cache.add_sequence(sequence)
             plan = cache.begin_forward([sequence], [length])
-            model.forward(torch.arange(length) + sequence, partial(cache.attention, plan), torch.tensor([0]))
+            model.forward(torch.arange(length) + sequence, PlannedAttention(cache, plan), torch.tensor([0]))
         caches.append(cache)
     fixed, plain = caches
     (batch,) = fixed.fixed_batches([3], config.num_heads, num_inputs=1)
     for sequences in ([0, 1], [1]):
         tokens = 3 + np.array(sequences)
         plan = plain.begin_forward(sequences, [1] * len(sequences))
-        expected = model.forward(torch.from_numpy(tokens), partial(plain.attention, plan), None)
+        expected = model.forward(torch.from_numpy(tokens), PlannedAttention(plain, plan), None)
         fixed.begin_fixed(batch, sequences, [tokens])
         actual = model.forward(batch.inputs[0], batch.attention(), None)
         torch.testing.assert_close(actual[: len(sequences)], expected, rtol=1e-4, atol=1e-4)

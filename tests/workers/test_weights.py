@@ -243,3 +243,13 @@ def save_large(folder: Path, arch: str) -> Path:
     places = checkpoint_places(config, allocate_parameters(config, torch.device("cpu")))
     save_file({name: torch.zeros_like(place) for name, place in places.items()}, folder / SINGLE)
     return folder
+
+
+def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:
+    """DeepSeek-V3's stand behind the two of the model; a layer after them is unknown."""
+    save_checkpoint("deepseek_v3", tmp_path)
+    rewrite(tmp_path, {"model.layers.2.eh_proj.weight": torch.ones(2, 2)})
+    load_places(tmp_path)
+    rewrite(tmp_path, {"model.layers.3.eh_proj.weight": torch.ones(2, 2)})
+    with pytest.raises(InvalidWeights, match=r"the checkpoint has model\.layers\.3\.eh_proj\.weight"):
+        load_places(tmp_path)

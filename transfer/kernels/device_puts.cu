@@ -1,7 +1,7 @@
 // KV into pages of a PE whose memory this process cannot map, by puts that the GPU itself issues.
 //
 // A target is named by its symmetric address: where the same object stands in this PE's own memory. Pools are
-// [num_pages, layers, 2, num_kv_heads, page_size, head_dim]; a row is one head's K or V of one position. No put is
+// [num_pages, layers, planes, num_kv_heads, page_size, head_dim]; a row is one head's K or V of one position. No put is
 // complete before a later quiet or post of this PE. Every parameter is 64 bits wide, as the launcher passes it.
 
 #include <cstdint>
@@ -53,13 +53,14 @@ extern "C" __global__ void put_slots(char* target, const char* source, const int
     }
 }
 
-// source, [2, num_tokens, num_kv_heads] rows, to one layer of slots[i]; first_row: the layer's in a page. A warp a row.
-extern "C" __global__ void put_tokens(char* target, const char* source, const int32_t* slots, int64_t num_tokens,
-                                      int64_t heads, int64_t first_row, int64_t page_bytes, int64_t page_size,
-                                      int64_t row_bytes, int64_t pe) {
-    for (int64_t item = first_warp(); item < 2 * num_tokens * heads; item += num_warps()) {
-        const int64_t head = item % heads, token = item / heads % num_tokens, value = item / heads / num_tokens;
-        const int64_t row = first_row + value * heads + head;
+// source, [planes, num_tokens, num_kv_heads] rows, to one layer of slots[i]; first_row: the layer's in a page. A warp a
+// row.
+extern "C" __global__ void put_tokens(char* target, const char* source, const int32_t* slots, int64_t planes,
+                                      int64_t num_tokens, int64_t heads, int64_t first_row, int64_t page_bytes,
+                                      int64_t page_size, int64_t row_bytes, int64_t pe) {
+    for (int64_t item = first_warp(); item < planes * num_tokens * heads; item += num_warps()) {
+        const int64_t head = item % heads, token = item / heads % num_tokens, plane = item / heads / num_tokens;
+        const int64_t row = first_row + plane * heads + head;
         nvshmemx_putmem_nbi_warp(target + place(slots[token], row, page_bytes, page_size, row_bytes),
                                  source + item * row_bytes, row_bytes, int(pe));
     }

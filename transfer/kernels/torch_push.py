@@ -6,12 +6,13 @@ from torch import Tensor
 from tandem.transfer.page_pool import PagePool
 
 
-def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor) -> None:
+def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: Tensor, slots: Tensor) -> None:
     """Rows tokens (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to slots (int32 or int64 [n]) of a layer.
 
-    The slots lie inside the pool.
+    v is None exactly where the pool has one plane. The slots lie inside the pool.
     """
-    PagePool(pool).put_tokens(layer, slots.long(), k.index_select(0, tokens), v.index_select(0, tokens))
+    values = None if v is None else v.index_select(0, tokens)
+    PagePool(pool).put_tokens(layer, slots.long(), k.index_select(0, tokens), values)
 
 
 def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:

@@ -1,7 +1,7 @@
 """KV into pages of a mapped peer, and a row into its mailbox, in Triton kernels; elements are moved, never computed.
 
-Pools are [num_pages, layers, 2, num_kv_heads, page_size, head_dim], contiguous; a peer's stores like an own one. What
-each function does, torch_push does too. All of them queue on the current stream.
+Pools are [num_pages, layers, planes, num_kv_heads, page_size, head_dim], contiguous; a peer's stores like an own one.
+What each function does, torch_push does too. All of them queue on the current stream.
 """
 
 from typing import Any
@@ -13,31 +13,32 @@ from torch import Tensor
 ELEMENTS_PER_PROGRAM = 4096
 
 
-def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor) -> None:
+def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: Tensor, slots: Tensor) -> None:
     """Rows tokens (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to slots (int32 or int64 [n]) of a layer.
 
-    k and v: any stride of the tokens, each token contiguous. The slots lie inside the pool.
+    k and v: any stride of the tokens, each token contiguous; v is None exactly where the pool has one plane. The slots
+    lie inside the pool.
     """
-    _, layers, _, heads, page_size, head_dim = pool.shape
+    _, layers, planes, heads, page_size, head_dim = pool.shape
     head_pad, dim_pad = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim)
     block = max(1, ELEMENTS_PER_PROGRAM // (head_pad * dim_pad))
     _launch(
         _push_tokens,
-        (triton.cdiv(slots.shape[0], block), 2),
-        *(pool, k, v, tokens, slots),
+        (triton.cdiv(slots.shape[0], block), planes),
+        *(pool, k, k if v is None else v, tokens, slots),
         slots.shape[0],
         k.stride(0),
-        v.stride(0),
-        layers * 2 * heads * page_size * head_dim,
-        layer * 2 * heads * page_size * head_dim,
+        k.stride(0) if v is None else v.stride(0),
+        layers * planes * heads * page_size * head_dim,
+        layer * planes * heads * page_size * head_dim,
         *(heads, page_size, head_dim, head_pad, dim_pad, block),
     )
 
 
 def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
     """All layers of source_slots (int32 [n]) of one pool to target_slots of another; both inside."""
-    _, layers, _, heads, page_size, head_dim = source.shape
-    rows, dim_pad = layers * 2 * heads, triton.next_power_of_2(head_dim)
+    _, layers, planes, heads, page_size, head_dim = source.shape
+    rows, dim_pad = layers * planes * heads, triton.next_power_of_2(head_dim)
     block = min(max(1, ELEMENTS_PER_PROGRAM // dim_pad), triton.next_power_of_2(rows))
     _launch(
         _push_slots,

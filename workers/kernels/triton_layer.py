@@ -39,12 +39,13 @@ class TritonLayerKernels:
     def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
         tokens, num_heads, head_dim = heads.shape
         output = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-        parts = triton.cdiv(num_heads, HEADS_PER_PROGRAM)
+        heads_each = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+        parts = triton.cdiv(num_heads, heads_each)
         kernel: Any = _norm_heads[(tokens * parts,)]
         kernel(
             *(heads, weight, output, heads.stride(0), num_heads, eps),
             PARTS=parts,
-            HEADS=HEADS_PER_PROGRAM,
+            HEADS=heads_each,
             HEAD_DIM=head_dim,
             BLOCK=triton.next_power_of_2(head_dim),
             ROUND=weight.dtype == heads.dtype,

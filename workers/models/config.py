@@ -10,6 +10,7 @@ from tandem.cache.rope import RopeParameters
 from tandem.workers.models.activation import Activation, read_activation
 from tandem.workers.models.errors import UnsupportedFeature
 from tandem.workers.models.fields import Fields
+from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.rope_fields import read_rope
 
@@ -29,7 +30,9 @@ class ModelConfig:
     attention_sinks: each layer has learned logits that take their share of the softmax.
     layer_windows: for each layer how many positions a token sees, its own included, or None for all; None when no layer
     has a window. attn_softcap, attn_scale: see PagedKVCache. local_rope: that of layers with a window, where theirs is
-    another. fp8_kv: the checkpoint asks for K and V in 8 bits.
+    another. fp8_kv: the checkpoint asks for K and V in 8 bits. latent: every layer keeps latents; num_kv_heads,
+    head_dim, qkv_bias and qk_norm then mean nothing. num_extra_layers: layers behind the others that a checkpoint may
+    hold, and that are not served.
     """
 
     architecture: str
@@ -65,6 +68,8 @@ class ModelConfig:
     attn_scale: float | None = None
     local_rope: RopeParameters | None = None
     fp8_kv: bool = False
+    latent: LatentConfig | None = None
+    num_extra_layers: int = 0
 
     @property
     def max_length(self) -> int:

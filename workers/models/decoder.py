@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.cache.head_norm import HeadNorm
 from tandem.workers.kernels.base import LayerKernels, RowKernels
 from tandem.workers.kernels.choice import choose_layer_kernels, choose_row_kernels
-from tandem.workers.models.attend import Attend, split_heads
+from tandem.workers.models.attention import AttentionBlock, CachedAttention, prepare_attention
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.feed_forward import FeedForward, prepare_feed_forward
 from tandem.workers.models.parameters import DecoderParameters, LayerParameters
@@ -26,9 +25,7 @@ class DecoderLayer:
     """
 
     input_norm: Tensor
-    qkv: Projection
-    qk_norm: HeadNorm | None
-    sinks: Tensor | None
+    attention: AttentionBlock
     o: Projection
     attention_out_norm: Tensor | None
     post_norm: Tensor
@@ -69,13 +66,13 @@ class DenseDecoder:
             layer = parameters.layers.pop(0)
             self._layers.append(_prepare(config, layer, self._kernels))
             if self._row_decoder is not None:
-                self._row_decoder.add_layer(layer, self._layers[-1].qk_norm)
+                self._row_decoder.add_layer(layer, self._layers[-1].attention)
 
     @property
     def device(self) -> torch.device:
         return self._embedding.device
 
-    def forward(self, token_ids: Tensor, attend: Attend, last_rows: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
         """Logits float32 [n, vocab_size] that follow rows `last_rows` (int64 [n], n may be 0) of the packed tokens.
 
         token_ids: int64 [T], the new tokens of all sequences of the batch one after another. last_rows None: all T.
@@ -83,10 +80,9 @@ class DenseDecoder:
         kernels, eps = self._kernels, self.config.rms_norm_eps
         x, delta = self._embed(token_ids), None
         if self._row_decoder is not None and token_ids.shape[0] == 1 and last_rows is None:
-            return self._cap(self._row_decoder.forward(x, attend))
+            return self._cap(self._row_decoder.forward(x, cached))
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(kernels.add_rms_norm(x, delta, layer.input_norm, eps))
-            o = attend(index, *split_heads(self.config, qkv), layer.sinks, layer.qk_norm).flatten(1)
+            o = layer.attention(kernels.add_rms_norm(x, delta, layer.input_norm, eps), index, cached)
             if last_rows is not None and index == self.config.num_layers - 1:
                 if last_rows.shape[0] == 0:  # all K and V are kept: from here on only last_rows matter
                     return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=x.device)
@@ -111,23 +107,10 @@ class DenseDecoder:
 def _prepare(config: ModelConfig, layer: LayerParameters, kernels: LayerKernels) -> DecoderLayer:
     return DecoderLayer(
         input_norm=layer.input_norm,
-        qkv=Projection(layer.qkv, layer.qkv_bias),
-        qk_norm=_join_qk_norm(config, layer.q_norm, layer.k_norm, kernels),
-        sinks=layer.sinks,
-        o=Projection(layer.o, layer.o_bias),
+        attention=prepare_attention(config, layer.attention, kernels),
+        o=Projection(layer.attention.o, layer.attention.o_bias),
         attention_out_norm=layer.attention_out_norm,
         post_norm=layer.post_norm,
         feed_forward=prepare_feed_forward(config, layer.feed_forward, kernels),
         feed_forward_out_norm=layer.feed_forward_out_norm,
     )
-
-
-def _join_qk_norm(
-    config: ModelConfig, q_norm: Tensor | None, k_norm: Tensor | None, kernels: LayerKernels
-) -> HeadNorm | None:
-    """The norm weights of all q and k heads in one tensor, so that one call normalises both."""
-    if q_norm is None or k_norm is None:
-        return None
-    shape = (config.head_dim,)
-    weight = torch.cat([q_norm.expand(config.num_heads, *shape), k_norm.expand(config.num_kv_heads, *shape)])
-    return HeadNorm(weight, config.rms_norm_eps, kernels.norm_heads)

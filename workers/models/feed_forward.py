@@ -30,16 +30,19 @@ class GatedFeedForward:
 
 
 class MixtureOfExperts:
-    """The weighted sum of the chosen experts' gated feed-forwards."""
+    """The weighted sum of the chosen experts' gated feed-forwards, and that of the one that all tokens share."""
 
     def __init__(self, moe: MoeConfig, parameters: MoeParameters, activate: Activate) -> None:
-        self._moe = moe
+        self._routing = moe.routing
         self._router, self._router_bias = parameters.router, parameters.router_bias
+        self._correction = parameters.correction
+        self._shared = None if parameters.shared is None else GatedFeedForward(parameters.shared, activate)
         self._experts: Experts = prepare_experts(parameters, activate)
 
     def __call__(self, x: Tensor) -> Tensor:
-        logits = F.linear(x, self._router, self._router_bias)
-        return self._experts(x, *route(logits, self._moe.top_k, self._moe.normalize))
+        logits = F.linear(x.to(self._router.dtype), self._router, self._router_bias)
+        chosen = self._experts(x, *route(logits, self._routing, self._correction))
+        return chosen if self._shared is None else chosen.add_(self._shared(x))
 
 
 def prepare_feed_forward(

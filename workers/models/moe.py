@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tandem.workers.models.fields import Fields
+from tandem.workers.models.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -22,19 +23,20 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Each token of a layer in `layers` goes to top_k of num_experts experts of intermediate_size each.
+    """Each token of a layer in `layers` goes to some of num_experts experts of intermediate_size each, by `routing`.
 
-    A token's weights are the softmax over all experts, taken at the chosen ones; normalize: divided by their sum, which
-    is the softmax over the chosen. bias: the router and the experts have biases.
+    bias: the router and the experts have biases. shared_size: the intermediate size of a feed-forward that every token
+    takes besides; 0: there is none. float32_router: logits are computed in float32.
     """
 
     num_experts: int
-    top_k: int
+    routing: Routing
     intermediate_size: int
     layers: frozenset[int]
-    normalize: bool
     names: ExpertNames
     bias: bool = False
+    shared_size: int = 0
+    float32_router: bool = False
 
 
 def read_moe(
@@ -45,21 +47,22 @@ def read_moe(
     layers: frozenset[int] | None = None,
     intermediate_size: str = "intermediate_size",
     bias: bool = False,
+    count: str = "num_local_experts",
 ) -> MoeConfig:
-    """num_local_experts (or num_experts, as the same field was called) and num_experts_per_tok; raises InvalidConfig.
+    """How many experts there are and num_experts_per_tok; raises InvalidConfig.
 
-    layers None: all. intermediate_size: the name of the field that has an expert's.
+    layers None: all. intermediate_size, count: the names of the fields that have an expert's and their number; it was
+    called num_experts, too.
     """
-    num_experts = fields.integer("num_experts" if "num_experts" in fields else "num_local_experts", minimum=1)
+    num_experts = fields.integer("num_experts" if "num_experts" in fields else count, minimum=1)
     top_k = fields.integer("num_experts_per_tok", minimum=1)
     if top_k > num_experts:
         raise fields.invalid("num_experts_per_tok", f"at most the number of experts, {num_experts}")
     return MoeConfig(
         num_experts=num_experts,
-        top_k=top_k,
+        routing=Routing(top_k, normalize),
         intermediate_size=fields.integer(intermediate_size, minimum=1),
         layers=frozenset(range(fields.integer("num_hidden_layers", minimum=1))) if layers is None else layers,
-        normalize=normalize,
         names=names,
         bias=bias,
     )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 
 
@@ -23,11 +24,14 @@ class GatedParameters:
 class MoeParameters:
     """E experts: router [E, H], router_bias [E]; gate_up [E, 2·I, H], down [E, H, I], their biases [E, rows].
 
-    Views that are transposed when the checkpoint's layout is: rows of the last dimension then lie apart.
+    correction: float32 [E], see Routing. shared: a feed-forward that every token takes besides. gate_up and down are
+    views that are transposed when the checkpoint's layout is: rows of the last dimension then lie apart.
     """
 
     router: Tensor
     router_bias: Tensor | None
+    correction: Tensor | None
+    shared: GatedParameters | None
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor
@@ -35,14 +39,11 @@ class MoeParameters:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerParameters:
-    """One layer. Hq, Hkv heads of D; I intermediate, H hidden. Rows are outputs, as in torch.nn.functional.linear.
-
-    qkv [(Hq + 2·Hkv)·D, H]: the rows of q, then k, then v. q_norm, k_norm [D]. sinks [Hq]. post_norm stands before the
-    feed-forward, the out_norms behind attention and feed-forward. None where the model has no such tensor.
+class AttentionParameters:
+    """Hq heads of q and Hkv of k and v, of D. qkv [(Hq + 2·Hkv)·D, H]: the rows of q, then k, then v. q_norm, k_norm
+    [D]. sinks [Hq].
     """
 
-    input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
     q_norm: Tensor | None
@@ -50,14 +51,49 @@ class LayerParameters:
     sinks: Tensor | None
     o: Tensor
     o_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentParameters:
+    """Hq heads that read latents. down [Q + rank + rotated, H]: the rows of q's first map, or of q, then the latent's,
+    then those of the key that heads share. q_norm [Q] and q_up [Hq · (key_dim + rotated), Q]: None where q has one map.
+    latent_norm [rank]. up [Hq, key_dim + value_dim, rank]: see UpProjections.
+    """
+
+    down: Tensor
+    down_bias: Tensor | None
+    q_norm: Tensor | None
+    q_up: Tensor | None
+    latent_norm: Tensor
+    up: Tensor
+    o: Tensor
+    o_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParameters:
+    """One layer. I intermediate, H hidden. Rows are outputs, as in torch.nn.functional.linear.
+
+    post_norm stands before the feed-forward, the out_norms behind attention and feed-forward. None where the model has
+    no such tensor.
+    """
+
+    input_norm: Tensor
+    attention: AttentionParameters | LatentParameters
     attention_out_norm: Tensor | None
     post_norm: Tensor
     feed_forward: GatedParameters | MoeParameters
     feed_forward_out_norm: Tensor | None
 
     def norms(self) -> list[Tensor]:
-        norms = (self.input_norm, self.post_norm, self.q_norm, self.k_norm)
-        return [norm for norm in (*norms, self.attention_out_norm, self.feed_forward_out_norm) if norm is not None]
+        attention = self.attention
+        of_heads = (
+            (attention.q_norm, attention.k_norm)
+            if isinstance(attention, AttentionParameters)
+            else (attention.q_norm, attention.latent_norm)
+        )
+        norms = (self.input_norm, self.post_norm, *of_heads, self.attention_out_norm, self.feed_forward_out_norm)
+        return [norm for norm in norms if norm is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +145,29 @@ def _norm_allocator(config: ModelConfig, device: torch.device) -> Allocator:
 
 
 def _allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Allocator) -> LayerParameters:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
+    hidden = config.hidden_size
     return LayerParameters(
         input_norm=new_norm(hidden),
+        attention=(
+            _allocate_attention(config, new, new_norm)
+            if config.latent is None
+            else _allocate_latent(config, config.latent, new, new_norm)
+        ),
+        attention_out_norm=new_norm.when(config.out_norms, hidden),
+        post_norm=new_norm(hidden),
+        feed_forward=(
+            _allocate_gated(config, config.intermediate_size, new)
+            if config.moe is None or index not in config.moe.layers
+            else _allocate_moe(config, config.moe, new)
+        ),
+        feed_forward_out_norm=new_norm.when(config.out_norms, hidden),
+    )
+
+
+def _allocate_attention(config: ModelConfig, new: Allocator, new_norm: Allocator) -> AttentionParameters:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
+    return AttentionParameters(
         qkv=new(qkv_rows, hidden),
         qkv_bias=new.when(config.qkv_bias, qkv_rows),
         q_norm=new_norm.when(config.qk_norm, head_dim),
@@ -120,19 +175,33 @@ def _allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: A
         sinks=new.when(config.attention_sinks, config.num_heads),
         o=new(hidden, config.num_heads * head_dim),
         o_bias=new.when(config.o_bias, hidden),
-        attention_out_norm=new_norm.when(config.out_norms, hidden),
-        post_norm=new_norm(hidden),
-        feed_forward=(
-            _allocate_gated(config, new)
-            if config.moe is None or index not in config.moe.layers
-            else _allocate_moe(config.moe, hidden, new)
-        ),
-        feed_forward_out_norm=new_norm.when(config.out_norms, hidden),
     )
 
 
-def _allocate_gated(config: ModelConfig, new: Allocator) -> GatedParameters:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+def _allocate_latent(
+    config: ModelConfig, latent: LatentConfig, new: Allocator, new_norm: Allocator
+) -> LatentParameters:
+    hidden, heads = config.hidden_size, latent.heads
+    query_rows = config.num_heads * latent.query_dim
+    first_rows = latent.q_rank or query_rows
+    down_rows = first_rows + latent.rank + latent.rotated
+    down_bias = new.when(latent.bias, down_rows)
+    if down_bias is not None and latent.q_rank is None:
+        down_bias[:first_rows] = 0  # q's only map has none
+    return LatentParameters(
+        down=new(down_rows, hidden),
+        down_bias=down_bias,
+        q_norm=new_norm.when(latent.q_rank is not None, first_rows),
+        q_up=new.when(latent.q_rank is not None, query_rows, first_rows),
+        latent_norm=new_norm(latent.rank),
+        up=new(config.num_heads, heads.key_dim + heads.value_dim, latent.rank),
+        o=new(hidden, config.num_heads * heads.value_dim),
+        o_bias=new.when(config.o_bias, hidden),
+    )
+
+
+def _allocate_gated(config: ModelConfig, intermediate: int, new: Allocator) -> GatedParameters:
+    hidden = config.hidden_size
     return GatedParameters(
         gate_up=new(2 * intermediate, hidden),
         gate_up_bias=new.when(config.mlp_bias, 2 * intermediate),
@@ -141,15 +210,19 @@ def _allocate_gated(config: ModelConfig, new: Allocator) -> GatedParameters:
     )
 
 
-def _allocate_moe(moe: MoeConfig, hidden: int, new: Allocator) -> MoeParameters:
+def _allocate_moe(config: ModelConfig, moe: MoeConfig, new: Allocator) -> MoeParameters:
+    hidden, in_float32 = config.hidden_size, Allocator(torch.float32, new.device)
+
     def experts(rows: int, columns: int) -> Tensor:
         if moe.names.transposed:
             return new(moe.num_experts, columns, rows).transpose(1, 2)
         return new(moe.num_experts, rows, columns)
 
     return MoeParameters(
-        router=new(moe.num_experts, hidden),
+        router=(in_float32 if moe.float32_router else new)(moe.num_experts, hidden),
         router_bias=new.when(moe.bias, moe.num_experts),
+        correction=in_float32.when(moe.routing.corrected, moe.num_experts),
+        shared=_allocate_gated(config, moe.shared_size, new) if moe.shared_size else None,
         gate_up=experts(2 * moe.intermediate_size, hidden),
         gate_up_bias=new.when(moe.bias, moe.num_experts, 2 * moe.intermediate_size),
         down=experts(hidden, moe.intermediate_size),

@@ -5,8 +5,16 @@ from collections.abc import Collection
 from torch import Tensor
 
 from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
-from tandem.workers.models.parameters import DecoderParameters, GatedParameters, LayerParameters, MoeParameters
+from tandem.workers.models.parameters import (
+    AttentionParameters,
+    DecoderParameters,
+    GatedParameters,
+    LatentParameters,
+    LayerParameters,
+    MoeParameters,
+)
 
 Parts = tuple[tuple[str, int], ...]
 """Names and numbers of rows of the tensors that one fused tensor takes."""
@@ -25,30 +33,42 @@ def checkpoint_places(
     joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
     for index, layer in enumerate(parameters.layers):
         prefix = f"model.layers.{index}"
-        places.update(_attention_places(config, layer, prefix))
+        places.update(_norm_places(config, layer, prefix))
+        attention = f"{prefix}.self_attn"
+        if isinstance(layer.attention, AttentionParameters):
+            places.update(_attention_places(config, layer.attention, attention))
+        else:
+            assert config.latent is not None  # else the layer had no latents
+            places.update(_latent_places(config.latent, layer.attention, attention))
         feed_forward = layer.feed_forward
         if isinstance(feed_forward, GatedParameters):
             places.update(_gated_places(config, feed_forward, f"{prefix}.mlp"))
         else:
             assert config.moe is not None  # else the layer had no experts
-            places.update(_moe_places(config.moe, feed_forward, prefix, joined))
+            places.update(_moe_places(config, config.moe, feed_forward, prefix, joined))
     return places
 
 
-def _attention_places(config: ModelConfig, layer: LayerParameters, prefix: str) -> dict[str, Tensor]:
-    attention = f"{prefix}.self_attn"
+def _norm_places(config: ModelConfig, layer: LayerParameters, prefix: str) -> dict[str, Tensor]:
     post_norm = "pre_feedforward_layernorm" if config.out_norms else "post_attention_layernorm"
-    places = _existing(
+    return _existing(
         {
             f"{prefix}.input_layernorm.weight": layer.input_norm,
             f"{prefix}.post_attention_layernorm.weight": layer.attention_out_norm,
             f"{prefix}.{post_norm}.weight": layer.post_norm,
             f"{prefix}.post_feedforward_layernorm.weight": layer.feed_forward_out_norm,
-            f"{attention}.q_norm.weight": layer.q_norm,
-            f"{attention}.k_norm.weight": layer.k_norm,
-            f"{attention}.sinks": layer.sinks,
-            f"{attention}.o_proj.weight": layer.o,
-            f"{attention}.o_proj.bias": layer.o_bias,
+        }
+    )
+
+
+def _attention_places(config: ModelConfig, parameters: AttentionParameters, prefix: str) -> dict[str, Tensor]:
+    places = _existing(
+        {
+            f"{prefix}.q_norm.weight": parameters.q_norm,
+            f"{prefix}.k_norm.weight": parameters.k_norm,
+            f"{prefix}.sinks": parameters.sinks,
+            f"{prefix}.o_proj.weight": parameters.o,
+            f"{prefix}.o_proj.bias": parameters.o_bias,
         }
     )
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -56,13 +76,34 @@ def _attention_places(config: ModelConfig, layer: LayerParameters, prefix: str) 
     parts = (("qkv_proj", q_rows + 2 * kv_rows),) if config.fused_names else separate
     return (
         places
-        | _split_rows(attention, "weight", layer.qkv, parts)
-        | _split_rows(attention, "bias", layer.qkv_bias, parts)
+        | _split_rows(prefix, "weight", parameters.qkv, parts)
+        | _split_rows(prefix, "bias", parameters.qkv_bias, parts)
     )
 
 
+def _latent_places(latent: LatentConfig, parameters: LatentParameters, prefix: str) -> dict[str, Tensor]:
+    entry_rows = latent.rank + latent.rotated
+    q_rows = parameters.down.shape[0] - entry_rows
+    places = _existing(
+        {
+            f"{prefix}.q_a_layernorm.weight": parameters.q_norm,
+            f"{prefix}.q_b_proj.weight": parameters.q_up,
+            f"{prefix}.kv_a_layernorm.weight": parameters.latent_norm,
+            f"{prefix}.kv_b_proj.weight": parameters.up.flatten(0, 1),
+            f"{prefix}.o_proj.weight": parameters.o,
+            f"{prefix}.o_proj.bias": parameters.o_bias,
+        }
+    )
+    entry = ("kv_a_proj_with_mqa", entry_rows)
+    parts = (("q_proj" if latent.q_rank is None else "q_a_proj", q_rows), entry)
+    places |= _split_rows(prefix, "weight", parameters.down, parts)
+    if parameters.down_bias is not None and latent.q_rank is None:  # q's only map has none
+        return places | {f"{prefix}.{entry[0]}.bias": parameters.down_bias[q_rows:]}
+    return places | _split_rows(prefix, "bias", parameters.down_bias, parts)
+
+
 def _gated_places(config: ModelConfig, gated: GatedParameters, prefix: str) -> dict[str, Tensor]:
-    rows = config.intermediate_size
+    rows = gated.down.shape[1]
     parts = (("gate_up_proj", 2 * rows),) if config.fused_names else (("gate_proj", rows), ("up_proj", rows))
     places = _existing({f"{prefix}.down_proj.weight": gated.down, f"{prefix}.down_proj.bias": gated.down_bias})
     return (
@@ -72,12 +113,18 @@ def _gated_places(config: ModelConfig, gated: GatedParameters, prefix: str) -> d
     )
 
 
-def _moe_places(moe: MoeConfig, parameters: MoeParameters, prefix: str, joined: bool) -> dict[str, Tensor]:
+def _moe_places(
+    config: ModelConfig, moe: MoeConfig, parameters: MoeParameters, prefix: str, joined: bool
+) -> dict[str, Tensor]:
     """joined: one tensor for all experts of a layer."""
     names = moe.names
     block = f"{prefix}.mlp" if joined or names.projections is None else f"{prefix}.{names.block}"
     router, experts = f"{block}.{names.router}", f"{block}.experts"
-    places = {f"{router}.weight": parameters.router}
+    places = _existing(
+        {f"{router}.weight": parameters.router, f"{router}.e_score_correction_bias": parameters.correction}
+    )
+    if parameters.shared is not None:
+        places |= _gated_places(config, parameters.shared, f"{block}.shared_experts")
     if names.projections is None or joined:
         weights = {f"{experts}.gate_up_proj": parameters.gate_up, f"{experts}.down_proj": parameters.down}
         places |= {name: weight.transpose(1, 2) if names.transposed else weight for name, weight in weights.items()}

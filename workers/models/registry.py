@@ -7,13 +7,28 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tandem.cache.layout import DTYPES
-from tandem.workers.models import gemma2, gemma3, gpt_oss, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from tandem.workers.models import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture
 from tandem.workers.models.fields import Fields
 
 FAMILIES: Mapping[str, Callable[[Fields, str], ModelConfig]] = MappingProxyType(
     {
+        "DeepseekV2ForCausalLM": deepseek_v2.read_config,
+        "DeepseekV3ForCausalLM": deepseek_v3.read_config,
         "Gemma2ForCausalLM": gemma2.read_config,
         "Gemma3ForCausalLM": gemma3.read_config,
         "GptOssForCausalLM": gpt_oss.read_config,

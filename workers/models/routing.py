@@ -1,15 +1,53 @@
 """Which experts a token goes to."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 
-def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """weights float32 and experts int64, [T, top_k] each, of router logits [T, E]; the heaviest first.
+@dataclass(frozen=True)
+class GroupLimit:
+    """Only the `kept` best of num_groups groups of neighbouring experts can be chosen from; a group is as good as the
+    sum of its `counted` best scores."""
 
-    weights: the softmax over all experts, in float32; normalize: divided by the sum of the chosen.
+    num_groups: int
+    kept: int
+    counted: int
+
+    def apply(self, scores: Tensor) -> Tensor:
+        """scores [T, E] with -inf in the groups that are out."""
+        groups = scores.unflatten(1, (self.num_groups, -1))
+        best = groups.topk(self.counted, -1).values.sum(-1).topk(self.kept, -1).indices
+        out = torch.ones(groups.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
+        return groups.masked_fill(out.unsqueeze(2), -torch.inf).flatten(1)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A token's scores are the softmax over all experts, or the sigmoid of each (sigmoid), in float32; it goes to the
+    top_k best. Its weights are their scores, divided by their sum (normalize), times scale.
+
+    groups: which can be chosen, None all. corrected: choices, not weights, see scores with a learned correction added.
     """
-    weights, experts = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
-    if normalize:
+
+    top_k: int
+    normalize: bool
+    sigmoid: bool = False
+    groups: GroupLimit | None = None
+    corrected: bool = False
+    scale: float = 1.0
+
+
+def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """weights float32 and experts int64, [T, top_k] each, of router logits [T, E]; correction: float32 [E]."""
+    scores = logits.float().sigmoid() if routing.sigmoid else torch.softmax(logits, -1, dtype=torch.float32)
+    ranks = scores if correction is None else scores + correction
+    if routing.groups is not None:
+        ranks = routing.groups.apply(ranks)
+    weights, experts = ranks.topk(routing.top_k, -1)
+    if ranks is not scores:
+        weights = scores.gather(1, experts)
+    if routing.normalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights, experts
+    return (weights if routing.scale == 1 else weights * routing.scale), experts

@@ -1,0 +1,43 @@
+"""Pieces of unlike lengths, one after another: CSR arrays as FlashInfer takes them."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.cache.position_map import Int32Array
+from tandem.cache.window import Int64Array
+
+IntArray = NDArray[np.signedinteger[Any]]
+
+
+def indptr_of(counts: IntArray) -> Int32Array:
+    """int32 [n + 1]: where each of n pieces begins, and where the last one ends."""
+    indptr = np.zeros(counts.size + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr
+
+
+def ragged_range(begins: IntArray, counts: IntArray) -> Int64Array:
+    """int64: begins[i], begins[i] + 1, … (counts[i] of them), one after another."""
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1]) if ends.size else 0) + np.repeat(begins - (ends - counts), counts)
+
+
+def ragged_rows(
+    pages: Int32Array, rows: Int64Array, counts: IntArray, first_columns: Int64Array | None = None
+) -> Int32Array:
+    """counts[i] entries of row rows[i], from column first_columns[i] (None: 0) on, one after another."""
+    widest, total = int(counts.max()), int(counts.sum())
+    if first_columns is None and widest * rows.size <= 2 * total:
+        # Copy whole rows, then drop what is too much: fastest when lengths are alike.
+        square = pages[:, :widest][rows]
+        return (
+            square.reshape(-1)
+            if widest * rows.size == total
+            else square[np.arange(widest, dtype=np.int32) < counts[:, None]]
+        )
+    begins = rows * pages.shape[1] - (np.cumsum(counts) - counts)
+    if first_columns is not None:
+        begins += first_columns
+    return pages.reshape(-1).take(np.arange(total) + np.repeat(begins, counts))

@@ -1,0 +1,119 @@
+"""The plan of a decode step of 256 sequences at context 1K, by feature; prints JSON, medians of processor time in µs.
+
+windows: a second layer group, with a window. shared: groups of 16 sequences that have 512 positions in common. sends:
+16 sequences are being sent. streams: 8 sequences slide. The native kernels' own planning is in it. kept: the same
+sequences step after step; changed: other ones at each step, so that what they share is found anew.
+"""
+
+import statistics
+import time
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.base import Kernels
+from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.position_map import PositionMap, SlotRuns
+from tandem.cache.rope import RopeParameters
+from tandem.cache.shared_prefixes import SharingRule
+from tests.benchmarks.results import at_most, print_result
+
+BATCH, CONTEXT, COMMON, PAGE = 256, 1024, 512, 16
+CASES = (
+    (),
+    ("windows",),
+    ("shared",),
+    ("sends",),
+    ("streams",),
+    ("windows", "shared", "sends"),  # all, but those that the other has: layouts with windows take no streams
+    ("streams", "shared", "sends"),
+)
+
+
+class Nowhere:
+    """PageWriter: what is planned is not sent."""
+
+    def peer_pool(self, pe: int, group: int) -> None:
+        return None
+
+    def write_slots(self, *_: Any) -> None: ...
+
+    def write_tokens(self, *_: Any) -> None: ...
+
+
+def looking_for_prefixes(pool: Tensor, scale: float, *options: Any) -> Kernels:
+    """Kernels that do not share, but for which is found what could be."""
+    kernels = choose_kernels(pool, scale, *options)
+    if options[0] is None:
+        vars(kernels)["sharing"] = SharingRule(16, 64)
+    return kernels
+
+
+def make_cache(features: tuple[str, ...]) -> PagedKVCache:
+    groups = [LayerGroup((0,), 1, 8)] + [LayerGroup((1,), 1, 8, 128)] * ("windows" in features)
+    layout = KVLayout(tuple(groups), PAGE, torch.float32)
+    cache = PagedKVCache(
+        layout,
+        [torch.zeros(BATCH * (CONTEXT // PAGE + 24), *layout.page_shape(group)) for group in range(len(groups))],
+        max_sequences=BATCH,
+        max_sequence_length=CONTEXT * 2,
+        rope=RopeParameters("default", 8),
+        writer=Nowhere(),
+        kernels=looking_for_prefixes if "shared" in features else choose_kernels,
+    )
+    for sequence in range(BATCH):
+        slides = "streams" in features and sequence >= BATCH - 8
+        if "shared" in features and sequence % 16 and not slides:
+            cache.fork_sequence(sequence // 16 * 16, sequence)
+            continue
+        cache.add_sequence(sequence)
+        if slides:
+            cache.enable_sliding_window(sequence, 128, 4)
+        cache.prepare_receive(sequence, COMMON)
+        cache.finish_receive(sequence)
+    for sequence in range(BATCH):
+        cache.prepare_receive(sequence, CONTEXT - COMMON)
+        cache.finish_receive(sequence)
+        if "sends" in features and sequence < 16:
+            runs = SlotRuns(np.array([PAGE * sequence], np.int32), np.array([CONTEXT // 2], np.int32))
+            cache.mark_send(sequence, CONTEXT, PositionMap(CONTEXT, (runs,) * len(groups)), 1)
+    return cache
+
+
+def measure(features: tuple[str, ...], batches: list[np.ndarray]) -> float:
+    cache, turns = make_cache(features), cycle(batches)
+
+    def plan() -> None:
+        sequences = next(turns)
+        cache.end_forward(cache.begin_forward(sequences, np.ones(sequences.size, np.int64)))
+
+    times = []
+    for _ in range(80):
+        began = time.thread_time()
+        plan()
+        times.append(time.thread_time() - began)
+    return round(statistics.median(times[20:]) * 1e6, 1)
+
+
+def main() -> None:
+    everybody = np.arange(BATCH)
+    names = ["+".join(features) or "plain" for features in CASES]
+    kept = {name: measure(features, [everybody]) for name, features in zip(names, CASES, strict=True)}
+    others = [everybody, everybody[::-1].copy()]
+    changed = {name: measure(features, others) for name, features in zip(names, CASES, strict=True)}
+    print_result(
+        {
+            "kept_us": kept,
+            "changed_us": changed,
+            "targets": [at_most(f"plan of {name}, µs", kept[name], 300) for name in names[-2:]],
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

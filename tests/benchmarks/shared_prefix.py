@@ -1,0 +1,175 @@
+"""Decode attention of sequences with a common prefix on one GPU, each page read once for all against once for each.
+
+64 sequences, 8192 common positions and 256 of each one's own, heads of Qwen3-8B; prints JSON. All ways run in CUDA
+graphs of 36 layers, so that launches cost alike.
+
+plain: each sequence reads the shared pages by itself, from the L2 cache as far as they fit. copies: each has pages of
+its own, as without prefix sharing. by_common: other lengths of what is common, and two levels. step: whole decode steps
+of Qwen3-8B with random weights.
+"""
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.plan import lay_out_tokens, look_up_pages
+from tandem.cache.shared_prefixes import SharingRule, find_shared_prefixes
+from tandem.workers.sample_batch import SampleBatch
+from tandem.workers.sampling_params import SamplingParams
+from tests.benchmarks.results import at_least, print_result, print_skipped, rounded
+from tests.benchmarks.steps import PAGE_SIZE, STEPS, Bench
+
+Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LAYERS, CALLS = 4, 36  # of the pool, and in a graph
+BATCH, COMMON, OWN = 64, 8192, 256
+DTYPE = torch.bfloat16
+ALWAYS = SharingRule(1, 1)
+
+
+class Case:
+    """`batch` sequences on shuffled pages, the first common // PAGE_SIZE of which they share."""
+
+    def __init__(self, batch: int, common: int, own: int, *, copies: bool = False, halves: int = 0) -> None:
+        """copies: nothing is shared after all. halves: positions that each half of the sequences shares besides."""
+        shared, both = common // PAGE_SIZE, halves // PAGE_SIZE
+        table = np.arange(batch * (shared + both + -(-(own + 1) // PAGE_SIZE)), dtype=np.int32).reshape(batch, -1)
+        if not copies:
+            table[:, :shared] = table[0, :shared]
+            for half in np.split(np.arange(batch), 2) if both else ():
+                table[half, shared : shared + both] = table[half[0], shared : shared + both]
+        used, places = np.unique(table, return_inverse=True)
+        ids = np.random.default_rng(0).permutation(used.size).astype(np.int32)
+        table, common = ids[places].reshape(table.shape), common + halves
+        self.tokens = lay_out_tokens(np.full(batch, common + own), np.ones(batch, np.int64))
+        rows = np.arange(batch)
+        self.plain = look_up_pages(table, rows, self.tokens, PAGE_SIZE)
+        limits = np.full(batch, (common + own) // PAGE_SIZE)
+        self.shared = replace(self.plain, shared=find_shared_prefixes(table, rows, limits, ALWAYS))
+        pool = torch.randn((ids.size, LAYERS, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM), dtype=DTYPE, device="cuda")
+        self.kernels = choose_kernels(pool, HEAD_DIM**-0.5)
+        rows_of_all = torch.randn(batch, Q_HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
+        self.qkv = rows_of_all.split((Q_HEADS, KV_HEADS, KV_HEADS), 1)
+
+    def attend(self, plan: Any) -> Tensor:
+        q, k, v = self.qkv
+        q = q.contiguous()
+        return [self.kernels.attend(call % LAYERS, q, k, v, plan) for call in range(CALLS)][-1]
+
+    def seconds(self, shared: bool) -> tuple[float, Tensor]:
+        """Of a layer's attention, and what it gives in the last one."""
+        plan = self.kernels.plan(self.tokens, self.shared if shared else self.plain)
+        output = self.attend(plan)  # FlashInfer plans here, outside the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = self.attend(plan)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        times = []
+        for _ in range(12):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / CALLS / 1e3)
+        return sorted(times)[len(times) // 2], output
+
+    def measure(self) -> dict[str, float]:
+        plain, expected = self.seconds(shared=False)
+        shared, actual = self.seconds(shared=True)
+        return {
+            "plain_us": rounded(plain * 1e6),
+            "shared_us": rounded(shared * 1e6),
+            "plain_to_shared": rounded(plain / shared),
+            "largest_difference": float((actual.float() - expected.float()).abs().max()),
+        }
+
+
+def step_seconds(bench: Bench, sequences: np.ndarray) -> float:
+    """Wall time of a decode step, run ahead; sequences have grown by OWN positions after what they share."""
+    for sequence in sequences.tolist():
+        bench.cache.prepare_receive(sequence, OWN)
+        bench.cache.finish_receive(sequence)
+    sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * sequences.size)
+    ones, positions = np.ones(sequences.size, np.int64), np.full(sequences.size, COMMON + OWN + 1)
+    step = partial(bench.runner.step, sequences, ones)
+    flight = step(np.full(sequences.size, -1), sampling, positions)
+    began = time.perf_counter()
+    for number in range(STEPS + 5):
+        if number == 5:
+            began = time.perf_counter()
+        following = step(np.arange(sequences.size), sampling, positions + number + 1)
+        flight.wait()
+        flight = following
+    seconds = (time.perf_counter() - began) / STEPS
+    flight.wait()
+    return seconds
+
+
+def steps() -> dict[str, float]:
+    bench = Bench("Qwen3-8B", BATCH + 1, (BATCH + 2) * (COMMON + 2 * OWN))
+    cache, sequences = bench.cache, np.arange(1, BATCH + 1)
+    cache.add_sequence(0)
+    cache.prepare_receive(0, COMMON)
+    cache.finish_receive(0)
+    seconds: dict[str, float] = {}
+    for way in ("shared", "plain", "copies"):
+        for sequence in sequences.tolist():
+            if way == "copies":
+                cache.add_sequence(sequence)
+                cache.prepare_receive(sequence, COMMON)
+                cache.finish_receive(sequence)
+            else:
+                cache.fork_sequence(0, sequence)
+        graphs = bench.runner._graphs
+        assert graphs is not None
+        if way == "plain":
+            graphs._sharing = []
+        seconds[way] = step_seconds(bench, sequences)
+        for sequence in sequences.tolist():
+            cache.remove_sequence(sequence)
+    return {
+        **{f"{way}_ms": rounded(of * 1e3) for way, of in seconds.items()},
+        "plain_to_shared": rounded(seconds["plain"] / seconds["shared"]),
+        "copies_to_shared": rounded(seconds["copies"] / seconds["shared"]),
+    }
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        print_skipped("needs a CUDA device")
+        return
+    with torch.inference_mode():
+        main_case = Case(BATCH, COMMON, OWN).measure()
+        copies, _ = Case(BATCH, COMMON, OWN, copies=True).seconds(shared=False)
+        main_case |= {
+            "copies_us": rounded(copies * 1e6),
+            "copies_to_shared": rounded(copies * 1e6 / main_case["shared_us"]),
+        }
+        others = {
+            f"{batch} sequences, {common} common": Case(batch, common, OWN).measure()
+            for batch, common in ((64, 512), (64, 1024), (8, 4096), (8, 8192), (2, 32768))
+        }
+        others["64 sequences, 4096 common, 2048 of each half"] = Case(BATCH, 4096, OWN, halves=2048).measure()
+    torch.cuda.empty_cache()
+    whole = steps()
+    print_result(
+        {
+            "device": torch.cuda.get_device_name(),
+            f"{BATCH} sequences, {COMMON} common": main_case,
+            "by_common": others,
+            "step": whole,
+            "targets": [
+                at_least("attention, plain ÷ shared", main_case["plain_to_shared"], 3.0),
+                at_least("decode step, copies ÷ shared", whole["copies_to_shared"], 3.0),
+            ],
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""64 requests with a common system prompt, on one decode worker: its pages are attended to once for all of them."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tandem.cache import batch_prefixes
+from tandem.cache.kernels.torch_kernels import TorchKernels
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.shared_prefixes import SharedPrefixes, find_shared_prefixes
+from tandem.workers import worker
+from tests.cache.sharing_kernels import sharing_all
+from tests.checkpoints import save_checkpoint
+from tests.island import running_island
+from tests.oracle import greedy, load_oracle, random_prompt
+from tests.requests import GREEDY, complete_all
+
+NUM_REQUESTS, NUM_TOKENS, PAGE_SIZE = 64, 5, 8  # the page size is the island's
+SYSTEM = random_prompt(12 * PAGE_SIZE + 3, seed=1)
+PROMPTS = [SYSTEM + random_prompt(1 + number % 5, seed=100 + number) for number in range(NUM_REQUESTS)]
+
+
+def test_tokens_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[SharedPrefixes] = []
+
+    def find(*args: object) -> SharedPrefixes | None:
+        shared = find_shared_prefixes(*args)  # type: ignore[arg-type]
+        found.extend([] if shared is None else [shared])
+        return shared
+
+    monkeypatch.setattr(batch_prefixes, "find_shared_prefixes", find)
+    monkeypatch.setattr(worker, "PagedKVCache", partial(PagedKVCache, kernels=sharing_all(TorchKernels)))
+    folder = save_checkpoint("qwen3", tmp_path)
+    oracle = load_oracle(folder)
+    expected = [greedy(oracle, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    settings = {"scheduler.max_sequences": NUM_REQUESTS, "cache.num_pages": 400}
+    with running_island(folder, settings) as island:
+        assert complete_all(island.address, [SYSTEM], max_tokens=2, **GREEDY)  # its pages are known from now on
+        assert complete_all(island.address, PROMPTS, max_tokens=NUM_TOKENS, **GREEDY) == expected
+    most = max(found, key=lambda shared: shared.members.size)
+    assert most.members.size >= NUM_REQUESTS // 4  # how many are stepped together is a matter of timing
+    assert int(most.kv_indptr[1]) == len(SYSTEM) // PAGE_SIZE

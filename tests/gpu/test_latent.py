@@ -1,0 +1,229 @@
+"""Latent attention in 16 bits on a GPU: absorbed, expanded, pushed, and in a CUDA graph; float32 is torch's."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.fixed_batch import FixedBatch
+from tandem.cache.latent import LatentHeads, UpProjections
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.page_writer import PageWriter
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan import ForwardPlan
+from tandem.cache.rope import RopeParameters
+from tests.cache.naive import assert_same_kv
+from tests.cache.peer_writer import PeerWriter
+from tests.gpu.test_cache import MappedWriter
+from tests.tolerances import assert_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+]
+RANK, ROTATED, LAYERS, MAX_LENGTH = 512, 64, 2, 2048
+HEADS = LatentHeads(128, 128)
+# Prompts that are expanded, decodes, chunks of either way, and all of them at once.
+PROGRAM = [
+    {0: 300, 1: 7, 2: 1, 3: 64},
+    {0: 1, 1: 1, 2: 1, 3: 1},
+    {2: 40, 0: 1, 3: 530, 1: 1, 4: 17},
+    {4: 1, 1: 1, 0: 1},
+    {1: 9, 2: 33, 0: 700},
+    {0: 20, 3: 20},
+]
+
+Inputs = list[tuple[Tensor, Tensor, Tensor]]
+"""Per layer q, latents and keys."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    dtype: torch.dtype
+    num_heads: int
+    page_size: int
+
+    @property
+    def layout(self) -> KVLayout:
+        group = LayerGroup(tuple(range(LAYERS)), 1, RANK + ROTATED, latent_rank=RANK)
+        return KVLayout((group,), self.page_size, self.dtype)
+
+    def pool(self, num_pages: int = 300) -> Tensor:
+        """Full of NaN: what was never written must not matter."""
+        return torch.full((num_pages, *self.layout.page_shape(0)), torch.nan, dtype=self.dtype, device="cuda")
+
+    def cache(self, pool: Tensor, writer: PageWriter | None = None) -> PagedKVCache:
+        return PagedKVCache(
+            self.layout,
+            (pool,),
+            max_sequences=16,
+            max_sequence_length=MAX_LENGTH,
+            rope=RopeParameters("default", ROTATED),
+            writer=writer,
+            latent=HEADS,
+        )
+
+    def draw(self, num_tokens: int, seed: int) -> Inputs:
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def rows(*shape: int) -> Tensor:
+            return torch.randn(num_tokens, *shape, generator=generator, device="cuda").to(self.dtype)
+
+        return [
+            (rows(self.num_heads, HEADS.key_dim + ROTATED), rows(RANK), rows(RANK + ROTATED)[:, RANK:])
+            for _ in range(LAYERS)
+        ]
+
+    def up(self) -> UpProjections:
+        generator = torch.Generator("cuda").manual_seed(0)
+        shape = (self.num_heads, HEADS.key_dim + HEADS.value_dim, RANK)
+        weight = torch.randn(shape, generator=generator, device="cuda") * RANK**-0.5
+        return UpProjections(weight.to(torch.bfloat16).to(self.dtype), HEADS)
+
+
+BF16 = Shape(torch.bfloat16, num_heads=16, page_size=16)
+SHAPES = {
+    "bf16": BF16,
+    "bf16-128-heads": Shape(torch.bfloat16, num_heads=128, page_size=64),
+    "fp16": Shape(torch.float16, num_heads=6, page_size=32),
+}
+
+
+def exact(shape: Shape) -> Shape:
+    return Shape(torch.float32, shape.num_heads, shape.page_size)
+
+
+def attend(cache: PagedKVCache, plan: ForwardPlan, layer: int, inputs: Inputs, up: UpProjections) -> Tensor:
+    q, latents, keys = (tensor.clone() for tensor in inputs[layer])  # the call may overwrite them
+    return cache.latent_attention(plan, layer, q, latents, keys, up)
+
+
+@torch.inference_mode()
+def run(cache: PagedKVCache, shape: Shape, appends: Mapping[int, int], inputs: Inputs) -> list[Tensor]:
+    up = shape.up()
+    plan = cache.begin_forward(list(appends), list(appends.values()))
+    outputs = [attend(cache, plan, layer, inputs, up) for layer in range(LAYERS)]
+    cache.end_forward(plan)
+    return outputs
+
+
+def check(shape: Shape, program: list[dict[int, int]]) -> None:
+    """Against torch's kernels in float32, which tests/cache compares with a naive cache."""
+    cache, twin = shape.cache(shape.pool()), exact(shape).cache(exact(shape).pool())
+    for sequence in range(5):
+        cache.add_sequence(sequence)
+        twin.add_sequence(sequence)
+    for step, appends in enumerate(program):
+        inputs = shape.draw(sum(appends.values()), seed=step)
+        same = [(q.float(), latents.float(), keys.float()) for q, latents, keys in inputs]
+        expected = run(twin, exact(shape), appends, same)
+        for actual, wanted in zip(run(cache, shape, appends, inputs), expected, strict=True):
+            assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_all_absorbed(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tandem.cache.kernels.flashinfer_latent.absorbed_is_cheaper",
+        lambda appends, *_: np.ones(appends.shape, np.bool_),
+    )
+    check(shape, PROGRAM)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_attention(shape: Shape) -> None:
+    check(shape, PROGRAM)
+
+
+def test_heads_expanded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.cache.kernels.flashinfer_latent.EXPANDED_ROWS", 4 * 1000)
+    check(BF16, [{0: 900}, {0: 500, 1: 300, 2: 1}])
+
+
+def test_plans_may_be_made_ahead() -> None:
+    cache, up = BF16.cache(BF16.pool()), BF16.up()
+    batches = [({0: 20, 1: 5}, BF16.draw(25, seed=0)), ({2: 333}, BF16.draw(333, seed=1))]
+    for sequence in range(3):
+        cache.add_sequence(sequence)
+    plans = [cache.begin_forward(list(appends), list(appends.values())) for appends, _ in batches]
+    twins = []
+    for appends, inputs in batches:
+        twin = BF16.cache(BF16.pool())
+        for sequence in appends:
+            twin.add_sequence(sequence)
+        twins.append(run(twin, BF16, appends, inputs))
+    with torch.inference_mode():
+        for layer in range(LAYERS):
+            for plan, (_, inputs), expected in zip(plans, batches, twins, strict=True):
+                assert_close(attend(cache, plan, layer, inputs, up), expected[layer])
+
+
+@pytest.mark.parametrize("writer_class", [MappedWriter, PeerWriter], ids=["from the append kernel", "by the writer"])
+def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter]) -> None:
+    pools = [BF16.pool(80) for _ in range(3)]
+    writer = writer_class(0, [(pool,) for pool in pools])
+    sender, *receivers = (BF16.cache(pool, writer) for pool in pools)
+    for sequence in (0, 1, 2):
+        sender.add_sequence(sequence)
+    run(sender, BF16, {0: 21}, BF16.draw(21, seed=1))
+    for sequence, receiver in enumerate(receivers):
+        receiver.add_sequence(9)
+        sender.mark_send(sequence, 0, receiver.prepare_receive(9, 60), sequence + 1)
+    run(sender, BF16, {1: 30, 2: 8, 0: 20}, BF16.draw(58, seed=2))
+    run(sender, BF16, {0: 19, 1: 30}, BF16.draw(49, seed=3))
+    for sequence, receiver in enumerate(receivers):
+        assert sender.sends_done(sequence)
+        receiver.finish_receive(9)
+        assert_same_kv(sender, receiver, sequence, 9, 0, 60)
+    assert len(writer.slot_writes) == 1
+    assert bool(writer.token_writes) == (writer_class is PeerWriter)
+
+
+def test_a_graph_gives_what_the_eager_step_gives() -> None:
+    """One capture, replayed with batches of other sizes and lengths that cross page borders."""
+    cache, twin, up = BF16.cache(BF16.pool()), BF16.cache(BF16.pool()), BF16.up()
+    prompts = {0: 31, 1: 500, 2: 1, 3: 64, 4: 1200}
+    for of in (cache, twin):
+        for sequence in prompts:
+            of.add_sequence(sequence)
+        run(of, BF16, prompts, BF16.draw(sum(prompts.values()), seed=0))
+    (batch,) = cache.fixed_batches([8], BF16.num_heads, num_inputs=1)
+    static = BF16.draw(8, seed=0)
+    batch.clear()
+    replay = capture(batch, static, up)
+    for step in range(40):
+        sequences = np.array([s for s in prompts if (s + step) % 3 or step % 2])
+        inputs = BF16.draw(len(sequences), seed=step)
+        for places, given in zip(static, inputs, strict=True):
+            for place, tensor in zip(places, given, strict=True):
+                place[: len(sequences)] = tensor
+        cache.begin_fixed(batch, sequences, [np.zeros(len(sequences), np.int64)])
+        outputs = replay()
+        expected = run(twin, BF16, dict.fromkeys(sequences.tolist(), 1), inputs)
+        for actual, wanted in zip(outputs, expected, strict=True):
+            assert_close(actual[: len(sequences)], wanted)
+    for sequence in prompts:
+        assert_same_kv(cache, twin, sequence, sequence, 0, twin.num_tokens(sequence))
+
+
+@torch.inference_mode()
+def capture(batch: FixedBatch, static: Inputs, up: UpProjections) -> Callable[[], list[Tensor]]:
+    def compute() -> list[Tensor]:
+        attention = batch.attention()
+        copies = [(q.clone(), latents.clone(), keys.clone()) for q, latents, keys in static]  # they may be overwritten
+        return [attention.attend_latents(layer, *inputs, up) for layer, inputs in enumerate(copies)]
+
+    compute()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = compute()
+
+    def replay() -> list[Tensor]:
+        graph.replay()
+        return outputs
+
+    return replay

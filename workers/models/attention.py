@@ -1,0 +1,118 @@
+"""A layer's attention between the norm before it and the projection behind it: with K and V, or with latents."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.cache.head_norm import HeadNorm
+from tandem.cache.latent import UpProjections
+from tandem.workers.kernels.base import LayerKernels
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.latent import LatentConfig
+from tandem.workers.models.parameters import AttentionParameters, LatentParameters
+from tandem.workers.models.projection import Projection
+
+LATENT_NORM_EPS = 1e-6  # transformers gives these norms their class's, not the config's
+
+
+class CachedAttention(Protocol):
+    """What the cache does in one forward: norms heads of q and k, rotates, keeps, and attends."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
+    ) -> Tensor:
+        """o [T, Hq, D] of q [T, Hq, D], k and v [T, Hkv, D], sinks [Hq] or None."""
+        ...
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+        """o [T, H, value_dim]; see PagedKVCache.latent_attention. May overwrite q, latents and keys."""
+        ...
+
+
+class AttentionBlock(Protocol):
+    def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
+        """o [T, num_heads · head_dim] of x [T, hidden]."""
+        ...
+
+
+def prepare_attention(
+    config: ModelConfig, parameters: AttentionParameters | LatentParameters, kernels: LayerKernels
+) -> AttentionBlock:
+    if isinstance(parameters, AttentionParameters):
+        return GroupedQueryAttention(config, parameters, kernels)
+    assert config.latent is not None  # parameters with latents come from it
+    return LatentAttention(config.latent, config.num_heads, parameters, kernels)
+
+
+class GroupedQueryAttention:
+    """K and V of a head serve several heads of q. qk_norm: what q and k go through before they are rotated."""
+
+    def __init__(self, config: ModelConfig, parameters: AttentionParameters, kernels: LayerKernels) -> None:
+        self._config = config
+        self._qkv = Projection(parameters.qkv, parameters.qkv_bias)
+        self.qk_norm = _join_qk_norm(config, parameters.q_norm, parameters.k_norm, kernels)
+        self._sinks = parameters.sinks
+
+    def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
+        return cached.attend(layer, *split_heads(self._config, self._qkv(x)), self._sinks, self.qk_norm).flatten(1)
+
+
+class LatentAttention:
+    """q, by one map or two; the normalised latent and the shared key, which the cache keeps in place of K and V."""
+
+    def __init__(
+        self, config: LatentConfig, num_heads: int, parameters: LatentParameters, kernels: LayerKernels
+    ) -> None:
+        """Puts rows of interleaved rotated numbers in order, in `parameters`."""
+        self._config = config
+        self._num_heads = num_heads
+        self._kernels = kernels
+        if config.interleaved:
+            q_rows = parameters.down[: -config.rank - config.rotated] if parameters.q_up is None else parameters.q_up
+            halves_first(q_rows.unflatten(0, (num_heads, config.query_dim))[:, config.heads.key_dim :])
+            halves_first(parameters.down[-config.rotated :].unsqueeze(0))
+            if parameters.down_bias is not None:
+                halves_first(parameters.down_bias[None, -config.rotated :, None])
+        self._down = Projection(parameters.down, parameters.down_bias)
+        self._sizes = (parameters.down.shape[0] - config.rank - config.rotated, config.rank, config.rotated)
+        self._q_norm = parameters.q_norm
+        self._q_up = None if parameters.q_up is None else Projection(parameters.q_up, None)
+        self._latent_norm = parameters.latent_norm
+        self._up = UpProjections(parameters.up, config.heads)
+
+    def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
+        q, latents, keys = self._down(x).split_with_sizes(self._sizes, 1)
+        if self._q_up is not None and self._q_norm is not None:
+            q = self._q_up(self._norm(q, self._q_norm))
+        q = q.unflatten(1, (self._num_heads, self._config.query_dim))
+        return cached.attend_latents(layer, q, self._norm(latents, self._latent_norm), keys, self._up).flatten(1)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._kernels.norm_heads(x.unsqueeze(1), weight.unsqueeze(0), LATENT_NORM_EPS).squeeze(1)
+
+
+def split_heads(config: ModelConfig, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, Hq, D], k and v [T, Hkv, D] of qkv [T, (Hq + 2·Hkv)·D]; views, rows of one stride."""
+    heads = qkv.view(qkv.shape[0], -1, config.head_dim)
+    q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
+    return q, k, v
+
+
+def _join_qk_norm(
+    config: ModelConfig, q_norm: Tensor | None, k_norm: Tensor | None, kernels: LayerKernels
+) -> HeadNorm | None:
+    """The norm weights of all q and k heads in one tensor, so that one call normalises both."""
+    if q_norm is None or k_norm is None:
+        return None
+    shape = (config.head_dim,)
+    weight = torch.cat([q_norm.expand(config.num_heads, *shape), k_norm.expand(config.num_kv_heads, *shape)])
+    return HeadNorm(weight, config.rms_norm_eps, kernels.norm_heads)
+
+
+def halves_first(rows: Tensor) -> None:
+    """Rows 0, 1, 2, 3, … of each block become 0, 2, …, 1, 3, …; rows: [blocks, n, columns], in place.
+
+    The rotation of neighbours then is that of halves, and since rows of q and of K move alike, scores stay.
+    """
+    rows.copy_(torch.cat((rows[:, 0::2], rows[:, 1::2]), 1))

@@ -1,0 +1,42 @@
+"""What latent attention (DeepSeek-V2's) is to its decoder: sizes, and how config.json gives them."""
+
+from dataclasses import dataclass
+
+from tandem.cache.latent import LatentHeads
+from tandem.workers.models.fields import Fields
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """See tandem.cache.latent; rank and rotated are the sizes of an entry's two parts.
+
+    q_rank: q is made by two maps with a norm between them, over that many numbers; None: by one. interleaved: the
+    checkpoint's RoPE rotates neighbours, not halves. bias: of the maps from the hidden state.
+    """
+
+    rank: int
+    rotated: int
+    heads: LatentHeads
+    q_rank: int | None
+    interleaved: bool
+    bias: bool
+
+    @property
+    def query_dim(self) -> int:
+        return self.heads.key_dim + self.rotated
+
+
+def read_latent(fields: Fields, *, interleaved: bool, bias: bool) -> LatentConfig:
+    """Raises InvalidConfig."""
+    rotated = fields.integer("qk_rope_head_dim", 64, minimum=2)
+    if rotated % 2:
+        raise fields.invalid("qk_rope_head_dim", "even, for RoPE rotates pairs")
+    heads = LatentHeads(
+        key_dim=fields.integer("qk_nope_head_dim", 128, minimum=1),
+        value_dim=fields.integer("v_head_dim", 128, minimum=1),
+    )
+    # Null says that there is one map; absent is transformers' default.
+    absent = 1536 if "q_lora_rank" not in fields.names() else None
+    q_rank = fields.integer("q_lora_rank", absent, minimum=1) if absent or "q_lora_rank" in fields else None
+    rank = fields.integer("kv_lora_rank", 512, minimum=1)
+    return LatentConfig(rank, rotated, heads, q_rank, interleaved, bias)

@@ -1,0 +1,28 @@
+"""The decoder's attention over the cache's pages, for the sequences of one plan."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.cache.head_norm import HeadNorm
+from tandem.cache.latent import UpProjections
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan import ForwardPlan
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedAttention:
+    """See CachedAttention."""
+
+    cache: PagedKVCache
+    plan: ForwardPlan
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
+    ) -> Tensor:
+        if norm is not None:
+            q, k = norm.apply(q, k)
+        return self.cache.attention(self.plan, layer, q, k, v, sinks)
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+        return self.cache.latent_attention(self.plan, layer, q, latents, keys, up)

@@ -174,7 +174,7 @@ class Bench:
     def _replay_seconds(self, batch: int) -> float:
         graphs = self.runner._graphs
         assert graphs is not None
-        replay = graphs._replays[next(place for place, size in enumerate(graphs._sizes) if size >= batch)]
+        replay = graphs._replays[next(fixed for fixed in graphs._batches if fixed.size >= batch)]
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         replay()
         begin.record()

@@ -8,7 +8,6 @@ sequences step after step; changed: other ones at each step, so that what they s
 import statistics
 import time
 from itertools import cycle
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +15,10 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import Kernels
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.position_map import PositionMap, SlotRuns
+from tandem.cache.position_map import Int32Array, PositionMap, SlotRuns
 from tandem.cache.rope import RopeParameters
 from tandem.cache.shared_prefixes import SharingRule
 from tests.benchmarks.results import at_most, print_result
@@ -41,15 +41,19 @@ class Nowhere:
     def peer_pool(self, pe: int, group: int) -> None:
         return None
 
-    def write_slots(self, *_: Any) -> None: ...
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None: ...
 
-    def write_tokens(self, *_: Any) -> None: ...
+    def write_tokens(
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
+    ) -> None: ...
 
 
-def looking_for_prefixes(pool: Tensor, scale: float, *options: Any) -> Kernels:
+def looking_for_prefixes(
+    pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None, fp8: Fp8Entries | None = None
+) -> Kernels:
     """Kernels that do not share, but for which is found what could be."""
-    kernels = choose_kernels(pool, scale, *options)
-    if options[0] is None:
+    kernels = choose_kernels(pool, scale, window, softcap, fp8)
+    if window is None:
         vars(kernels)["sharing"] = SharingRule(16, 64)
     return kernels
 

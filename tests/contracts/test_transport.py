@@ -1,11 +1,6 @@
-"""What every transport does. A new transport joins by a line in ISLANDS."""
+"""What every transport does."""
 
-import json
-import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,64 +8,14 @@ import torch
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
-from tandem.cache.kv_scales import KVScales
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.position_map import Int32Array
 from tandem.transfer.completion import SignalBoard, pack_signal
-from tandem.transfer.errors import MembershipRefused, TransportClosed
-from tandem.transfer.factory import create_transport
-from tandem.transfer.fake import FakeFabric
-from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
-from tests.transfer.layouts import PAGE_SIZE, latents_beside_kv, two_groups
-
-NUM_PAGES = 12
-NUM_SLOTS = NUM_PAGES * PAGE_SIZE
+from tests.contracts.islands import NUM_PAGES, NUM_SLOTS, random_tokens
+from tests.transfer.layouts import PAGE_SIZE
 
 Pools = list[Tensor]
-
-
-def shared_memory_island(config: TransportConfig) -> list[Transport]:
-    return [create_transport("shared_memory", replace(config, pe=pe)) for pe in range(config.num_pes)]
-
-
-def fake_island(config: TransportConfig) -> list[Transport]:
-    fabric = FakeFabric(
-        config.num_pes,
-        config.layout,
-        num_pages=config.num_pages,
-        num_signals=config.num_signals,
-        island=config.island,
-        epoch=config.epoch,
-    )
-    return [fabric.transport(pe) for pe in range(config.num_pes)]
-
-
-ISLANDS: dict[str, Callable[[TransportConfig], list[Transport]]] = {
-    "shared_memory": shared_memory_island,
-    "fake": fake_island,
-}
-
-
-@pytest.fixture(params=[latents_beside_kv(), two_groups(scales=KVScales.uniform(3))], ids=["latents", "fp8"])
-def config(request: pytest.FixtureRequest) -> TransportConfig:
-    return TransportConfig(0, 3, request.param, (NUM_PAGES, NUM_PAGES), num_signals=4, island="contract", epoch=7)
-
-
-@pytest.fixture(params=ISLANDS)
-def unjoined(request: pytest.FixtureRequest, config: TransportConfig) -> Iterator[list[Transport]]:
-    transports = ISLANDS[request.param](config)
-    yield transports
-    for transport in transports:
-        transport.close()
-
-
-@pytest.fixture
-def island(unjoined: list[Transport]) -> list[Transport]:
-    handles = [transport.open() for transport in unjoined]
-    for transport in unjoined:
-        transport.join(handles)
-    return unjoined
 
 
 def fill(transport: Transport, seed: int) -> Pools:
@@ -91,14 +36,6 @@ def naive_slots(expected: Pools, group: int, source: Pools, source_slots: Int32A
     for s, t in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
         rows = source[group][s // PAGE_SIZE, :, :, :, s % PAGE_SIZE]
         expected[group][t // PAGE_SIZE, :, :, :, t % PAGE_SIZE] = rows
-
-
-def random_tokens(transport: Transport, group: int, count: int, seed: int) -> tuple[Tensor, Tensor | None]:
-    layers = transport.layout.groups[group]
-    generator = torch.Generator().manual_seed(seed)
-    shape = (count, layers.num_kv_heads, layers.head_dim)
-    k, v = (torch.randn(shape, generator=generator).to(transport.layout.stored_dtype) for _ in range(2))
-    return k, v if layers.planes == 2 else None
 
 
 def runs_of_slots(seed: int) -> tuple[Int32Array, Int32Array]:
@@ -283,136 +220,3 @@ def test_pes_and_signal_rows_out_of_range_are_refused(island: list[Transport]) -
     for row in (-1, 4):
         with pytest.raises(InvalidArgument, match=f"slot is {row}; 0 … 3 are accepted"):
             island[0].post(1, row, 1, 1)
-
-
-def check_closed(transport: Transport) -> None:
-    slots = np.arange(2, dtype=np.int32)
-    k, v = random_tokens(transport, 0, 2, seed=0)
-    for call in (
-        lambda: transport.pools,
-        lambda: transport.write_slots(1, 0, slots, slots),
-        lambda: transport.write_tokens(1, 0, 0, k, v, torch.arange(2), torch.arange(2)),
-        lambda: transport.fence(1),
-        lambda: transport.quiet(1),
-        lambda: transport.post(1, 0, 1, 1),
-        lambda: transport.mailbox(),
-    ):
-        with pytest.raises(TransportClosed, match="has not joined island 'contract', or has left it"):
-            call()
-
-
-def test_nothing_works_before_join(unjoined: list[Transport]) -> None:
-    check_closed(unjoined[0])
-    unjoined[0].open()
-    check_closed(unjoined[0])
-
-
-def test_close_ends_everything_and_may_be_repeated(island: list[Transport]) -> None:
-    island[0].close()
-    check_closed(island[0])
-    island[0].close()
-    slots = np.arange(4, dtype=np.int32)
-    island[1].write_slots(2, 0, slots, slots)
-    island[1].quiet(2)
-
-
-@pytest.mark.parametrize("make", ISLANDS.values(), ids=ISLANDS.keys())
-def test_groups_have_pools_of_their_own_sizes(make: Callable[[TransportConfig], list[Transport]]) -> None:
-    layout = two_groups()
-    transports = make(TransportConfig(0, 2, layout, (5, 3), num_signals=4, island="unequal", epoch=1))
-    handles = [transport.open() for transport in transports]
-    for transport in transports:
-        transport.join(handles)
-        assert [pool.shape[0] for pool in transport.pools] == [5, 3]
-    for group, pages in enumerate((5, 3)):
-        last, indices = pages * PAGE_SIZE - 1, torch.tensor([0])
-        k, v = random_tokens(transports[0], group, 1, seed=group)
-        transports[0].write_tokens(1, group, 0, k, v, indices, torch.tensor([last]))
-        transports[0].quiet(1)
-        planes = [k[0]] if v is None else [k[0], v[0]]
-        assert torch.equal(transports[1].pools[group][-1, 0, :, :, -1], torch.stack(planes))
-        with pytest.raises(IndexError):
-            transports[0].write_tokens(1, group, 0, k, v, indices, torch.tensor([last + 1]))
-        outside = np.array([last + 1], np.int32)
-        with pytest.raises(InvalidArgument, match=f"0 … {last} are accepted"):
-            transports[0].write_slots(1, group, outside - 1, outside)
-    for transport in transports:
-        transport.close()
-
-
-def test_closing_what_was_never_opened_is_fine(unjoined: list[Transport]) -> None:
-    unjoined[0].close()
-    unjoined[0].close()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("transport", "pigeon"),
-        ("island", "another"),
-        ("epoch", 8),
-        ("num_pes", 4),
-        ("num_pages", [NUM_PAGES, 13]),
-        ("num_signals", 5),
-        ("layout_fingerprint", 1),
-        ("pe", 2),
-    ],
-)
-def test_a_handle_of_another_island_or_shape_is_refused(
-    unjoined: list[Transport], field: str, value: int | str | list[int]
-) -> None:
-    handles = [transport.open() for transport in unjoined]
-    changed = json.loads(handles[1]) | {field: value}
-    with pytest.raises(MembershipRefused, match=re.escape(f"PE 1's handle has {field} {value!r}; ")):
-        unjoined[0].join([handles[0], json.dumps(changed).encode(), handles[2]])
-    check_closed(unjoined[0])
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"page_size": 2 * PAGE_SIZE}, "layout_fingerprint"),
-        ({"scales": KVScales.uniform(3, k=0.5)}, "kv_"),
-    ],
-)
-def test_another_layout_is_refused(
-    unjoined: list[Transport], config: TransportConfig, change: dict[str, Any], field: str
-) -> None:
-    if "scales" in change and config.layout.has_latents:
-        pytest.skip("latents have no scales")
-    layout = replace(config.layout, **change)
-    other = shared_memory_island(replace(config, layout=layout))[1]
-    handles = [transport.open() for transport in unjoined]
-    handle = json.loads(other.open()) | {"transport": json.loads(handles[1])["transport"]}
-    with pytest.raises(MembershipRefused, match=f"PE 1's handle has {field}"):
-        unjoined[0].join([handles[0], json.dumps(handle).encode(), handles[2]])
-    other.close()
-
-
-@pytest.mark.parametrize("bad", [b"", b"\xff\xfe", b"[]", b"{}", b"3", b" " * 5000])
-def test_bytes_that_are_no_handle_are_refused(unjoined: list[Transport], bad: bytes) -> None:
-    handles = [transport.open() for transport in unjoined]
-    with pytest.raises(MembershipRefused, match="PE 1's handle"):
-        unjoined[0].join([handles[0], bad, handles[2]])
-
-
-def test_too_few_handles_are_refused(unjoined: list[Transport]) -> None:
-    handles = [transport.open() for transport in unjoined]
-    with pytest.raises(MembershipRefused, match="2 handles were given; the island has 3 PEs"):
-        unjoined[0].join(handles[:2])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pe": 3}, "pe is 3; 0 … 2"),
-        ({"num_pes": 0}, "num_pes is 0"),
-        ({"num_pages": (3, 0)}, r"num_pages is \(3, 0\); it must be 2 numbers"),
-        ({"num_pages": (3,)}, r"num_pages is \(3,\); it must be 2 numbers"),
-        ({"num_signals": 0}, "num_signals is 0"),
-        ({"epoch": -1}, "epoch is -1"),
-    ],
-)
-def test_a_config_out_of_range_is_refused(config: TransportConfig, change: dict[str, int], message: str) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        replace(config, **change)

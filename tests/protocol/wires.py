@@ -93,7 +93,7 @@ class WireTransport(Transport):
         return (torch.zeros(self.num_pages[0], *self.layout.page_shape(0)),)
 
     def write_tokens(
-        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor, token_indices: Tensor, slots: Tensor
+        self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
         tokens = k[token_indices, 0, 0].long()
         self._other.incoming.append(Write(tuple(slots.tolist()), tuple(tokens.tolist())))

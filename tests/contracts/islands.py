@@ -1,0 +1,46 @@
+"""The transports under contract. A new one joins by a line in ISLANDS."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tandem.transfer.factory import create_transport
+from tandem.transfer.fake import FakeFabric
+from tandem.transfer.membership import TransportConfig
+from tandem.transfer.transport import Transport
+from tests.transfer.layouts import PAGE_SIZE
+
+NUM_PAGES = 12
+NUM_SLOTS = NUM_PAGES * PAGE_SIZE
+
+
+def shared_memory_island(config: TransportConfig) -> list[Transport]:
+    return [create_transport("shared_memory", replace(config, pe=pe)) for pe in range(config.num_pes)]
+
+
+def fake_island(config: TransportConfig) -> list[Transport]:
+    fabric = FakeFabric(
+        config.num_pes,
+        config.layout,
+        num_pages=config.num_pages,
+        num_signals=config.num_signals,
+        island=config.island,
+        epoch=config.epoch,
+    )
+    return [fabric.transport(pe) for pe in range(config.num_pes)]
+
+
+ISLANDS: dict[str, Callable[[TransportConfig], list[Transport]]] = {
+    "shared_memory": shared_memory_island,
+    "fake": fake_island,
+}
+
+
+def random_tokens(transport: Transport, group: int, count: int, seed: int) -> tuple[Tensor, Tensor | None]:
+    layers = transport.layout.groups[group]
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, layers.num_kv_heads, layers.head_dim)
+    k, v = (torch.randn(shape, generator=generator).to(transport.layout.stored_dtype) for _ in range(2))
+    return k, v if layers.planes == 2 else None

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -129,7 +130,7 @@ class KVLayout:
                     f"it must be {shape} of {self.stored_dtype}, contiguous"
                 )
 
-    @property
+    @cached_property
     def fingerprint(self) -> int:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
         groups = [(g.layers, g.num_kv_heads, g.head_dim, g.window, g.latent_rank) for g in self.groups]

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.ragged import ragged_range
 from tandem.cache.window import Int64Array
 
 MAX_NODES = 256
@@ -88,10 +89,9 @@ def lay_out_trees(sequences: Int64Array, trees: list[Int64Array], qo_indptr: NDA
     """sequences: see TokenTrees; trees: the parents of each, whose last nodes are the new tokens of qo_indptr."""
     sizes = np.array([parents.size for parents in trees])
     begins, appends = qo_indptr[sequences].astype(np.int64), np.diff(qo_indptr)[sequences].astype(np.int64)
-    steps = np.arange(int(appends.sum())) - np.repeat(np.cumsum(appends) - appends, appends)
-    masks = visible_nodes(trees)[np.repeat(np.cumsum(sizes) - appends, appends) + steps]
+    masks = visible_nodes(trees)[ragged_range(np.cumsum(sizes) - appends, appends)]
     depths = np.bitwise_count(masks).sum(1, dtype=np.int64) - 1
-    return TokenTrees(sequences, sizes.astype(np.int32), np.repeat(begins, appends) + steps, depths, masks)
+    return TokenTrees(sequences, sizes.astype(np.int32), ragged_range(begins, appends), depths, masks)
 
 
 def unpack_masks(masks: Masks, num_nodes: int) -> NDArray[np.bool_]:

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.dependent_launch import launch_options
 from tandem.cache.plan import PageTables, TokenLayout
+from tandem.cache.ragged import ragged_range
 from tandem.cache.token_tree import MASK_WORDS
 
 NODES_PER_TILE = 16
@@ -46,13 +47,12 @@ def lay_out_tiles(tokens: TokenLayout, tables: PageTables, page_size: int) -> li
     appends = np.diff(tokens.qo_indptr)[trees.sequences]
     contexts = tokens.seq_lens[trees.sequences] - trees.sizes
     ends = np.cumsum(trees.sizes)
-    nodes = np.arange(int(ends[-1])) - np.repeat(ends - trees.sizes, trees.sizes)
-    positions = nodes + np.repeat(contexts, trees.sizes)
+    positions = ragged_range(contexts, trees.sizes)
     first_places = np.repeat(tables.kv_indptr[trees.sequences], trees.sizes)
     slots = tables.kv_indices[first_places + positions // page_size] * page_size + positions % page_size
     counts = -(-appends // NODES_PER_TILE)
     owners = np.repeat(np.arange(counts.size), counts)
-    steps = (np.arange(owners.size) - np.repeat(np.cumsum(counts) - counts, counts)) * NODES_PER_TILE
+    steps = ragged_range(np.zeros_like(counts), counts) * NODES_PER_TILE
     sizes = np.minimum(appends[owners] - steps, NODES_PER_TILE)
     tiles = np.stack(
         (

@@ -14,21 +14,25 @@ IntArray = NDArray[np.signedinteger[Any]]
 def indptr_of(counts: IntArray) -> Int32Array:
     """int32 [n + 1]: where each of n pieces begins, and where the last one ends."""
     indptr = np.zeros(counts.size + 1, np.int32)
-    np.cumsum(counts, out=indptr[1:])
+    np.add.accumulate(counts, out=indptr[1:])
     return indptr
 
 
 def ragged_range(begins: IntArray, counts: IntArray) -> Int64Array:
     """int64: begins[i], begins[i] + 1, … (counts[i] of them), one after another."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1]) if ends.size else 0) + np.repeat(begins - (ends - counts), counts)
+    ends = np.add.accumulate(counts)
+    total = int(ends[-1]) if ends.size else 0
+    return np.arange(total) + (begins + counts - ends).repeat(counts)
 
 
 def ragged_rows(
-    pages: Int32Array, rows: Int64Array, counts: IntArray, first_columns: Int64Array | None = None
+    pages: Int32Array, rows: Int64Array, indptr: Int32Array, first_columns: Int64Array | None = None
 ) -> Int32Array:
-    """counts[i] entries of row rows[i], from column first_columns[i] (None: 0) on, one after another."""
-    widest, total = int(counts.max()), int(counts.sum())
+    """Entries of rows[i] from column first_columns[i] (None: 0) on, indptr[i + 1] - indptr[i] of them, one row after
+    another."""
+    total, starts = int(indptr[-1]), indptr[:-1]
+    counts = indptr[1:] - starts
+    widest = int(counts.max())
     if first_columns is None and widest * rows.size <= 2 * total:
         # Copy whole rows, then drop what is too much: fastest when lengths are alike.
         square = pages[:, :widest][rows]
@@ -37,7 +41,7 @@ def ragged_rows(
             if widest * rows.size == total
             else square[np.arange(widest, dtype=np.int32) < counts[:, None]]
         )
-    begins = rows * pages.shape[1] - (np.cumsum(counts) - counts)
+    begins = rows * pages.shape[1] - starts
     if first_columns is not None:
         begins += first_columns
-    return pages.reshape(-1).take(np.arange(total) + np.repeat(begins, counts))
+    return pages.reshape(-1).take(np.arange(total) + begins.repeat(counts))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
@@ -38,11 +39,15 @@ class Rotations:
             if kind.rotary_dim > group.head_dim:
                 raise InvalidArgument(f"rotary_dim is {kind.rotary_dim}; the head_dim of its group is {group.head_dim}")
         self.device = device
+        self._max_positions = max_positions
         self._embeddings = {
             kind: RotaryEmbedding(kind, max_positions, device, layout.dtype)
             for kind in self._of_groups
             if kind.rope_type != "none"
         }
+        of_places = {kind: embedding.of_places for kind, embedding in self._embeddings.items()}
+        # Per group the rotation of places 0, 1, …, as many as there can be.
+        self.of_places = [of_places.get(kind) for kind in self._of_groups]
 
     @property
     def by_length(self) -> bool:
@@ -54,23 +59,31 @@ class Rotations:
         rotations = {kind: embedding.rotation(positions) for kind, embedding in self._embeddings.items()}
         return [rotations.get(kind) for kind in self._of_groups]
 
-    def of_places(self, count: int) -> list[Rotation | None]:
-        """Per group the rotation of places 0 … count - 1."""
-        return self.at(torch.arange(count))
+    def plan(
+        self,
+        tokens: TokenLayout,
+        rope_lengths: Sequence[int] | Int64Array | None,
+        unrotated: NDArray[np.bool_] | None = None,
+    ) -> list[Rotation | None]:
+        """Per group the rotation of a forward's tokens; see PagedKVCache.begin_forward for rope_lengths.
 
-    def plan(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> list[Rotation | None]:
-        """Per group the rotation of a forward's tokens; see PagedKVCache.begin_forward for rope_lengths."""
-        positions = torch.from_numpy(tokens.rope_positions)
+        unrotated: bool [T], the tokens that are left as they are; not by_length. None: none are.
+        """
+        positions = tokens.rope_positions
+        if unrotated is not None:
+            positions[unrotated] = self._max_positions
         rotations: dict[RopeParameters, Rotation] = {}
         for kind, embedding in self._embeddings.items():
-            if not kind.by_length:
-                rotations[kind] = embedding.rotation(positions)
-                continue
-            lengths = tokens.seq_lens.astype(np.int64)
-            if rope_lengths is not None:
-                lengths = np.maximum(lengths, np.asarray(rope_lengths, np.int64))
-            lengths = lengths[tokens.owners]
-            if tokens.trees is not None:  # a node is rotated as if its path came token by token
-                lengths[tokens.trees.tokens] = tokens.rope_positions[tokens.trees.tokens] + 1
-            rotations[kind] = embedding.rotation(positions, torch.from_numpy(lengths))
+            lengths = self._lengths(tokens, rope_lengths) if kind.by_length else None
+            rotations[kind] = embedding.rotation(torch.from_numpy(positions), lengths)
         return [rotations.get(kind) for kind in self._of_groups]
+
+    def _lengths(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> Tensor:
+        """int64 [T]: the length by which each token is rotated."""
+        lengths = tokens.seq_lens.astype(np.int64)
+        if rope_lengths is not None:
+            lengths = np.maximum(lengths, np.asarray(rope_lengths, np.int64))
+        lengths = lengths[tokens.owners]
+        if tokens.trees is not None:  # a node is rotated as if its path came token by token
+            lengths[tokens.trees.tokens] = tokens.rope_positions[tokens.trees.tokens] + 1
+        return torch.from_numpy(lengths)

@@ -15,16 +15,16 @@ from tandem.cache.window import Int64Array, first_place, first_places, most_plac
 class Appends:
     """Rows of `lengths` positions that are to hold more, seen by queries at `queries` and later; int64 [B] each.
 
-    places: of the position after the last, now; last_places: of the last, then. reserved_places: see SequenceTable.
-    partial, opened: int64, which of the rows have a place of which they use a part, and which begin one.
+    places: of the next position; ends: behind the last, then; wanted: those, or where a reservation ends. partial,
+    opened: int64, which of the rows have a place of which they use a part, and which begin one.
     """
 
     rows: Int64Array
     lengths: Int64Array
     queries: Int64Array
     places: Int64Array
-    last_places: Int64Array
-    reserved_places: Int64Array
+    ends: Int64Array
+    wanted: Int64Array
     partial: Int64Array
     opened: Int64Array
 
@@ -37,16 +37,16 @@ def lay_out_appends(
     reserved_places: Int64Array,
     page_size: int,
 ) -> Appends:
-    """All int64 [B]."""
-    places, last_places = lengths // page_size, (new_lengths - 1) // page_size
-    partial = (places * page_size < lengths).nonzero()[0]
-    opened = (last_places * page_size >= lengths).nonzero()[0]
-    return Appends(rows, lengths, queries, places, last_places, reserved_places, partial, opened)
+    """All int64 [B]; reserved_places: see SequenceTable."""
+    places, ends = lengths // page_size, (new_lengths + (page_size - 1)) // page_size
+    used = lengths - places * page_size
+    partial, opened = used.nonzero()[0], (ends > places + (used > 0)).nonzero()[0]
+    return Appends(rows, lengths, queries, places, ends, np.maximum(ends, reserved_places), partial, opened)
 
 
 @dataclass(frozen=True, eq=False)
 class Growth:
-    """Places that the rows of some appends are to hold: begins … ends - 1, of which counts are new; int64 [B] each.
+    """Places that the rows of some appends are to hold: from begins on, counts of them new, from starts on; int64 [B].
 
     gone: pages that leave the window. copied, opened: which of the rows get a copy of their shared partial page, and
     which get a new last page. num_pages: how many pages this takes.
@@ -54,7 +54,7 @@ class Growth:
 
     gone: Int32Array
     begins: Int64Array | None
-    ends: Int64Array
+    starts: Int64Array
     counts: Int64Array
     copied: Int64Array
     opened: Int64Array
@@ -104,21 +104,20 @@ class GroupPages:
     def plan_growth(self, appends: Appends) -> Growth:
         """What it takes to append."""
         table, rows = self.table, appends.rows
-        starts, wanted = table.ends[rows], np.maximum(appends.last_places + 1, appends.reserved_places)
-        partial, opened, begins, gone = appends.partial, appends.opened, None, self._pools.none[self._group]
+        starts, wanted, partial, opened = table.ends[rows], appends.wanted, appends.partial, appends.opened
+        begins, gone = None, self._pools.none[self._group]
         if self.window is not None:
             held = table.begins[rows]
             begins = np.maximum(first_places(self.window, appends.queries, self._page_size), held)
             gone = self._leaving(rows, held, np.minimum(begins, starts))
             starts = np.maximum(starts, begins)
-            wanted = np.minimum(begins + table.budgets[rows], appends.reserved_places)
-            wanted = np.maximum(wanted, appends.last_places + 1)
+            wanted = np.minimum(wanted, np.maximum(begins + table.budgets[rows], appends.ends))
             partial = partial[appends.places[partial] >= begins[partial]]
-            opened = opened[appends.last_places[opened] >= begins[opened]]
+            opened = opened[appends.ends[opened] > begins[opened]]
         tails = table.pages[rows[partial], appends.places[partial]]
         copied = partial[self._pools.are_shared(self._group, tails)]
         counts = np.maximum(wanted - starts, 0)  # a stream gives pages back before it takes some
-        return Growth(gone, begins, starts + counts, counts, copied, opened, int(counts.sum()) + copied.size)
+        return Growth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
 
     def grow(self, appends: Appends, growth: Growth, pages: Int32Array, *, clear: bool) -> None:
         """Carries a growth out with growth.num_pages pages; `gone` is released.
@@ -128,14 +127,14 @@ class GroupPages:
         table, rows, copied = self.table, appends.rows, growth.copied
         if pages.size:
             added = pages.size - copied.size
-            table.put(rows, growth.ends - growth.counts, growth.counts, pages[:added])
+            table.put(rows, growth.starts, growth.counts, pages[:added])
             self._replace(rows[copied], appends.places[copied], pages[added:])
-            table.ends[rows] = growth.ends
         if growth.begins is not None:
             table.begins[rows] = growth.begins
-            table.ends[rows] = growth.ends
+        if pages.size or growth.begins is not None:
+            table.ends[rows] = growth.starts + growth.counts
         if clear and growth.opened.size:
-            self._kernels.clear_pages(table.pages[rows[growth.opened], appends.last_places[growth.opened]])
+            self._kernels.clear_pages(table.pages[rows[growth.opened], appends.ends[growth.opened] - 1])
 
     def _leaving(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
         moved = (ends > begins).nonzero()[0]

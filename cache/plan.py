@@ -41,7 +41,7 @@ class TokenLayout:
     @property
     def single(self) -> NDArray[np.bool_]:
         """bool [B]: whether a sequence has one new token, which sees all."""
-        single = np.diff(self.qo_indptr) == 1
+        single = np.ones(self.seq_lens.size, np.bool_) if self.each_one else np.diff(self.qo_indptr) == 1
         if self.trees is not None:
             single[self.trees.sequences] = False
         return single

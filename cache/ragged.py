@@ -18,7 +18,7 @@ def indptr_of(counts: IntArray) -> Int32Array:
     return indptr
 
 
-def ragged_range(begins: IntArray, counts: IntArray) -> Int64Array:
+def ragged_range(begins: IntArray | int, counts: IntArray) -> Int64Array:
     """int64: begins[i], begins[i] + 1, … (counts[i] of them), one after another."""
     ends = np.add.accumulate(counts)
     total = int(ends[-1]) if ends.size else 0

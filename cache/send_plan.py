@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.cache.plan import Send, TokenLayout, slots_in
-from tandem.cache.position_map import SKIP
+from tandem.cache.position_map import SKIP, Int32Array
 from tandem.cache.ragged import ragged_range
 from tandem.cache.send_marks import SendMarks, Sent
 from tandem.cache.sequence_table import SequenceTable
@@ -15,6 +15,7 @@ from tandem.cache.window import Int64Array
 
 Sends = list[tuple[Send, ...]]
 """Per layer group."""
+NO_SLOTS = (np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +52,14 @@ def plan_sends(
         return nothing, None
     due = _find_due(marks, table, rows[marked], tokens.qo_indptr[marked], tokens.qo_indptr[marked + 1])
     pes = marks.target_pes[due.rows]
-    of_pes = [_plan_sends_to(pe, due.of(pes == pe), marks, table, page_size) for pe in sorted(set(pes.tolist()))]
+    targets = sorted(set(pes.tolist()))
+    of_pes = [
+        _plan_sends_to(pe, due if len(targets) == 1 else due.of(pes == pe), marks, table, page_size) for pe in targets
+    ]
     return list(zip(*of_pes, strict=True)), marks.take(due.rows, due.ends)
 
 
-def _find_due(
-    marks: SendMarks, table: SequenceTable, rows: Int64Array, firsts: NDArray[np.int32], lasts: NDArray[np.int32]
-) -> _Due:
+def _find_due(marks: SendMarks, table: SequenceTable, rows: Int64Array, firsts: Int32Array, lasts: Int32Array) -> _Due:
     """firsts, lasts: int32 [m], tokens firsts[i] … lasts[i] - 1 are those of rows[i]."""
     lengths = table.lengths[rows] + table.streams.dropped[rows]
     cached, begins = lengths - (lasts - firsts), marks.planned[rows]
@@ -68,21 +70,29 @@ def _find_due(
 
 def _plan_sends_to(pe: int, due: _Due, marks: SendMarks, table: SequenceTable, page_size: int) -> list[Send]:
     """Per layer group."""
-    new, old = due.ends - due.middles, due.middles - due.begins
-    tokens, token_entries = ragged_range(due.middles + due.tokens, new), ragged_range(due.middles + due.entries, new)
-    rows, old_entries = due.rows.repeat(old), ragged_range(due.begins + due.entries, old)
-    indices = table.streams.indices_of(rows, ragged_range(due.begins, old))
+    counts = due.ends - due.middles
+    tokens = ragged_range(due.middles + due.tokens, counts)
+    entries = tokens + (due.entries - due.tokens).repeat(counts)
     sends = []
-    for slots, group in zip(marks.slots.slots, table.groups, strict=True):
-        token_slots, target_slots = slots[token_entries], slots[old_entries]
-        there, wanted = token_slots != SKIP, target_slots != SKIP
-        sends.append(
-            Send(
-                target_pe=pe,
-                token_indices=torch.from_numpy(tokens[there]),
-                token_slots=torch.from_numpy(token_slots[there]),
-                source_slots=slots_in(group.pages, rows[wanted], indices[wanted], page_size),
-                target_slots=target_slots[wanted],
-            )
-        )
+    for slots, cached in zip(marks.slots.slots, _cached_slots(due, marks, table, page_size), strict=True):
+        targets = slots[entries]
+        wanted = targets != SKIP
+        sends.append(Send(pe, torch.from_numpy(tokens[wanted]), torch.from_numpy(targets[wanted]), *cached))
     return sends
+
+
+def _cached_slots(
+    due: _Due, marks: SendMarks, table: SequenceTable, page_size: int
+) -> list[tuple[Int32Array, Int32Array]]:
+    """Per layer group source_slots and target_slots of a Send."""
+    counts = due.middles - due.begins
+    if not counts.any():
+        return [NO_SLOTS] * len(table.groups)
+    rows, positions = due.rows.repeat(counts), ragged_range(due.begins, counts)
+    indices, entries = table.streams.indices_of(rows, positions), positions + due.entries.repeat(counts)
+    found = []
+    for slots, group in zip(marks.slots.slots, table.groups, strict=True):
+        targets = slots[entries]
+        wanted = targets != SKIP
+        found.append((slots_in(group.pages, rows[wanted], indices[wanted], page_size), targets[wanted]))
+    return found

@@ -95,5 +95,5 @@ class StreamTable:
         """int64 [n], how many indices rows of `lengths` (int64 [n]) use, and those, one row after another."""
         holes = self.holes[rows]
         counts = lengths - holes
-        places = ragged_range(np.zeros_like(counts), counts)
+        places = ragged_range(0, counts)
         return counts, places + (places >= self.sinks[rows].repeat(counts)) * holes.repeat(counts)

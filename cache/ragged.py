@@ -33,15 +33,14 @@ def ragged_rows(
     total, starts = int(indptr[-1]), indptr[:-1]
     counts = indptr[1:] - starts
     widest = int(counts.max())
-    if first_columns is None and widest * rows.size <= 2 * total:
-        # Copy whole rows, then drop what is too much: fastest when lengths are alike.
+    begins = None if first_columns is None else rows * pages.shape[1] + first_columns
+    if widest * rows.size > 2 * total:
+        begins = rows * pages.shape[1] if begins is None else begins
+        return pages.reshape(-1).take(np.arange(total) + (begins - starts).repeat(counts))
+    # Copy as much of each row, then drop what is too much (it may lie behind the table): fastest when counts are alike.
+    places = np.arange(widest, dtype=np.int32)
+    if begins is None:
         square = pages[:, :widest][rows]
-        return (
-            square.reshape(-1)
-            if widest * rows.size == total
-            else square[np.arange(widest, dtype=np.int32) < counts[:, None]]
-        )
-    begins = rows * pages.shape[1] - starts
-    if first_columns is not None:
-        begins += first_columns
-    return pages.reshape(-1).take(np.arange(total) + begins.repeat(counts))
+    else:
+        square = pages.reshape(-1).take(begins[:, None] + places, mode="clip")
+    return square.reshape(-1) if widest * rows.size == total else square[places < counts[:, None]]

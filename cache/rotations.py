@@ -25,12 +25,10 @@ class Rotations:
         device: torch.device,
     ) -> None:
         """rope: one for all layer groups or one for each; InvalidArgument when a rotary_dim exceeds a head."""
-        self._of_groups = [rope] * len(layout.groups) if isinstance(rope, RopeParameters) else list(rope)
-        if len(self._of_groups) != len(layout.groups):
-            raise InvalidArgument(
-                f"rope has {len(self._of_groups)} entries; the layout has {len(layout.groups)} groups"
-            )
-        for kind, group in zip(self._of_groups, layout.groups, strict=True):
+        of_groups = [rope] * len(layout.groups) if isinstance(rope, RopeParameters) else list(rope)
+        if len(of_groups) != len(layout.groups):
+            raise InvalidArgument(f"rope has {len(of_groups)} entries; the layout has {len(layout.groups)} groups")
+        for kind, group in zip(of_groups, layout.groups, strict=True):
             if kind.rope_type == "none":
                 continue
             if group.latent_rank is not None and kind.rotary_dim != group.head_dim - group.latent_rank:
@@ -40,24 +38,20 @@ class Rotations:
                 raise InvalidArgument(f"rotary_dim is {kind.rotary_dim}; the head_dim of its group is {group.head_dim}")
         self.device = device
         self._max_positions = max_positions
-        self._embeddings = {
-            kind: RotaryEmbedding(kind, max_positions, device, layout.dtype)
-            for kind in self._of_groups
-            if kind.rope_type != "none"
-        }
-        of_places = {kind: embedding.of_places for kind, embedding in self._embeddings.items()}
-        # Per group the rotation of places 0, 1, …, as many as there can be.
-        self.of_places = [of_places.get(kind) for kind in self._of_groups]
-
-    @property
-    def by_length(self) -> bool:
-        """Whether the rotation of a position depends on the length of its sequence, in some group."""
-        return any(kind.by_length for kind in self._embeddings)
+        kinds = list(dict.fromkeys(of_groups))
+        self._embeddings = [
+            None if kind.rope_type == "none" else RotaryEmbedding(kind, max_positions, device, layout.dtype)
+            for kind in kinds
+        ]
+        self._of_groups = [kinds.index(kind) for kind in of_groups]
+        # Whether the rotation of a position depends on the length of its sequence, in some group.
+        self.by_length = any(kind.by_length for kind in kinds)
+        # Per group the rotation of places 0, 1, …, as many as there can be; not by_length.
+        self.of_places = self._to_groups([None if one is None else one.of_places for one in self._embeddings])
 
     def at(self, positions: Tensor) -> list[Rotation | None]:
-        """Per group the rotation of positions, int64 [T] on the device; not by_length."""
-        rotations = {kind: embedding.rotation(positions) for kind, embedding in self._embeddings.items()}
-        return [rotations.get(kind) for kind in self._of_groups]
+        """Per group the rotation of positions, int64 [T] on any device; not by_length."""
+        return self._to_groups([None if one is None else one.rotation(positions) for one in self._embeddings])
 
     def plan(
         self,
@@ -72,11 +66,14 @@ class Rotations:
         positions = tokens.rope_positions
         if unrotated is not None:
             positions[unrotated] = self._max_positions
-        rotations: dict[RopeParameters, Rotation] = {}
-        for kind, embedding in self._embeddings.items():
-            lengths = self._lengths(tokens, rope_lengths) if kind.by_length else None
-            rotations[kind] = embedding.rotation(torch.from_numpy(positions), lengths)
-        return [rotations.get(kind) for kind in self._of_groups]
+        places = torch.from_numpy(positions)
+        if not self.by_length:
+            return self.at(places)
+        lengths = self._lengths(tokens, rope_lengths)
+        return self._to_groups([None if one is None else one.rotation(places, lengths) for one in self._embeddings])
+
+    def _to_groups(self, of_kinds: list[Rotation | None]) -> list[Rotation | None]:
+        return [of_kinds[kind] for kind in self._of_groups]
 
     def _lengths(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> Tensor:
         """int64 [T]: the length by which each token is rotated."""

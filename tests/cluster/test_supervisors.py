@@ -162,6 +162,34 @@ class TestIsland:
         cluster.supervisor.join()
         assert "stop" in [method for method, _ in cluster.last.members[0].calls]
 
+    def test_the_next_epoch_takes_the_places_of_the_one_before(self) -> None:
+        cluster = Cluster(FakeProcesses(keeps_places=True))
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        first = list(cluster.last.members)
+        first[1].kill()
+        until(lambda: len(cluster.told) == 3)
+        assert all(member.killed for member in first)
+        assert cluster.told == [(1, 0, 2), (1, 0, 0), (2, 1, 2)]
+        assert [spec.argument.epoch for spec in cluster.processes.specs[-1]] == [2, 2]  # type: ignore[attr-defined]
+        assert len(cluster.processes.groups) == 1
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+        assert all(member.killed for member in cluster.last.members)
+
+    def test_places_in_which_no_island_came_about_are_given_back(self) -> None:
+        processes = FakeProcesses(fails={"c/i.2/decode (PE 1)": OSError("disk")}, keeps_places=True)
+        cluster = Cluster(processes)
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        (first,) = processes.groups
+        first.members[0].kill()
+        until(lambda: cluster.told[-1] == (3, 2, 2))
+        assert len(processes.groups) == 2
+        assert all(member.killed for member in first.members)
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+
     def test_survivors_are_left_until_the_gateway_says_so(self) -> None:
         cluster = Cluster(FakeProcesses(), RECOVERY.model_copy(update={"drain_seconds": 60.0}))
         cluster.supervisor.start()
@@ -236,8 +264,9 @@ class TestIsland:
 
 
 class TestGateway:
-    def test_the_next_has_the_port_and_hears_of_the_islands(self) -> None:
-        processes, membership, released = FakeProcesses(), Membership(), []
+    @pytest.mark.parametrize("keeps_places", [False, True])
+    def test_the_next_has_the_port_and_hears_of_the_islands(self, keeps_places: bool) -> None:
+        processes, membership, released = FakeProcesses(keeps_places=keeps_places), Membership(), []
         config = load_config(None, {"model.path": ".", "gateway.port": 0})
         failure: Future[TandemError] = Future()
         supervisor = GatewaySupervisor(
@@ -253,8 +282,9 @@ class TestGateway:
         supervisor.ready.result(30)
         membership.update("i", 1, 0, ())
         processes.groups[-1].members[0].kill()
-        until(lambda: len(processes.groups) == 2 and ("wait", ()) in processes.groups[1].members[0].calls)
-        until(lambda: "update_island" in [method for method, _ in processes.groups[1].members[0].calls])
+        until(lambda: len(processes.specs) == 2)
+        until(lambda: "update_island" in [method for method, _ in processes.groups[-1].members[0].calls])
+        assert len(processes.groups) == (1 if keeps_places else 2)
         ((spec,),) = processes.specs[1:]
         assert (spec.argument.port, spec.argument.incarnation) == (1, 2)  # type: ignore[attr-defined]
         assert released == ["1."]

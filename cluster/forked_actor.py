@@ -34,6 +34,11 @@ class ForkedActor(ActorProcess):
         self._reader = threading.Thread(target=self._read, name=f"pipe of {name}", daemon=True)
         self._reader.start()
 
+    def there(self) -> Future[None]:
+        now: Future[None] = Future()
+        now.set_result(None)
+        return now
+
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()
         self.relay(pack((method, arguments))).add_done_callback(lambda done: open_answer(answer, done))

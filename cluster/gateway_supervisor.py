@@ -55,7 +55,7 @@ class GatewaySupervisor(Supervisor):
         specs = [ActorSpec(name, GatewayActor, settings)]
         self._group = self._processes.start_again(self._group, specs, gpus=0, threads=1)
         (gateway,) = self._group.members
-        self._liveness = Liveness(self._group.members, self._recovery.unresponsive_seconds, self._stop)
+        self._liveness = Liveness(self._group.members, self._recovery, self._stop)
         try:
             (self.address,) = self._liveness.results([gateway.call("serve")], SERVE_SECONDS)
             self._liveness.results(self._membership.attach(gateway), SERVE_SECONDS)

@@ -54,7 +54,7 @@ class Island:
             specs = [self._spec(worker) for worker in self._workers]
             self._group = self._processes.start_again(self._group, specs, gpus=gpus, threads=self._threads)
             self._members = list(self._group.members)
-            self._liveness = Liveness(self._members, self._config.recovery.unresponsive_seconds, stop)
+            self._liveness = Liveness(self._members, self._config.recovery, stop)
             self._all("progress")  # answered once the process has its imports
 
     def succeed(self, before: "Island") -> None:

@@ -29,6 +29,10 @@ class ActorProcess(ABC):
     name: str
 
     @abstractmethod
+    def there(self) -> Future[None]:
+        """Done when there is a process: what it needs has been imported, and its constructor begins."""
+
+    @abstractmethod
     def call(self, method: str, *arguments: object) -> Future[Any]:
         """Runs a method of the actor, several at a time, and does not block; what it returned or raised."""
 

@@ -30,7 +30,7 @@ CPU_SHARE = 0.1  # Ray's unit of accounting; what a worker may really use is its
 PLACEMENT_SECONDS = 30
 NODE_SHARE = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
-IMPORT_SECONDS = 300.0
+IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
 END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store
 
@@ -176,6 +176,9 @@ class Place:
         self._server = ForkServer(modules)
         self._actor: ForkedActor = self._server.fork(name, start, IMPORT_SECONDS)
 
+    def ready(self) -> None:
+        """Answered once the constructor is through."""
+
     def start(self, name: str, start: bytes) -> None:
         """After end()."""
         self._actor = self._server.fork(name, start, IMPORT_SECONDS)
@@ -200,6 +203,9 @@ class RayActor(ActorProcess):
         """place: a handle of a Place, which runs this actor or is about to."""
         self.name = name
         self.place = place
+
+    def there(self) -> Future[None]:
+        return self.place.ready.remote().future()
 
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()

@@ -27,6 +27,9 @@ class FakeProcess(ActorProcess):
         self.killed = False
         self._pending: list[Future[Any]] = []
 
+    def there(self) -> Future[None]:
+        return self.call("there")
+
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()
         self.calls.append((method, arguments))

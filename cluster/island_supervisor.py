@@ -5,7 +5,8 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 from tandem.cluster.config import RecoverySection
 from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused, TandemError
@@ -44,7 +45,7 @@ class IslandSupervisor(Supervisor):
 
     def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
         """Gives the island another shape, in its turn. ScaleRefused: it serves on as it was; other errors: it does not,
-        and is started again as it was."""
+        and is started again as it was. The outcome comes once the gateway knows of the new shape, or is gone."""
         return self._orders.add(order)
 
     def _begin(self) -> None:
@@ -60,7 +61,8 @@ class IslandSupervisor(Supervisor):
             self.island.wait_for(self._orders.first)
             order, outcome = self._orders.take()
             try:
-                outcome.set_result(self._reshape(order.shape(self.island.shape)))
+                scaled, told = self._reshape(order.shape(self.island.shape))
+                _after(told, partial(outcome.set_result, scaled))
             except ScaleRefused as error:
                 outcome.set_exception(error)
             except BaseException as error:
@@ -69,11 +71,12 @@ class IslandSupervisor(Supervisor):
                 )
                 raise
 
-    def _reshape(self, shape: Shape) -> ScaleOutcome:
+    def _reshape(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:
+        """What came of it, and the calls that tell the gateway."""
         before = self.island
         if shape == before.shape:
             kept = len(shape.roles)
-            return ScaleOutcome(self.island_name, self._epoch, shape, kept, started=0, ended=0, seconds_away=0.0)
+            return ScaleOutcome(self.island_name, self._epoch, shape, kept, started=0, ended=0, seconds_away=0.0), []
         epoch = next(self._epochs)
         after = self._island_of(epoch, shape)
         try:
@@ -91,10 +94,10 @@ class IslandSupervisor(Supervisor):
         except TandemError as error:
             raise ReshapeFailed(f"the island was not formed anew: {error}") from error
         self.island, self._epoch = after, epoch
-        self._membership.update(self.island_name, epoch, self._budget.used, workers)
+        told = self._membership.update(self.island_name, epoch, self._budget.used, workers)
         kept = len(shape.roles) - started
         ended = len(before.shape.roles) - kept
-        return ScaleOutcome(self.island_name, epoch, shape, kept, started, ended, time.monotonic() - away)
+        return ScaleOutcome(self.island_name, epoch, shape, kept, started, ended, time.monotonic() - away), told
 
     def _clear(self) -> None:
         """Admission stops, what survives finishes what it can, then all processes end: the epoch is over."""
@@ -124,3 +127,11 @@ class IslandSupervisor(Supervisor):
     def _end(self) -> None:
         self._orders.close(ScaleRefused(f"island {self.island_name} is stopped"))
         self.island.end(gently=True)
+
+
+def _after(calls: list[Future[Any]], act: Callable[[], None]) -> None:
+    """Acts once the last of them has ended, however it did; at once where there is none."""
+    if calls:
+        calls[0].add_done_callback(lambda _: _after(calls[1:], act))
+    else:
+        act()

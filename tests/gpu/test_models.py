@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(600),
 ]
-ERROR_RATIO = 1.5  # the mean error of logits, ours to that of transformers in the same precision
-MIXED_STEPS = ({0: 60, 1: 33}, {0: 1, 1: 7, 2: 50}, {0: 1, 1: 1, 2: 1}, {2: 20, 0: 1}, {1: 1, 2: 1})
+ERROR_RATIO = 1.5  # the median error of logits, ours to that of transformers in the same precision
+MIXED_STEPS = ({0: 60, 1: 33}, {0: 1, 1: 7, 2: 50}, {0: 1, 1: 1, 2: 1}, {2: 20, 0: 1}, *[{0: 1, 1: 1, 2: 1}] * 9)
 PROMPTS = {0: random_prompt(45, seed=1), 1: random_prompt(9, seed=2), 2: random_prompt(70, seed=3)}
 CHUNK = 32
 
@@ -54,12 +54,12 @@ class Runner:
         for sequence in PROMPTS:
             self.cache.add_sequence(sequence)
 
-    def step(self, tokens: dict[int, list[int]]) -> Tensor:
-        """Logits after the last token of each."""
+    def step(self, tokens: dict[int, list[int]], *, all_rows: bool = False) -> Tensor:
+        """Logits after the last token of each, or after all tokens."""
         lengths = [len(part) for part in tokens.values()]
         plan = self.cache.begin_forward(list(tokens), lengths)
         packed = np.array([token for part in tokens.values() for token in part], np.int64)
-        logits = self.runner.forward(packed, plan, np.cumsum(lengths) - 1)
+        logits = self.runner.forward(packed, plan, None if all_rows else np.cumsum(lengths) - 1)
         self.cache.end_forward(plan)
         return logits
 
@@ -101,21 +101,29 @@ def test_float32_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
 def test_half_precision_logits_are_as_near_to_float32_as_those_of_transformers(
     family: str, dtype: str, tmp_path: Path
 ) -> None:
-    """FlashInfer's chunks and decodes, mixed, along given tokens."""
+    """FlashInfer's chunks and decodes, mixed, along given tokens.
+
+    Medians over tokens: where rounding flips a choice of experts it moves one token far, whoever has rounded.
+    """
     make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     given = {sequence: random_prompt(100, seed=sequence) for sequence in PROMPTS}
     runner, done = Runner(tmp_path, dtype), dict.fromkeys(given, 0)
     rows: list[tuple[int, int]] = []
+    decoded: list[bool] = []
     logits: list[Tensor] = []
     for lengths in MIXED_STEPS:
-        logits.append(runner.step({s: given[s][done[s] : done[s] + length] for s, length in lengths.items()}))
+        tokens = {s: given[s][done[s] : done[s] + length] for s, length in lengths.items()}
+        logits.append(runner.step(tokens, all_rows=True))
         for sequence, length in lengths.items():
+            rows += [(sequence, done[sequence] + index) for index in range(length)]
+            decoded += [length == 1] * length
             done[sequence] += length
-            rows.append((sequence, done[sequence] - 1))
     exact = transformers_logits(tmp_path, torch.float32, given, rows)
-    theirs = (transformers_logits(tmp_path, getattr(torch, dtype), given, rows) - exact).abs().mean()
-    ours = (torch.cat(logits) - exact).abs().mean()
-    assert float(ours) < ERROR_RATIO * float(theirs)
+    theirs = (transformers_logits(tmp_path, getattr(torch, dtype), given, rows) - exact).abs().mean(1)
+    ours = (torch.cat(logits) - exact).abs().mean(1)
+    singles = torch.tensor(decoded, device=ours.device)
+    for kind in (singles, ~singles):
+        assert float(ours[kind].median()) < ERROR_RATIO * float(theirs[kind].median())
 
 
 @torch.inference_mode()

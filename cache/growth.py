@@ -57,7 +57,8 @@ class Growth:
             lengths = self._table.lengths[rows]
             longest = int((lengths + appends).argmax())
             self.check_length(int(seq_ids[longest]), int(lengths[longest] + appends[longest]))
-            queries = np.maximum(lengths - in_flight, 0)
+            # A root, now or after a commit, looks back from the base.
+            queries = self._trees.bases(seq_ids, lengths) if trees else np.maximum(lengths - in_flight, 0)
             self._pages.grow(rows, lengths, lengths + appends, queries=queries, gone=gone)
         self._receptions.clear_ends(rows, lengths)
         tokens = lay_out_tokens(lengths, appends)

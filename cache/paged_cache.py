@@ -179,8 +179,8 @@ class PagedKVCache:
         node that it follows in the sequence's token tree, or -1 for a root. Nodes count over the whole open tree, which
         later calls may grow; parents come before their children, and at most 256 fit. Until commit_token_tree the
         sequence takes no plain forward; it is not forked, published, sent or received into. pop takes back the last
-        nodes. Sequences that slide or are being sent, and layouts with latents, take no trees. A forward with trees
-        runs eagerly: no FixedBatch, and so no CUDA graph, takes one.
+        nodes. Sequences that slide or are being sent take no trees. A forward with trees runs eagerly: no FixedBatch,
+        and so no CUDA graph, takes one.
         """
         appends = np.asarray(append_lengths, np.int64)
         rows, tokens = self._growth.grow(seq_ids, appends, token_tree_parents)

@@ -171,7 +171,7 @@ def plan_prompts(
     appends = np.diff(tokens.qo_indptr)
     single = tokens.single
     fresh = ~single & (appends == tables.kv_lens)
-    masks = _tree_masks(tokens, tables, window)
+    masks = tree_masks(tokens, tables, window)
     fresh[list(masks)] = False
     parts: list[AttentionPart] = []
     if fresh.any():
@@ -182,7 +182,7 @@ def plan_prompts(
     return tuple(parts)
 
 
-def _tree_masks(tokens: TokenLayout, tables: PageTables, window: int | None) -> dict[int, Tensor]:
+def tree_masks(tokens: TokenLayout, tables: PageTables, window: int | None) -> dict[int, Tensor]:
     """By sequence, float32 [new nodes, positions]: 0 where a node sees one of those in the tables, -inf elsewhere."""
     trees = tokens.trees
     if trees is None:

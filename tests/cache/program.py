@@ -36,8 +36,7 @@ class Program:
             Side(cache_of(setting, own, PeerWriter(pe, pools), MOST_SEQUENCES)) for pe, own in enumerate(pools)
         ]
         self.next_sequence = 0
-        self.takes_trees = not self.layout.has_latents
-        self.takes_streams = self.takes_trees and not self.layout.has_windows
+        self.takes_streams = not self.layout.has_latents and not self.layout.has_windows
         self._operations: dict[Callable[[int], None], float] = {
             self.add: 2.0,
             self.append: 8.0,
@@ -47,11 +46,11 @@ class Program:
             self.remove: 2.0,
             self.send: 3.0,
             self.settle: 1.0,
+            self.commit: 2.0,
+            self.misuse: 1.0,
         }
         if not self.layout.has_windows:
             self._operations |= {self.publish: 2.0, self.match: 2.0, self.clear_prefixes: 0.2}
-        if self.takes_trees:
-            self._operations |= {self.commit: 2.0, self.misuse: 1.0}
         self.counts: dict[str, int] = {}
 
     def run(self, steps: int) -> None:
@@ -247,7 +246,7 @@ class Program:
         """Those of `count` more nodes where the sequence has a tree or is to open one."""
         known = side.known[sequence]
         nodes = len(known.nodes)
-        able = self.takes_trees and known.stream is None and side.cache.sends_done(sequence)
+        able = known.stream is None and side.cache.sends_done(sequence)
         if not nodes and (not able or self.random.random() < 0.6):
             return None
         width = self.random.choice([1, 2, 5, nodes + count])

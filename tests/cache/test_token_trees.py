@@ -50,6 +50,7 @@ LAYOUTS = {
     "windows of 5 and all": windowed(LAYOUT, 5, None),
     "windows of 1 and 3": windowed(LAYOUT, 1, 3),
     "window, page of 1": windowed(layout_of(2, page_size=1), 4),
+    "latents": LATENTS,
 }
 
 
@@ -57,7 +58,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_trees_beside_plain_sequences(layout: KVLayout, kernels: KernelFactory) -> None:
     """Trees of several shapes, one behind nothing, that grow over forwards; then commits, and plain forwards again."""
-    cache, naive = cache_of(layout, 200, kernels=kernels), NaiveCache(layout)
+    cache = cache_of(layout, 200, rope=ropes_of(layout), kernels=kernels)
+    naive = NaiveCache(layout, ropes_of(layout))
     trees = NaiveTrees(naive)
     for sequence in range(5):
         cache.add_sequence(sequence)
@@ -296,8 +298,6 @@ def test_what_takes_no_trees() -> None:
     cache = cache_of(LAYOUT)
     cache.add_sequence(0)
     cache.enable_sliding_window(0, 8, 2)
-    with_latents = cache_of(LATENTS, rope=ropes_of(LATENTS))
-    with_latents.add_sequence(0)
 
     class NoTrees:
         """Kernels, without move_slots."""
@@ -311,12 +311,11 @@ def test_what_takes_no_trees() -> None:
     without.add_sequence(0)
     for of, message in (
         (cache, "sequence 0 slides"),
-        (with_latents, "TorchLatentKernels, the kernels of layer group 0, take no token trees"),
         (without, "NoTrees, the kernels of layer group 0, take no token trees"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             of.begin_forward([0], [1], token_tree_parents=[[-1]])
-        run(of, [0], [1], draw_inputs(of.layout, 1, seed=0))
+        run(of, [0], [1], draw_inputs(LAYOUT, 1, seed=0))
 
 
 @pytest.mark.parametrize("seed", range(5))

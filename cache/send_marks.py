@@ -44,21 +44,14 @@ class SendMarks:
     def __init__(self) -> None:
         self._marks: dict[int, SendMark] = {}
 
-    def add(
-        self, sequence: int, position_map: PositionMap, target_pe: int, length: int, held_from: Sequence[int]
-    ) -> None:
-        """Marks a sequence of `length` positions, of which each group holds those from held_from on.
+    def add(self, sequence: int, position_map: PositionMap, target_pe: int, held_from: Sequence[int]) -> None:
+        """Marks a sequence of which each group holds the positions from held_from on.
 
         Replaces a mark that is used up; InvalidArgument when it has one that is not, and for a map that does not fit.
         """
         if len(position_map.runs) != len(held_from):
             raise InvalidArgument(
                 f"the position map has {len(position_map.runs)} layer groups; the layout has {len(held_from)}"
-            )
-        if position_map.end_position <= length:
-            raise InvalidArgument(
-                f"the position map ends at {position_map.end_position}; it must reach further than the {length} "
-                f"positions of sequence {sequence} that are cached"
             )
         begin = position_map.start_position
         for group, (runs, held) in enumerate(zip(position_map.runs, held_from, strict=True)):

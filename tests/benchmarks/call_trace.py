@@ -14,6 +14,8 @@ from typing import Any
 
 from tandem.cluster.actors import GatewayActor, WorkerActor
 from tandem.cluster.processes import ActorSpec
+from tandem.cluster.worker_link import WorkerLink
+from tandem.workers import head_start
 from tandem.workers.config import Role, WorkerConfig
 from tests.local_processes import LocalGroup, LocalProcesses
 
@@ -66,6 +68,11 @@ class TracedGateway(GatewayActor):
         _trace("gateway", traced.log)
         super().__init__(traced.argument)
 
+    def longest_head(self, tokens: int) -> None:
+        """0: from now on nothing is announced."""
+        link: Any = WorkerLink
+        link.announce = _announce if tokens else _announce_nothing
+
 
 class TracedWorker(WorkerActor):
     def __init__(self, traced: _Traced) -> None:
@@ -73,6 +80,10 @@ class TracedWorker(WorkerActor):
         os.environ["CUDA_VISIBLE_DEVICES"] = str(config.pe)
         _trace("prefill" if config.role == Role.PREFILL else "decode", traced.log)
         super().__init__(config)
+
+    def longest_head(self, tokens: int) -> None:
+        """How many positions are computed from now on before their place is known."""
+        head_start.LONGEST_HEAD = tokens
 
 
 class TracedProcesses(LocalProcesses):
@@ -82,10 +93,22 @@ class TracedProcesses(LocalProcesses):
         super().__init__()
         self._log = log
 
+    def longest_head(self, tokens: int) -> None:
+        """See TracedWorker."""
+        for actor in self._actors.values():
+            actor.call("longest_head", tokens).result(10)
+
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> LocalGroup:
         kinds: dict[type, type] = {GatewayActor: TracedGateway, WorkerActor: TracedWorker}
         traced = [ActorSpec(spec.name, kinds[spec.kind], _Traced(spec.argument, self._log)) for spec in specs]
         return super().start_group(traced, gpus=0, threads=threads)
+
+
+_announce = WorkerLink.announce
+
+
+async def _announce_nothing(*_: object) -> None:
+    pass
 
 
 def read_events(log: Path) -> list[Event]:

@@ -21,6 +21,7 @@ from tandem.workers.messages import prompt_to_bytes
 
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
 PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
+ANNOUNCE_SECONDS = 1.0  # nobody waits for its answer
 ABORT_AGAIN_SECONDS = 1.0
 # A worker that does not answer in time may be stopped, and may answer all the same when it goes on.
 PREPARE_LOST = WORKER_LOST | {grpc.StatusCode.DEADLINE_EXCEEDED}
@@ -135,7 +136,7 @@ class Router:
             )
             announced, announce = announce and not prefill.awaited, False
             if announced:
-                self.in_background(_sent(prefill.announce(worker_id, request.prompt, PREPARE_SECONDS)))
+                self.in_background(_sent(prefill.announce(worker_id, request.prompt, ANNOUNCE_SECONDS)))
             prefill.awaited.add(worker_id)
             decode.load += total
             reservation = None

@@ -68,6 +68,20 @@ def test_what_is_pushed_arrives_bit_for_bit(island: tuple[Pair, int]) -> None:
         pair.abort(request_id)
 
 
+@pytest.mark.parametrize("length", [PAGE + 4, 6 * PAGE + 5], ids=["all", "the first chunk"])
+def test_what_was_computed_ahead_of_its_reservation_arrives(island: tuple[Pair, int], length: int) -> None:
+    pair, token_bytes = island
+    prompt = random_prompt(length, length)
+    answer, slots = pair.push(f"announced {length}", prompt, announced=True)
+    assert answer.bytes_pushed == length * token_bytes
+    arrived, computed = pair.decode.do("at_slots", slots), pair.prefill.do("of_prefix", prompt)
+    for there, here in zip(arrived, computed, strict=True):
+        assert here.any()
+        assert np.array_equal(there[: len(here)], here)
+        assert there[len(here) :].any()
+    pair.abort(f"announced {length}")
+
+
 def test_the_decode_worker_goes_on_from_it(island: tuple[Pair, int]) -> None:
     """The same tokens twice, which the decode worker has from different pages each time."""
     pair, _ = island

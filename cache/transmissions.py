@@ -9,12 +9,12 @@ from tandem.cache.group_attention import GroupForward
 from tandem.cache.layout import KVLayout
 from tandem.cache.open_trees import OpenTrees
 from tandem.cache.page_writer import PageWriter
-from tandem.cache.plan import Send, TokenLayout, lay_out_tokens
+from tandem.cache.plan import lay_out_tokens
 from tandem.cache.position_map import PositionMap
 from tandem.cache.send_marks import SendMarks
+from tandem.cache.send_plan import plan_sends
 from tandem.cache.sequence_table import SequenceTable
 from tandem.cache.streams import Streams
-from tandem.cache.window import Int64Array
 
 
 class Transmissions:
@@ -54,22 +54,16 @@ class Transmissions:
                 f"the position map ends at {position_map.end_position}; sequence {sequence} has {length} positions"
             )
         self._mark(sequence, begin, position_map, target_pe)
-        rows = self._table.rows([sequence])
+        rows = np.array([self._table.row(sequence)])
         nothing = lay_out_tokens(self._table.lengths[rows], np.zeros(1, np.int64))
-        sends, sent = self.plan((sequence,), rows, nothing)
+        sends, sent = plan_sends(self._marks, self._table, rows, nothing, self._layout.page_size)
         for group, of_group in zip(self._groups, sends, strict=True):
             group.push_cached(of_group)
-        self._marks.commit(sent)
-
-    def plan(
-        self, sequences: tuple[int, ...], rows: Int64Array, tokens: TokenLayout
-    ) -> tuple[list[tuple[Send, ...]], tuple[tuple[int, int], ...]]:
-        """See SendMarks.plan."""
-        pages = tuple(group.pages for group in self._table.groups)
-        return self._marks.plan(sequences, rows, tokens, pages, self._layout.page_size, self._table.streams)
+        if sent is not None:
+            self._marks.commit(sent)
 
     def bytes_sent(self, sequence: int) -> int:
-        counts, layout = self._marks.num_slots_sent(sequence), self._layout
+        counts, layout = self._marks.num_slots_sent(self._table.row(sequence)), self._layout
         return sum(n * layout.page_bytes(group) // layout.page_size for group, n in enumerate(counts))
 
     def _length(self, sequence: int) -> int:
@@ -84,4 +78,4 @@ class Transmissions:
             raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
         held = [int(group.begins[row]) * self._layout.page_size for group in self._table.groups]
         self._streams.check_map(row, position_map)
-        self._marks.add(sequence, position_map, target_pe, held)
+        self._marks.add(sequence, row, position_map, target_pe, held)

@@ -188,7 +188,7 @@ def cached_positions_stay(patch: pytest.MonkeyPatch) -> None:
 
     def marked(self: PagedKVCache, sequence: int, begin: int, *where: Any) -> None:
         mark_send(self, sequence, begin, *where)
-        self._marks._marks[sequence].planned = max(begin, self.num_tokens(sequence))
+        self._marks.planned[self._table.row(sequence)] = max(begin, self.num_tokens(sequence))
 
     patch.setattr(PagedKVCache, "mark_send", marked)
 

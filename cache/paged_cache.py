@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
+from tandem.cache.fixed_steps import FixedSteps
 from tandem.cache.group_attention import GroupAttention
 from tandem.cache.growth import Growth
 from tandem.cache.kernels.base import KernelFactory
@@ -24,8 +25,9 @@ from tandem.cache.receptions import Receptions
 from tandem.cache.rope import RopeParameters
 from tandem.cache.rotations import Rotations
 from tandem.cache.send_marks import SendMarks
+from tandem.cache.send_plan import plan_sends
 from tandem.cache.sequence_pages import SequencePages
-from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.sequence_table import SequenceTable, ids_of
 from tandem.cache.sequences import Sequences
 from tandem.cache.streams import Streams
 from tandem.cache.window import Int64Array
@@ -73,7 +75,7 @@ class PagedKVCache:
         self._writer = writer
         self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
         self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
-        self._marks = SendMarks()
+        self._marks = SendMarks(len(pools), max_sequences)
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._streams = Streams(self._table, self._rotations, layout.page_size)
         self._groups = make_groups(layout, pools, self._table.groups, writer, Heads(scale, softcap, latent), kernels)
@@ -97,6 +99,7 @@ class PagedKVCache:
             max_length=max_sequence_length,
             layout=layout,
         )
+        self._fixed_steps = FixedSteps(self._table, self._growth, self._marks, self._groups)
         self._places = layout.places
 
     # Sequences
@@ -183,11 +186,10 @@ class PagedKVCache:
         and so no CUDA graph, takes one.
         """
         appends = np.asarray(append_lengths, np.int64)
-        rows, tokens = self._growth.grow(seq_ids, appends, token_tree_parents)
-        sequences = tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
-        pages = tuple(group.pages for group in self._table.groups)
-        sends, sent = self._marks.plan(sequences, rows, tokens, pages, self._page_size, self._table.streams)
-        rotations, streams = self._streams.plan(rows, tokens, self._rotations.plan(tokens, rope_lengths))
+        sequences = ids_of(seq_ids)
+        rows, tokens = self._growth.grow(sequences, appends, token_tree_parents)
+        sends, sent = plan_sends(self._marks, self._table, rows, tokens, self._page_size)
+        rotations, streams = self._streams.plan(rows, tokens, rope_lengths)
         groups = tuple(
             group.plan(rows, tokens, rotation, to_send, sliding)
             for group, rotation, to_send, sliding in zip(self._groups, rotations, sends, streams, strict=True)
@@ -229,7 +231,8 @@ class PagedKVCache:
 
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
-        self._marks.commit(plan.sent)
+        if plan.sent is not None:
+            self._marks.commit(plan.sent)
 
     def commit_token_tree(self, seq_ids: Sequence[int] | Int64Array, leaf_indices: Sequence[int] | Int64Array) -> None:
         """Ends the open tree of each sequence: the path to node leaf_indices[i] becomes its next positions, and all
@@ -237,7 +240,7 @@ class PagedKVCache:
 
         InvalidArgument, before anything changes, for a sequence without an open tree or a node that is not there.
         """
-        self._trees.commit(seq_ids, leaf_indices)
+        self._trees.commit(ids_of(seq_ids), leaf_indices)
 
     def fixed_batches(
         self, sizes: Sequence[int], num_q_heads: int, num_inputs: int, *, sharing: bool = False
@@ -260,24 +263,14 @@ class PagedKVCache:
 
     def pays_to_share(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array) -> bool:
         """Whether the next step of these sequences is faster in `batch`, a sharing one, than in another."""
-        rows = self._table.rows(seq_ids)
-        shared = [group.shared(rows, self._table.lengths[rows]) for group in self._groups]
-        return any(one is not None for one in shared) and batch.takes(shared)
+        return self._fixed_steps.pays_to_share(batch, ids_of(seq_ids))
 
     def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
         """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward.
 
         The step before may still run: pages that it sees stay.
         """
-        if len(seq_ids) > batch.size:
-            raise InvalidArgument(f"seq_ids has {len(seq_ids)} sequences; the batch has room for {batch.size}")
-        if self._marks.any_open(seq_ids):
-            raise InvalidArgument("seq_ids has a sequence that is being sent; a fixed batch sends nothing")
-        if self._table.streams.count and self._table.streams.windows[self._table.rows(seq_ids)].any():
-            raise InvalidArgument("seq_ids has a sequence that slides; a fixed batch takes only others")
-        rows, tokens = self._growth.grow(seq_ids, np.ones(len(seq_ids), np.int64), in_flight=1)
-        look_ups = [group.look_up_apart if batch.sharing else group.look_up for group in self._groups]
-        batch.fill(tokens, [look_up(rows, tokens) for look_up in look_ups], inputs)
+        self._fixed_steps.begin(batch, ids_of(seq_ids), inputs)
 
     # Transfers
 
@@ -290,7 +283,7 @@ class PagedKVCache:
         row = self._sequences.settled_row(sequence)
         if length < 1:
             raise InvalidArgument(f"length is {length}; it must be at least 1")
-        if self.layout.has_windows and not self._marks.is_done(sequence):  # what it is to send may leave a window
+        if self.layout.has_windows and self._marks.any_open(row):  # what it is to send may leave a window
             raise InvalidArgument(f"sequence {sequence} is marked to be sent; with windows it receives only afterwards")
         if self._table.streams.windows[row] == 0:  # a stream has room for any number
             self._growth.check_length(sequence, int(self._table.lengths[row]) + length)
@@ -314,20 +307,20 @@ class PagedKVCache:
             raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
         held = [int(group.begins[row]) * self._page_size for group in self._table.groups]
         self._streams.check_map(row, position_map)
-        self._marks.add(sequence, position_map, target_pe, self._table.num_positions(row), held)
+        self._marks.add(sequence, row, position_map, target_pe, self._table.num_positions(row), held)
 
     def num_sent(self, sequence: int) -> int:
         """Positions of its map that forwards have issued; less again after pop."""
-        return self._marks.num_sent(sequence)
+        return self._marks.num_sent(self._table.row(sequence))
 
     def bytes_sent(self, sequence: int) -> int:
         """Bytes of those, without what the map skips."""
-        counts = self._marks.num_slots_sent(sequence)
+        counts = self._marks.num_slots_sent(self._table.row(sequence))
         return sum(n * self.layout.page_bytes(group) // self._page_size for group, n in enumerate(counts))
 
     def sends_done(self, sequence: int) -> bool:
         """Whether all of its map has been issued; True without one."""
-        return self._marks.is_done(sequence)
+        return not self._marks.any_open(self._table.row(sequence))
 
     # Prefixes
 

@@ -22,8 +22,9 @@ def attend_latent_trees(
     their trees.
 
     pool: [num_pages, layers, 1, 1, page_size, rank + rotated], contiguous; both parts are powers of two of at least 16.
-    q [n, num_heads, rank], absorbed, and rotated [n, num_heads, rotated]: rows of any stride. context: [n, num_heads,
-    rank], contiguous; lse: float32 [n, num_heads], of base 2, of it; both are ignored for trees with nothing before.
+    q [n, num_heads, rank], absorbed, rotated [n, num_heads, rotated] and context [n, num_heads, rank]: rows of any
+    strides. lse: float32 [n, num_heads], contiguous, of base 2, of context; both are ignored for trees with nothing
+    before.
     """
     _, layers, _, _, page_size, width = pool.shape
     num_heads, rank = q.shape[1], q.shape[2]
@@ -31,7 +32,7 @@ def attend_latent_trees(
     kernel(
         *(pool, q, rotated, context, lse, tiles.tiles, tiles.slots, tiles.masks, tiles.edges),
         *(layers * page_size * width, layer * page_size * width),
-        *(q.stride(0), q.stride(1), rotated.stride(0), rotated.stride(1)),
+        *(stride for rows in (q, rotated, context) for stride in rows.stride()[:2]),
         scale,
         num_heads,
         HEADS=HEADS_PER_TILE,
@@ -52,7 +53,8 @@ def attend_latent_trees(
 @triton.jit
 def _attend_latent_trees(
     pool, q, rotated, output, lse, tiles, slots, masks, edges,
-    page_elements, layer_elements, q_token, q_head, rotated_token, rotated_head, scale, num_heads,
+    page_elements, layer_elements, q_token, q_head, rotated_token, rotated_head, output_token, output_head,
+    scale, num_heads,
     HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     RANK: tl.constexpr,
@@ -78,10 +80,9 @@ def _attend_latent_trees(
     queries = tl.load(q_at, mask=there[:, None], other=0.0)
     rotated_at = rotated + (first + node)[:, None] * rotated_token + head[:, None] * rotated_head + narrow[None, :]
     rotated_queries = tl.load(rotated_at, mask=there[:, None], other=0.0)
-    output_row = (first + node) * num_heads + head
-    places = output_row[:, None] * RANK + column[None, :]
+    places = (first + node)[:, None] * output_token + head[:, None] * output_head + column[None, :]
     seen_before = there & (node < count * has_context)
-    top = tl.load(lse + output_row, mask=seen_before, other=float("-inf"))
+    top = tl.load(lse + (first + node) * num_heads + head, mask=seen_before, other=float("-inf"))
     total = tl.where(seen_before, 1.0, 0.0)
     weighted = tl.load(output + places, mask=seen_before[:, None], other=0.0).to(tl.float32)
     for begin in range(0, num_keys, KEYS):

@@ -58,9 +58,9 @@ def test_trees(case: Case) -> None:
     pool = torch.full((table.size, LAYERS, 1, 1, case.page_size, width), torch.nan, dtype=case.dtype)
     count = tokens.positions.size
     rotated = torch.randn(count, case.heads, width, generator=generator).to(case.dtype)[:, :, case.rank :]
-    # As absorbing leaves it: head after head.
+    # As absorbing leaves it, head after head; FlashInfer's output then is, too.
     q = torch.randn(case.heads, count, case.rank, generator=generator).to(case.dtype).transpose(0, 1)
-    context, lse = torch.full_like(q, torch.nan).contiguous(), torch.full((count, case.heads), torch.nan)
+    context, lse = torch.full_like(q, torch.nan), torch.full((count, case.heads), torch.nan)
     expected = torch.empty(q.shape, dtype=torch.float64)
     token = 0
     for index, (length, parents, new) in enumerate(case.trees):

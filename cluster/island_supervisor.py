@@ -1,10 +1,12 @@
 """Keeps one island running. A lost worker ends its whole island, and the next epoch takes its place."""
 
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 from tandem.cluster.config import RecoverySection
 from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused, TandemError
@@ -16,6 +18,7 @@ from tandem.cluster.supervisor import Supervisor
 
 GATEWAY_SECONDS = 2.0  # longest wait for the gateway to answer
 DRAIN_POLL_SECONDS = 0.1
+log = logging.getLogger(__name__)
 
 
 class IslandSupervisor(Supervisor):
@@ -42,7 +45,7 @@ class IslandSupervisor(Supervisor):
 
     def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
         """Gives the island another shape, in its turn. ScaleRefused: it serves on as it was; other errors: it does not,
-        and is started again as it was."""
+        and is started again as it was. The outcome comes once the gateway knows of the new shape, or is gone."""
         return self._orders.add(order)
 
     def _begin(self) -> None:
@@ -51,13 +54,15 @@ class IslandSupervisor(Supervisor):
         workers = self.island.form(self._num_pages)
         self._num_pages = self.island.num_pages
         self._membership.update(self.island_name, self._epoch, self._budget.used, workers)
+        log.info("island %s serves in epoch %d; seconds: %s", self.island_name, self._epoch, self.island.clock.seconds)
 
     def _watch(self) -> NoReturn:
         while True:
             self.island.wait_for(self._orders.first)
             order, outcome = self._orders.take()
             try:
-                outcome.set_result(self._reshape(order.shape(self.island.shape)))
+                scaled, told = self._reshape(order.shape(self.island.shape))
+                _after(told, partial(outcome.set_result, scaled))
             except ScaleRefused as error:
                 outcome.set_exception(error)
             except BaseException as error:
@@ -66,11 +71,12 @@ class IslandSupervisor(Supervisor):
                 )
                 raise
 
-    def _reshape(self, shape: Shape) -> ScaleOutcome:
+    def _reshape(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:
+        """What came of it, and the calls that tell the gateway."""
         before = self.island
         if shape == before.shape:
             kept = len(shape.roles)
-            return ScaleOutcome(self.island_name, self._epoch, shape, kept, started=0, ended=0, seconds_away=0.0)
+            return ScaleOutcome(self.island_name, self._epoch, shape, kept, started=0, ended=0, seconds_away=0.0), []
         epoch = next(self._epochs)
         after = self._island_of(epoch, shape)
         try:
@@ -88,18 +94,18 @@ class IslandSupervisor(Supervisor):
         except TandemError as error:
             raise ReshapeFailed(f"the island was not formed anew: {error}") from error
         self.island, self._epoch = after, epoch
-        self._membership.update(self.island_name, epoch, self._budget.used, workers)
+        told = self._membership.update(self.island_name, epoch, self._budget.used, workers)
         kept = len(shape.roles) - started
         ended = len(before.shape.roles) - kept
-        return ScaleOutcome(self.island_name, epoch, shape, kept, started, ended, time.monotonic() - away)
+        return ScaleOutcome(self.island_name, epoch, shape, kept, started, ended, time.monotonic() - away), told
 
     def _clear(self) -> None:
         """Admission stops, what survives finishes what it can, then all processes end: the epoch is over."""
-        shape = self.island.shape
+        before = self.island
         self._stop_admission()
-        self.island.end(gently=False)
         self._epoch = next(self._epochs)
-        self.island = self._island_of(self._epoch, shape)
+        self.island = self._island_of(self._epoch, before.shape)
+        self.island.succeed(before)
 
     def _stop_admission(self) -> None:
         """Returns when the island has no requests any more, or the time for that is over."""
@@ -121,3 +127,11 @@ class IslandSupervisor(Supervisor):
     def _end(self) -> None:
         self._orders.close(ScaleRefused(f"island {self.island_name} is stopped"))
         self.island.end(gently=True)
+
+
+def _after(calls: list[Future[Any]], act: Callable[[], None]) -> None:
+    """Acts once the last of them has ended, however it did; at once where there is none."""
+    if calls:
+        calls[0].add_done_callback(lambda _: _after(calls[1:], act))
+    else:
+        act()

@@ -1,6 +1,7 @@
-"""What transformers generates: greedy, float32, each prompt alone."""
+"""What transformers generates: greedy, float32, without padding."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,46 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 def load_oracle(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    _clamp_as_configured(model)
     return model.eval().to(device)
 
 
-@torch.inference_mode()
+def _clamp_as_configured(model: PreTrainedModel) -> None:
+    """gpt_oss's experts: transformers 5.17 clamps them at 7 whatever swiglu_limit is, later ones as it says."""
+    limit = getattr(model.config, "swiglu_limit", None)
+    for module in model.modules():
+        if limit is not None and hasattr(module, "limit"):
+            module.limit = limit
+
+
 def greedy(
     model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, cache: DynamicCache | None = None
 ) -> list[int]:
     """num_tokens tokens, the end of sequence ignored. cache: an empty one of another kind than transformers' own."""
-    ids = torch.tensor([list(prompt)], device=model.device)
+    return _generate(model, [prompt], num_tokens, cache)[0]
+
+
+def greedy_all(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """greedy of each prompt. Those of one length are a batch, for they need no padding.
+
+    Each batch has a copy of the model: dynamic RoPE remembers the longest sequence that it has seen.
+    """
+    rows_of: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(len(prompt), []).append(row)
+    tokens: dict[int, list[int]] = {}
+    for rows in rows_of.values():
+        batch = _generate(deepcopy(model), [prompts[row] for row in rows], num_tokens, None)
+        tokens |= zip(rows, batch, strict=True)
+    return [tokens[row] for row in range(len(prompts))]
+
+
+@torch.inference_mode()
+def _generate(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int, cache: DynamicCache | None
+) -> list[list[int]]:
+    """prompts: of one length."""
+    ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
     output = model.generate(  # type: ignore[operator]  # pyright takes it for a tensor
         ids,
         attention_mask=torch.ones_like(ids),
@@ -29,7 +61,7 @@ def greedy(
         pad_token_id=0,
         past_key_values=cache,
     )
-    return output[0, ids.shape[1] :].tolist()
+    return output[:, ids.shape[1] :].tolist()
 
 
 def random_prompt(length: int, seed: int, vocab_size: int = 199) -> list[int]:

@@ -67,7 +67,7 @@ def scale(cluster: Cluster, prefill: int | None, decode: int | None) -> Future[S
 
 
 def methods(process: FakeProcess) -> list[str]:
-    return [method for method, _ in process.calls if method not in ("ping", "progress", "wait")]
+    return [method for method, _ in process.calls if method not in ("ping", "progress", "there", "wait")]
 
 
 def arguments_of(process: FakeProcess, method: str) -> list[Any]:
@@ -110,6 +110,21 @@ class TestIsland:
             outcome = scale(cluster, 1, None).result(30)
             assert (outcome.epoch, outcome.kept) == (1, 2)
             assert cluster.told == [(1, 0, 2)]
+
+    def test_the_outcome_comes_once_the_gateway_knows(self) -> None:
+        """Who has been told of the new shape finds it at the gateway. A gateway that is gone keeps nobody waiting."""
+
+        def answer(method: str) -> None:
+            if method == "leave":
+                cluster.gateway.silent.add("update_island")
+
+        with supervised(FakeProcesses(answers=answer)) as cluster:
+            outcome = scale(cluster, 2, 2)
+            until(lambda: cluster.told[-1] == (2, 0, 4))
+            with pytest.raises(TimeoutError):
+                outcome.result(0.1)
+            cluster.gateway.kill()
+            assert outcome.result(30).epoch == 2
 
     @pytest.mark.parametrize(
         ("room", "fails", "reason"),

@@ -16,7 +16,7 @@ from tandem.cluster.client import AsyncClient, Client
 from tandem.cluster.errors import CallError, ScaleRefused
 from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2
-from tests.oracle import greedy, load_oracle, random_prompt
+from tests.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, complete_all, text_of, tokens_of
 
 VOCABULARY = 512
@@ -44,9 +44,8 @@ def assert_idle(address: str, seconds: float = 10.0) -> list[inference_pb2.Worke
 
 
 def test_tokens_equal_transformers_across_processes(cluster: Cluster, small_model: Path) -> None:
-    oracle = load_oracle(small_model)
     prompts = [random_prompt(length, length, VOCABULARY) for length in (1, 15, 16, 17, 63, 64, 65, 200) * 2]
-    expected = [greedy(oracle, prompt, 10) for prompt in prompts]
+    expected = greedy_all(load_oracle(small_model), prompts, 10)
     assert complete_all(cluster.grpc_address, prompts, max_tokens=10, **GREEDY) == expected
     pids = {info.pid for info in assert_idle(cluster.grpc_address)}
     assert len(pids) == 4
@@ -117,9 +116,8 @@ def test_model_info(cluster: Cluster) -> None:
 def test_two_hundred_requests_a_third_cancelled(cluster: Cluster, small_model: Path) -> None:
     """Pages come back, whoever goes away when; those beside get their tokens; memory stays flat."""
     rng = random.Random(0)
-    oracle = load_oracle(small_model)
     checked = [random_prompt(rng.randrange(1, 180), seed, VOCABULARY) for seed in range(6)]
-    expected = [greedy(oracle, prompt, 20) for prompt in checked]
+    expected = greedy_all(load_oracle(small_model), checked, 20)
 
     async def one(client: AsyncClient, number: int) -> None:
         if number % 20 == 0 and number // 20 < len(checked):

@@ -7,18 +7,13 @@ import pytest
 
 from tests.checkpoints import CASES, save_checkpoint
 from tests.island import Island, running_island
-from tests.oracle import greedy, load_oracle, random_prompt
+from tests.oracle import greedy_all, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, complete_all, tokens_of
 
 CHUNK, PAGE = 48, 8
 # One token; around a page, around a chunk, several chunks.
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
 OUTPUT = 12
-
-
-def expected_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """A model made anew for each prompt: transformers' dynamic RoPE remembers the longest it has seen."""
-    return [greedy(load_oracle(folder), prompt, OUTPUT) for prompt in prompts]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -35,7 +30,7 @@ def island(checkpoint: Path) -> Iterator[Island]:
 
 def test_alone_and_sixteen_at_once(checkpoint: Path, island: Island) -> None:
     prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS * 2)]
-    expected = expected_tokens(checkpoint, prompts)
+    expected = greedy_all(load_oracle(checkpoint), prompts, OUTPUT)
     for prompt, tokens in list(zip(prompts, expected, strict=True))[: len(LENGTHS)]:
         assert tokens_of(complete(island.address, prompt, max_tokens=OUTPUT, **GREEDY)) == tokens
     assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
@@ -45,7 +40,7 @@ def test_alone_and_sixteen_at_once(checkpoint: Path, island: Island) -> None:
 def test_two_prefill_and_two_decode_workers(case: str, tmp_path: Path) -> None:
     folder = save_checkpoint(case, tmp_path)
     prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS * 2)]
-    expected = expected_tokens(folder, prompts)
+    expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
     two_and_two = {"island.num_prefill": 2, "island.num_decode": 2, "scheduler.max_batch_tokens": CHUNK}
     with running_island(folder, two_and_two) as island:
         assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
@@ -59,7 +54,7 @@ def test_split_at_any_position(chunk: int, tmp_path: Path) -> None:
     """Chunks of any size, page borders or not, give the tokens of one forward."""
     folder = save_checkpoint("llama", tmp_path)
     prompts = [random_prompt(length, seed) for seed, length in enumerate((1, 5, 16, 17, 40))]
-    expected = expected_tokens(folder, prompts)
+    expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
     with running_island(folder, {"scheduler.max_batch_tokens": chunk, "cache.page_size": 16}) as island:
         assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
 
@@ -71,6 +66,5 @@ def test_layers_with_a_window_have_fewer_pages(tmp_path: Path) -> None:
     settings = {"scheduler.max_batch_tokens": 16, "scheduler.max_sequences": 3}
     with running_island(folder, settings) as island:
         assert {tuple(pool.shape[0] for pool in worker.pools) for worker in island.workers} == {(48, 256)}
-        assert complete_all(island.address, prompts, max_tokens=60, **GREEDY) == [
-            greedy(load_oracle(folder), prompt, 60) for prompt in prompts
-        ]
+        expected = greedy_all(load_oracle(folder), prompts, 60)
+        assert complete_all(island.address, prompts, max_tokens=60, **GREEDY) == expected

@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.workers.worker import Worker
 from tests.checkpoints import save_checkpoint
 from tests.island import Island, running_island
-from tests.oracle import greedy, load_oracle, random_prompt
+from tests.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, complete_all, tokens_of
 
 PAGE = 8
@@ -109,8 +109,7 @@ def test_both_kinds_in_one_forward_for_several_receivers(checkpoint: Path, islan
     for worker in island.workers[1:]:
         forget(worker)
     prompts = [prompt + random_prompt(9, 20) for prompt in old] + [random_prompt(33, seed) for seed in range(30, 34)]
-    oracle = load_oracle(checkpoint)
-    expected = [greedy(oracle, prompt, 5) for prompt in prompts]
+    expected = greedy_all(load_oracle(checkpoint), prompts, 5)
     assert complete_all(island.address, prompts, max_tokens=5, **GREEDY) == expected
     assert_same_kv(island, prompts)
     assert len({id(holder(island, prompt)) for prompt in prompts}) == 3

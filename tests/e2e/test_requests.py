@@ -18,7 +18,7 @@ from tandem.workers.random_checkpoint import make_checkpoint
 from tandem.workers.tokenizer import Tokenizer
 from tests.checkpoints import save_checkpoint
 from tests.island import Island, running_island
-from tests.oracle import greedy, load_oracle, random_prompt
+from tests.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, complete_all, text_of, tokens_of
 
 PROMPT = "The cache keeps keys and values in pages."
@@ -247,11 +247,10 @@ def test_full_queue(folder: Path, bound: dict[str, int]) -> None:
 def test_a_pool_that_holds_one_request_serves_them_one_after_another(folder: Path, workers: int) -> None:
     """On both sides: 13 pages are needed of 13, and with two of each kind whoever is free takes the next."""
     prompts = [random_prompt(60, seed, 500) for seed in range(6)]
-    oracle = load_oracle(folder)
     settings = {"cache.num_pages": 13, "island.num_prefill": workers, "island.num_decode": workers}
     with running_island(folder, settings) as island:
         tokens = complete_all(island.address, prompts, max_tokens=40, **GREEDY)
-    assert tokens == [greedy(oracle, prompt, 40) for prompt in prompts]
+    assert tokens == greedy_all(load_oracle(folder), prompts, 40)
 
 
 def test_clients_that_wait_take_turns(folder: Path) -> None:

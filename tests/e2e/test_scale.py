@@ -55,9 +55,15 @@ def served(checkpoint: Path) -> Iterator[str]:
 
 
 def workers(address: str, island: str) -> list[tuple[inference_pb2.Role, int]]:
-    """(role, pid) of each PE."""
-    (found,) = [each for each in info(address).islands if each.name == island]
-    return [(worker.role, worker.pid) for worker in found.workers]
+    """(role, pid) of each PE, once they all answer in time: who does not has no pid."""
+    found: list[inference_pb2.WorkerInfo] = []
+
+    def all_answer() -> bool:
+        (found[:],) = [each.workers for each in info(address).islands if each.name == island]
+        return all(worker.alive for worker in found)
+
+    until(all_answer)
+    return [(worker.role, worker.pid) for worker in found]
 
 
 def tandem(*arguments: str) -> int:

@@ -13,7 +13,7 @@ from tandem.workers import worker
 from tests.cache.sharing_kernels import sharing_all
 from tests.checkpoints import save_checkpoint
 from tests.island import running_island
-from tests.oracle import greedy, load_oracle, random_prompt
+from tests.oracle import greedy_all, load_oracle, random_prompt
 from tests.requests import GREEDY, complete_all
 
 NUM_REQUESTS, NUM_TOKENS, PAGE_SIZE = 64, 5, 8  # the page size is the island's
@@ -32,8 +32,7 @@ def test_tokens_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(batch_prefixes, "find_shared_prefixes", find)
     monkeypatch.setattr(worker, "PagedKVCache", partial(PagedKVCache, kernels=sharing_all(TorchKernels)))
     folder = save_checkpoint("qwen3", tmp_path)
-    oracle = load_oracle(folder)
-    expected = [greedy(oracle, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    expected = greedy_all(load_oracle(folder), PROMPTS, NUM_TOKENS)
     settings = {"scheduler.max_sequences": NUM_REQUESTS, "cache.num_pages": 400}
     with running_island(folder, settings) as island:
         assert complete_all(island.address, [SYSTEM], max_tokens=2, **GREEDY)  # its pages are known from now on

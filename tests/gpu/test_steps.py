@@ -73,7 +73,7 @@ class Steps:
         )
         self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
         if graphs:
-            self.runner.capture_steps(NUM_SEQUENCES)
+            self.runner.capture_steps(2 * NUM_SEQUENCES)  # plans of more sizes than are run
         for sequence in range(NUM_SEQUENCES):
             self.cache.add_sequence(sequence)
             prompt = random_prompt(5 + 7 * sequence % 60, seed=sequence)

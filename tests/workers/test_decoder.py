@@ -1,16 +1,16 @@
 """DenseDecoder against transformers: every family and config feature, packed batches, chunks and bfloat16."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.weights import load_decoder
 from tests.checkpoints import CASES, save_checkpoint
+from tests.oracle import greedy_all, load_oracle, random_prompt
 from tests.workers.reference_attention import ReferenceAttention, Sequence
 
 FLOAT32 = 1e-4  # relative and absolute
@@ -22,18 +22,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+@pytest.fixture(scope="session")
+def oracle(folder: Path) -> PreTrainedModel:
+    return load_oracle(folder)
 
 
 def load(folder: Path, dtype: str = "auto") -> tuple[DenseDecoder, ReferenceAttention]:
     config = load_config(folder, dtype)
     return load_decoder(folder, config), ReferenceAttention(config)
-
-
-def random_prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 199, (length,), generator=generator).tolist()
 
 
 @torch.inference_mode()
@@ -45,27 +41,21 @@ def forward(
     return decoder.forward(token_ids, attention, torch.tensor(rows, dtype=torch.int64))
 
 
-def test_logits_equal_transformers(folder: Path) -> None:
+def test_logits_equal_transformers(folder: Path, oracle: PreTrainedModel) -> None:
     decoder, attention = load(folder)
-    prompt = random_prompt(50)
+    prompt = random_prompt(50, 0)
     with torch.inference_mode():
-        expected = load_oracle(folder)(torch.tensor([prompt])).logits[0]
+        expected = oracle(torch.tensor([prompt])).logits[0]
     logits = forward(decoder, attention, [(Sequence(50), prompt)], list(range(50)))
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, expected, rtol=FLOAT32, atol=FLOAT32)
 
 
-def test_greedy_tokens_equal_transformers(folder: Path) -> None:
+def test_greedy_tokens_equal_transformers(folder: Path, oracle: PreTrainedModel) -> None:
     """Two prompts packed into one batch, prefill and then decode, against each of them generated alone."""
     decoder, attention = load(folder)
-    oracle = load_oracle(folder)
     prompts = [random_prompt(35, seed=1), random_prompt(3, seed=2)]
-    expected = [
-        oracle.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=12, do_sample=False
-        )[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
+    expected = greedy_all(oracle, prompts, 12)
     sequences = [Sequence(len(prompt)) for prompt in prompts]
     steps = [prompts]
     for _ in range(12):
@@ -77,14 +67,13 @@ def test_greedy_tokens_equal_transformers(folder: Path) -> None:
     assert generated == expected
 
 
-def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(folder: Path) -> None:
+def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(folder: Path, oracle: PreTrainedModel) -> None:
     """The mean, for a router's choice between two like experts may flip with any rounding."""
     decoder, attention = load(folder, "bfloat16")
-    prompt = random_prompt(50)
+    prompt = random_prompt(50, 0)
     with torch.inference_mode():
         exact, theirs = (
-            load_oracle(folder, dtype)(torch.tensor([prompt])).logits[0].float()
-            for dtype in (torch.float32, torch.bfloat16)
+            model(torch.tensor([prompt])).logits[0].float() for model in (oracle, load_oracle(folder, torch.bfloat16))
         )
     ours = forward(decoder, attention, [(Sequence(50), prompt)], list(range(50)))
     assert float((ours - exact).abs().mean()) < ERROR_RATIO * float((theirs - exact).abs().mean())
@@ -97,7 +86,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_chunks_give_the_logits_of_the_whole(plain: Path) -> None:
     decoder, attention = load(plain)
-    prompt = random_prompt(40)
+    prompt = random_prompt(40, 0)
     whole = forward(decoder, attention, [(Sequence(40), prompt)], [39])
     chunked = Sequence(40)
     for begin, end in ((0, 13), (13, 14), (14, 33)):
@@ -109,7 +98,7 @@ def test_chunks_give_the_logits_of_the_whole(plain: Path) -> None:
 
 def test_only_asked_rows_in_asked_order(plain: Path) -> None:
     decoder, attention = load(plain)
-    prompt = random_prompt(9)
+    prompt = random_prompt(9, 0)
     every = forward(decoder, attention, [(Sequence(9), prompt)], list(range(9)))
     some = forward(decoder, attention, [(Sequence(9), prompt)], [7, 2])
     torch.testing.assert_close(some, every[[7, 2]], rtol=FLOAT32, atol=FLOAT32)

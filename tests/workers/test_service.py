@@ -1,9 +1,11 @@
 """The worker service itself, as the gateway speaks to it: idempotence, epochs, bad maps, draining."""
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ import pytest
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.transfer.factory import create_transport
+from tandem.workers import worker
 from tandem.workers.authentication import authorized
 from tandem.workers.messages import prompt_to_bytes
+from tandem.workers.prefill import PrefillLoop
+from tandem.workers.service import PrefillService
 from tests.checkpoints import save_checkpoint
 from tests.island import FakeIsland, running_island
 from tests.oracle import greedy, load_oracle, random_prompt
@@ -166,9 +171,22 @@ def test_a_reservation_that_nobody_starts_expires(checkpoint: Path) -> None:
         assert pair.status(pair.decode).counters.stale_calls == 1
 
 
-def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(checkpoint: Path) -> None:
+def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transports = FakeIsland()
-    lease = 0.6
+    passed, gone = [0.0], threading.Event()
+    remote_send = PrefillService.RemoteSend
+
+    async def noted(*arguments: Any) -> worker_pb2.RemoteSendResponse:
+        try:
+            return await remote_send(*arguments)
+        finally:
+            gone.set()
+
+    monkeypatch.setattr(PrefillService, "RemoteSend", noted)
+    monkeypatch.setattr(worker, "PrefillLoop", partial(PrefillLoop, clock=lambda: time.monotonic() + passed[0]))
+    lease = 100.0  # so that it is over when the test says so, and no sooner
     settings = {"island.lease_seconds": lease, "scheduler.max_batch_tokens": 8}
     with running_pair(checkpoint, settings, transports) as pair:
         second_chunk = transports.fabric.pause_next("write_tokens", 1, skip=2)  # one for each of two layers
@@ -178,9 +196,10 @@ def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(checkpoint: P
         call = pair.sending("r", reservation)
         assert second_chunk.entered.wait(30)
         call.cancel()
+        assert gone.wait(30)  # the lease runs from the next command on, which comes before the third chunk
         second_chunk.resume()
         assert third_chunk.entered.wait(30)
-        time.sleep(lease)
+        passed[0] = lease
         third_chunk.resume()
         while pair.status(pair.prefill).counters.expired_leases == 0:
             pass

@@ -68,6 +68,9 @@ class WithoutPages:
             q, k = norm.apply(q, k)
         return torch.cat((q, k), 1)[:, : q.shape[1]]
 
+    def step_pages(self) -> None:
+        """There are none."""
+
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
         return up.values(up.absorb(q[:, :, : up.heads.key_dim]))
 

@@ -86,8 +86,7 @@ class PagedKVCache:
             self._pages,
             self._marks,
             [group.kernels for group in self._groups],
-            page_size=layout.page_size,
-            has_windows=layout.has_windows,
+            layout.page_size,
         )
         self._growth = Growth(
             self._table, self._pages, self._receptions, self._streams, self._trees, self._marks, max_sequence_length
@@ -132,8 +131,8 @@ class PagedKVCache:
         """Sets pages aside, so that the sequence can always grow to num_tokens positions; takes the place of an
         earlier reservation.
 
-        longest_append: the most that one forward will append (None: num_tokens), by which groups with a window need
-        less; what prepare_receive adds may be longer.
+        longest_append: the most that one forward will append or a token tree hold (None: num_tokens), by which groups
+        with a window need less; what prepare_receive adds may be longer.
         """
         self._sequences.reserve(sequence, num_tokens, longest_append)
 
@@ -185,7 +184,8 @@ class PagedKVCache:
         node that it follows in the sequence's token tree, or -1 for a root. Nodes count over the whole open tree, which
         later calls may grow; parents come before their children, and at most 256 fit. Until commit_token_tree the
         sequence takes no plain forward; it is not forked, published, sent or received into. pop takes back the last
-        nodes. Sequences that slide or are being sent, and layouts with windows, take no trees.
+        nodes. Sequences that slide or are being sent take no trees. A forward with trees runs eagerly: no FixedBatch,
+        and so no CUDA graph, takes one.
         """
         appends = np.asarray(append_lengths, np.int64)
         sequences = ids_of(seq_ids)

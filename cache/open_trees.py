@@ -26,17 +26,14 @@ class OpenTrees:
         pages: SequencePages,
         marks: SendMarks,
         kernels: Sequence[PageKernels],
-        *,
         page_size: int,
-        has_windows: bool,
     ) -> None:
-        """kernels: of each layer group. has_windows: whether one of them has a window."""
+        """kernels: of each layer group."""
         self._table = table
         self._pages = pages
         self._marks = marks
         self._kernels = kernels
         self._page_size = page_size
-        self._has_windows = has_windows
         self._parents: dict[int, Int64Array] = {}
 
     def check_closed(self, sequence: int) -> None:
@@ -70,6 +67,11 @@ class OpenTrees:
             self._check_can_open(sequence)
             trees[sequence] = extend_tree(self._parents.get(sequence, NO_NODES), added, name)
         return trees
+
+    def bases(self, seq_ids: tuple[int, ...], lengths: Int64Array) -> Int64Array:
+        """int64 [B]: how many of the `lengths` positions of these sequences are before their open trees."""
+        trees = (self._parents.get(sequence, NO_NODES) for sequence in seq_ids)
+        return lengths - np.fromiter((tree.size for tree in trees), np.int64, lengths.size)
 
     def put(self, trees: dict[int, Int64Array], seq_ids: tuple[int, ...], qo_indptr: np.ndarray) -> TokenTrees | None:
         """These are open from now on; how their new nodes are laid out in the forward of seq_ids."""
@@ -137,8 +139,6 @@ class OpenTrees:
                     f"token_tree_parents is given; {type(kernels).__name__}, the kernels of layer group {index}, "
                     "take no token trees"
                 )
-        if self._has_windows:
-            raise InvalidArgument("the layout has groups with a window; token trees are taken only in layouts without")
         if self._table.streams.windows[self._table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not take token trees")
         if self._marks.any_open(self._table.row(sequence)):

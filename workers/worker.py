@@ -247,6 +247,7 @@ class Worker:
                 max_batch_tokens=config.max_batch_tokens,
                 sharing=self._sharing,
                 verify=self._verify,
+                lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
             service = PrefillService(config, self.model_config.vocab_size, self._step_thread, loop, cache)

@@ -93,6 +93,7 @@ class FlashInferKernels:
         # FlashInfer widens 8 bits to float16, which holds each of them, in less time than to bfloat16.
         self._paged_dtype = dtype if fp8 is None else torch.float16
         self._paged_options = {**self._options, "q_data_type": self._paged_dtype, "kv_data_type": pool.dtype}
+        self._before_tree_options = {**self._paged_options, "window_left": -1}  # plan_parts leaves what all nodes see
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._flashinfer = flashinfer
@@ -111,7 +112,8 @@ class FlashInferKernels:
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> FlashInferPlan:
         gather_from = GATHER_FROM if self._fp8 is None else GATHER_FP8_FROM
-        slots, parts = plan_parts(tokens, tables, self._pool.shape[4], self._pool.device, gather_from)
+        window = self._step_options.window
+        slots, parts = plan_parts(tokens, tables, self._pool.shape[4], self._pool.device, gather_from, window)
         return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
 
     def push_with_append(
@@ -299,7 +301,7 @@ class FlashInferKernels:
             if part.single:
                 self._decode.plan(*tables, *sizes, **self._paged_options)
             elif part.trees is not None:
-                self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._paged_options)
+                self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._before_tree_options)
             else:
                 self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._paged_options)
         self._planned.record()

@@ -41,7 +41,7 @@ from tests.benchmarks.shared_gpus import SharingProcesses
 from tests.oracle import greedy, load_oracle, random_prompt
 
 PROMPT_TOKENS = 1500
-NUM_TOKENS = 200
+NUM_TOKENS = 120
 VOCABULARY = 512
 CHUNK = 64  # so that a prompt is pushed in many pieces
 NUM_CASES = 4

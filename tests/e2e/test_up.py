@@ -141,7 +141,7 @@ def test_what_dies_is_started_again_and_streams_go_on(small_model: Path) -> None
     with up(small_model) as (process, address), Client(address) as client:
         (island,) = client.cluster_info().islands
         pids = [worker.pid for worker in island.workers if worker.role == inference_pb2.ROLE_DECODE]
-        pids += [one.pid for one in descendants(process) if "GatewayActor" in " ".join(one.cmdline())]
+        pids += [one.pid for one in descendants(process) if one.name().startswith("gateway.")]
         assert len(pids) == 2
         tokens = []
         for update in client.generate([5, 6, 7], max_tokens=200, timeout=200, **GREEDY):
@@ -151,6 +151,15 @@ def test_what_dies_is_started_again_and_streams_go_on(small_model: Path) -> None
         assert tokens == greedy(load_oracle(small_model), [5, 6, 7], 200)
         after = client.cluster_info()
         assert (after.islands[0].epoch, after.islands[0].restarts, after.gateway_restarts) == (2, 1, 1)
+        place = psutil.Process(after.islands[0].workers[0].pid).parents()[1]
+        assert "Place" in " ".join(place.cmdline())
+        place.kill()  # what would start another in its place: the island is placed anew
+        deadline = time.monotonic() + 120
+        while (island := client.cluster_info().islands[0]).epoch != 3 or not island.workers:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        updates = client.generate([5, 6, 7], max_tokens=20, timeout=100, **GREEDY)
+        assert [token for update in updates for token in update.token_ids] == tokens[:20]
         started = descendants(process)
     assert_nothing_left(started, shm)
 

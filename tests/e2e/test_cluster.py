@@ -15,10 +15,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.cluster.client import AsyncClient, Client
 from tandem.cluster.config import load_config
-from tandem.cluster.errors import CallError, ScaleRefused
+from tandem.cluster.errors import CallError, ScaleRefused, StartFailed
 from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2
-from tandem.workers.models.errors import CheckpointMissing
 from tests.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, complete_all, text_of, tokens_of
 
@@ -97,7 +96,7 @@ def test_a_model_folder_without_weights(cluster: Cluster, small_model: Path, tmp
     """What a worker finds wrong is what its launcher says. The second cluster is on the Ray of the first."""
     (tmp_path / "config.json").write_bytes((small_model / "config.json").read_bytes())
     overrides = {"name": f"no-weights-{os.getpid()}", "model.path": str(tmp_path), "gateway.port": 0}
-    with pytest.raises(CheckpointMissing, match=r"model\.safetensors"):
+    with pytest.raises(StartFailed, match=r"has no weights; it must have model\.safetensors"):
         Cluster(load_config(None, overrides)).start()
     assert len(assert_idle(cluster.grpc_address)) == 4
 

@@ -86,15 +86,22 @@ class GroupForward:
 
     def push(self, plan: GroupPlan, layer: int, k: Tensor | None, v: Tensor | None) -> None:
         """What the kernels' append has left to the writer; see PageWriter for k and v."""
+        if layer == 0:
+            self.push_cached(plan.sends)
         for send in plan.sends:
             assert self._writer is not None
-            if layer == 0 and send.source_slots.size:
-                self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots)
             if send.token_indices.shape[0]:
                 assert k is not None  # append gives it where something is left
                 self._writer.write_tokens(
                     send.target_pe, self._group, layer, k, v, send.token_indices, send.token_slots
                 )
+
+    def push_cached(self, sends: Sequence[Send]) -> None:
+        """Their cached positions, of all layers."""
+        for send in sends:
+            assert self._writer is not None
+            if send.source_slots.size:
+                self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots)
 
     def gather(self, layers: Sequence[int], row: int, indices: Int64Array) -> list[tuple[Tensor, Tensor]]:
         """What kernels.read_slots gives of each of `layers` at `indices` (int64 [n]) of a row."""

@@ -58,9 +58,10 @@ class Growth:
             new_lengths = lengths + appends
             longest = int(new_lengths.argmax())
             self.check_length(seq_ids[longest], int(new_lengths[longest]))
-            queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
             if trees:  # a root, now or after a commit, looks back from the base
                 queries = self._trees.bases(seq_ids, lengths)
+            else:
+                queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
             self._pages.grow(rows, lengths, new_lengths, queries=queries, gone=gone)
         self._receptions.clear_ends(rows, lengths)
         tokens = lay_out_tokens(lengths, appends)

@@ -30,6 +30,7 @@ from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable, ids_of
 from tandem.cache.sequences import Sequences
 from tandem.cache.streams import Streams
+from tandem.cache.transmissions import Transmissions
 from tandem.cache.window import Int64Array
 
 
@@ -71,8 +72,6 @@ class PagedKVCache:
         if max_sequence_length < 1:
             raise InvalidArgument(f"max_sequence_length is {max_sequence_length}; it must be at least 1")
         self.layout = layout
-        self._page_size = layout.page_size
-        self._writer = writer
         self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
         self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
         self._marks = SendMarks(len(pools), max_sequences)
@@ -91,6 +90,9 @@ class PagedKVCache:
         )
         self._growth = Growth(
             self._table, self._pages, self._receptions, self._streams, self._trees, self._marks, max_sequence_length
+        )
+        self._transmissions = Transmissions(
+            self._table, self._marks, self._streams, self._trees, self._groups, writer, layout
         )
         self._sequences = Sequences(
             *(self._table, self._pages, self._pools, self._receptions, self._streams, self._marks, self._trees),
@@ -188,7 +190,7 @@ class PagedKVCache:
         appends = np.asarray(append_lengths, np.int64)
         sequences = ids_of(seq_ids)
         rows, tokens = self._growth.grow(sequences, appends, token_tree_parents)
-        sends, sent = plan_sends(self._marks, self._table, rows, tokens, self._page_size)
+        sends, sent = plan_sends(self._marks, self._table, rows, tokens, self.layout.page_size)
         rotations, streams = self._streams.plan(rows, tokens, rope_lengths)
         groups = tuple(
             group.plan(rows, tokens, rotation, to_send, sliding)
@@ -299,15 +301,12 @@ class PagedKVCache:
         Cached ones go page to page in the next forward, which must have one more to compute than they are.
         InvalidArgument when the map asks for some that have left a window here.
         """
-        row = self._table.row(sequence)
-        self._trees.check_closed(sequence)
-        if self._writer is None:
-            raise InvalidArgument(f"sequence {sequence} cannot be sent: the cache was made without a writer")
-        if begin != position_map.start_position:
-            raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
-        held = [int(group.begins[row]) * self._page_size for group in self._table.groups]
-        self._streams.check_map(row, position_map)
-        self._marks.add(sequence, row, position_map, target_pe, self._table.num_positions(row), held)
+        self._transmissions.mark(sequence, begin, position_map, target_pe)
+
+    def send_cached(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
+        """As mark_send, of a sequence that has all positions of the map: they go page to page now, behind the forwards
+        that were launched so far, and count as issued."""
+        self._transmissions.send_cached(sequence, begin, position_map, target_pe)
 
     def num_sent(self, sequence: int) -> int:
         """Positions of its map that forwards have issued; less again after pop."""
@@ -315,8 +314,7 @@ class PagedKVCache:
 
     def bytes_sent(self, sequence: int) -> int:
         """Bytes of those, without what the map skips."""
-        counts = self._marks.num_slots_sent(self._table.row(sequence))
-        return sum(n * self.layout.page_bytes(group) // self._page_size for group, n in enumerate(counts))
+        return self._transmissions.bytes_sent(sequence)
 
     def sends_done(self, sequence: int) -> bool:
         """Whether all of its map has been issued; True without one."""

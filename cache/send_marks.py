@@ -36,14 +36,12 @@ class SendMarks:
         self.count = 0  # rows with a mark
         self._last_serial = 0
 
-    def add(
-        self, sequence: int, row: int, position_map: PositionMap, target_pe: int, length: int, held_from: Sequence[int]
-    ) -> None:
-        """Marks the row of a sequence of `length` positions, of which each group holds those from held_from on.
+    def add(self, sequence: int, row: int, position_map: PositionMap, target_pe: int, held_from: Sequence[int]) -> None:
+        """Marks the row of a sequence of which each group holds the positions from held_from on.
 
         Replaces a mark that is used up; InvalidArgument when it has one that is not, and for a map that does not fit.
         """
-        _check_map(position_map, sequence, length, held_from)
+        _check_map(position_map, held_from)
         if self.planned[row] < self.ends[row]:
             raise InvalidArgument(
                 f"sequence {sequence} is marked already, up to position {self.ends[row]}; it may be once"
@@ -90,15 +88,10 @@ class SendMarks:
         self.issued[rows] = np.minimum(np.maximum(self.issued[rows], ends), self.planned[rows])
 
 
-def _check_map(position_map: PositionMap, sequence: int, length: int, held_from: Sequence[int]) -> None:
+def _check_map(position_map: PositionMap, held_from: Sequence[int]) -> None:
     if len(position_map.runs) != len(held_from):
         raise InvalidArgument(
             f"the position map has {len(position_map.runs)} layer groups; the layout has {len(held_from)}"
-        )
-    if position_map.end_position <= length:
-        raise InvalidArgument(
-            f"the position map ends at {position_map.end_position}; it must reach further than the {length} "
-            f"positions of sequence {sequence} that are cached"
         )
     for group, (runs, held) in enumerate(zip(position_map.runs, held_from, strict=True)):
         first = position_map.start_position + runs.num_skipped

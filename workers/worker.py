@@ -120,6 +120,7 @@ class Worker:
             utilization,
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
+            max_positions=config.max_batch_tokens // 2 * config.max_model_len,  # sequences of two new tokens and more
         )
         room = budget.room(self._layout.token_bytes * config.page_size)
         return num_pages_in(self._layout, room, page_uses(config))
@@ -247,6 +248,7 @@ class Worker:
                 max_batch_tokens=config.max_batch_tokens,
                 sharing=self._sharing,
                 verify=self._verify,
+                lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
             service = PrefillService(config, self.model_config.vocab_size, self._step_thread, loop, cache)

@@ -1,5 +1,6 @@
 """Models for a pair of workers on two GPUs, and what is asked of each pair."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,16 +50,31 @@ def check_push(pair: Pair, token_bytes: int) -> None:
         assert answer.cached_tokens == cached
         assert answer.bytes_pushed == len(PROMPT) * token_bytes
         assert answer.push_seconds > 0
-        arrived = pair.decode.do("at_slots", slots)
-        computed = pair.prefill.do("at_slots", pair.prefill.do("slots_of_prefix", PROMPT))
-        assert len(arrived) == len(computed) > 0
-        for there, here in zip(arrived, computed, strict=True):
-            whole = len(PROMPT) // PAGE * PAGE
-            assert here.shape[0] == whole
-            assert here.any()
-            assert np.array_equal(there[:whole], here)
-            assert there[whole:].any()
+        _check_arrived(pair, PROMPT, slots)
         pair.abort(request_id)
+
+
+def check_announced(pair: Pair, token_bytes: int) -> None:
+    """Prompts of which the sender has computed all, or a first chunk, before it knows where they go."""
+    for length in (PAGE + 4, 6 * PAGE + 5):
+        prompt = random_prompt(length, length)
+        answer, slots = pair.push(f"announced {length}", prompt, announced=True)
+        assert answer.bytes_pushed == length * token_bytes
+        _check_arrived(pair, prompt, slots)
+        pair.abort(f"announced {length}")
+
+
+def _check_arrived(pair: Pair, prompt: Sequence[int], slots: np.ndarray) -> None:
+    """slots: where the decode worker has it."""
+    arrived = pair.decode.do("at_slots", slots)
+    computed = pair.prefill.do("at_slots", pair.prefill.do("slots_of_prefix", prompt))
+    assert len(arrived) == len(computed) > 0
+    for there, here in zip(arrived, computed, strict=True):
+        whole = len(prompt) // PAGE * PAGE
+        assert here.shape[0] == whole
+        assert here.any()
+        assert np.array_equal(there[:whole], here)
+        assert there[whole:].any()
 
 
 def tokens_after(pair: Pair, request_id: str) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.gpu.pair_cases import CASES, check_push, tokens_after
+from tests.gpu.pair_cases import CASES, check_announced, check_push, tokens_after
 from tests.gpu.pe_process import PeProcess, pe_processes
 from tests.gpu.worker_pair import NUM_PAGES, Pair, running_pair
 from tests.gpu.worker_process import WorkerPe
@@ -52,6 +52,10 @@ def island(
 
 def test_what_is_pushed_arrives_bit_for_bit(island: tuple[Pair, int]) -> None:
     check_push(*island)
+
+
+def test_what_was_computed_ahead_of_its_reservation_arrives(island: tuple[Pair, int]) -> None:
+    check_announced(*island)
 
 
 def test_the_decode_worker_goes_on_from_it(island: tuple[Pair, int]) -> None:

@@ -56,8 +56,17 @@ class Pair:
         stream = self.decode_stub.StartGenerate(request, timeout=300)
         return [token for message in stream for token in message.token_ids]
 
-    def push(self, request_id: str, prompt: Sequence[int]) -> tuple[worker_pb2.RemoteSendResponse, np.ndarray]:
-        """A prompt through both workers; the answer, and the slots where its KV went."""
+    def push(
+        self, request_id: str, prompt: Sequence[int], *, announced: bool = False
+    ) -> tuple[worker_pb2.RemoteSendResponse, np.ndarray]:
+        """A prompt through both workers; the answer, and the slots where its KV went. announced: its beginning is
+        computed before that is known."""
+        if announced:
+            announcement = worker_pb2.AnnounceRequest(
+                request_id=request_id, epoch=EPOCH, prompt=prompt_to_bytes(prompt)
+            )
+            self.prefill_stub.Announce(announcement, timeout=60)
+            assert self.status()[0].waiting == 1
         reservation = self.prepare(request_id, prompt)
         answer = self.send(request_id, prompt, reservation)
         return answer, decode_runs(reservation.position_map.runs[0], max_tokens=len(prompt)).slots()

@@ -75,6 +75,9 @@ class WithoutPages:
             q, k = norm.apply(q, k)
         return torch.cat((q, k), 1)[:, : q.shape[1]]
 
+    def step_pages(self) -> None:
+        """There are none."""
+
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
         _, num_heads, width = q.shape
         entries = q.new_zeros((self._expanded, up.weight.shape[2] + width - up.heads.key_dim))

@@ -227,24 +227,11 @@ def _decode(
         )
         if FP8:
             sums *= tl.load(factors + KV_HEADS + head)
-        q_heads = token * (KV_HEADS * GROUP) + head * GROUP
-        if used == 1:
-            if SINKS:
-                heads = tl.arange(0, ROWS)
-                sink = tl.load(sinks + head * GROUP + heads, mask=heads < GROUP, other=0.0).to(tl.float32)
-                total += tl.exp2(sink * LOG2E - most)
-            result = sums / total[:, None]
-            tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=row < GROUP)
-        else:
-            places_of = partial + ((q_heads + row) * SPLITS + split) * (HEAD_DIM + ENDS)
-            tl.store(places_of + column, sums, mask=row < GROUP)
-            tl.store(places_of + HEAD_DIM, most[:, None], mask=row < GROUP)
-            tl.store(places_of + HEAD_DIM + 1, total[:, None], mask=row < GROUP)
-            tl.debug_barrier()  # all threads have stored before the count says so
-            counter = counters + token * KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
-                tl.store(counter, 0)
-                _merge(partial, sinks, output, q_heads, head, used, GROUP, FEW_ROWS, HEAD_DIM, SPLITS, SINKS)
+        counter = counters + token * KV_HEADS + head
+        _leave(
+            *(most, total, sums, partial, counter, sinks, output, token * (KV_HEADS * GROUP) + head * GROUP, head),
+            *(split, used, GROUP, ROWS, FEW_ROWS, HEAD_DIM, SPLITS, SINKS),
+        )
 
 
 @triton.jit
@@ -330,6 +317,36 @@ def _score(products, scale, softcap, CAPPED: tl.constexpr):
     if CAPPED:
         return (2.0 * tl.sigmoid(2.0 * products * scale / softcap) - 1.0) * softcap * LOG2E
     return products * (scale * LOG2E)
+
+
+@triton.jit
+def _leave(
+    most, total, sums, partial, counter, sinks, output, q_heads, head, split, used,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the output of one KV head's q heads, or what `split` has found of it: the last of `used` merges."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
+    if used == 1:
+        if SINKS:
+            heads = tl.arange(0, ROWS)
+            sink = tl.load(sinks + head * GROUP + heads, mask=heads < GROUP, other=0.0).to(tl.float32)
+            total += tl.exp2(sink * LOG2E - most)
+        result = sums / total[:, None]
+        tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=row < GROUP)
+    else:
+        places = partial + ((q_heads + row) * SPLITS + split) * (HEAD_DIM + ENDS)
+        tl.store(places + column, sums, mask=row < GROUP)
+        tl.store(places + HEAD_DIM, most[:, None], mask=row < GROUP)
+        tl.store(places + HEAD_DIM + 1, total[:, None], mask=row < GROUP)
+        tl.debug_barrier()  # all threads have stored before the count says so
+        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+            tl.store(counter, 0)
+            _merge(partial, sinks, output, q_heads, head, used, GROUP, FEW_ROWS, HEAD_DIM, SPLITS, SINKS)
 
 
 @triton.jit

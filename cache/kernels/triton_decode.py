@@ -46,7 +46,7 @@ ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding include
 
 @dataclass(frozen=True, eq=False)
 class DecodePlan:
-    """tables: where they stand. splits: the most programs for one sequence and KV head. few: FEW_UP_TO in all.
+    """tables: where they stand. splits: the most programs for one sequence and KV head. few: at most FEW_UP_TO in all.
     partial: float32 [B, Hq, splits, D + 4], what each found, then its largest score, its sum and padding to 16 bytes;
     counters: int32 [B, Hkv], 0 between steps.
     """

@@ -203,12 +203,14 @@ def test_step(case: Case) -> None:
 
 
 def test_a_step_is_shared_out_over_about_as_many_programs() -> None:
-    def splits(rows: int, kv_heads: int) -> int:
+    def plan(rows: int, kv_heads: int) -> DecodePlan:
         tables = DeviceTables(*(torch.zeros(rows, dtype=torch.int32) for _ in range(4)))
-        return DecodePlan.make(tables, 4 * kv_heads, kv_heads, 16).splits
+        return DecodePlan.make(tables, 4 * kv_heads, kv_heads, 16)
 
-    assert splits(1, 1) == triton_decode.MAX_SPLITS
-    for rows, kv_heads in ((16, 8), (24, 8), (64, 8), (100, 3)):
-        programs = splits(rows, kv_heads) * rows * kv_heads
+    assert plan(1, 1).splits == triton_decode.MAX_SPLITS
+    assert plan(1, 8).few
+    for rows, kv_heads in ((2, 8), (4, 8), (16, 8), (24, 8), (64, 8), (100, 3)):
+        programs = plan(rows, kv_heads).splits * rows * kv_heads
         assert triton_decode.PROGRAMS / 2 < programs <= triton_decode.PROGRAMS
-    assert splits(10_000, 8) == 1
+        assert not plan(rows, kv_heads).few
+    assert plan(10_000, 8).splits == 1

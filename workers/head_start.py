@@ -14,8 +14,8 @@ from tandem.workers.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
-# Tokens, which all travel once they are computed, and are computed in vain when there is no room. To cut a longer prompt
-# in two costs more than a reservation: on an H200 an 8B model takes 208 ms for 8K at once, 213 for 1K and then 7K.
+# Tokens, which all travel once they are computed, and are computed in vain when there is no room. Cutting a longer
+# prompt costs more than a reservation: on an H200 an 8B model takes 208 ms for 8K at once, 213 for 1K and then 7K.
 LONGEST_HEAD = 2048
 
 

@@ -68,6 +68,7 @@ def traced_cluster(shape: str | None, folder: Path, processes: TracedProcesses, 
         config = load_config(None, common | ON_CPU | {"model.path": str(folder / "model")})
     else:
         of_model = {"model.path": str(write_shape(shape, folder)), "model.load_format": "dummy"}
+        of_model |= {"scheduler.max_sequences": 16}  # few graphs to capture
         config = load_config(DEPLOY / "gpu-1p1d.yaml", common | of_model | {"model.max_model_len": longest})
     cluster = Cluster(config, processes)
     cluster.start()

@@ -14,9 +14,9 @@ from tandem.workers.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
-# Tokens, which all travel once they are computed, and are computed in vain when there is no room. Cutting a longer
-# prompt costs more than a reservation: on an H200 an 8B model takes 208 ms for 8K at once, 213 for 1K and then 7K.
-LONGEST_HEAD = 2048
+# Tokens. All their KV travels once they are computed, which for 8K takes about as long as the reservation did that was
+# not waited for, and is computed in vain when there is no room. A longer prompt would have to be cut: that costs more.
+LONGEST_HEAD = 8192
 
 
 @dataclass(eq=False)

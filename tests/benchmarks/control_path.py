@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--lengths", type=int, nargs="+", default=[128])
-    parser.add_argument("--heads", type=int, nargs="+", default=[0, 1024])
+    parser.add_argument("--heads", type=int, nargs="+", default=[0, 8192])
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
     result: dict[str, dict[str, object]] = {}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.head_norm import HeadNorm
-from tandem.cache.kernels.base import DeviceTables, PeerPool
+from tandem.cache.kernels.base import DeviceTables, PeerPool, StepPages
 from tandem.cache.kernels.flashinfer_parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
 from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.fp8_entries import Fp8Entries
@@ -45,8 +45,8 @@ class FlashInferPlan:
 
 @dataclass(frozen=True, eq=False)
 class FixedPlan:
-    """A decode step in a CUDA graph by FlashInfer, over 8 bits or where sequences share pages: a wrapper of its own
-    that reads the arrays where they stand.
+    """A decode step in a CUDA graph by FlashInfer, where sequences share pages: a wrapper of its own that reads the
+    arrays where they stand.
 
     sharing: what sequences attend to together; the arrays are then of what each has of its own.
     """
@@ -125,9 +125,7 @@ class FlashInferKernels:
         keep_k = any(send.token_indices.shape[0] for send in left)
         return replace(plan, targets=replace(plan.targets, peer_rows=rows), keep_k=keep_k), tuple(left)
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan | FixedPlan:
-        if self._fp8 is not None:
-            return self._fixed_wrapper(tables, num_q_heads)
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan:
         _, _, _, num_kv_heads, _, head_dim = self._pool.shape
         return DecodePlan.make(tables, num_q_heads, num_kv_heads, head_dim)
 
@@ -171,13 +169,18 @@ class FlashInferKernels:
         norm: HeadNorm | None,
     ) -> Tensor:
         if isinstance(plan, DecodePlan):
-            return decode(self._pool, layer, q, k, v, rotation, plan, self._step_options, sinks, norm)
+            return decode(self._pool, layer, q, k, v, rotation, plan, self._step_options, sinks, norm, self._fp8)
         if norm is not None:
             q, k = norm.apply(q, k)
         q, _ = self.append(layer, q, k, v, rotation, plan)
         if plan.sharing is not None:
             return self._attend_shared(plan.wrapper, plan.sharing.wrapper, plan.sharing.part, layer, q, sinks)
         return self._attend_pages(plan.wrapper, layer, q, sinks)
+
+    def step_pages(self, plan: DecodePlan | FixedPlan, rotation: Rotation | None) -> StepPages | None:
+        options = self._step_options
+        plain = options.window is None and options.softcap is None and isinstance(plan, DecodePlan)
+        return StepPages(self._pool, plan.tables, rotation, options.scale) if plain and rotation is not None else None
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan | FixedPlan

@@ -18,7 +18,7 @@ from tandem.cache.kernels.triton_append import AppendTargets
 from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.triton_latent_append import append_latents
 from tandem.cache.kernels.upload import upload
-from tandem.cache.latent import LatentHeads, UpProjections, absorbed_is_cheaper
+from tandem.cache.latent import LatentHeads, UpProjections, absorbed_is_cheaper, heads_at_once
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.ragged import indptr_of, ragged_range
@@ -26,7 +26,6 @@ from tandem.cache.rope import Rotation
 
 RANK, ROTATED, KEY_DIM, VALUE_DIM = 512, 64, 128, 128  # what FlashInfer's kernels are compiled for
 PLAN_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
-EXPANDED_ROWS = 1 << 20  # heads times positions of K and V that are in memory at once: 0.6 GiB, as much again for maps
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,14 +221,14 @@ class FlashInferLatentKernels:
 
     def _attend_expanded(self, entries: Tensor, q: Tensor, up: UpProjections) -> Tensor:
         """entries: [n, rank + rotated], of all positions. Some heads at a time, where K and V of all would be large."""
-        latents, rotated = entries.split_with_sizes((RANK, ROTATED), 1)
-        outputs = []
-        for begin in range(0, q.shape[1], self._heads_at_once):
-            end = begin + self._heads_at_once
-            made, values = up.of_heads(begin, end).expand(latents)
-            keys = torch.cat((made, rotated.unsqueeze(1).expand(-1, self._heads_at_once, -1)), 2)
-            outputs.append(self._expanded.run(q[:, begin:end], keys, values))
+        begins = range(0, q.shape[1], self._heads_at_once)
+        outputs = [self._attend_heads(entries, q, up, begin, begin + self._heads_at_once) for begin in begins]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def _attend_heads(self, entries: Tensor, q: Tensor, up: UpProjections, begin: int, end: int) -> Tensor:
+        """Heads begin … end - 1, whose K and V are gone when this returns."""
+        keys, values = up.of_heads(begin, end).keys_and_values(entries)
+        return self._expanded.run(q[:, begin:end], keys, values)
 
     def _plan_wrappers(self, plan: LatentPlan, num_heads: int) -> None:
         # FlashInfer copies its plan from pinned memory that the next plan overwrites.
@@ -254,12 +253,6 @@ class FlashInferLatentKernels:
 
     def _types(self) -> tuple[float, torch.dtype, torch.dtype]:
         return self._scale, self._pool.dtype, self._pool.dtype
-
-
-def heads_at_once(num_heads: int, num_positions: int) -> int:
-    """The largest divisor of num_heads that keeps to EXPANDED_ROWS, at least 1."""
-    fits = (count for count in range(num_heads, 1, -1) if num_heads % count == 0)
-    return next((count for count in fits if count * num_positions <= EXPANDED_ROWS), 1)
 
 
 @dataclass(frozen=True, eq=False)

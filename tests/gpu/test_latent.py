@@ -140,7 +140,7 @@ def test_attention(shape: Shape) -> None:
 
 
 def test_heads_expanded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cache.kernels.flashinfer_latent.EXPANDED_ROWS", 4 * 1000)
+    monkeypatch.setattr("tandem.cache.latent.EXPANDED_ROWS", 4 * 1000)
     check(BF16, [{0: 900}, {0: 500, 1: 300, 2: 1}])
 
 

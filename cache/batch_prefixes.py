@@ -1,14 +1,13 @@
 """The shared prefixes of a batch, found once and kept while the same sequences are stepped."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.group_table import GroupTable
 from tandem.cache.plan import TokenLayout
+from tandem.cache.position_map import Int32Array
 from tandem.cache.shared_prefixes import SharedPrefixes, SharingRule, find_shared_prefixes
-from tandem.cache.stream_attention import StreamPart
+from tandem.cache.stream_attention import StreamParts
 from tandem.cache.window import Int64Array
 
 
@@ -20,8 +19,8 @@ class BatchPrefixes:
     """
 
     def __init__(self, table: GroupTable, rule: SharingRule | None, page_size: int) -> None:
+        self.rule = rule
         self._table = table
-        self._rule = rule
         self._page_size = page_size
         self._rows = np.empty(0, np.int64)
         self._able: NDArray[np.bool_] | None = None
@@ -29,32 +28,34 @@ class BatchPrefixes:
         self._found: SharedPrefixes | None = None
 
     def find(
-        self, rows: Int64Array, lengths: Int64Array, able: NDArray[np.bool_] | None = None
+        self, rows: Int64Array, seq_lens: Int32Array, able: NDArray[np.bool_] | None = None
     ) -> SharedPrefixes | None:
         """What rows (int64 [B]) with one new token each share; the same array stands for the same sequences.
 
-        lengths: int64 [B], positions before it. able: bool [B], the rows that may share; None: all.
+        seq_lens: int32 [B], positions with it. able: bool [B], the rows that may share; None: all.
         """
-        if self._rule is None or rows.size < 2:
+        if self.rule is None or rows.size < 2:
             return None
         if rows is not self._rows or self._table.num_changes != self._num_changes or not _same(able, self._able):
-            limits = lengths // self._page_size  # a page that is still written to is nobody else's
+            # A page that is still written to is nobody else's.
+            limits = (seq_lens.astype(np.int64) - 1) // self._page_size
             if able is not None:
                 limits = limits * able
-            self._found = find_shared_prefixes(self._table.pages, rows, limits, self._rule)
+            self._found = find_shared_prefixes(self._table.pages, rows, limits, self.rule)
             self._rows, self._able, self._num_changes = rows, able, self._table.num_changes
         return self._found
 
 
-def able_to_share(tokens: TokenLayout, streams: Sequence[StreamPart]) -> NDArray[np.bool_] | None:
+def able_to_share(tokens: TokenLayout, streams: StreamParts | None) -> NDArray[np.bool_] | None:
     """bool [B]: the sequences that may share in a forward; None: all.
 
     Only those with one new token that is no tree's. Those of streams do not, for their K is not rotated.
     """
-    if not streams and tokens.trees is None and tokens.positions.size == tokens.seq_lens.size:
+    if streams is None and tokens.trees is None and tokens.each_one:
         return None
     able = tokens.single
-    able[tokens.owners[[part.begin for part in streams]]] = False
+    if streams is not None:
+        able[streams.sequences] = False
     return able
 
 

@@ -20,6 +20,7 @@ from tandem.cache.kernels.base import (
 from tandem.cache.kernels.staging import ArraySize, FixedArrays, Staging
 from tandem.cache.latent import UpProjections
 from tandem.cache.plan import Int64Array, PageTables, TokenLayout, lay_out_tokens
+from tandem.cache.ragged import IntArray
 from tandem.cache.rope import Rotation
 from tandem.cache.rotations import Rotations
 from tandem.cache.shared_prefixes import SharedPrefixes
@@ -131,7 +132,7 @@ class FixedBatch:
         padded = [pad_tables(one, missing) for one in tables]
         for kernels, plan, one in zip(self._kernels, self._plans, padded, strict=True):
             kernels.refill(plan, one)
-        arrays: list[np.ndarray] = [np.pad(array, (0, missing)) for array in (tokens.positions, *inputs)]
+        arrays: list[np.ndarray] = [pad(array, missing, 0) for array in (tokens.positions, *inputs)]
         for one in padded:
             arrays += [one.slot_mapping, one.kv_indptr, one.kv_last_page_len, one.kv_indices]
         self._arrays.fill(arrays)
@@ -179,13 +180,18 @@ def pad_tables(tables: PageTables, count: int) -> PageTables:
         return tables
     ends = tables.kv_indptr[-1] + np.arange(1, count + 1, dtype=np.int32)
     return PageTables(
-        slot_mapping=np.pad(tables.slot_mapping, (0, count), constant_values=SKIP_SLOT),
+        slot_mapping=pad(tables.slot_mapping, count, SKIP_SLOT),
         kv_indptr=np.concatenate((tables.kv_indptr, ends)),
-        kv_indices=np.pad(tables.kv_indices, (0, count)),
-        kv_last_page_len=np.pad(tables.kv_last_page_len, (0, count), constant_values=1),
-        kv_lens=np.pad(tables.kv_lens, (0, count), constant_values=1),
+        kv_indices=pad(tables.kv_indices, count, 0),
+        kv_last_page_len=pad(tables.kv_last_page_len, count, 1),
+        kv_lens=pad(tables.kv_lens, count, 1),
         shared=tables.shared,
     )
+
+
+def pad(array: IntArray, count: int, value: int) -> IntArray:
+    """`count` times `value` more; several times as fast as numpy's pad."""
+    return np.concatenate((array, np.full(count, value, array.dtype))) if count else array
 
 
 def _sizes(size: int, num_groups: int, num_inputs: int, max_pages: int) -> list[ArraySize]:

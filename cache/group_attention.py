@@ -18,7 +18,7 @@ from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, look_up_
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes
-from tandem.cache.stream_attention import StreamPart, attend_streams, no_output
+from tandem.cache.stream_attention import StreamParts, no_output
 from tandem.cache.window import Int64Array
 
 
@@ -42,25 +42,28 @@ class GroupForward:
         self._page_size = page_size
         rule = kernels.sharing if isinstance(kernels, SharingKernels) else None
         self._prefixes = BatchPrefixes(table, rule, page_size)
+        self._pushing = kernels if isinstance(kernels, PushingKernels) else None  # asking for a protocol is slow
 
-    def look_up(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
+    def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
         """rows: int64 [B], those of the sequences that have grown by `tokens`."""
         begins = None if self._window is None else self._table.begins[rows]
-        return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins)
+        return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins, shared)
 
     def look_up_apart(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
         """look_up() of sequences with one new token each, without the pages that segments of its `shared` cover."""
-        tables, shared = self.look_up(rows, tokens), self.shared(rows, tokens.seq_lens.astype(np.int64) - 1)
-        if shared is None:
-            return tables
-        tables = replace(tables, shared=shared)
-        return replace(own_tables(tables, np.arange(rows.size), self._page_size), shared=shared)
+        shared = self.shared(rows, tokens.seq_lens)
+        tables = self.look_up(rows, tokens, shared)
+        return (
+            tables
+            if shared is None
+            else replace(own_tables(tables, np.arange(rows.size), self._page_size), shared=shared)
+        )
 
     def shared(
-        self, rows: Int64Array, lengths: Int64Array, able: NDArray[np.bool_] | None = None
+        self, rows: Int64Array, seq_lens: Int32Array, able: NDArray[np.bool_] | None = None
     ) -> SharedPrefixes | None:
         """See BatchPrefixes.find."""
-        return self._prefixes.find(rows, lengths, able)
+        return self._prefixes.find(rows, seq_lens, able)
 
     def plan(
         self,
@@ -68,29 +71,37 @@ class GroupForward:
         tokens: TokenLayout,
         rotation: Rotation | None,
         sends: tuple[Send, ...],
-        streams: tuple[StreamPart, ...],
+        streams: StreamParts | None,
     ) -> GroupPlan:
-        kernels, tables = self.kernels, self.look_up(rows, tokens)
-        shared = self.shared(rows, tokens.seq_lens.astype(np.int64) - 1, able_to_share(tokens, streams))
-        if shared is not None:
-            tables = replace(tables, shared=shared)
-        plan = kernels.plan(tokens, tables)
-        if sends and isinstance(kernels, PushingKernels):
+        shared = None
+        if self._prefixes.rule is not None:
+            shared = self.shared(rows, tokens.seq_lens, able_to_share(tokens, streams))
+        tables = self.look_up(rows, tokens, shared)
+        plan = self.kernels.plan(tokens, tables)
+        if sends and self._pushing is not None:
             assert self._writer is not None  # mark_send saw to it
-            plan, sends = kernels.push_with_append(plan, sends, partial(self._writer.peer_pool, group=self._group))
+            peer_pool = partial(self._writer.peer_pool, group=self._group)
+            plan, sends = self._pushing.push_with_append(plan, sends, peer_pool)
         return GroupPlan(tables, rotation, sends, streams, plan)
 
     def push(self, plan: GroupPlan, layer: int, k: Tensor | None, v: Tensor | None) -> None:
         """What the kernels' append has left to the writer; see PageWriter for k and v."""
+        if layer == 0:
+            self.push_cached(plan.sends)
         for send in plan.sends:
             assert self._writer is not None
-            if layer == 0 and send.source_slots.size:
-                self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots)
             if send.token_indices.shape[0]:
                 assert k is not None  # append gives it where something is left
                 self._writer.write_tokens(
                     send.target_pe, self._group, layer, k, v, send.token_indices, send.token_slots
                 )
+
+    def push_cached(self, sends: Sequence[Send]) -> None:
+        """Their cached positions, of all layers."""
+        for send in sends:
+            assert self._writer is not None
+            if send.source_slots.size:
+                self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots)
 
     def gather(self, layers: Sequence[int], row: int, indices: Int64Array) -> list[tuple[Tensor, Tensor]]:
         """What kernels.read_slots gives of each of `layers` at `indices` (int64 [n]) of a row."""
@@ -126,10 +137,11 @@ class GroupAttention(GroupForward):
             self.push(plan, layer, *self._fp8.quantise(layer, k, v))
         else:
             self.push(plan, layer, None, None)
-        if not plan.streams:
+        streams = plan.streams
+        if streams is None:
             return self.kernels.attend(layer, q, k, v, plan.kernel_plan, sinks)
-        if sum(part.end - part.begin for part in plan.streams) == q.shape[0]:
+        if int((streams.ends - streams.begins).sum()) == q.shape[0]:
             output = no_output(q)
         else:  # what the kernels make of tokens of streams is replaced
             output = self.kernels.attend(layer, q, k, v, plan.kernel_plan, sinks)
-        return attend_streams(output, plan.streams, q, partial(self.kernels.read_slots, layer), self._scoring, sinks)
+        return streams.attend(output, q, partial(self.kernels.read_slots, layer), self._scoring, sinks)

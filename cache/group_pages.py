@@ -12,8 +12,41 @@ from tandem.cache.window import Int64Array, first_place, first_places, most_plac
 
 
 @dataclass(frozen=True, eq=False)
+class Appends:
+    """Rows of `lengths` positions that are to hold more, seen by queries at `queries` and later; int64 [B] each.
+
+    places: of the next position; ends: behind the last, then; wanted: those, or where a reservation ends. partial,
+    opened: int64, which of the rows have a place of which they use a part, and which begin one.
+    """
+
+    rows: Int64Array
+    lengths: Int64Array
+    queries: Int64Array
+    places: Int64Array
+    ends: Int64Array
+    wanted: Int64Array
+    partial: Int64Array
+    opened: Int64Array
+
+
+def lay_out_appends(
+    rows: Int64Array,
+    lengths: Int64Array,
+    new_lengths: Int64Array,
+    queries: Int64Array,
+    reserved_places: Int64Array,
+    page_size: int,
+) -> Appends:
+    """All int64 [B]; reserved_places: see SequenceTable."""
+    places, ends = lengths // page_size, (new_lengths + (page_size - 1)) // page_size
+    used = lengths - places * page_size
+    partial, opened = used.nonzero()[0], (ends > places + (used > 0)).nonzero()[0]
+    return Appends(rows, lengths, queries, places, ends, np.maximum(ends, reserved_places), partial, opened)
+
+
+@dataclass(frozen=True, eq=False)
 class Growth:
-    """Places that some rows (int64 [B]) are to hold: begins … ends - 1, of which starts … ends - 1 are new.
+    """Places that the rows of some appends are to hold: from begins on, counts of them new, from starts on; int64 [B].
 
     gone: pages that leave the window. copied, opened: which of the rows get a copy of their shared partial page, and
     which get a new last page. num_pages: how many pages this takes.
@@ -22,7 +55,7 @@ class Growth:
     gone: Int32Array
     begins: Int64Array | None
     starts: Int64Array
-    ends: Int64Array
+    counts: Int64Array
     copied: Int64Array
     opened: Int64Array
     num_pages: int
@@ -68,61 +101,45 @@ class GroupPages:
 
     # Many rows
 
-    def plan_growth(
-        self,
-        rows: Int64Array,
-        lengths: Int64Array,
-        new_lengths: Int64Array,
-        queries: Int64Array,
-        reserved_places: Int64Array,
-    ) -> Growth:
-        """What it takes to append positions `lengths` … new_lengths - 1, seen by queries at `queries` and later."""
-        table, size = self.table, self._page_size
-        last_places, tail_places, ends = (new_lengths - 1) // size, lengths // size, table.ends[rows]
-        partial = tail_places * size != lengths
-        opened = last_places * size >= lengths
-        if self.window is None:
-            begins, gone, starts = None, np.empty(0, np.int32), ends
-            wanted = np.maximum(last_places + 1, reserved_places)  # a stream gives pages back before it takes some
-        else:
+    def plan_growth(self, appends: Appends) -> Growth:
+        """What it takes to append."""
+        table, rows = self.table, appends.rows
+        starts, wanted, partial, opened = table.ends[rows], appends.wanted, appends.partial, appends.opened
+        begins, gone = None, self._pools.none[self._group]
+        if self.window is not None:
             held = table.begins[rows]
-            begins = np.maximum(first_places(self.window, queries, size), held)
-            gone = self._leaving(rows, held, np.minimum(begins, ends))
-            starts = np.maximum(ends, begins)
-            wanted = np.maximum(last_places + 1, np.minimum(begins + table.budgets[rows], reserved_places))
-            partial &= tail_places >= begins
-            opened &= last_places >= begins
-        tails = np.flatnonzero(partial)
-        copied = tails[self._pools.are_shared(self._group, table.pages[rows[tails], tail_places[tails]])]
-        new_ends = np.maximum(wanted, starts)
-        count = int((new_ends - starts).sum()) + copied.size
-        return Growth(gone, begins, starts, new_ends, copied, np.flatnonzero(opened), count)
+            begins = np.maximum(first_places(self.window, appends.queries, self._page_size), held)
+            gone = self._leaving(rows, held, np.minimum(begins, starts))
+            starts = np.maximum(starts, begins)
+            wanted = np.minimum(wanted, np.maximum(begins + table.budgets[rows], appends.ends))
+            partial = partial[appends.places[partial] >= begins[partial]]
+            opened = opened[appends.ends[opened] > begins[opened]]
+        tails = table.pages[rows[partial], appends.places[partial]]
+        copied = partial[self._pools.are_shared(self._group, tails)]
+        counts = np.maximum(wanted - starts, 0)  # a stream gives pages back before it takes some
+        return Growth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
 
-    def grow(self, rows: Int64Array, lengths: Int64Array, growth: Growth, pages: Int32Array) -> None:
-        """Carries a growth out with growth.num_pages pages; `gone` is released."""
-        table = self.table
+    def grow(self, appends: Appends, growth: Growth, pages: Int32Array, *, clear: bool) -> None:
+        """Carries a growth out with growth.num_pages pages; `gone` is released.
+
+        clear: what stands past a sequence's end in its last page is read, though masked: a new last page is cleared.
+        """
+        table, rows, copied = self.table, appends.rows, growth.copied
         if pages.size:
-            added = pages.size - growth.copied.size
-            table.put(rows, growth.starts, growth.ends - growth.starts, pages[:added])
-            tails = lengths[growth.copied] // self._page_size
-            self._replace(rows[growth.copied], tails, pages[added:])
-            table.ends[rows] = growth.ends
+            added = pages.size - copied.size
+            table.put(rows, growth.starts, growth.counts, pages[:added])
+            self._replace(rows[copied], appends.places[copied], pages[added:])
         if growth.begins is not None:
             table.begins[rows] = growth.begins
-            table.ends[rows] = growth.ends
-
-    def clear_opened(self, rows: Int64Array, last: Int64Array, growth: Growth) -> None:
-        """What stands past a sequence's end in its last page is read, though masked: a new last page is cleared.
-
-        last: the last place of each row.
-        """
-        if growth.opened.size:
-            self._kernels.clear_pages(self.table.pages[rows[growth.opened], last[growth.opened]])
+        if pages.size or growth.begins is not None:
+            table.ends[rows] = growth.starts + growth.counts
+        if clear and growth.opened.size:
+            self._kernels.clear_pages(table.pages[rows[growth.opened], appends.ends[growth.opened] - 1])
 
     def _leaving(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
-        moved = np.flatnonzero(ends > begins)
+        moved = (ends > begins).nonzero()[0]
         if moved.size == 0:
-            return np.empty(0, np.int32)
+            return self._pools.none[self._group]
         return self.table.held_between(rows[moved], begins[moved], ends[moved])
 
     # One row

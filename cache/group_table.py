@@ -31,13 +31,14 @@ class GroupTable:
         first, last = max(begin, int(self.begins[row])), int(self.ends[row])
         return self.pages[row, first : last if end is None else min(end, last)].copy()
 
-    def take_out(self, row: int, begin: int, end: int) -> Int32Array:
-        """Takes away those of places begin … end - 1 that a row holds from its first place on; later ones move up."""
-        held = int(self.ends[row])
-        begin, end = min(begin, held), min(end, held)
-        gone = self.pages[row, begin:end].copy()
-        self.pages[row, begin : held - gone.size] = self.pages[row, end:held].copy()
-        self.ends[row] = held - gone.size
+    def take_out(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
+        """Takes away those of places begins[i] … ends[i] - 1 that rows[i] (distinct; all int64 [n]) holds from its
+        first place on; later ones move up."""
+        held = self.ends[rows]
+        begins, ends = np.minimum(begins, held), np.minimum(ends, held)
+        gone = self.held_between(rows, begins, ends)
+        self.put(rows, begins, held - ends, self.held_between(rows, ends, held))
+        self.ends[rows] = begins + held - ends
         self.num_changes += 1
         return gone
 

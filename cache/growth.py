@@ -38,7 +38,7 @@ class Growth:
 
     def grow(
         self,
-        seq_ids: Sequence[int] | Int64Array,
+        seq_ids: tuple[int, ...],
         appends: Int64Array,
         parents: Sequence[Parents | None] | None = None,
         *,
@@ -51,14 +51,18 @@ class Growth:
         """
         rows = self._table.rows(seq_ids)
         self._check_appends(rows, appends)
-        self._check_unsent(seq_ids, rows, appends)
+        self._streams.check_unsent(seq_ids, rows, appends, self._marks)
         trees = self._trees.extended(seq_ids, appends, parents)
         with self._streams.slid(rows, appends) as gone:
             lengths = self._table.lengths[rows]
-            longest = int((lengths + appends).argmax())
-            self.check_length(int(seq_ids[longest]), int(lengths[longest] + appends[longest]))
-            queries = np.maximum(lengths - in_flight, 0)
-            self._pages.grow(rows, lengths, lengths + appends, queries=queries, gone=gone)
+            new_lengths = lengths + appends
+            longest = int(new_lengths.argmax())
+            self.check_length(seq_ids[longest], int(new_lengths[longest]))
+            if trees:  # a root, now or after a commit, looks back from the base
+                queries = self._trees.bases(seq_ids, lengths)
+            else:
+                queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
+            self._pages.grow(rows, lengths, new_lengths, queries=queries, gone=gone)
         self._receptions.clear_ends(rows, lengths)
         tokens = lay_out_tokens(lengths, appends)
         return rows, replace(tokens, trees=self._trees.put(trees, seq_ids, tokens.qo_indptr)) if trees else tokens
@@ -74,17 +78,3 @@ class Growth:
             raise InvalidArgument(f"append_lengths has {int(appends.min())}; lengths must be at least 1")
         if len(self._receptions) and self._table.receiving[rows].any():
             self._receptions.check_settled_rows(rows)
-
-    def _check_unsent(self, seq_ids: Sequence[int] | Int64Array, rows: Int64Array, appends: Int64Array) -> None:
-        """A stream evicts for all that it appends before anything is sent: not what its position map asks for."""
-        streams = self._table.streams
-        if streams.count == 0:
-            return
-        for index in np.flatnonzero(streams.windows[rows]).tolist():
-            length = self._table.num_positions(int(rows[index]))
-            end = self._marks.end_of_unsent(int(seq_ids[index]), length)
-            if end is not None and length + int(appends[index]) > end:
-                raise InvalidArgument(
-                    f"append_lengths[{index}] is {appends[index]}; sequence {seq_ids[index]} slides and is to send "
-                    f"what it holds: {end - length}, up to the end of its position map, and fewer are accepted"
-                )

@@ -26,17 +26,14 @@ class OpenTrees:
         pages: SequencePages,
         marks: SendMarks,
         kernels: Sequence[PageKernels],
-        *,
         page_size: int,
-        has_windows: bool,
     ) -> None:
-        """kernels: of each layer group. has_windows: whether one of them has a window."""
+        """kernels: of each layer group."""
         self._table = table
         self._pages = pages
         self._marks = marks
         self._kernels = kernels
         self._page_size = page_size
-        self._has_windows = has_windows
         self._parents: dict[int, Int64Array] = {}
 
     def check_closed(self, sequence: int) -> None:
@@ -48,7 +45,7 @@ class OpenTrees:
             )
 
     def extended(
-        self, seq_ids: Sequence[int] | Int64Array, appends: Int64Array, parents: Sequence[Parents | None] | None
+        self, seq_ids: tuple[int, ...], appends: Int64Array, parents: Sequence[Parents | None] | None
     ) -> dict[int, Int64Array]:
         """The trees of those of a forward's sequences that have parents[i], with its nodes; nothing is changed yet.
 
@@ -62,24 +59,27 @@ class OpenTrees:
         trees: dict[int, Int64Array] = {}
         for index, (sequence, added) in enumerate(zip(seq_ids, given, strict=True)):
             if added is None:
-                self.check_closed(int(sequence))
+                self.check_closed(sequence)
                 continue
             name = f"token_tree_parents[{index}]"
             if len(added) != int(appends[index]):
                 raise InvalidArgument(f"{name} has {len(added)} entries; append_lengths[{index}] is {appends[index]}")
-            self._check_can_open(int(sequence))
-            trees[int(sequence)] = extend_tree(self._parents.get(int(sequence), NO_NODES), added, name)
+            self._check_can_open(sequence)
+            trees[sequence] = extend_tree(self._parents.get(sequence, NO_NODES), added, name)
         return trees
 
-    def put(
-        self, trees: dict[int, Int64Array], seq_ids: Sequence[int] | Int64Array, qo_indptr: np.ndarray
-    ) -> TokenTrees | None:
+    def bases(self, seq_ids: tuple[int, ...], lengths: Int64Array) -> Int64Array:
+        """int64 [B]: how many of the `lengths` positions of these sequences are before their open trees."""
+        trees = (self._parents.get(sequence, NO_NODES) for sequence in seq_ids)
+        return lengths - np.fromiter((tree.size for tree in trees), np.int64, lengths.size)
+
+    def put(self, trees: dict[int, Int64Array], seq_ids: tuple[int, ...], qo_indptr: np.ndarray) -> TokenTrees | None:
         """These are open from now on; how their new nodes are laid out in the forward of seq_ids."""
         if not trees:
             return None
         self._parents.update(trees)
-        there = np.array([index for index, sequence in enumerate(seq_ids) if int(sequence) in trees])
-        return lay_out_trees(there, [trees[int(seq_ids[index])] for index in there], qo_indptr)
+        there = np.array([index for index, sequence in enumerate(seq_ids) if sequence in trees])
+        return lay_out_trees(there, [trees[seq_ids[index]] for index in there], qo_indptr)
 
     def pop(self, sequence: int, count: int) -> None:
         """The last `count` positions are taken back: of an open tree the last nodes. InvalidArgument beyond those."""
@@ -95,20 +95,20 @@ class OpenTrees:
     def drop(self, sequence: int) -> None:
         self._parents.pop(sequence, None)
 
-    def commit(self, seq_ids: Sequence[int] | Int64Array, leaf_indices: Sequence[int] | Int64Array) -> None:
+    def commit(self, seq_ids: tuple[int, ...], leaf_indices: Sequence[int] | Int64Array) -> None:
         rows = self._table.rows(seq_ids)
         if len(leaf_indices) != rows.size:
             raise InvalidArgument(f"leaf_indices has {len(leaf_indices)} entries; seq_ids has {rows.size}")
         paths = [
-            path_to(*self._leaf(int(sequence), int(leaf))) for sequence, leaf in zip(seq_ids, leaf_indices, strict=True)
+            path_to(*self._leaf(sequence, int(leaf))) for sequence, leaf in zip(seq_ids, leaf_indices, strict=True)
         ]
         bases = [
-            int(self._table.lengths[row]) - self._parents[int(sequence)].size
+            int(self._table.lengths[row]) - self._parents[sequence].size
             for sequence, row in zip(seq_ids, rows, strict=True)
         ]
         self._compact(rows, bases, paths)
         for sequence, row, base, path in zip(seq_ids, rows, bases, paths, strict=True):
-            del self._parents[int(sequence)]
+            del self._parents[sequence]
             self._pages.cut(int(row), base + path.size)
 
     def _leaf(self, sequence: int, leaf: int) -> tuple[Int64Array, int]:
@@ -139,11 +139,9 @@ class OpenTrees:
                     f"token_tree_parents is given; {type(kernels).__name__}, the kernels of layer group {index}, "
                     "take no token trees"
                 )
-        if self._has_windows:
-            raise InvalidArgument("the layout has groups with a window; token trees are taken only in layouts without")
         if self._table.streams.windows[self._table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not take token trees")
-        if self._marks.any_open([sequence]):
+        if self._marks.any_open(self._table.row(sequence)):
             raise InvalidArgument(
                 f"sequence {sequence} is being sent; token trees can be opened when its position map is used up"
             )

@@ -43,6 +43,8 @@ class PagePools:
 
     def exchange(self, gone: PageIds, counts: Sequence[int]) -> PageIds:
         """Releases `gone`, then allocates. OutOfPages changes nothing: `gone` is still the caller's."""
+        if not any(counts) and not any(ids.size for ids in gone):
+            return self.none
         missing, needed = max(
             (count - allocator.num_free - allocator.count_freed(ids), count)
             for allocator, ids, count in zip(self._allocators, gone, counts, strict=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
+from tandem.cache.fixed_steps import FixedSteps
 from tandem.cache.group_attention import GroupAttention
 from tandem.cache.growth import Growth
 from tandem.cache.kernels.base import KernelFactory
@@ -24,10 +25,12 @@ from tandem.cache.receptions import Receptions
 from tandem.cache.rope import RopeParameters
 from tandem.cache.rotations import Rotations
 from tandem.cache.send_marks import SendMarks
+from tandem.cache.send_plan import plan_sends
 from tandem.cache.sequence_pages import SequencePages
-from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.sequence_table import SequenceTable, ids_of
 from tandem.cache.sequences import Sequences
 from tandem.cache.streams import Streams
+from tandem.cache.transmissions import Transmissions
 from tandem.cache.window import Int64Array
 
 
@@ -69,11 +72,9 @@ class PagedKVCache:
         if max_sequence_length < 1:
             raise InvalidArgument(f"max_sequence_length is {max_sequence_length}; it must be at least 1")
         self.layout = layout
-        self._page_size = layout.page_size
-        self._writer = writer
         self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
         self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
-        self._marks = SendMarks()
+        self._marks = SendMarks(len(pools), max_sequences)
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._streams = Streams(self._table, self._rotations, layout.page_size)
         self._groups = make_groups(layout, pools, self._table.groups, writer, Heads(scale, softcap, latent), kernels)
@@ -85,11 +86,13 @@ class PagedKVCache:
             self._pages,
             self._marks,
             [group.kernels for group in self._groups],
-            page_size=layout.page_size,
-            has_windows=layout.has_windows,
+            layout.page_size,
         )
         self._growth = Growth(
             self._table, self._pages, self._receptions, self._streams, self._trees, self._marks, max_sequence_length
+        )
+        self._transmissions = Transmissions(
+            self._table, self._marks, self._streams, self._trees, self._groups, writer, layout
         )
         self._sequences = Sequences(
             *(self._table, self._pages, self._pools, self._receptions, self._streams, self._marks, self._trees),
@@ -98,6 +101,7 @@ class PagedKVCache:
             max_length=max_sequence_length,
             layout=layout,
         )
+        self._fixed_steps = FixedSteps(self._table, self._growth, self._marks, self._groups)
         self._places = layout.places
 
     # Sequences
@@ -127,8 +131,8 @@ class PagedKVCache:
         """Sets pages aside, so that the sequence can always grow to num_tokens positions; takes the place of an
         earlier reservation.
 
-        longest_append: the most that one forward will append (None: num_tokens), by which groups with a window need
-        less; what prepare_receive adds may be longer.
+        longest_append: the most that one forward will append or a token tree hold (None: num_tokens), by which groups
+        with a window need less; what prepare_receive adds may be longer.
         """
         self._sequences.reserve(sequence, num_tokens, longest_append)
 
@@ -180,14 +184,14 @@ class PagedKVCache:
         node that it follows in the sequence's token tree, or -1 for a root. Nodes count over the whole open tree, which
         later calls may grow; parents come before their children, and at most 256 fit. Until commit_token_tree the
         sequence takes no plain forward; it is not forked, published, sent or received into. pop takes back the last
-        nodes. Sequences that slide or are being sent, and layouts with windows, take no trees.
+        nodes. Sequences that slide or are being sent take no trees. A forward with trees runs eagerly: no FixedBatch,
+        and so no CUDA graph, takes one.
         """
         appends = np.asarray(append_lengths, np.int64)
-        rows, tokens = self._growth.grow(seq_ids, appends, token_tree_parents)
-        sequences = tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
-        pages = tuple(group.pages for group in self._table.groups)
-        sends, sent = self._marks.plan(sequences, rows, tokens, pages, self._page_size, self._table.streams)
-        rotations, streams = self._streams.plan(rows, tokens, self._rotations.plan(tokens, rope_lengths))
+        sequences = ids_of(seq_ids)
+        rows, tokens = self._growth.grow(sequences, appends, token_tree_parents)
+        sends, sent = plan_sends(self._marks, self._table, rows, tokens, self.layout.page_size)
+        rotations, streams = self._streams.plan(rows, tokens, rope_lengths)
         groups = tuple(
             group.plan(rows, tokens, rotation, to_send, sliding)
             for group, rotation, to_send, sliding in zip(self._groups, rotations, sends, streams, strict=True)
@@ -229,7 +233,8 @@ class PagedKVCache:
 
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
-        self._marks.commit(plan.sent)
+        if plan.sent is not None:
+            self._marks.commit(plan.sent)
 
     def commit_token_tree(self, seq_ids: Sequence[int] | Int64Array, leaf_indices: Sequence[int] | Int64Array) -> None:
         """Ends the open tree of each sequence: the path to node leaf_indices[i] becomes its next positions, and all
@@ -237,7 +242,7 @@ class PagedKVCache:
 
         InvalidArgument, before anything changes, for a sequence without an open tree or a node that is not there.
         """
-        self._trees.commit(seq_ids, leaf_indices)
+        self._trees.commit(ids_of(seq_ids), leaf_indices)
 
     def fixed_batches(
         self, sizes: Sequence[int], num_q_heads: int, num_inputs: int, *, sharing: bool = False
@@ -260,24 +265,14 @@ class PagedKVCache:
 
     def pays_to_share(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array) -> bool:
         """Whether the next step of these sequences is faster in `batch`, a sharing one, than in another."""
-        rows = self._table.rows(seq_ids)
-        shared = [group.shared(rows, self._table.lengths[rows]) for group in self._groups]
-        return any(one is not None for one in shared) and batch.takes(shared)
+        return self._fixed_steps.pays_to_share(batch, ids_of(seq_ids))
 
     def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
         """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward.
 
         The step before may still run: pages that it sees stay.
         """
-        if len(seq_ids) > batch.size:
-            raise InvalidArgument(f"seq_ids has {len(seq_ids)} sequences; the batch has room for {batch.size}")
-        if self._marks.any_open(seq_ids):
-            raise InvalidArgument("seq_ids has a sequence that is being sent; a fixed batch sends nothing")
-        if self._table.streams.count and self._table.streams.windows[self._table.rows(seq_ids)].any():
-            raise InvalidArgument("seq_ids has a sequence that slides; a fixed batch takes only others")
-        rows, tokens = self._growth.grow(seq_ids, np.ones(len(seq_ids), np.int64), in_flight=1)
-        look_ups = [group.look_up_apart if batch.sharing else group.look_up for group in self._groups]
-        batch.fill(tokens, [look_up(rows, tokens) for look_up in look_ups], inputs)
+        self._fixed_steps.begin(batch, ids_of(seq_ids), inputs)
 
     # Transfers
 
@@ -290,7 +285,7 @@ class PagedKVCache:
         row = self._sequences.settled_row(sequence)
         if length < 1:
             raise InvalidArgument(f"length is {length}; it must be at least 1")
-        if self.layout.has_windows and not self._marks.is_done(sequence):  # what it is to send may leave a window
+        if self.layout.has_windows and self._marks.any_open(row):  # what it is to send may leave a window
             raise InvalidArgument(f"sequence {sequence} is marked to be sent; with windows it receives only afterwards")
         if self._table.streams.windows[row] == 0:  # a stream has room for any number
             self._growth.check_length(sequence, int(self._table.lengths[row]) + length)
@@ -306,28 +301,24 @@ class PagedKVCache:
         Cached ones go page to page in the next forward, which must have one more to compute than they are.
         InvalidArgument when the map asks for some that have left a window here.
         """
-        row = self._table.row(sequence)
-        self._trees.check_closed(sequence)
-        if self._writer is None:
-            raise InvalidArgument(f"sequence {sequence} cannot be sent: the cache was made without a writer")
-        if begin != position_map.start_position:
-            raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
-        held = [int(group.begins[row]) * self._page_size for group in self._table.groups]
-        self._streams.check_map(row, position_map)
-        self._marks.add(sequence, position_map, target_pe, self._table.num_positions(row), held)
+        self._transmissions.mark(sequence, begin, position_map, target_pe)
+
+    def send_cached(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
+        """As mark_send, of a sequence that has all positions of the map: they go page to page now, behind the forwards
+        that were launched so far, and count as issued."""
+        self._transmissions.send_cached(sequence, begin, position_map, target_pe)
 
     def num_sent(self, sequence: int) -> int:
         """Positions of its map that forwards have issued; less again after pop."""
-        return self._marks.num_sent(sequence)
+        return self._marks.num_sent(self._table.row(sequence))
 
     def bytes_sent(self, sequence: int) -> int:
         """Bytes of those, without what the map skips."""
-        counts = self._marks.num_slots_sent(sequence)
-        return sum(n * self.layout.page_bytes(group) // self._page_size for group, n in enumerate(counts))
+        return self._transmissions.bytes_sent(sequence)
 
     def sends_done(self, sequence: int) -> bool:
         """Whether all of its map has been issued; True without one."""
-        return self._marks.is_done(sequence)
+        return not self._marks.any_open(self._table.row(sequence))
 
     # Prefixes
 

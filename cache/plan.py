@@ -10,8 +10,9 @@ from torch import Tensor
 from tandem.cache.position_map import SKIP, Int32Array, SlotRuns
 from tandem.cache.ragged import indptr_of, ragged_range, ragged_rows
 from tandem.cache.rope import Rotation
+from tandem.cache.send_marks import Sent
 from tandem.cache.shared_prefixes import SharedPrefixes
-from tandem.cache.stream_attention import StreamPart
+from tandem.cache.stream_attention import StreamParts
 from tandem.cache.token_tree import TokenTrees
 from tandem.cache.window import Int64Array
 
@@ -33,9 +34,14 @@ class TokenLayout:
     trees: TokenTrees | None = None
 
     @property
+    def each_one(self) -> bool:
+        """Whether every sequence has one new token."""
+        return self.positions.size == self.seq_lens.size
+
+    @property
     def single(self) -> NDArray[np.bool_]:
         """bool [B]: whether a sequence has one new token, which sees all."""
-        single = np.diff(self.qo_indptr) == 1
+        single = np.ones(self.seq_lens.size, np.bool_) if self.each_one else np.diff(self.qo_indptr) == 1
         if self.trees is not None:
             single[self.trees.sequences] = False
         return single
@@ -90,13 +96,13 @@ class Send:
 class GroupPlan:
     """One layer group of a forward. kernel_plan is what the group's kernels made of tables; only they read it.
 
-    rotation is None without RoPE. streams: the sequences with a sliding window.
+    rotation is None without RoPE. streams: the sequences with a sliding window; None where there is none.
     """
 
     tables: PageTables
     rotation: Rotation | None
     sends: tuple[Send, ...]
-    streams: tuple[StreamPart, ...]
+    streams: StreamParts | None
     kernel_plan: Any
 
 
@@ -104,13 +110,13 @@ class GroupPlan:
 class ForwardPlan:
     """One forward over B sequences, made by PagedKVCache.begin_forward and passed to each attention call.
 
-    sent holds (sequence, position up to which its map will have been issued).
+    sent: what end_forward counts as issued.
     """
 
     seq_ids: tuple[int, ...]
     tokens: TokenLayout
     groups: tuple[GroupPlan, ...]
-    sent: tuple[tuple[int, int], ...]
+    sent: Sent | None
 
     @property
     def num_tokens(self) -> int:
@@ -131,39 +137,42 @@ class ForwardPlan:
 
 def lay_out_tokens(lengths: Int64Array, appends: Int64Array) -> TokenLayout:
     """lengths: int64 [B], positions before the append; appends: int64 [B], new tokens of each, at least 1."""
-    qo_indptr = np.zeros(appends.size + 1, np.int32)
-    np.cumsum(appends, out=qo_indptr[1:])
-    num_tokens = int(qo_indptr[-1])
-    if num_tokens == appends.size:
-        owners, positions = np.arange(num_tokens), lengths
-    else:
-        owners = np.repeat(np.arange(appends.size), appends)
-        positions = np.arange(num_tokens) + (lengths - qo_indptr[:-1])[owners]
+    qo_indptr, owners, positions = indptr_of(appends), np.arange(appends.size), lengths
+    if int(qo_indptr[-1]) > appends.size:
+        owners = owners.repeat(appends)
+        positions = ragged_range(lengths, appends)
     return TokenLayout(qo_indptr, (lengths + appends).astype(np.int32), positions.astype(np.int32), owners)
 
 
 def look_up_pages(
-    pages: Int32Array, rows: Int64Array, tokens: TokenLayout, page_size: int, begins: Int64Array | None = None
+    pages: Int32Array,
+    rows: Int64Array,
+    tokens: TokenLayout,
+    page_size: int,
+    begins: Int64Array | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> PageTables:
     """pages: int32 [max_sequences, max_pages], a group's page table; rows: int64 [B], the sequences' rows in it.
 
-    begins: int64 [B], the first place that each row holds; None: 0.
+    begins: int64 [B], the first place that each row holds; None: 0. shared: see PageTables.
     """
-    last_places = (tokens.seq_lens - 1) // page_size
+    places = tokens.positions // page_size
+    if tokens.each_one:
+        last_places, token_rows = places, rows
+    else:
+        last_places, token_rows = (tokens.seq_lens - 1) // page_size, rows[tokens.owners]
     counts, kv_lens = last_places + 1, tokens.seq_lens
     if begins is not None:
         first_places = begins.astype(np.int32)
         counts, kv_lens = counts - first_places, kv_lens - first_places * np.int32(page_size)
-    kv_indptr = np.zeros(rows.size + 1, np.int32)
-    np.cumsum(counts, out=kv_indptr[1:])
-    places = tokens.positions // page_size
-    token_pages = pages[rows[tokens.owners], places]
+    kv_indptr = indptr_of(counts)
     return PageTables(
-        slot_mapping=(token_pages - places) * page_size + tokens.positions,
+        slot_mapping=(pages[token_rows, places] - places) * page_size + tokens.positions,
         kv_indptr=kv_indptr,
-        kv_indices=ragged_rows(pages, rows, counts, begins),
+        kv_indices=ragged_rows(pages, rows, kv_indptr, begins),
         kv_last_page_len=tokens.seq_lens - last_places * page_size,
         kv_lens=kv_lens,
+        shared=shared,
     )
 
 
@@ -184,6 +193,12 @@ def own_tables(tables: PageTables, sequences: Int64Array, page_size: int) -> Pag
 def slots_of(pages: Int32Array, positions: Int64Array, page_size: int) -> Int32Array:
     """int32 [n]: slots of positions (int64 [n]) of a sequence whose page ids are `pages`."""
     return pages[positions // page_size] * np.int32(page_size) + (positions % page_size).astype(np.int32)
+
+
+def slots_in(pages: Int32Array, rows: Int64Array, positions: Int64Array, page_size: int) -> Int32Array:
+    """int32 [n]: slots of positions[i] of rows[i] (int64 [n] each) of `pages`, a group's page table."""
+    places = positions // page_size
+    return pages[rows, places] * np.int32(page_size) + (positions - places * page_size).astype(np.int32)
 
 
 def runs_of(pages: Int32Array, begin: int, end: int, page_size: int, first_place: int = 0) -> SlotRuns:

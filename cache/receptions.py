@@ -71,8 +71,8 @@ class Receptions:
     def clear_ends(self, rows: Int64Array, lengths: Int64Array) -> None:
         """Clears what stands past `lengths` (int64 [B]) in the last pages of rows that have not been cleared yet, on
         the current stream."""
-        unclean = self._table.unclean[rows]
-        if not unclean.any():
+        unclean = self._table.unclean[rows].nonzero()[0]
+        if unclean.size == 0:
             return
         self._table.unclean[rows] = False
         for row, length in zip(rows[unclean].tolist(), lengths[unclean].tolist(), strict=True):

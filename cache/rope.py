@@ -93,9 +93,9 @@ class Rotation:
     cos: Tensor
     signed_sin: Tensor
 
-    def first(self, count: int) -> "Rotation":
-        """The rotation of the first `count` tokens."""
-        return Rotation(self.cos[:count], self.signed_sin[:count])
+    def between(self, begin: int, end: int) -> "Rotation":
+        """The rotation of tokens begin … end - 1."""
+        return Rotation(self.cos[begin:end], self.signed_sin[begin:end])
 
     def apply(self, x: Tensor) -> Tensor:
         """x [T, heads, head_dim] rotated; the elements from rotary_dim on are kept."""
@@ -139,10 +139,17 @@ class RotaryEmbedding:
         if parameters.rope_type == "longrope":  # first the rows of short sequences, then those of long ones
             positions = positions.repeat(2)
             lengths = torch.cat((lengths, lengths + self._switch_length + 1))
-        self._table = self._factors(positions, lengths)  # [rows, 2, 1, rotary_dim]
+        # [rows, 2, 1, rotary_dim]; the last row rotates nothing.
+        factors = self._factors(positions, lengths)
+        still = torch.stack((torch.ones_like(factors[:1, 0]), torch.zeros_like(factors[:1, 0])), 1)
+        self._table = torch.cat((factors, still))
+        self.of_places = Rotation(*self._table[:max_positions].unbind(1))  # of positions 0, 1, …, not by_length
 
     def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Rotation:
-        """What cos_sin returns, as factors in the dtype and on the device given at construction; arguments on any."""
+        """What cos_sin returns, as factors in the dtype and on the device given at construction; arguments on any.
+
+        Unless by_length, position max_positions is left as it is.
+        """
         device = self._table.device
         if self._parameters.by_length:
             lengths = positions + 1 if rope_lengths is None else rope_lengths

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
@@ -24,12 +25,10 @@ class Rotations:
         device: torch.device,
     ) -> None:
         """rope: one for all layer groups or one for each; InvalidArgument when a rotary_dim exceeds a head."""
-        self._of_groups = [rope] * len(layout.groups) if isinstance(rope, RopeParameters) else list(rope)
-        if len(self._of_groups) != len(layout.groups):
-            raise InvalidArgument(
-                f"rope has {len(self._of_groups)} entries; the layout has {len(layout.groups)} groups"
-            )
-        for kind, group in zip(self._of_groups, layout.groups, strict=True):
+        of_groups = [rope] * len(layout.groups) if isinstance(rope, RopeParameters) else list(rope)
+        if len(of_groups) != len(layout.groups):
+            raise InvalidArgument(f"rope has {len(of_groups)} entries; the layout has {len(layout.groups)} groups")
+        for kind, group in zip(of_groups, layout.groups, strict=True):
             if kind.rope_type == "none":
                 continue
             if group.latent_rank is not None and kind.rotary_dim != group.head_dim - group.latent_rank:
@@ -38,39 +37,50 @@ class Rotations:
             if kind.rotary_dim > group.head_dim:
                 raise InvalidArgument(f"rotary_dim is {kind.rotary_dim}; the head_dim of its group is {group.head_dim}")
         self.device = device
-        self._embeddings = {
-            kind: RotaryEmbedding(kind, max_positions, device, layout.dtype)
-            for kind in self._of_groups
-            if kind.rope_type != "none"
-        }
-
-    @property
-    def by_length(self) -> bool:
-        """Whether the rotation of a position depends on the length of its sequence, in some group."""
-        return any(kind.by_length for kind in self._embeddings)
+        self._max_positions = max_positions
+        kinds = list(dict.fromkeys(of_groups))
+        self._embeddings = [
+            None if kind.rope_type == "none" else RotaryEmbedding(kind, max_positions, device, layout.dtype)
+            for kind in kinds
+        ]
+        self._of_groups = [kinds.index(kind) for kind in of_groups]
+        # Whether the rotation of a position depends on the length of its sequence, in some group.
+        self.by_length = any(kind.by_length for kind in kinds)
+        # Per group the rotation of places 0, 1, …, as many as there can be; not by_length.
+        self.of_places = self._to_groups([None if one is None else one.of_places for one in self._embeddings])
 
     def at(self, positions: Tensor) -> list[Rotation | None]:
-        """Per group the rotation of positions, int64 [T] on the device; not by_length."""
-        rotations = {kind: embedding.rotation(positions) for kind, embedding in self._embeddings.items()}
-        return [rotations.get(kind) for kind in self._of_groups]
+        """Per group the rotation of positions, int64 [T] on any device; not by_length."""
+        return self._to_groups([None if one is None else one.rotation(positions) for one in self._embeddings])
 
-    def of_places(self, count: int) -> list[Rotation | None]:
-        """Per group the rotation of places 0 … count - 1."""
-        return self.at(torch.arange(count))
+    def plan(
+        self,
+        tokens: TokenLayout,
+        rope_lengths: Sequence[int] | Int64Array | None,
+        unrotated: NDArray[np.bool_] | None = None,
+    ) -> list[Rotation | None]:
+        """Per group the rotation of a forward's tokens; see PagedKVCache.begin_forward for rope_lengths.
 
-    def plan(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> list[Rotation | None]:
-        """Per group the rotation of a forward's tokens; see PagedKVCache.begin_forward for rope_lengths."""
-        positions = torch.from_numpy(tokens.rope_positions)
-        rotations: dict[RopeParameters, Rotation] = {}
-        for kind, embedding in self._embeddings.items():
-            if not kind.by_length:
-                rotations[kind] = embedding.rotation(positions)
-                continue
-            lengths = tokens.seq_lens.astype(np.int64)
-            if rope_lengths is not None:
-                lengths = np.maximum(lengths, np.asarray(rope_lengths, np.int64))
-            lengths = lengths[tokens.owners]
-            if tokens.trees is not None:  # a node is rotated as if its path came token by token
-                lengths[tokens.trees.tokens] = tokens.rope_positions[tokens.trees.tokens] + 1
-            rotations[kind] = embedding.rotation(positions, torch.from_numpy(lengths))
-        return [rotations.get(kind) for kind in self._of_groups]
+        unrotated: bool [T], the tokens that are left as they are; not by_length. None: none are.
+        """
+        positions = tokens.rope_positions
+        if unrotated is not None:
+            positions[unrotated] = self._max_positions
+        places = torch.from_numpy(positions)
+        if not self.by_length:
+            return self.at(places)
+        lengths = self._lengths(tokens, rope_lengths)
+        return self._to_groups([None if one is None else one.rotation(places, lengths) for one in self._embeddings])
+
+    def _to_groups(self, of_kinds: list[Rotation | None]) -> list[Rotation | None]:
+        return [of_kinds[kind] for kind in self._of_groups]
+
+    def _lengths(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> Tensor:
+        """int64 [T]: the length by which each token is rotated."""
+        lengths = tokens.seq_lens.astype(np.int64)
+        if rope_lengths is not None:
+            lengths = np.maximum(lengths, np.asarray(rope_lengths, np.int64))
+        lengths = lengths[tokens.owners]
+        if tokens.trees is not None:  # a node is rotated as if its path came token by token
+            lengths[tokens.trees.tokens] = tokens.rope_positions[tokens.trees.tokens] + 1
+        return torch.from_numpy(lengths)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.cache.errors import InvalidArgument, OutOfPages
-from tandem.cache.group_pages import GroupPages, Ownership
+from tandem.cache.group_pages import GroupPages, Ownership, lay_out_appends
 from tandem.cache.page_pools import PageIds, PagePools
 from tandem.cache.sequence_table import SequenceTable
 from tandem.cache.window import Int64Array
@@ -56,20 +56,15 @@ class SequencePages:
         All int64 [B]; rows are distinct. gone: further pages to be released. clear: whether new last pages are cleared.
         """
         reserved = self._table.reserved_places[rows]
-        growths = [group.plan_growth(rows, lengths, new_lengths, queries, reserved) for group in self._groups]
+        appends = lay_out_appends(rows, lengths, new_lengths, queries, reserved, self._page_size)
+        growths = [group.plan_growth(appends) for group in self._groups]
         gone = tuple(
             np.concatenate((growth.gone, ids)) if ids.size else growth.gone
             for growth, ids in zip(growths, gone, strict=True)
         )
-        if any(growth.num_pages or ids.size for growth, ids in zip(growths, gone, strict=True)):
-            pages = self._pools.exchange(gone, [growth.num_pages for growth in growths])
-        else:
-            pages = self._pools.none
-        last = (new_lengths - 1) // self._page_size
+        pages = self._pools.exchange(gone, [growth.num_pages for growth in growths])
         for group, growth, ids in zip(self._groups, growths, pages, strict=True):
-            group.grow(rows, lengths, growth, ids)
-            if clear:
-                group.clear_opened(rows, last, growth)
+            group.grow(appends, growth, ids, clear=clear)
         self._table.lengths[rows] = new_lengths
 
     def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:

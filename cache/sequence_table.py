@@ -11,6 +11,11 @@ from tandem.cache.stream_table import StreamTable
 from tandem.cache.window import Int64Array
 
 
+def ids_of(seq_ids: Sequence[int] | Int64Array) -> tuple[int, ...]:
+    """What a caller knows sequences by, as SequenceTable takes it."""
+    return tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
+
+
 class SequenceTable:
     """One row a sequence; its caller knows it by any int, the arrays by its row.
 
@@ -74,9 +79,8 @@ class SequenceTable:
         """Positions appended to a row."""
         return int(self.lengths[row] + self.streams.dropped[row])
 
-    def rows(self, sequences: Sequence[int] | Int64Array) -> Int64Array:
+    def rows(self, keys: tuple[int, ...]) -> Int64Array:
         """int64 [B], to be read only; InvalidArgument when one is unknown or stands twice."""
-        keys = tuple(sequences.tolist() if isinstance(sequences, np.ndarray) else sequences)
         if keys != self._last_keys:  # a decode batch is the same for many steps
             self._last_rows = self._look_up(keys)
             self._last_keys = keys

@@ -59,10 +59,11 @@ class Sequences:
     def remove(self, sequence: int) -> None:
         if sequence not in self._table:
             return
-        self._pools.release(self._table.held_pages(self._table.row(sequence)))
-        self._table.remove(sequence)
-        self._marks.drop(sequence)
+        row = self._table.row(sequence)
+        self._pools.release(self._table.held_pages(row))
+        self._marks.drop(row)
         self._trees.drop(sequence)
+        self._table.remove(sequence)
 
     def fork(self, parent: int, child: int, position: int) -> None:
         row, streams = self.settled_row(parent), self._table.streams
@@ -89,7 +90,7 @@ class Sequences:
         self._streams.check_cut(row, length)
         self._trees.pop(sequence, count)
         self._pages.cut(row, length)
-        self._marks.rewind(sequence, self._table.num_positions(row))
+        self._marks.rewind(row, self._table.num_positions(row))
 
     def reserve(self, sequence: int, num_tokens: int, longest_append: int | None) -> None:
         row = self._table.row(sequence)

@@ -103,8 +103,9 @@ class _Finder:
         if int((sizes - 1) @ counts) < self._rule.least:
             return None
         qo_indptr = indptr_of(sizes)
-        kv_indices = ragged_rows(self._pages, self._rows[members[qo_indptr[:-1]]], counts, begins)
-        return SharedPrefixes(members, qo_indptr, indptr_of(counts), kv_indices, self._own_begins)
+        kv_indptr = indptr_of(counts)
+        kv_indices = ragged_rows(self._pages, self._rows[members[qo_indptr[:-1]]], kv_indptr, begins)
+        return SharedPrefixes(members, qo_indptr, kv_indptr, kv_indices, self._own_begins)
 
     def _split(self, groups: _Groups) -> _Groups | None:
         """Makes segments of what the groups have in common, where it pays; the groups that they fall apart into."""

@@ -12,18 +12,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tandem.cache.ragged import ragged_range
 from tandem.cache.window import Int64Array
 
 
-@dataclass(frozen=True)
-class Slide:
-    """One row before and after an eviction. Places first … end - 1 go; length: the index from which it is written."""
+@dataclass(frozen=True, eq=False)
+class Slides:
+    """What some rows (distinct) let go of, int64 [n] each: places firsts … ends - 1, and how they are afterwards.
 
-    first: int
-    end: int
-    length: int
-    hole: int
-    dropped: int
+    lengths: the index from which a row is written then.
+    """
+
+    rows: Int64Array
+    firsts: Int64Array
+    ends: Int64Array
+    lengths: Int64Array
+    holes: Int64Array
+    dropped: Int64Array
 
 
 class StreamTable:
@@ -52,23 +57,27 @@ class StreamTable:
         window, sink = int(self.windows[row]), int(self.sinks[row])
         return max(window, sink + longest_append) + 2 * self._page_size - 2
 
-    def plan_slide(self, row: int, length: int, append: int, *, receive: bool = False) -> Slide | None:
-        """What is to be evicted from a row of `length` indices before `append` more; None when nothing is.
+    def plan_slides(
+        self, rows: Int64Array, lengths: Int64Array, appends: Int64Array, *, receive: bool = False
+    ) -> Slides | None:
+        """What is to be evicted from rows of `lengths` indices before `appends` more (int64 [B] each); None: nothing.
 
         receive: of those appended too, only what later forwards can see is to be stored.
         """
-        size, window, sink, hole = self._page_size, *(int(a[row]) for a in (self.windows, self.sinks, self.holes))
-        stored = length - hole
-        excess = stored + append - window
-        evicted = min(excess, excess if receive else max(stored - sink, 0))
-        if evicted <= 0:
+        windows = self.windows[rows]
+        stored = lengths - self.holes[rows]
+        excess = stored + appends - windows
+        evicted = excess if receive else np.minimum(excess, stored - self.sinks[rows])
+        sliding = ((windows > 0) & (evicted > 0)).nonzero()[0]
+        if sliding.size == 0:
             return None
-        hole += evicted
-        first = -(-sink // size)
-        end = max((sink + hole) // size, first)
-        gone = (end - first) * size
-        kept = length if length <= first * size else max(length - gone, first * size)
-        return Slide(first, end, kept, hole - gone, int(self.dropped[row]) + gone)
+        rows, lengths, size = rows[sliding], lengths[sliding], self._page_size
+        sinks, holes = self.sinks[rows], self.holes[rows] + evicted[sliding]
+        firsts = -(-sinks // size)
+        ends = np.maximum((sinks + holes) // size, firsts)
+        gone = (ends - firsts) * size
+        kept = np.minimum(lengths, np.maximum(lengths - gone, firsts * size))
+        return Slides(rows, firsts, ends, kept, holes - gone, self.dropped[rows] + gone)
 
     def find(self, row: int, begin: int, end: int) -> Int64Array:
         """The indices of positions begin … end - 1 of a row; -1 for those evicted."""
@@ -78,7 +87,13 @@ class StreamTable:
         recent = np.where(indices >= sink + int(self.holes[row]), indices, -1)
         return np.where(positions < sink, positions, recent)
 
-    def indices(self, row: int, length: int) -> Int64Array:
-        """Those in use of a row of `length` indices."""
-        sink, hole = int(self.sinks[row]), int(self.holes[row])
-        return np.arange(length) if hole == 0 else np.concatenate((np.arange(sink), np.arange(sink + hole, length)))
+    def indices_of(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
+        """int64 [n]: where rows[i] stores positions[i], which it has not evicted."""
+        return np.where(positions < self.sinks[rows], positions, positions - self.dropped[rows])
+
+    def in_use(self, rows: Int64Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """int64 [n], how many indices rows of `lengths` (int64 [n]) use, and those, one row after another."""
+        holes = self.holes[rows]
+        counts = lengths - holes
+        places = ragged_range(0, counts)
+        return counts, places + (places >= self.sinks[rows].repeat(counts)) * holes.repeat(counts)

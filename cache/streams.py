@@ -1,33 +1,35 @@
 """Sequences with a sliding window in a forward: evicting before it, undoing that when it cannot be, planning it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from tandem.cache.errors import CacheError, InvalidArgument
 from tandem.cache.page_pools import PageIds
-from tandem.cache.plan import TokenLayout, slots_of
+from tandem.cache.plan import TokenLayout, slots_in
 from tandem.cache.position_map import SKIP, Int32Array, PositionMap
+from tandem.cache.ragged import indptr_of
 from tandem.cache.rope import Rotation
 from tandem.cache.rotations import Rotations
+from tandem.cache.send_marks import SendMarks
 from tandem.cache.sequence_table import SequenceTable
-from tandem.cache.stream_attention import StreamPart, unrotated
-from tandem.cache.stream_table import Slide
+from tandem.cache.stream_attention import StreamParts
+from tandem.cache.stream_table import Slides
 from tandem.cache.window import Int64Array
 
 
 @dataclass(frozen=True, eq=False)
 class _Before:
-    """A row as it was."""
+    """Rows as they were, int64 [n] each; of those in `moved`, per group their ends and their rows of pages too."""
 
-    row: int
-    length: int
-    hole: int
-    dropped: int
-    pages: PageIds
+    rows: Int64Array
+    lengths: Int64Array
+    holes: Int64Array
+    dropped: Int64Array
+    moved: Int64Array
+    tables: list[tuple[Int64Array, Int32Array]]
 
 
 class Streams:
@@ -37,6 +39,8 @@ class Streams:
         self._table = table
         self._rotations = rotations
         self._page_size = page_size
+        self._nothing: PageIds = tuple(np.empty(0, np.int32) for _ in table.groups)
+        self._no_parts: list[StreamParts | None] = [None] * len(table.groups)
 
     def check_window(self, window: int, sink: int, max_length: int) -> None:
         most = max_length - 2 * self._page_size + 2
@@ -55,53 +59,58 @@ class Streams:
 
         Yields per group the pages that are gone, for the caller to release.
         """
-        if self._table.streams.count == 0:
-            yield tuple(np.empty(0, np.int32) for _ in self._table.groups)
+        table = self._table
+        slides = None
+        if table.streams.count:
+            slides = table.streams.plan_slides(rows, table.lengths[rows], appends, receive=receive)
+        if slides is None:
+            yield self._nothing
             return
-        before, gone = [], []
-        for index in np.flatnonzero(self._table.streams.windows[rows]):
-            row = int(rows[index])
-            slide = self._table.streams.plan_slide(
-                row, int(self._table.lengths[row]), int(appends[index]), receive=receive
-            )
-            if slide is not None:
-                before.append(self._keep(row))
-                gone.append(self._apply(row, slide))
+        before = self._keep(slides)
         try:
-            yield tuple(
-                np.concatenate([np.empty(0, np.int32), *(ids[group] for ids in gone)])
-                for group in range(len(self._table.groups))
-            )
+            yield self._apply(slides)
         except CacheError:
-            for kept in before:
-                self._restore(kept)
+            self._restore(before)
             raise
 
-    def plan(
-        self, rows: Int64Array, tokens: TokenLayout, rotations: list[Rotation | None]
-    ) -> tuple[list[Rotation | None], list[tuple[StreamPart, ...]]]:
-        """Per group the rotation, with what streams append left as it is, and the streams' parts."""
-        table = self._table
-        sliding = np.flatnonzero(table.streams.windows[rows]) if table.streams.count else np.empty(0, np.int64)
-        if sliding.size == 0:
-            return rotations, [()] * len(table.groups)
-        of_streams = torch.from_numpy(np.isin(tokens.owners, sliding))
-        left = [None if r is None else unrotated(r, of_streams.to(r.cos.device)) for r in rotations]
-        stored = [table.streams.indices(int(rows[index]), int(tokens.seq_lens[index])) for index in sliding]
-        places = self._rotations.of_places(max(indices.size for indices in stored))
-        parts = [
-            tuple(
-                StreamPart(
-                    int(tokens.qo_indptr[index]),
-                    int(tokens.qo_indptr[index + 1]),
-                    slots_of(group.pages[int(rows[index])], indices, self._page_size),
-                    None if of_group is None else of_group.first(indices.size),
-                )
-                for index, indices in zip(sliding, stored, strict=True)
+    def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, appends: Int64Array, marks: SendMarks) -> None:
+        """A stream evicts for all that it appends before anything is sent: not what its position map asks for."""
+        streams = self._table.streams
+        if streams.count == 0 or marks.count == 0:
+            return
+        lengths = self._table.lengths[rows] + streams.dropped[rows]
+        ends = marks.ends[rows]
+        unsent = marks.planned[rows] < np.minimum(lengths, ends)
+        beyond = (unsent & (lengths + appends > ends) & (streams.windows[rows] > 0)).nonzero()[0]
+        if beyond.size:
+            first = int(beyond[0])
+            raise InvalidArgument(
+                f"append_lengths[{first}] is {appends[first]}; sequence {seq_ids[first]} slides and is to send what it "
+                f"holds: {ends[first] - lengths[first]}, up to the end of its position map, and fewer are accepted"
             )
-            for group, of_group in zip(table.groups, places, strict=True)
+
+    def plan(
+        self, rows: Int64Array, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None
+    ) -> tuple[list[Rotation | None], list[StreamParts | None]]:
+        """Per group the rotation of a forward's tokens, which leaves what streams append as it is, and the streams."""
+        table = self._table
+        if table.streams.count == 0:
+            return self._rotations.plan(tokens, rope_lengths), self._no_parts
+        slides = table.streams.windows[rows] > 0
+        sliding = slides.nonzero()[0]
+        if sliding.size == 0:
+            return self._rotations.plan(tokens, rope_lengths), self._no_parts
+        rotations = self._rotations.plan(tokens, rope_lengths, unrotated=slides[tokens.owners])
+        counts, indices = table.streams.in_use(rows[sliding], table.lengths[rows[sliding]])
+        owners, bounds = rows[sliding].repeat(counts), indptr_of(counts)
+        begins, ends = tokens.qo_indptr[sliding], tokens.qo_indptr[sliding + 1]
+        parts: list[StreamParts | None] = [
+            StreamParts(
+                sliding, begins, ends, bounds, slots_in(group.pages, owners, indices, self._page_size), rotation
+            )
+            for group, rotation in zip(table.groups, self._rotations.of_places, strict=True)
         ]
-        return left, parts
+        return rotations, parts
 
     def indices(self, row: int, begin: int, end: int) -> Int64Array:
         """int64: where a row stores positions begin … end - 1, which it has."""
@@ -141,25 +150,31 @@ class Streams:
                     f"of {window} until position {end} is reached; the receiver must slide alike"
                 )
 
-    def _keep(self, row: int) -> _Before:
-        streams = self._table.streams
+    def _keep(self, slides: Slides) -> _Before:
+        table, rows = self._table, slides.rows
+        moved = rows[slides.ends > slides.firsts]
         return _Before(
-            row,
-            int(self._table.lengths[row]),
-            int(streams.holes[row]),
-            int(streams.dropped[row]),
-            self._table.held_pages(row),
+            rows,
+            table.lengths[rows],
+            table.streams.holes[rows],
+            table.streams.dropped[rows],
+            moved,
+            [(group.ends[moved], group.pages[moved]) for group in table.groups] if moved.size else [],
         )
 
-    def _apply(self, row: int, slide: Slide) -> tuple[Int32Array, ...]:
-        streams = self._table.streams
-        gone = tuple(group.take_out(row, slide.first, slide.end) for group in self._table.groups)
-        self._table.lengths[row], streams.holes[row], streams.dropped[row] = slide.length, slide.hole, slide.dropped
-        return gone
+    def _apply(self, slides: Slides) -> PageIds:
+        """The pages that are gone."""
+        table, rows = self._table, slides.rows
+        table.lengths[rows], table.streams.holes[rows] = slides.lengths, slides.holes
+        table.streams.dropped[rows] = slides.dropped
+        moved = (slides.ends > slides.firsts).nonzero()[0]
+        if moved.size == 0:
+            return self._nothing
+        return tuple(group.take_out(rows[moved], slides.firsts[moved], slides.ends[moved]) for group in table.groups)
 
     def _restore(self, before: _Before) -> None:
-        streams, row = self._table.streams, before.row
-        self._table.lengths[row], streams.holes[row], streams.dropped[row] = before.length, before.hole, before.dropped
-        for group, ids in zip(self._table.groups, before.pages, strict=True):
-            group.pages[row, : ids.size] = ids
-            group.ends[row] = ids.size
+        table, rows = self._table, before.rows
+        table.lengths[rows], table.streams.holes[rows] = before.lengths, before.holes
+        table.streams.dropped[rows] = before.dropped
+        for group, (ends, pages) in zip(table.groups, before.tables, strict=False):
+            group.ends[before.moved], group.pages[before.moved] = ends, pages

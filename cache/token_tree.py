@@ -2,9 +2,10 @@
 
 Nodes are numbered as they are appended, a parent before its children; −1 is the parent of a root. Node j of a sequence
 that held `base` positions is stored at position base + j, and rotated as position base + depth, which it would have if
-its path were all there is. It sees the base, its ancestors and itself.
+its path were all there is. It sees the base, its ancestors and itself; in a window of w, the last w positions of these.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,16 +26,25 @@ Masks = NDArray[np.uint32]
 class TokenTrees:
     """The open trees of a forward's B sequences, and their new nodes.
 
-    sequences: int64 [N], ascending, which of the B have one. sizes: int32 [N], nodes of each, those of earlier forwards
-    included. tokens: int64 [n], where the new nodes of all trees stand among the T packed tokens, ascending. depths:
-    int64 [n], theirs. masks: [n, MASK_WORDS], what they see of their trees.
+    sequences: int64 [N], ascending, which of the B have one. parents: of the nodes of each, int64 [nodes], those of
+    earlier forwards included; sizes: int32 [N], how many. counts: int64 [N], how many are new. tokens: int64 [n], where
+    the new nodes of all trees stand among the T packed tokens, ascending. depths: int64 [n], theirs. masks: [n,
+    MASK_WORDS], what they see of their trees.
     """
 
     sequences: Int64Array
+    parents: tuple[Int64Array, ...]
     sizes: NDArray[np.int32]
+    counts: Int64Array
     tokens: Int64Array
     depths: Int64Array
     masks: Masks
+
+    def masks_in(self, window: int | None) -> Masks:
+        """masks in layers with this window."""
+        if window is None or int(self.depths.max()) < window:
+            return self.masks
+        return visible_nodes(self.parents, window)[_new_nodes(self.sizes, self.counts)]
 
 
 def extend_tree(parents: Int64Array, added: object, name: str) -> Int64Array:
@@ -67,10 +77,11 @@ def path_to(parents: Int64Array, leaf: int) -> Int64Array:
     return np.array(path[::-1], np.int64)
 
 
-def visible_nodes(trees: list[Int64Array]) -> Masks:
-    """What the nodes of some trees, given by their parents, see; one tree after another.
+def visible_nodes(trees: Sequence[Int64Array], window: int | None = None) -> Masks:
+    """What the nodes of some trees, given by their parents, see of them; one tree after another.
 
-    By doubling: each node takes what its ancestor 1, 2, 4, … levels up sees, for all trees at once.
+    By doubling: each node takes what its ancestor 1, 2, 4, … levels up sees, for all trees at once. A window takes away
+    what the ancestor that is `window` levels up sees.
     """
     sizes = np.array([parents.size for parents in trees])
     begins = np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -79,19 +90,29 @@ def visible_nodes(trees: list[Int64Array]) -> Masks:
     masks = np.zeros((total + 1, MASK_WORDS), np.uint32)  # the last row: no ancestor
     masks[np.arange(total), nodes // 32] = np.uint32(1) << (nodes % 32).astype(np.uint32)
     ancestors = np.append(np.where(parents < 0, total, parents + begins), total)
+    outside, levels = np.arange(total + 1), 0 if window is None else window
     while (ancestors < total).any():
         masks |= masks[ancestors]
-        ancestors = ancestors[ancestors]
-    return masks[:total]
+        if levels & 1:
+            outside = ancestors[outside]
+        ancestors, levels = ancestors[ancestors], levels >> 1
+    if window is None or levels:  # so far up there are none
+        return masks[:total]
+    return masks[:total] & ~masks[outside[:total]]
 
 
-def lay_out_trees(sequences: Int64Array, trees: list[Int64Array], qo_indptr: NDArray[np.int32]) -> TokenTrees:
+def lay_out_trees(sequences: Int64Array, trees: Sequence[Int64Array], qo_indptr: NDArray[np.int32]) -> TokenTrees:
     """sequences: see TokenTrees; trees: the parents of each, whose last nodes are the new tokens of qo_indptr."""
-    sizes = np.array([parents.size for parents in trees])
+    sizes = np.array([parents.size for parents in trees], np.int32)
     begins, appends = qo_indptr[sequences].astype(np.int64), np.diff(qo_indptr)[sequences].astype(np.int64)
-    masks = visible_nodes(trees)[ragged_range(np.cumsum(sizes) - appends, appends)]
+    masks = visible_nodes(trees)[_new_nodes(sizes, appends)]
     depths = np.bitwise_count(masks).sum(1, dtype=np.int64) - 1
-    return TokenTrees(sequences, sizes.astype(np.int32), ragged_range(begins, appends), depths, masks)
+    return TokenTrees(sequences, tuple(trees), sizes, appends, ragged_range(begins, appends), depths, masks)
+
+
+def _new_nodes(sizes: NDArray[np.int32], counts: Int64Array) -> Int64Array:
+    """int64: the last counts[i] of sizes[i] nodes of each tree, among those of all trees."""
+    return ragged_range(np.cumsum(sizes) - counts, counts)
 
 
 def unpack_masks(masks: Masks, num_nodes: int) -> NDArray[np.bool_]:

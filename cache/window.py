@@ -10,9 +10,14 @@ from numpy.typing import NDArray
 Int64Array = NDArray[np.int64]
 
 
+def first_seen(window: int | None, queries: Int64Array) -> Int64Array:
+    """int64 [n]: the first position that a query at each of `queries` (int64 [n]) sees; 0 without a window."""
+    return np.zeros_like(queries) if window is None else np.maximum(queries - (window - 1), 0)
+
+
 def first_places(window: int, queries: Int64Array, page_size: int) -> Int64Array:
     """int64 [B]: the first place that a query at each of `queries` (int64 [B]), or after it, can see."""
-    return np.maximum(queries - (window - 1), 0) // page_size
+    return first_seen(window, queries) // page_size
 
 
 def first_place(window: int | None, query: int, page_size: int) -> int:

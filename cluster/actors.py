@@ -1,6 +1,8 @@
 """What runs in the processes of a cluster, as its supervisors call it. Knows nothing of Ray."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tandem.cluster.errors import TandemError
 from tandem.cluster.gateway import Gateway, GatewaySettings
@@ -12,39 +14,56 @@ from tandem.workers.worker import Worker
 
 
 class WorkerActor:
-    """One worker in a process of its own."""
+    """One worker in a process of its own. One of the calls that prepare it at a time; others may come beside it."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._stopped = threading.Event()
+        self._prepares = False
         self._worker = Worker(config)
 
     def load(self) -> None:
-        self._worker.load()
+        with self._preparing():
+            self._worker.load()
 
     def progress(self) -> tuple[int, int]:
         return self._worker.loaded_bytes, self._worker.total_bytes
 
     def pages_that_fit(self, utilization: float) -> int:
-        return self._worker.pages_that_fit(utilization)
+        with self._preparing():
+            return self._worker.pages_that_fit(utilization)
 
     def open(self, num_pages: int) -> bytes:
-        return self._worker.open(num_pages)
+        with self._preparing():
+            return self._worker.open(num_pages)
 
     def join(self, handles: list[bytes]) -> None:
-        self._worker.join(handles)
+        with self._preparing():
+            self._worker.join(handles)
 
     def serve(self) -> str:
-        return self._worker.serve()
+        with self._preparing():
+            return self._worker.serve()
 
     def leave(self) -> None:
-        self._worker.leave()
+        with self._preparing():
+            self._worker.leave()
 
     def rejoin(self, config: WorkerConfig) -> None:
-        self._worker.rejoin(config)
+        with self._preparing():
+            self._worker.rejoin(config)
 
-    def ping(self) -> None:
-        """Returns when the worker can still take a command: one that hangs in a step does not."""
+    def ping(self) -> int | None:
+        """Returns when the worker can still take a command: one that hangs in a step does not. See Heartbeat."""
         self._worker.ping()
+        return self._worker.prepared if self._prepares else None
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        self._prepares = True
+        try:
+            yield
+        finally:
+            self._prepares = False
 
     def release(self, prefix: str, writer_quiet: bool = False) -> None:
         self._worker.release(prefix, writer_quiet)

@@ -189,6 +189,13 @@ class RecoverySection(Section):
     unresponsive_seconds: float = Field(
         default=60.0, gt=0, le=86400, description="a process that is silent for so long is ended and started again"
     )
+    stalled_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        le=86400,
+        description="the same for one that does not get on with its start, be it imports, weights or kernels: longer "
+        "than it takes to compile one",
+    )
     drain_seconds: float = Field(
         default=10.0, ge=0, le=86400, description="longest wait for what a broken island's other workers can finish"
     )

@@ -73,6 +73,9 @@ class ProcessEnded(TandemError):
         self.name = name
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type["ProcessEnded"], tuple[str, str]]:
+        return type(self), (self.name, self.reason)  # it travels between processes
+
 
 class WorkerLost(TandemError):
     """A process ended, or fell silent, more often than a cluster may restart it."""

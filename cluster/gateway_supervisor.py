@@ -45,15 +45,17 @@ class GatewaySupervisor(Supervisor):
         self._release = release
         self._scale = scale
         self._group: ProcessGroup | None = None
+        self._served = False
         self.grace = 1.0  # seconds that calls under way have when the gateway is told to stop
         self.address = ""
 
     def _begin(self) -> None:
         settings = self._settings
         name = f"{settings.cluster}/gateway.{settings.incarnation}"
-        self._group = self._processes.start_group([ActorSpec(name, GatewayActor, settings)], gpus=0, threads=1)
+        specs = [ActorSpec(name, GatewayActor, settings)]
+        self._group = self._processes.start_again(self._group, specs, gpus=0, threads=1)
         (gateway,) = self._group.members
-        self._liveness = Liveness(self._group.members, self._recovery.unresponsive_seconds, self._stop)
+        self._liveness = Liveness(self._group.members, self._recovery, self._stop)
         try:
             (self.address,) = self._liveness.results([gateway.call("serve")], SERVE_SECONDS)
             self._liveness.results(self._membership.attach(gateway), SERVE_SECONDS)
@@ -62,6 +64,7 @@ class GatewaySupervisor(Supervisor):
         except Exception as error:
             raise StartFailed(f"{type(error).__name__}: {error}") from error
         self._settings = replace(settings, port=int(self.address.rpartition(":")[2]))
+        self._served = True
 
     def _watch(self) -> NoReturn:
         assert self._group is not None, "_begin() comes first"
@@ -84,8 +87,10 @@ class GatewaySupervisor(Supervisor):
 
     def _clear(self) -> None:
         self._membership.detach()
-        if self._group is not None:
+        if self._group is not None and not self._served:  # its place may be why
             self._group.end()
+            self._group = None
+        self._served = False
         incarnation = self._settings.incarnation
         self._release(attempt_prefix(incarnation))
         self._settings = replace(self._settings, incarnation=incarnation + 1)

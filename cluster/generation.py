@@ -82,6 +82,7 @@ class Generation:
         # The prompt first: the other call waits for what it brings about.
         sent = placement.prefill.stub.RemoteSend(send, timeout=timeout)
         first = unwatched(asyncio.ensure_future(_answer(placement.prefill, sent)))
+        first.add_done_callback(lambda _: placement.prefill.awaited.discard(placement.request_id))
         stream = placement.decode.stub.StartGenerate(start, timeout=timeout)
         try:
             message = self._first_message(await first)

@@ -29,8 +29,9 @@ LoadState = tuple[str, int, int]  # worker, bytes loaded, bytes in all
 class Island:
     """launch() → load() → form() → wait_for(), then end(): one thread calls them. What waits raises Stopping when told.
 
-    An island is formed once: when a member is lost the others end too, and the next epoch is another Island. One that
-    takes the processes of the epoch before begins with extend() → take_over() in place of the first three.
+    An island is formed once: when a member is lost the others end too, and the next epoch is another Island, which may
+    have its processes started in their places: succeed(), then launch() as before. One that takes the very processes of
+    the epoch before begins with extend() → take_over() in place of the first three.
     StartFailed and ProcessEnded say that it did not come about.
     """
 
@@ -44,16 +45,26 @@ class Island:
         self.shape = Shape(config.island.num_prefill, config.island.num_decode)
         self.clock = StartClock()
         self.num_pages = 0  # of each worker, once the island is formed
+        self.formed = False
 
     def launch(self, stop: StopSignal) -> None:
         """Starts the processes."""
         gpus = 1 if self._workers[0].device == "cuda" else 0
         with self.clock.phase("processes, imports"):
             specs = [self._spec(worker) for worker in self._workers]
-            self._group = self._processes.start_group(specs, gpus=gpus, threads=self._threads)
+            self._group = self._processes.start_again(self._group, specs, gpus=gpus, threads=self._threads)
             self._members = list(self._group.members)
-            self._liveness = Liveness(self._members, self._config.recovery.unresponsive_seconds, stop)
+            self._liveness = Liveness(self._members, self._config.recovery, stop)
             self._all("progress")  # answered once the process has its imports
+
+    def succeed(self, before: "Island") -> None:
+        """`before` is over: launch() ends its processes and starts this island's in their places.
+
+        Where `before` was not formed its places may be why: they are given back now, and launch() finds others.
+        """
+        if not before.formed:
+            before.end(gently=False)
+        self._group, before._group, before._members = before._group, None, []
 
     def load(self) -> None:
         """Reads the weights; progress() tells how far."""
@@ -171,6 +182,7 @@ class Island:
 
     def _serve(self) -> tuple[WorkerAddress, ...]:
         addresses = self._all("serve")
+        self.formed = True
         return tuple(
             WorkerAddress(worker.role, worker.pe, address, worker.token)
             for worker, address in zip(self._workers, addresses, strict=True)

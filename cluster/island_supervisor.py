@@ -1,6 +1,7 @@
 """Keeps one island running. A lost worker ends its whole island, and the next epoch takes its place."""
 
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from tandem.cluster.supervisor import Supervisor
 
 GATEWAY_SECONDS = 2.0  # longest wait for the gateway to answer
 DRAIN_POLL_SECONDS = 0.1
+log = logging.getLogger(__name__)
 
 
 class IslandSupervisor(Supervisor):
@@ -52,6 +54,7 @@ class IslandSupervisor(Supervisor):
         workers = self.island.form(self._num_pages)
         self._num_pages = self.island.num_pages
         self._membership.update(self.island_name, self._epoch, self._budget.used, workers)
+        log.info("island %s serves in epoch %d; seconds: %s", self.island_name, self._epoch, self.island.clock.seconds)
 
     def _watch(self) -> NoReturn:
         while True:
@@ -98,11 +101,11 @@ class IslandSupervisor(Supervisor):
 
     def _clear(self) -> None:
         """Admission stops, what survives finishes what it can, then all processes end: the epoch is over."""
-        shape = self.island.shape
+        before = self.island
         self._stop_admission()
-        self.island.end(gently=False)
         self._epoch = next(self._epochs)
-        self.island = self._island_of(self._epoch, shape)
+        self.island = self._island_of(self._epoch, before.shape)
+        self.island.succeed(before)
 
     def _stop_admission(self) -> None:
         """Returns when the island has no requests any more, or the time for that is over."""

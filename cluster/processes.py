@@ -3,23 +3,34 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from tandem.cluster.errors import StartFailed
 
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """An object kind(argument) in a process of its own. The name is unique while the process lives."""
+    """An object kind(argument) in a process of its own. The name is unique while the process lives.
+
+    modules: what it will need, to be imported before there is a process; none of them may touch a device.
+    """
 
     name: str
     kind: type
     argument: object
+    modules: tuple[str, ...] = ()
 
 
 class ActorProcess(ABC):
     """One actor. Its process may end at any moment, and then every call's future fails with ProcessEnded."""
 
     name: str
+
+    @abstractmethod
+    def there(self) -> Future[None]:
+        """Done when there is a process: what it needs has been imported, and its constructor begins."""
 
     @abstractmethod
     def call(self, method: str, *arguments: object) -> Future[Any]:
@@ -47,6 +58,14 @@ class ProcessGroup(ABC):
         """Kills some members and frees what was set aside for them; idempotent."""
 
     @abstractmethod
+    def restart(self, specs: Sequence[ActorSpec]) -> None:
+        """Kills every member, and when they have ended starts others in their places, with what was set aside and
+        imported for them. There are no more of specs than members; places left over are given back.
+
+        StartFailed when a place is gone: end() is what is left.
+        """
+
+    @abstractmethod
     def end(self) -> None:
         """Kills every member and frees what was set aside for them; idempotent."""
 
@@ -64,6 +83,17 @@ class Processes(ABC):
 
         The actors' constructors run afterwards: one that fails ends its process.
         """
+
+    def start_again(
+        self, group: ProcessGroup | None, specs: Sequence[ActorSpec], *, gpus: int, threads: int
+    ) -> ProcessGroup:
+        """start_group(), in the places of `group` if they are still there: then it is what returns, else it is over."""
+        if group is not None:
+            with suppress(StartFailed):
+                group.restart(specs)
+                return group
+            group.end()
+        return self.start_group(specs, gpus=gpus, threads=threads)
 
     @abstractmethod
     def stop(self) -> None:

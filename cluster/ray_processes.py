@@ -19,14 +19,19 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tandem.cluster.actor_server import pack
 from tandem.cluster.errors import ClusterRunning, ProcessEnded, StartFailed
+from tandem.cluster.fork_server import ForkServer
+from tandem.cluster.forked_actor import ForkedActor, open_answer
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 
 NAMESPACE = "tandem"
 CPU_SHARE = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
 PLACEMENT_SECONDS = 30
 NODE_SHARE = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
-CALLS_AT_A_TIME = 6  # two of them wait for ever: for the end, and for orders
+CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
+IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
+END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store
 
 
@@ -110,9 +115,27 @@ class RayGroup(ProcessGroup):
         return started
 
     def shrink(self, members: Sequence[ActorProcess]) -> None:
-        for member in [member for member in self._placed if member in members]:
+        gone = [member for member in self._placed if member in members]
+        _end([member.place for member in gone])
+        for member in gone:
             member.kill()
             remove_placement_group(self._placed.pop(member))
+
+    def restart(self, specs: Sequence[ActorSpec]) -> None:
+        self.shrink(self.members[len(specs) :])
+        # All have ended before the first is started: they hold pages of each other, and memory of their GPUs.
+        if not _end([member.place for member in self._placed]):
+            raise StartFailed("a process that was killed, or the place that it had, does not answer")
+        old = zip(specs, self._placed.items(), strict=True)
+        self._placed = {RayActor(spec.name, member.place): placed for spec, (member, placed) in old}
+        started = [
+            member.place.start.remote(spec.name, pack((spec.kind, spec.argument)))
+            for spec, member in zip(specs, self._placed, strict=True)
+        ]
+        try:
+            ray.get(started, timeout=END_SECONDS)
+        except (ray.exceptions.RayError, StartFailed) as error:
+            raise StartFailed(f"a process cannot be started in the place that another had: {error}") from error
 
     def end(self) -> None:
         self.shrink(self.members)
@@ -134,28 +157,65 @@ class RayGroup(ProcessGroup):
                 }
             },
         }
+        modules = (spec.kind.__module__, *spec.modules)
         try:
-            handle = ray.remote(spec.kind).options(**options).remote(spec.argument)
+            start = pack((spec.kind, spec.argument))
+            handle = ray.remote(Place).options(**options).remote(modules, spec.name, start)
         except ValueError as error:
             raise ClusterRunning(spec.name.split("/")[0], None, None) from error
         return RayActor(spec.name, handle)
 
 
+class Place:
+    """What Ray runs and sets GPU and cores aside for: a small process that forks a member's own, one after the other.
+
+    What they say to each other passes through as bytes: reading it would take the imports of both.
+    """
+
+    def __init__(self, modules: Sequence[str], name: str, start: bytes) -> None:
+        self._server = ForkServer(modules)
+        self._actor: ForkedActor = self._server.fork(name, start, IMPORT_SECONDS)
+
+    def ready(self) -> None:
+        """Answered once the constructor is through."""
+
+    def start(self, name: str, start: bytes) -> None:
+        """After end()."""
+        self._actor = self._server.fork(name, start, IMPORT_SECONDS)
+
+    def call(self, name: str, payload: bytes) -> bytes:
+        """As ForkedActor.relay(). Calls to a process that was here before find that it has ended."""
+        actor = self._actor
+        if actor.name != name:
+            raise ProcessEnded(name, "another has its place")
+        return actor.relay(payload).result()
+
+    def end(self) -> bool:
+        """Kills the process; whether it has ended. Idempotent."""
+        self._actor.kill()
+        return self._actor.join(END_SECONDS)
+
+
 class RayActor(ActorProcess):
     """Answers arrive on a thread of Ray's, which only fills the future."""
 
-    def __init__(self, name: str, handle: Any) -> None:
+    def __init__(self, name: str, place: Any) -> None:
+        """place: a handle of a Place, which runs this actor or is about to."""
         self.name = name
-        self._handle = handle
+        self.place = place
+
+    def there(self) -> Future[None]:
+        return self.place.ready.remote().future()
 
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()
-        raw = getattr(self._handle, method).remote(*arguments).future()
-        raw.add_done_callback(lambda done: _fill(answer, done, self.name))
+        raw = self.place.call.remote(self.name, pack((method, arguments))).future()
+        raw.add_done_callback(lambda done: open_answer(answer, _translated(done, self.name)))
         return answer
 
     def kill(self) -> None:
-        ray.kill(self._handle)
+        """With its place, for who had to be killed may have hung for a reason that the next one would find there."""
+        ray.kill(self.place)
 
 
 def _place(wanted: Sequence[Sequence[dict[str, float]]]) -> list[PlacementGroup]:
@@ -182,14 +242,25 @@ def _host_of(placed: PlacementGroup) -> str:
     return next(name for name in resources if name.startswith("node:") and not name.endswith("__"))
 
 
-def _fill(answer: Future[Any], raw: Future[Any], name: str) -> None:
+def _end(places: Sequence[Any]) -> bool:
+    """Whether every place is there and its process has ended."""
+    try:
+        return all(ray.get([place.end.remote() for place in places], timeout=2 * END_SECONDS))
+    except ray.exceptions.RayError:
+        return False
+
+
+def _translated(raw: Future[bytes], name: str) -> Future[bytes]:
+    """What Ray raised, as ProcessEnded."""
     error = raw.exception()
     if error is None:
-        answer.set_result(raw.result())
-    elif isinstance(error, ray.exceptions.RayTaskError):
-        cause = getattr(error, "cause", None)
-        answer.set_exception(cause if isinstance(cause, Exception) else error)
+        return raw
+    translated: Future[bytes] = Future()
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, ProcessEnded):
+        translated.set_exception(cause)
     else:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         # Where the constructor failed, the exception's own text comes last.
-        answer.set_exception(ProcessEnded(name, lines[-1] if "creation task" in lines[0] else lines[0]))
+        translated.set_exception(ProcessEnded(name, lines[-1] if "creation task" in lines[0] else lines[0]))
+    return translated

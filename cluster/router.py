@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from tandem.workers.messages import prompt_to_bytes
 
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
 PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
+ANNOUNCE_SECONDS = 1.0  # nobody waits for its answer
 ABORT_AGAIN_SECONDS = 1.0
 # A worker that does not answer in time may be stopped, and may answer all the same when it goes on.
 PREPARE_LOST = WORKER_LOST | {grpc.StatusCode.DEADLINE_EXCEEDED}
@@ -52,7 +53,7 @@ class Router:
         self._asked = itertools.count(1)
         self._queue_seconds = queue_seconds
         self._given_back = asyncio.Event()
-        self._cleanup: set[asyncio.Task[None]] = set()
+        self._cleanup: set[asyncio.Task[object]] = set()
 
     @property
     def queued(self) -> int:
@@ -68,7 +69,7 @@ class Router:
         Raises Overloaded (queue full), DeadlineExceeded (no place in time) or the worker's AioRpcError.
         """
         if not self.queued:
-            placement = await self._try(request_id, token_ids, max_tokens)
+            placement = await self._try(request_id, token_ids, max_tokens, announce=True)
             if placement is not None:
                 return placement
         try:
@@ -90,6 +91,7 @@ class Router:
         A sender that cannot say so yet is asked once more; after that leases and recalls end what is left.
         """
         request_id, quiet = placement.request_id, True
+        placement.prefill.awaited.discard(request_id)
         if not complete:
             quiet = await placement.prefill.abort(request_id)
             await placement.decode.abort(request_id, writer_quiet=quiet)
@@ -114,8 +116,13 @@ class Router:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._given_back.wait(), RETRY_SECONDS)
 
-    async def _try(self, request_id: str, token_ids: Int64Array, max_tokens: int) -> Placement | None:
-        """The least loaded decode worker that has room, with its island's least loaded prefill worker; else None."""
+    async def _try(
+        self, request_id: str, token_ids: Int64Array, max_tokens: int, *, announce: bool = False
+    ) -> Placement | None:
+        """The least loaded decode worker that has room, with its island's least loaded prefill worker; else None.
+
+        announce: whether that prefill worker, if it has nothing to do, hears of the prompt before there is room for it.
+        """
         total = len(token_ids) + max_tokens
         for decode, prefill in self._islands.pairs():
             # Never twice the same: a late Abort of what one worker was asked before must not meet what it is asked now.
@@ -127,6 +134,10 @@ class Router:
                 max_tokens=max_tokens,
                 writer_pe=prefill.pe,
             )
+            announced, announce = announce and not prefill.awaited, False
+            if announced:
+                self.in_background(_sent(prefill.announce(worker_id, request.prompt, ANNOUNCE_SECONDS)))
+            prefill.awaited.add(worker_id)
             decode.load += total
             reservation = None
             try:
@@ -134,6 +145,9 @@ class Router:
             finally:
                 if reservation is None:
                     decode.load -= total
+                    prefill.awaited.discard(worker_id)
+                    if announced:
+                        self.in_background(prefill.abort(worker_id))
             if reservation is not None:
                 prefill.load += len(token_ids)
                 return Placement(worker_id, prefill, decode, reservation, len(token_ids), total)
@@ -168,17 +182,19 @@ class Router:
             if error.code() not in PREPARE_LOST:
                 raise
             decode.avoid()
-            self.in_background(_end_unanswered(decode, request.request_id))
+            self.in_background(decode.abort(request.request_id, writer_quiet=True))  # no sender has its reservation
         except (asyncio.CancelledError, grpc.aio.UsageError):
             pass  # nobody cancels this task: the connection was closed, for the island has a new epoch
         return None
 
-    def in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def in_background(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """Work that must be done even when the call that wanted it is gone; close() waits for it."""
         task = asyncio.create_task(coroutine)
         self._cleanup.add(task)
         task.add_done_callback(self._cleanup.discard)
 
 
-async def _end_unanswered(decode: WorkerLink, request_id: str) -> None:
-    await decode.abort(request_id, writer_quiet=True)  # no sender has heard of it
+async def _sent(call: Awaitable[object]) -> None:
+    """A call whose answer nobody needs."""
+    with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):  # the latter when the channel is closed
+        await call

@@ -1,6 +1,7 @@
 """The gateway's connection to one worker."""
 
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 import grpc
@@ -34,7 +35,8 @@ class WorkerAddress:
 
 @dataclass(eq=False)
 class WorkerLink:
-    """load counts tokens that this gateway has placed on the worker and not yet taken back."""
+    """load counts tokens that this gateway has placed on the worker and not yet taken back. awaited: the requests whose
+    first token a prefill worker has yet to give."""
 
     role: Role
     pe: int
@@ -43,6 +45,7 @@ class WorkerLink:
     channel: grpc.aio.Channel
     stub: worker_pb2_grpc.WorkerStub
     load: int = 0
+    awaited: set[str] = field(default_factory=set)
     _avoid_until: float = 0.0
 
     @classmethod
@@ -64,6 +67,11 @@ class WorkerLink:
 
     def avoid(self) -> None:
         self._avoid_until = time.monotonic() + AVOID_SECONDS
+
+    def announce(self, request_id: str, prompt: bytes, seconds: float) -> Awaitable[worker_pb2.AnnounceResponse]:
+        """Sends off, before it returns, that the prompt is to come; see Worker/Announce."""
+        request = worker_pb2.AnnounceRequest(request_id=request_id, epoch=self.epoch, prompt=prompt)
+        return self.stub.Announce(request, timeout=seconds)
 
     async def abort(self, request_id: str, writer_quiet: bool = False) -> bool:
         """True when the worker has said that it neither computes nor writes for the request any more."""

@@ -61,6 +61,20 @@ class PrepareReceiveRequest(_message.Message):
     prompt: bytes
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[bytes] = ...) -> None: ...
 
+class AnnounceRequest(_message.Message):
+    __slots__ = ("request_id", "epoch", "prompt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    prompt: bytes
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ...) -> None: ...
+
+class AnnounceResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class RemoteSendRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "sampling", "reservation", "prompt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -40,6 +40,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_proto_dot_worker__pb2.PrepareReceiveRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_worker__pb2.Reservation.FromString,
                 _registered_method=True)
+        self.Announce = channel.unary_unary(
+                '/tandem.v1.Worker/Announce',
+                request_serializer=tandem_dot_proto_dot_worker__pb2.AnnounceRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_worker__pb2.AnnounceResponse.FromString,
+                _registered_method=True)
         self.RemoteSend = channel.unary_unary(
                 '/tandem.v1.Worker/RemoteSend',
                 request_serializer=tandem_dot_proto_dot_worker__pb2.RemoteSendRequest.SerializeToString,
@@ -68,6 +73,14 @@ class WorkerServicer(object):
     def PrepareReceive(self, request, context):
         """Decode side: match the prefix held here, set pages aside, say where to write.
         RESOURCE_EXHAUSTED when the pages or the signal slots are not free now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Announce(self, request, context):
+        """Prefill side: a prompt that a RemoteSend will come for, unless an Abort does. Its beginning may be computed while the
+        decode worker is asked for room; nothing is written. May come late, twice or never: a RemoteSend needs none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,6 +123,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.PrepareReceive,
                     request_deserializer=tandem_dot_proto_dot_worker__pb2.PrepareReceiveRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_worker__pb2.Reservation.SerializeToString,
+            ),
+            'Announce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Announce,
+                    request_deserializer=tandem_dot_proto_dot_worker__pb2.AnnounceRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_worker__pb2.AnnounceResponse.SerializeToString,
             ),
             'RemoteSend': grpc.unary_unary_rpc_method_handler(
                     servicer.RemoteSend,
@@ -159,6 +177,33 @@ class Worker(object):
             '/tandem.v1.Worker/PrepareReceive',
             tandem_dot_proto_dot_worker__pb2.PrepareReceiveRequest.SerializeToString,
             tandem_dot_proto_dot_worker__pb2.Reservation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Announce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/Announce',
+            tandem_dot_proto_dot_worker__pb2.AnnounceRequest.SerializeToString,
+            tandem_dot_proto_dot_worker__pb2.AnnounceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,7 +11,16 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 def load_oracle(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    _clamp_as_configured(model)
     return model.eval().to(device)
+
+
+def _clamp_as_configured(model: PreTrainedModel) -> None:
+    """gpt_oss's experts: transformers 5.17 clamps them at 7 whatever swiglu_limit is, later ones as it says."""
+    limit = getattr(model.config, "swiglu_limit", None)
+    for module in model.modules():
+        if limit is not None and hasattr(module, "limit"):
+            module.limit = limit
 
 
 def greedy(

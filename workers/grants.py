@@ -2,9 +2,11 @@
 
 import math
 
+from tandem.cache.position_map import PositionMap
 from tandem.transfer.completion import Signal, is_newer
 from tandem.transfer.recall import Recall, RecallInbox, num_slots
 from tandem.transfer.transport import Transport
+from tandem.transfer.wire_map import decode_map
 from tandem.workers.counters import Counters
 from tandem.workers.errors import InvalidCall, StaleEpoch, StaleReservation
 from tandem.workers.reservation import Reservation
@@ -23,8 +25,9 @@ class Grants:
         self._inbox = RecallInbox(transport)
         self._latest: dict[tuple[int, int], int] = {}  # (receiver, slot) → generation
 
-    def check(self, reservation: Reservation) -> None:
-        """Raises StaleEpoch, StaleReservation or InvalidCall unless this worker may write for the reservation."""
+    def check(self, reservation: Reservation, num_tokens: int) -> PositionMap:
+        """Where the KV of a prompt of num_tokens goes. Raises StaleEpoch, StaleReservation, InvalidCall or
+        InvalidPositionMap unless this worker may write for the reservation."""
         transport = self._transport
         if reservation.epoch != transport.epoch:
             self._counters.stale_calls += 1
@@ -44,6 +47,20 @@ class Grants:
                 f"generation is {reservation.generation}; slot {reservation.signal_slot} of PE "
                 f"{reservation.target_pe} is at {latest} here: the reservation was used or recalled"
             )
+        if not reservation.matched_tokens < num_tokens:
+            raise InvalidCall(
+                f"matched_tokens is {reservation.matched_tokens} of a prompt of {num_tokens}; one must be left"
+            )
+        position_map = decode_map(
+            reservation.wire_map,
+            transport.layout,
+            num_pages=transport.num_pages,
+            expected_start=reservation.matched_tokens,
+            expected_tokens=num_tokens - reservation.matched_tokens,
+        )
+        if not reservation.authentic:  # comes last: what the other checks can say is more to the point
+            raise InvalidCall("reservation.seal does not fit: it is not as a decode worker of this island made it")
+        return position_map
 
     def take(self, reservation: Reservation) -> None:
         """From now on the reservation is used; check() came first."""

@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
+from torch import Tensor
 
 from tandem.cache.digest import digest_kv
 from tandem.cache.paged_cache import PagedKVCache
@@ -16,10 +17,11 @@ from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.errors import TransportError
 from tandem.transfer.recall import Recall
 from tandem.transfer.transport import Transport
-from tandem.transfer.wire_map import decode_map
 from tandem.workers.counters import Counters
+from tandem.workers.ended_requests import EndedRequests
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LeaseExpired
 from tandem.workers.grants import Grants, signal_of
+from tandem.workers.head_start import HeadStart
 from tandem.workers.landing import Landing
 from tandem.workers.lease import Clock, Lease
 from tandem.workers.model_runner import ModelRunner
@@ -31,8 +33,6 @@ from tandem.workers.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-ABORTED_IDS_REMEMBERED = 4096  # a RemoteSend that arrives after its Abort must not start
-RESULTS_REMEMBERED = 1024  # a RemoteSend that arrives again gets the same answer
 RECALL_POLL_SECONDS = 0.02
 LEASE_SHARE = 0.8  # the writer stops before the receiver's own lease is over
 # A push is nearly always through when its last token is sampled: its answer should not wait for another's forward.
@@ -58,9 +58,11 @@ class PrefillLoop:
         max_batch_tokens: int,
         sharing: bool,
         verify: bool = False,
+        lease_seconds: float,
         clock: Clock = time.monotonic,
     ) -> None:
-        """verify: whether a digest of what was sent goes with the signal, for the receiver to compare."""
+        """verify: whether a digest of what was sent goes with the signal, for the receiver to compare. lease_seconds:
+        how long an announced prompt is kept."""
         self._runner = runner
         self._cache = cache
         self._transport = transport
@@ -71,17 +73,35 @@ class PrefillLoop:
         self._clock = clock
         self.counters = Counters()
         self._grants = Grants(transport, self.counters)
+        self._head_start = HeadStart(
+            runner,
+            cache,
+            max_batch_tokens=max_batch_tokens,
+            sharing=sharing,
+            lease_seconds=lease_seconds * LEASE_SHARE,
+            clock=clock,
+        )
         self._recalls_read = -RECALL_POLL_SECONDS
         self._waiting: deque[PrefillRequest] = deque()
         self._running: list[PrefillRequest] = []
         self._landing: dict[str, Landing] = {}
         self._by_id: dict[str, PrefillRequest] = {}
-        self._aborted: OrderedDict[str, None] = OrderedDict()
-        self._results: OrderedDict[str, Future[PrefillResult]] = OrderedDict()
-        self._released: tuple[str, ...] = ()  # prefixes, one for each gateway that was lost
+        self._ended = EndedRequests()
         self._next_sequence = 1
 
     # Commands
+
+    def announce(self, request_id: str, token_ids: Int64Array) -> None:
+        """A prompt that submit() is to come for, unless its room is not found: abort() then ends it, or its lease.
+
+        Its beginning is computed meanwhile, where there is nothing else to do; one prompt at a time, and others are not
+        heeded, nor is one that has ended or came before.
+        """
+        ended = self._ended.is_aborted(request_id) or self._ended.result(request_id) is not None
+        if ended or request_id in self._by_id or self._waiting or self._running:
+            return
+        self._head_start.take(request_id, self._next_sequence, token_ids)
+        self._next_sequence += 1
 
     def submit(
         self,
@@ -95,12 +115,13 @@ class PrefillLoop:
         A second call with the same request_id gets the first one's future. Raises InvalidCall, InvalidPositionMap,
         Aborted, StaleEpoch, StaleReservation. The lease runs until attend().
         """
-        if request_id in self._aborted or request_id.startswith(self._released):
+        if self._ended.is_aborted(request_id):
             raise Aborted(f"request {request_id!r} was aborted before it arrived")
         if request_id in self._by_id:
             return self._by_id[request_id].result
-        if request_id in self._results:
-            return self._results[request_id]
+        result = self._ended.result(request_id)
+        if result is not None:
+            return result
         prompt = np.asarray(token_ids, np.int64)
         position_map = self._checked_map(prompt, reservation)
         self._grants.take(reservation)
@@ -108,7 +129,12 @@ class PrefillLoop:
         request = PrefillRequest(request_id, self._next_sequence, prompt, params, reservation, position_map, lease)
         self._next_sequence += 1
         self._by_id[request_id] = request
-        self._waiting.append(request)
+        head = self._head_start.claim(request_id, prompt)
+        if head is None:
+            self._waiting.append(request)
+        else:
+            request.take_over(head)
+            self._run(request)
         return request.result
 
     def attend(self, request_id: str) -> Lease | None:
@@ -124,10 +150,10 @@ class PrefillLoop:
 
         WriterNotQuiet when that cannot be said in time; another abort asks again.
         """
-        self._aborted[request_id] = None
-        while len(self._aborted) > ABORTED_IDS_REMEMBERED:
-            self._aborted.popitem(last=False)
+        self._ended.abort(request_id)
         self._settle()
+        if request_id == self._head_start.request_id:
+            return _done(self._head_start.drop())
         request = self._by_id.get(request_id)
         if request is None:
             return _done(False)
@@ -136,12 +162,14 @@ class PrefillLoop:
 
     def release(self, prefix: str) -> "list[Future[bool]]":
         """abort() for every request whose id begins with `prefix`, those that are yet to arrive included."""
-        self._released = (*self._released, prefix)
-        return [self.abort(known) for known in list(self._by_id) if known.startswith(prefix)]
+        self._ended.release(prefix)
+        announced = self._head_start.request_id
+        known_ids = [*self._by_id, *([] if announced is None else [announced])]
+        return [self.abort(known) for known in known_ids if known.startswith(prefix)]
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + (self._head_start.request_id is not None)
 
     @property
     def num_running(self) -> int:
@@ -154,18 +182,27 @@ class PrefillLoop:
         self._stop_expired()
         self._settle()
         self._admit()
+        heads = [request for request in self._running if request.logits is not None]
+        self._attempt(heads, lambda: self._send_heads(heads))
         chunks = self._next_chunks()
-        if chunks:
-            try:
-                self._await_landing(self._forward(chunks))
-            except Exception as error:
-                log.exception("a prefill forward failed")
-                for request, _ in chunks:
-                    if request in self._running:
-                        self._land(request, ForwardFailed(f"prefill of {request.request_id!r} failed: {error}"))
-        if self._running or (chunks and self._waiting):
+        self._attempt([request for request, _ in chunks], lambda: self._forward(chunks))
+        if not chunks and not heads:
+            self._head_start.step()
+        if self._running or ((chunks or heads) and self._waiting):
             return 0
         return POLL_SECONDS if self._landing else RECALL_POLL_SECONDS
+
+    def _attempt(self, requests: Sequence[PrefillRequest], work: Callable[[], list[PrefillRequest]]) -> None:
+        """Does what brings `requests` on, and waits for those that it ends."""
+        if not requests:
+            return
+        try:
+            self._await_landing(work())
+        except Exception as error:
+            log.exception("a prefill forward failed")
+            for request in requests:
+                if request in self._running:
+                    self._land(request, ForwardFailed(f"prefill of {request.request_id!r} failed: {error}"))
 
     def _heed_recalls(self) -> None:
         """Stops what receivers want back, and tells them once nothing of it is in flight any more."""
@@ -195,6 +232,7 @@ class PrefillLoop:
         ]
 
     def _stop_expired(self) -> None:
+        self._head_start.expire()
         unfinished = [*self._waiting, *self._running]  # whoever lands only waits for what it has written
         for request in [request for request in unfinished if request.lease.is_over]:
             self.counters.expired_leases += 1
@@ -202,47 +240,43 @@ class PrefillLoop:
             self._stop(request, LeaseExpired(reason))
 
     def _checked_map(self, token_ids: Int64Array, reservation: Reservation) -> PositionMap:
-        self._grants.check(reservation)
-        if not reservation.matched_tokens < len(token_ids):
-            raise InvalidCall(
-                f"matched_tokens is {reservation.matched_tokens} of a prompt of {len(token_ids)}; one must be left"
-            )
+        position_map = self._grants.check(reservation, len(token_ids))
         shortage = self._cache.shortage(len(token_ids), self._max_batch_tokens)
         if shortage is not None:
             raise InvalidCall(f"the prompt needs {shortage[0]} pages; this worker has {shortage[1]}")
-        position_map = decode_map(
-            reservation.wire_map,
-            self._cache.layout,
-            num_pages=self._transport.num_pages,
-            expected_start=reservation.matched_tokens,
-            expected_tokens=len(token_ids) - reservation.matched_tokens,
-        )
-        if not reservation.authentic:  # comes last: what the other checks can say is more to the point
-            raise InvalidCall("reservation.seal does not fit: it is not as a decode worker of this island made it")
         return position_map
 
     def _admit(self) -> None:
         while self._waiting:
             request = self._waiting[0]
             if not self._cache.has_room(request.num_tokens, self._max_batch_tokens):
-                return
+                if not self._head_start.drop():
+                    return
+                continue
             self._waiting.popleft()
             self._begin(request)
 
     def _begin(self, request: PrefillRequest) -> None:
-        cache, reservation = self._cache, request.reservation
+        cache = self._cache
         cache.add_sequence(request.sequence_id)
         if self._sharing:
             request.cached_tokens = request.computed = cache.match_prefix(request.sequence_id, request.token_ids)
         cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
-        cache.mark_send(request.sequence_id, reservation.matched_tokens, request.position_map, reservation.target_pe)
         request.started = time.perf_counter()
+        self._run(request)
+
+    def _run(self, request: PrefillRequest) -> None:
+        """What is computed of it goes page to page with its next forward, or where there is none in _send_heads."""
+        if request.logits is None:
+            self._cache.mark_send(request.sequence_id, *request.destination)
         self._running.append(request)
 
     def _next_chunks(self) -> list[tuple[PrefillRequest, int]]:
         budget, chunks = self._max_batch_tokens, []
         for request in self._running:
             length = min(budget, request.num_tokens - request.computed)
+            if not length:
+                continue
             chunks.append((request, length))
             budget -= length
             if budget == 0:
@@ -267,21 +301,35 @@ class PrefillLoop:
                 ending.append(request)
         logits = self._runner.forward(np.concatenate(tokens), plan, np.array(last_rows, np.int64))
         cache.end_forward(plan)
-        if self._sharing:  # while the device computes: whoever reads these pages comes after it
-            for request in ending:
-                cache.publish_prefix(request.sequence_id, request.token_ids)
         self._count_pushed([request for request, _ in chunks], self._meter.seconds - seconds_before)
         if ending:  # sampling waits for the device; without it the next chunk is launched while this one computes
-            samples = self._runner.sample(
-                logits,
-                SampleBatch.from_params([request.params for request in ending]),
-                np.array([request.num_tokens for request in ending], np.int64),
-            )
-            for row, request in enumerate(ending):
-                request.sampled = time.perf_counter()
-                request.first_token, request.logprobs = int(samples.token_ids[row]), samples.logprobs[row]
-                self._end(request)
+            self._finish(ending, logits)
         return ending
+
+    def _send_heads(self, heads: list[PrefillRequest]) -> list[PrefillRequest]:
+        """Those that were computed before it was known where to."""
+        for request in heads:
+            seconds_before = self._meter.seconds
+            self._cache.send_cached(request.sequence_id, *request.destination)
+            self._count_pushed([request], self._meter.seconds - seconds_before)
+            assert request.logits is not None
+            self._finish([request], request.logits)
+        return heads
+
+    def _finish(self, requests: list[PrefillRequest], logits: Tensor) -> None:
+        """Draws the first tokens of requests of which all is computed and sent. Waits for the device."""
+        if self._sharing:  # while the device computes: whoever reads these pages comes after it
+            for request in requests:
+                self._cache.publish_prefix(request.sequence_id, request.token_ids)
+        samples = self._runner.sample(
+            logits,
+            SampleBatch.from_params([request.params for request in requests]),
+            np.array([request.num_tokens for request in requests], np.int64),
+        )
+        for row, request in enumerate(requests):
+            request.sampled = time.perf_counter()
+            request.first_token, request.logprobs = int(samples.token_ids[row]), samples.logprobs[row]
+            self._end(request)
 
     def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
         """Shares out, by bytes, the seconds that a forward spent in calls that write."""
@@ -330,9 +378,7 @@ class PrefillLoop:
     def _forget(self, request: PrefillRequest) -> None:
         """It writes no more and holds no page here; a call that comes again finds its result."""
         del self._by_id[request.request_id]
-        self._results[request.request_id] = request.result
-        while len(self._results) > RESULTS_REMEMBERED:
-            self._results.popitem(last=False)
+        self._ended.add(request)
 
     def _await_landing(self, ended: Sequence[PrefillRequest]) -> None:
         until = time.monotonic() + PATIENCE_SECONDS

@@ -4,8 +4,11 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from tandem.cache.position_map import PositionMap
 from tandem.cache.window import Int64Array
+from tandem.workers.head_start import Head
 from tandem.workers.lease import Lease
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
@@ -33,7 +36,8 @@ class PrefillResult:
 class PrefillRequest:
     """computed counts positions whose KV is in the cache here, or will be once the forwards launched so far are done.
 
-    sampled is the time of the first token; that and logprobs are there from then on.
+    logits: float32 [1, vocab], of a prompt that was computed before its reservation came. sampled is the time of the
+    first token; that and logprobs are there from then on.
     """
 
     request_id: str
@@ -44,6 +48,7 @@ class PrefillRequest:
     position_map: PositionMap
     lease: Lease
     result: "Future[PrefillResult]" = field(default_factory=Future)
+    logits: Tensor | None = None
     computed: int = 0
     cached_tokens: int = 0
     arrived: float = field(default_factory=time.perf_counter)
@@ -57,6 +62,17 @@ class PrefillRequest:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def destination(self) -> tuple[int, PositionMap, int]:
+        """From which position on its KV goes where."""
+        return self.reservation.matched_tokens, self.position_map, self.reservation.target_pe
+
+    def take_over(self, head: Head) -> None:
+        """Goes on with what is there of the prompt."""
+        self.sequence_id, self.logits = head.sequence_id, head.logits
+        self.computed, self.cached_tokens = head.computed, head.cached_tokens
+        self.arrived, self.started = head.arrived, head.started
 
     def landed(self) -> PrefillResult:
         """The result, now that all KV has landed."""

@@ -129,13 +129,23 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
 
 class PrefillService(WorkerService):
-    """RemoteSend and Abort."""
+    """Announce, RemoteSend and Abort."""
 
     def __init__(
         self, config: WorkerConfig, vocab_size: int, thread: StepThread, loop: PrefillLoop, cache: PagedKVCache
     ) -> None:
         super().__init__(config, vocab_size, thread, loop, cache)
         self._prefill = loop
+
+    async def Announce(self, request: worker_pb2.AnnounceRequest, context: Context) -> worker_pb2.AnnounceResponse:
+        def announce() -> None:
+            check_request_id(request.request_id)
+            prompt = check_prompt(request.prompt, self._vocab_size)
+            check_length(len(prompt), 1, self._config.max_model_len)
+            self._prefill.announce(request.request_id, prompt)
+
+        await self._on_step_thread(context, request.epoch, announce)
+        return worker_pb2.AnnounceResponse()
 
     async def RemoteSend(
         self, request: worker_pb2.RemoteSendRequest, context: Context

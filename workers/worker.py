@@ -89,6 +89,7 @@ class Worker:
         self._layout = kv_layout(self.model_config, config.page_size, choose_scales(config, self.model_config))
         self.loaded_bytes = 0
         self.total_bytes = 0
+        self._prepared = 0  # parts of what comes after the weights
         self.address = ""
         self._opened: Transport | None = None
         self._events = EventLoopThread("grpc")
@@ -169,6 +170,11 @@ class Worker:
         assert self._step_thread is not None, "serve() comes first"
         return self._step_thread.call(command).result(timeout)
 
+    @property
+    def prepared(self) -> int:
+        """Grows while the worker gets on with what prepares it. From any thread."""
+        return self.loaded_bytes + self._prepared
+
     def ping(self) -> None:
         """Returns once the step thread takes commands; at once before serve(). TimeoutError when it hangs."""
         if self.address:
@@ -241,6 +247,7 @@ class Worker:
                 max_batch_tokens=config.max_batch_tokens,
                 sharing=self._sharing,
                 verify=self._verify,
+                lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
             service = PrefillService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
@@ -261,7 +268,9 @@ class Worker:
             service = DecodeService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
         self._loop = loop
         self._step_thread.start()
+        self._prepared += 1
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
+        self._prepared += 1
         if config.role == Role.DECODE:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
         self._server = grpc.aio.server(

@@ -113,8 +113,9 @@ class SharingKernels(Kernels, Protocol):
 
 
 @runtime_checkable
-class TreeKernels(Kernels, Protocol):
-    """Kernels whose attend() gives each token of TokenLayout.trees what it may see, and no more."""
+class TreeKernels(PageKernels, Protocol):
+    """Kernels, of K and V or of latents, whose attend() gives each token of TokenLayout.trees what it may see, and no
+    more."""
 
     def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
         """All layers of slots sources[i] to targets[i], int32 [n] each; a target may be the source of another move,

@@ -45,8 +45,8 @@ class FlashInferPlan:
 
 @dataclass(frozen=True, eq=False)
 class FixedPlan:
-    """A decode step in a CUDA graph by FlashInfer, over 8 bits or where sequences share pages: a wrapper of its own
-    that reads the arrays where they stand.
+    """A decode step in a CUDA graph by FlashInfer, where sequences share pages: a wrapper of its own that reads the
+    arrays where they stand.
 
     sharing: what sequences attend to together; the arrays are then of what each has of its own.
     """
@@ -93,6 +93,7 @@ class FlashInferKernels:
         # FlashInfer widens 8 bits to float16, which holds each of them, in less time than to bfloat16.
         self._paged_dtype = dtype if fp8 is None else torch.float16
         self._paged_options = {**self._options, "q_data_type": self._paged_dtype, "kv_data_type": pool.dtype}
+        self._before_tree_options = {**self._paged_options, "window_left": -1}  # plan_parts leaves what all nodes see
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._flashinfer = flashinfer
@@ -111,7 +112,8 @@ class FlashInferKernels:
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> FlashInferPlan:
         gather_from = GATHER_FROM if self._fp8 is None else GATHER_FP8_FROM
-        slots, parts = plan_parts(tokens, tables, self._pool.shape[4], self._pool.device, gather_from)
+        window = self._step_options.window
+        slots, parts = plan_parts(tokens, tables, self._pool.shape[4], self._pool.device, gather_from, window)
         return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
 
     def push_with_append(
@@ -123,9 +125,7 @@ class FlashInferKernels:
         keep_k = any(send.token_indices.shape[0] for send in left)
         return replace(plan, targets=replace(plan.targets, peer_rows=rows), keep_k=keep_k), tuple(left)
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan | FixedPlan:
-        if self._fp8 is not None:
-            return self._fixed_wrapper(tables, num_q_heads)
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan:
         _, _, _, num_kv_heads, _, head_dim = self._pool.shape
         return DecodePlan.make(tables, num_q_heads, num_kv_heads, head_dim)
 
@@ -169,7 +169,7 @@ class FlashInferKernels:
         norm: HeadNorm | None,
     ) -> Tensor:
         if isinstance(plan, DecodePlan):
-            return decode(self._pool, layer, q, k, v, rotation, plan, self._step_options, sinks, norm)
+            return decode(self._pool, layer, q, k, v, rotation, plan, self._step_options, sinks, norm, self._fp8)
         if norm is not None:
             q, k = norm.apply(q, k)
         q, _ = self.append(layer, q, k, v, rotation, plan)
@@ -299,7 +299,7 @@ class FlashInferKernels:
             if part.single:
                 self._decode.plan(*tables, *sizes, **self._paged_options)
             elif part.trees is not None:
-                self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._paged_options)
+                self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._before_tree_options)
             else:
                 self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._paged_options)
         self._planned.record()

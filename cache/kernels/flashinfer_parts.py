@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.flashinfer_sharing import SharedPart
+from tandem.cache.kernels.tree_contexts import TreeContexts, split_contexts
 from tandem.cache.kernels.triton_tree import TreeTiles, lay_out_tiles
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan import PageTables, TokenLayout, own_tables
@@ -25,8 +26,8 @@ class AttentionPart:
     tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr, kv_last_page_len:
     FlashInfer's arrays, int32, on the host, where its planning reads them; kv_indices on the device. kv_slots: int32,
     on the device, of all positions that they attend to, where these are gathered first; kv_indptr then counts them.
-    trees: of nodes, whose arrays then tell only what is before their trees. shared: further pages, which the sequences
-    of single tokens attend to together.
+    trees: of nodes, whose arrays then tell only what all nodes of a tree see before it. shared: further pages, which
+    the sequences of single tokens attend to together.
     """
 
     single: bool
@@ -41,29 +42,35 @@ class AttentionPart:
 
 
 def plan_parts(
-    tokens: TokenLayout, tables: PageTables, page_size: int, device: torch.device, gather_from: int = GATHER_FROM
+    tokens: TokenLayout,
+    tables: PageTables,
+    page_size: int,
+    device: torch.device,
+    gather_from: int = GATHER_FROM,
+    window: int | None = None,
 ) -> tuple[Tensor, tuple[AttentionPart, ...]]:
     """tables.slot_mapping on the device, and parts that cover every token once; all of it in one copy.
 
-    gather_from: new tokens of prompts from which their K and V are gathered.
+    gather_from: new tokens of prompts from which their K and V are gathered. window: of the layers.
     """
-    appends = np.diff(tokens.qo_indptr)
     single = tokens.single
-    nodes = np.zeros(appends.size, np.int32)
+    several = ~single
+    contexts: TreeContexts | None = None
     tiles: list[Int32Array] = []
     if tokens.trees is not None:
-        nodes[tokens.trees.sequences] = tokens.trees.sizes
-        tiles = lay_out_tiles(tokens, tables, page_size)
-    groups = [np.flatnonzero(of) for of in (single, ~single & (nodes == 0), nodes > 0)]
+        several[tokens.trees.sequences] = False
+        contexts = split_contexts(tokens, tables, page_size, window)
+        tiles = lay_out_tiles(tokens, tables, page_size, window, contexts)
+    groups = [np.flatnonzero(of) for of in (single, several, ~single & ~several)]
     drafts = [
-        _draft(tokens, tables, appends, sequences, nodes[sequences], page_size, gather_from)
-        for sequences in groups
+        _draft(tokens, tables, sequences, of_trees, page_size, gather_from)
+        for sequences, of_trees in zip(groups, (None, None, contexts), strict=True)
         if sequences.size
     ]
     of_parts = [(draft.kv_indices, draft.tokens, draft.kv_slots) for draft in drafts]
     arrays = [tables.slot_mapping, *tiles, *(array for of_part in of_parts for array in of_part)]
     slots, *uploaded = upload(arrays, device)
-    trees = TreeTiles(*uploaded[:3]) if tiles else None
+    trees = TreeTiles(*uploaded[: len(tiles)]) if tiles else None
     uploaded = uploaded[len(tiles) :]
     parts = tuple(
         AttentionPart(
@@ -97,26 +104,27 @@ class _Draft:
 def _draft(
     tokens: TokenLayout,
     tables: PageTables,
-    appends: Int32Array,
     sequences: NDArray[np.int64],
-    nodes: Int32Array,
+    contexts: TreeContexts | None,
     page_size: int,
     gather_from: int,
 ) -> _Draft:
     """An AttentionPart of `sequences` (int64 [n]), before anything is on the device; no kv_slots: not gathered.
 
-    nodes: int32 [n], of their trees, all or none 0. Where nothing is before a tree, one position stands in.
+    contexts: those of all trees, which are of these sequences. Where no position is seen by all nodes, one stands in.
     """
     tables = own_tables(tables, sequences, page_size)
-    lengths = np.maximum(tables.kv_lens - nodes, 1)
+    places, lengths = tables.kv_indptr[:-1], tables.kv_lens
+    if contexts is not None:
+        places = places + contexts.commons // page_size
+        lengths = np.maximum(contexts.bases - contexts.commons, 1).astype(np.int32)
     counts = -(-lengths // page_size)
-    appends = appends[sequences]
-    pages = tables.kv_indices[ragged_range(tables.kv_indptr[:-1], counts)]
-    of_trees = bool(nodes[0])
-    gathered = not of_trees and int(appends.max()) > 1 and int(appends.sum()) >= gather_from
+    appends = np.diff(tokens.qo_indptr)[sequences]
+    pages = tables.kv_indices[ragged_range(places, counts)]
+    gathered = contexts is None and int(appends.max()) > 1 and int(appends.sum()) >= gather_from
     return _Draft(
-        single=bool(appends[0] == 1) and not of_trees,
-        of_trees=of_trees,
+        single=bool(appends[0] == 1) and contexts is None,
+        of_trees=contexts is not None,
         tokens=ragged_range(tokens.qo_indptr[sequences], appends),
         qo_indptr=indptr_of(appends),
         kv_indptr=indptr_of(lengths if gathered else counts),

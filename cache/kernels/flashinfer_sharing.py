@@ -118,7 +118,8 @@ class FixedSharing:
         return shared.qo_indptr.size <= MOST_SEGMENTS + 1 and shared.members.size <= self._num_rows
 
     def plan_largest(self, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> None:
-        """The first plan: FlashInfer takes its number of queries for the most that will come."""
+        """As many queries as there may be, of one page: FlashInfer takes those of the first plan for the most that
+        will come."""
         qo_indptr, kv_indptr = np.ones((2, MOST_SEGMENTS + 1), np.int32)
         qo_indptr[0] = kv_indptr[0] = 0
         self._part(qo_indptr * np.int32(self._num_rows), kv_indptr).plan(self.wrapper, sizes, options)
@@ -128,6 +129,7 @@ class FixedSharing:
         output has a part of what is computed."""
         if shared is None:
             self._arrays.fill([np.empty(0, np.int32), np.zeros(self._size + 1, np.int32)])
+            self.plan_largest(sizes, options)  # another batch's plan may stand in the workspace that they share
             return
         arrays = SharedArrays.of(shared, np.arange(self._size), self._size)
         missing = MOST_SEGMENTS + 1 - shared.qo_indptr.size

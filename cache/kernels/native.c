@@ -30,7 +30,6 @@ typedef struct {
     const int32_t *first_page; /* [num_decodes], where its sequence begins in page_ids */
     const int32_t *lengths;    /* [num_decodes], positions in those pages, the query's own last */
     Crew *crew;
-    int64_t num_positions; /* sum of those attended to */
     int32_t num_tokens, num_decodes;
 } Step;
 
@@ -265,7 +264,10 @@ static void attend_piece(const void *job, int32_t index) {
 void decode_attention(const Pool *pool, const Step *step, int32_t layer, const float *q, int64_t q_stride,
                       int32_t num_q_heads, const float *sinks, float *o) {
     const int units = step->num_decodes * pool->num_kv_heads; /* a sequence's K and V head each */
-    const int64_t floats = 2 * step->num_positions * pool->head_dim / (step->num_decodes ? step->num_decodes : 1) + 1;
+    int64_t positions = 0;
+    for (int decode = 0; decode < step->num_decodes; decode++)
+        positions += step->lengths[decode] < pool->window ? step->lengths[decode] : pool->window;
+    const int64_t floats = 2 * positions * pool->head_dim / (step->num_decodes ? step->num_decodes : 1) + 1;
     const int64_t wanted = (FLOATS_APIECE + floats - 1) / floats;
     const int apiece = wanted < units ? (int)wanted : units;
     const Attention job = {pool, step, q, sinks, o, q_stride, layer, num_q_heads, apiece};

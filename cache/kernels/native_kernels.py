@@ -49,7 +49,6 @@ class _Step(ctypes.Structure):
         ("first_page", POINTER),
         ("lengths", POINTER),
         ("crew", POINTER),
-        ("num_positions", INT64),
         ("num_tokens", INT32),
         ("num_decodes", INT32),
     )
@@ -87,8 +86,7 @@ class NativeKernels:
         self._torch = TorchKernels(pool, scale, window, softcap)
         self._pages = pool
         self._crew = crew
-        self._window = window or NO_WINDOW
-        sizes = (self._heads, page_size, self._head_dim, self._window)
+        sizes = (self._heads, page_size, self._head_dim, window or NO_WINDOW)
         self._pool = _Pool(pool.data_ptr(), 2 * layers * tiles, 2 * tiles, tiles, *sizes, scale, softcap or 0.0)
         self._pool_address = ctypes.addressof(self._pool)
         q, k, v, factors = (POINTER, INT64, INT32), (POINTER, INT64), (POINTER, INT64), (POINTER, POINTER, INT64, INT32)
@@ -122,7 +120,6 @@ class NativeKernels:
             first_query + 4 * num_decodes,
             first_query + 8 * num_decodes,
             self._crew.address,
-            int(np.minimum(lengths, self._window).sum()),
             num_tokens,
             num_decodes,
         )

@@ -10,7 +10,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.token_tree import unpack_masks
+from tandem.cache.window import first_seen
 
 PADDED_PAGES_ALLOWED = 64  # up to here, padding costs less than a second part
 
@@ -171,7 +171,7 @@ def plan_prompts(
     appends = np.diff(tokens.qo_indptr)
     single = tokens.single
     fresh = ~single & (appends == tables.kv_lens)
-    masks = _tree_masks(tokens)
+    masks = tree_masks(tokens, tables, window)
     fresh[list(masks)] = False
     parts: list[AttentionPart] = []
     if fresh.any():
@@ -182,17 +182,20 @@ def plan_prompts(
     return tuple(parts)
 
 
-def _tree_masks(tokens: TokenLayout) -> dict[int, Tensor]:
-    """By sequence, float32 [new nodes, nodes]: 0 where a node is seen, -inf elsewhere."""
+def tree_masks(tokens: TokenLayout, tables: PageTables, window: int | None) -> dict[int, Tensor]:
+    """By sequence, float32 [new nodes, positions]: 0 where a node sees one of those in the tables, -inf elsewhere."""
     trees = tokens.trees
     if trees is None:
         return {}
-    ends = np.cumsum(np.diff(tokens.qo_indptr)[trees.sequences])
-    masks = np.split(trees.masks, ends[:-1])
-    return {
-        sequence: torch.from_numpy(np.where(unpack_masks(mask, size), np.float32(0), np.float32(-np.inf)))
-        for sequence, size, mask in zip(trees.sequences.tolist(), trees.sizes.tolist(), masks, strict=True)
-    }
+    ends = np.cumsum(trees.counts)[:-1]
+    masks, depths = np.split(trees.masks_in(window), ends), np.split(trees.depths, ends)
+    found = {}
+    for sequence, size, mask, depth in zip(trees.sequences, trees.sizes, masks, depths, strict=True):
+        base = int(tables.kv_lens[sequence] - size)
+        firsts = first_seen(window, base + depth)[:, None]
+        seen = np.concatenate((np.arange(base) >= firsts, unpack_masks(mask, size)), 1)
+        found[int(sequence)] = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
+    return found
 
 
 def _rows(tokens: TokenLayout, tables: PageTables) -> "_Rows":
@@ -242,14 +245,13 @@ class _Planner:
         return [self._decode(part, int(part.counts.max())) for part in parts]
 
     def chunk(self, row: _Rows, append: int, tree: Tensor | None) -> ChunkPart:
-        """tree: what its tokens see of the last positions, those of a tree; None: each sees those up to its own."""
+        """tree: the mask of tokens that are nodes of a tree; None: each sees the positions up to its own."""
         begin, num_keys = int(row.tokens[0]), int(row.lengths[0])
         gather = self._gather(row, int(row.counts[0]), num_keys)
-        if tree is None:
+        mask = tree
+        if mask is None:
             visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
             mask = additive_mask(visible, num_keys, self._window)
-        else:
-            mask = F.pad(tree, (num_keys - tree.shape[1], 0))
         return ChunkPart(begin, begin + append, gather, mask.to(self._device, self._dtype))
 
     def _decode(self, rows: _Rows, widest: int) -> DecodePart:

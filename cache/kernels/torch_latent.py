@@ -1,6 +1,6 @@
 """Latent attention over a paged pool with torch operations: the CPU path, and the reference of the GPU's kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.scoring import Scoring, additive_mask
+from tandem.cache.kernels.torch_attention import tree_masks
 from tandem.cache.latent import LatentHeads, UpProjections, absorbed_is_cheaper
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
@@ -54,10 +55,14 @@ class TorchLatentKernels:
     def plan(self, tokens: TokenLayout, tables: PageTables) -> TorchLatentPlan:
         appends = np.diff(tokens.qo_indptr)
         absorbed = absorbed_is_cheaper(appends, tables.kv_lens, self._rank, self._entry_size - self._rank, self._heads)
-        single = np.flatnonzero(appends == 1)
-        parts = [self._part(tokens, tables, single, absorbed=True)] if single.size else []
-        for sequence in np.flatnonzero(appends > 1):
-            parts.append(self._part(tokens, tables, np.array([sequence]), bool(absorbed[sequence])))
+        single, trees = tokens.single, tree_masks(tokens, tables, None)
+        parts = [self._part(tokens, tables, np.flatnonzero(single), absorbed=True)] if single.any() else []
+        for sequence in np.flatnonzero(~single):
+            part = self._part(tokens, tables, np.array([sequence]), bool(absorbed[sequence]))
+            mask = trees.get(int(sequence))
+            if mask is not None:
+                part = replace(part, mask=mask[None, :, None].to(self._pool.device))
+            parts.append(part)
         return TorchLatentPlan(self._index(self._rows(tables.slot_mapping)), tuple(parts))
 
     def append(
@@ -82,6 +87,11 @@ class TorchLatentKernels:
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         self._pool[self._index(targets)] = self._pool[self._index(sources)]
+
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        source, target = self._index(sources), self._index(targets)
+        moved = self._pool[source // self._page_size, :, :, :, source % self._page_size]
+        self._pool[target // self._page_size, :, :, :, target % self._page_size] = moved
 
     def clear_pages(self, pages: Int32Array) -> None:
         self._pool.index_fill_(0, self._index(pages), 0)

@@ -1,8 +1,9 @@
 """Attention of token trees on a GPU: what their nodes see of each other, merged with what they saw of their contexts.
 
-The positions before a tree are seen by all its nodes: any attention kernel does them, and gives its log-sum-exp. Here
-a few nodes with all heads of a KV head go through the tree's K and V, tile by tile, with a softmax that is continued
-from there (Milakov and Gimelshein, 2018): the context's output counts as a tile that came before.
+The positions before a tree that all its nodes see are for any attention kernel that gives its log-sum-exp. Here a few
+nodes with all heads of a KV head go through the K and V of the tree, and of the positions before it that a window shows
+to some nodes only, tile by tile, with a softmax that is continued from there (Milakov and Gimelshein, 2018): the
+context's output counts as a tile that came before.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.dependent_launch import launch_options
+from tandem.cache.kernels.tree_contexts import TreeContexts
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.ragged import ragged_range
 from tandem.cache.token_tree import MASK_WORDS
@@ -23,32 +25,36 @@ from tandem.cache.token_tree import MASK_WORDS
 NODES_PER_TILE = 16
 HEADS_PER_TILE = 8  # of those that share a KV head
 KEYS_PER_TILE = 64
-TILE_FIELDS = 5
+TILE_FIELDS = 6
 
 
 @dataclass(frozen=True, eq=False)
 class TreeTiles:
     """New nodes of trees, those of all trees packed, in tiles of up to NODES_PER_TILE of one tree. On the device, flat.
 
+    slots: int32, of each tree: those of the positions before it that not all its new nodes see, then of all its nodes.
     tiles: int32 [tiles, TILE_FIELDS]: first node among the packed ones, how many, the first of the tree's slots, how
-    many of these the tile sees any of, and whether there is a context. slots: int32, of all nodes of each tree. masks:
-    int32 [nodes, MASK_WORDS], see TokenTrees.
+    many of these the tile sees any of, how many of these are before the tree, and whether there is a context that all
+    see. masks: int32 [nodes, MASK_WORDS], see TokenTrees. edges: int32 [nodes], see TreeContexts.
     """
 
     tiles: Tensor
     slots: Tensor
     masks: Tensor
+    edges: Tensor
 
 
-def lay_out_tiles(tokens: TokenLayout, tables: PageTables, page_size: int) -> list[NDArray[np.int32]]:
-    """What the tensors of TreeTiles hold."""
+def lay_out_tiles(
+    tokens: TokenLayout, tables: PageTables, page_size: int, window: int | None, contexts: TreeContexts
+) -> list[NDArray[np.int32]]:
+    """What the tensors of TreeTiles hold. contexts: those of the trees, in these tables and with this window."""
     trees = tokens.trees
     assert trees is not None
-    appends = np.diff(tokens.qo_indptr)[trees.sequences]
-    contexts = tokens.seq_lens[trees.sequences] - trees.sizes
-    ends = np.cumsum(trees.sizes)
-    positions = ragged_range(contexts, trees.sizes)
-    first_places = np.repeat(tables.kv_indptr[trees.sequences], trees.sizes)
+    appends, before = trees.counts, contexts.commons - contexts.firsts
+    pieces = np.stack((before, trees.sizes), 1)
+    positions = ragged_range(np.stack((contexts.firsts, contexts.bases), 1).reshape(-1), pieces.reshape(-1))
+    lengths = pieces.sum(1)
+    first_places = np.repeat(tables.kv_indptr[trees.sequences], lengths)
     slots = tables.kv_indices[first_places + positions // page_size] * page_size + positions % page_size
     counts = -(-appends // NODES_PER_TILE)
     owners = np.repeat(np.arange(counts.size), counts)
@@ -58,13 +64,15 @@ def lay_out_tiles(tokens: TokenLayout, tables: PageTables, page_size: int) -> li
         (
             (np.cumsum(appends) - appends)[owners] + steps,
             sizes,
-            (ends - trees.sizes)[owners],
-            (trees.sizes - appends)[owners] + steps + sizes,  # parents come first, so nobody sees what comes later
-            contexts[owners] > 0,
+            (np.cumsum(lengths) - lengths)[owners],
+            (lengths - appends)[owners] + steps + sizes,  # parents come first, so nobody sees what comes later
+            before[owners],
+            (contexts.bases > contexts.commons)[owners],
         ),
         1,
     )
-    return [tiles.astype(np.int32).reshape(-1), slots.astype(np.int32), trees.masks.view(np.int32).reshape(-1)]
+    masks = trees.masks_in(window).view(np.int32)
+    return [tiles.astype(np.int32).reshape(-1), slots.astype(np.int32), masks.reshape(-1), contexts.edges]
 
 
 def attend_trees(
@@ -79,7 +87,8 @@ def attend_trees(
     sinks: Tensor | None,
     fp8_scales: Tensor | None = None,
 ) -> Tensor:
-    """o of n packed nodes, which takes the place of `context`, what they saw of the positions before their trees.
+    """o of n packed nodes, which takes the place of `context`, what they saw of the positions that all nodes of their
+    trees see.
 
     pool: [num_pages, layers, 2, num_kv_heads, page_size, head_dim], contiguous. q, context: [n, num_q_heads, head_dim],
     contiguous; head_dim is a power of two of at least 16. lse: float32 [n, num_q_heads], of base 2, of context; both
@@ -91,7 +100,7 @@ def attend_trees(
     heads = min(triton.next_power_of_2(group), HEADS_PER_TILE)
     kernel: Any = _attend_trees[(tiles.tiles.shape[0] // TILE_FIELDS, num_kv_heads * triton.cdiv(group, heads))]
     kernel(
-        *(pool, q, context, lse, sinks, fp8_scales, tiles.tiles, tiles.slots, tiles.masks),
+        *(pool, q, context, lse, sinks, fp8_scales, tiles.tiles, tiles.slots, tiles.masks, tiles.edges),
         layers * 2 * num_kv_heads * page_size * head_dim,
         layer * 2 * num_kv_heads * page_size * head_dim,
         scale,
@@ -115,7 +124,7 @@ def attend_trees(
 
 @triton.jit
 def _attend_trees(
-    pool, q, output, lse, sinks, fp8_scales, tiles, slots, masks,
+    pool, q, output, lse, sinks, fp8_scales, tiles, slots, masks, edges,
     page_elements, layer_elements, scale, softcap,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -137,7 +146,7 @@ def _attend_trees(
         gdc_wait()
     tiles += tl.program_id(0) * FIELDS
     first, count, first_slot = tl.load(tiles).to(tl.int64), tl.load(tiles + 1), tl.load(tiles + 2)
-    num_keys, has_context = tl.load(tiles + 3), tl.load(tiles + 4)
+    num_keys, num_before, has_context = tl.load(tiles + 3), tl.load(tiles + 4), tl.load(tiles + 5)
     kv_head, part = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     row = tl.arange(0, NODES * HEADS)
     node, in_group = row // HEADS, part * HEADS + row % HEADS
@@ -158,33 +167,36 @@ def _attend_trees(
         total = total * shrunk + tl.exp2(sink - highest)
         weighted = weighted * shrunk[:, None]
         top = highest
+    edge = tl.load(edges + first + node, mask=there, other=0)
     for begin in range(0, num_keys, KEYS):
         key = begin + tl.arange(0, KEYS)
-        in_tree = key < num_keys
-        slot = tl.load(slots + first_slot + key, mask=in_tree, other=0)
+        inside, before = key < num_keys, key < num_before
+        slot = tl.load(slots + first_slot + key, mask=inside, other=0)
         rows = (
             pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements
             + layer_elements + kv_head * (PAGE_SIZE * HEAD_DIM) + (slot % PAGE_SIZE) * HEAD_DIM
         )  # fmt: skip
-        keys = tl.load(rows[None, :] + column[:, None], mask=in_tree[None, :], other=0.0)
+        keys = tl.load(rows[None, :] + column[:, None], mask=inside[None, :], other=0.0)
         if FP8:
             keys = (keys.to(tl.float32) * tl.load(fp8_scales + kv_head)).to(queries.dtype)
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
         if SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+        in_tree = tl.maximum(key - num_before, 0)
         words = tl.load(
-            masks + (first + node)[:, None] * WORDS + key[None, :] // 32,
-            mask=there[:, None] & in_tree[None, :],
+            masks + (first + node)[:, None] * WORDS + in_tree[None, :] // 32,
+            mask=there[:, None] & (inside & ~before)[None, :],
             other=0,
         )
-        seen = ((words >> (key % 32)[None, :]) & 1) != 0
+        seen = ((words >> (in_tree % 32)[None, :]) & 1) != 0
+        seen = seen | (before[None, :] & (key[None, :] >= edge[:, None]))
         scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))
         finite = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen so far
         weights = tl.exp2(scores - finite[:, None])
         shrunk = tl.exp2(top - finite)
         values = tl.load(
-            rows[:, None] + KV_HEADS * PAGE_SIZE * HEAD_DIM + column[None, :], mask=in_tree[:, None], other=0.0
+            rows[:, None] + KV_HEADS * PAGE_SIZE * HEAD_DIM + column[None, :], mask=inside[:, None], other=0.0
         )
         if FP8:
             values = (values.to(tl.float32) * tl.load(fp8_scales + KV_HEADS + kv_head)).to(queries.dtype)

@@ -6,6 +6,9 @@ no two pages are neighbours. GB/s are bytes ÷ seconds from the call to its end 
     W       one copy of 1 GiB into the peer's memory (the roof)
     push    write_slots + quiet; `issue_us` is how long write_slots alone takes
     nccl    one contiguous send of as many bytes
+    nixl    WRITEs of NIXL, where its package is installed, between pages of torch's own: in blocks of a page's layer
+            (64 KiB) and of a page, without and with four threads of UCX, the better; `make_us` is how long making the
+            request alone takes
 
 With --puts the receiver's pages are not mapped, and kernels of ours issue puts: for PEs that are not peer to peer.
 """
@@ -26,6 +29,7 @@ from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.position_map import Int32Array
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
+from tests.benchmarks import nixl_writes
 from tests.benchmarks.results import at_least, print_result, print_skipped
 
 PAGE, NUM_PAGES = 16, 4096
@@ -33,6 +37,9 @@ LAYOUT = KVLayout((LayerGroup(tuple(range(36)), 8, 128),), PAGE, torch.bfloat16)
 TARGETS = {1024: 0.85, 8192: 0.95, 32_768: 0.97}  # of W, where pages are mapped
 SENDER, RECEIVER = 0, 1
 WARM_UP = 3
+NIXL_ROUNDS = 10  # at 64 KiB it takes a fifth of a second for 32K tokens
+NIXL_THREADS = (0, 4)
+NIXL_BLOCKS = {"layer": 36, "page": 1}  # of a page
 
 
 def join_island(pe: int, puts: bool) -> Transport:
@@ -40,10 +47,15 @@ def join_island(pe: int, puts: bool) -> Transport:
 
     config = TransportConfig(pe, 2, LAYOUT, (NUM_PAGES,), 8, "bench-push", 1)
     transport = NvshmemTransport(config, peer_access=not puts)
-    handles: list[Any] = [None, None]
-    dist.all_gather_object(handles, transport.open())
-    transport.join(handles)
+    transport.join(exchange(transport.open()))
     return transport
+
+
+def exchange(value: Any) -> list[Any]:
+    """Both PEs' values."""
+    values: list[Any] = [None, None]
+    dist.all_gather_object(values, value)
+    return values
 
 
 def median_seconds(call: Callable[[int], object], rounds: int) -> float:
@@ -102,45 +114,87 @@ def nccl_seconds(pe: int, num_bytes: int, rounds: int) -> float:
     return median_seconds(send, rounds)
 
 
-def check_landed(transport: Transport, length: int, seed: int) -> None:
+def nixl_numbers(pe: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Per length in tokens and kind of block; the sender's are right."""
+    pages = torch.empty(NUM_PAGES, LAYOUT.page_bytes(0), dtype=torch.uint8, device="cuda")
+    results: dict[str, dict[str, dict[str, float]]] = {str(length): {} for length in TARGETS}
+    for kind, blocks in NIXL_BLOCKS.items():
+        for threads in NIXL_THREADS:
+            pages.random_(generator=torch.Generator("cuda").manual_seed(pe))
+            torch.cuda.synchronize()
+            with nixl_writes.connected(pe, pages, blocks, threads, exchange) as side:
+                for length in TARGETS:
+                    seconds, made = nixl_seconds(pe, side, length, rounds)
+                    check_landed(pe, pages, length, rounds + WARM_UP - 1)
+                    rate = round(length * LAYOUT.token_bytes / seconds / 1e9, 1)
+                    if rate > results[str(length)].get(kind, {}).get("gb_s", 0.0):
+                        made_us = round(made * 1e6, 1)
+                        results[str(length)][kind] = {"gb_s": rate, "make_us": made_us, "threads": threads}
+    return results
+
+
+def nixl_seconds(pe: int, side: nixl_writes.NixlPages, length: int, rounds: int) -> tuple[float, float]:
+    """Of a write, and of making its request."""
+    tables = [random_pages(length, seed) for seed in range(rounds + WARM_UP)]
+    made = []
+
+    def write(number: int) -> None:
+        note = b"%08d.%04d" % (length, number)
+        if pe == SENDER:
+            made.append(side.write(*tables[number], note))
+        else:
+            side.wait_for(note)
+
+    seconds = median_seconds(write, rounds)
+    return seconds, statistics.median(made[WARM_UP:]) if made else 0.0
+
+
+def check_landed(pe: int, pool: torch.Tensor, length: int, seed: int) -> None:
     """The pages of the last round hold the same bits on both sides, by a checksum of each that heeds the order."""
-    pages = random_pages(length, seed)[transport.pe]
-    words = transport.pools[0].view(NUM_PAGES, -1).view(torch.int64)
+    words = pool.view(NUM_PAGES, -1).view(torch.int64)
     weights = torch.arange(1, words.shape[1] + 1, device=words.device)
-    sums = [int((words[page] * weights).sum()) for page in pages.tolist()]
-    both: list[Any] = [None, None]
-    dist.all_gather_object(both, sums)
-    if both[0] != both[1]:
+    sender, receiver = exchange(
+        [int((words[page] * weights).sum()) for page in random_pages(length, seed)[pe].tolist()]
+    )
+    if sender != receiver:
         raise SystemExit(f"{length} tokens: pages did not land as sent")
 
 
+def push_numbers(transport: Transport, length: int, rounds: int, roof: float) -> dict[str, float | None]:
+    """Beside NCCL's; the sender's are right. roof: GB/s, 0 where it is not known."""
+    pe, num_bytes = transport.pe, length * LAYOUT.token_bytes
+    dist.barrier()
+    seconds, issue = push_seconds(transport, length, rounds) if pe == SENDER else (1.0, 0.0)
+    dist.barrier()
+    check_landed(pe, transport.pools[0], length, rounds + WARM_UP - 1)
+    nccl = num_bytes / nccl_seconds(pe, num_bytes, rounds) / 1e9
+    push = num_bytes / seconds / 1e9
+    return {
+        "push_gb_s": round(push, 1),
+        "nccl_gb_s": round(nccl, 1),
+        "push_to_W": round(push / roof, 3) if roof else None,
+        "push_to_nccl": round(push / nccl, 3),
+        "push_us": round(seconds * 1e6, 1),
+        "issue_us": round(issue * 1e6, 1),
+    }
+
+
 def measure(transport: Transport, rounds: int) -> dict[str, Any]:
-    pe, results = transport.pe, {}
+    pe = transport.pe
     transport.pools[0].normal_(generator=torch.Generator("cuda").manual_seed(pe))
     dist.barrier()
     roof = (1 << 30) / roof_seconds(transport, rounds) / 1e9 if pe == SENDER else 0.0
-    for length in TARGETS:
-        num_bytes = length * LAYOUT.token_bytes
-        dist.barrier()
-        seconds, issue = push_seconds(transport, length, rounds) if pe == SENDER else (1.0, 0.0)
-        dist.barrier()
-        check_landed(transport, length, rounds + WARM_UP - 1)
-        nccl = num_bytes / nccl_seconds(pe, num_bytes, rounds) / 1e9
-        push = num_bytes / seconds / 1e9
-        results[str(length)] = {
-            "push_gb_s": round(push, 1),
-            "nccl_gb_s": round(nccl, 1),
-            "push_to_W": round(push / roof, 3) if roof else None,
-            "push_to_nccl": round(push / nccl, 3),
-            "push_us": round(seconds * 1e6, 1),
-            "issue_us": round(issue * 1e6, 1),
-        }
+    results: dict[str, Any] = {str(length): push_numbers(transport, length, rounds, roof) for length in TARGETS}
     targets = [
         at_least(f"push of {length // 1024}K tokens ÷ W", results[str(length)]["push_to_W"] or 0.0, target)
         for length, target in TARGETS.items()
         if transport.peer_pool(RECEIVER, 0) is not None
     ]
-    return {"W_gb_s": round(roof, 1), "rounds": rounds, "tokens": results, "targets": targets}
+    if not nixl_writes.is_installed():
+        return {"W_gb_s": round(roof, 1), "tokens": results, "nixl": nixl_writes.NOT_INSTALLED, "targets": targets}
+    for length, numbers in nixl_numbers(pe, min(rounds, NIXL_ROUNDS)).items():
+        results[length]["nixl"] = numbers
+    return {"W_gb_s": round(roof, 1), "tokens": results, "targets": targets}
 
 
 def run(pe: int, folder: str, rounds: int, puts: bool) -> None:

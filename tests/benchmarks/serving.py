@@ -6,8 +6,9 @@
 Prompts are random and all different; output has its full length. Per load: ttft and tpot (time per output token after
 the first) in ms, at the median and the 99th percentile of the requests, output tokens and requests a second.
 
-Without --address it starts a cluster: Qwen3-8B's shape on two GPUs, a small Llama where there are none. Without
---clients and --rate it tries several numbers of clients, then a rate of LOADED times what the most of them reached.
+Without --address it starts a cluster, of --config or else of one prefill and one decode worker: Qwen3-8B's shape on
+GPUs, a small Llama where there are none. Without --clients and --rate it tries several numbers of clients, then a rate
+of LOADED times what the most of them reached.
 """
 
 import argparse
@@ -24,9 +25,10 @@ from typing import Any
 import torch
 
 from tandem.cluster.client import AsyncClient
+from tandem.cluster.config import load_config
 from tandem.workers.random_checkpoint import make_checkpoint
 from tests.benchmarks.model_shapes import write_shape
-from tests.benchmarks.pair import LOWEST_TOKEN, running_cluster
+from tests.benchmarks.pair import DEPLOY, LOWEST_TOKEN, running_cluster
 from tests.benchmarks.results import percentile, plot, print_result, rounded
 
 LOADED = 0.7
@@ -152,24 +154,26 @@ def result_of(model: str, size: Size, loads: dict[str, dict[str, float]]) -> dic
 
 
 @contextmanager
-def cluster_for(device_count: int) -> Iterator[tuple[str, str]]:
-    """Name of the model and address of a cluster that lives as long."""
+def cluster_for(config: str) -> Iterator[tuple[str, str]]:
+    """Name of the model and address of a cluster that lives as long. config: a file of deploy/."""
     with tempfile.TemporaryDirectory() as folder:
-        if device_count >= 2:
-            name, config, overrides = "qwen3-8b", "gpu-1p1d.yaml", {"model.max_model_len": 8192}
+        if load_config(DEPLOY / config).island.device == "cuda":
+            name, overrides = "qwen3-8b", {"model.max_model_len": 8192}
             path = write_shape(name, Path(folder))
         else:
-            name, config, overrides = "small Llama", "local.yaml", {"model.load_format": "safetensors"}
+            name, overrides = "small Llama", {"model.load_format": "safetensors"}
             path = Path(folder) / "model"
             make_checkpoint(path, arch="llama", size="small")
         with running_cluster(config, path, overrides) as cluster:
-            yield name, cluster.grpc_address
+            yield f"{name}, {config}", cluster.grpc_address
 
 
 def main() -> None:
-    default = GPU_SIZE if torch.cuda.device_count() >= 2 else CPU_SIZE
+    on_gpus = torch.cuda.device_count() >= 2
+    default = GPU_SIZE if on_gpus else CPU_SIZE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", help="HOST:PORT of the gateway of a running cluster")
+    parser.add_argument("--config", default="gpu-1p1d.yaml" if on_gpus else "local.yaml", help="a file of deploy/")
     parser.add_argument("--clients", type=int, nargs="*", help="numbers of clients, one closed loop each")
     parser.add_argument("--rate", type=float, help="requests a second of the open loop")
     parser.add_argument("--requests", type=int, default=default.requests, help="most requests of one load")
@@ -183,7 +187,7 @@ def main() -> None:
         loads = asyncio.run(measure_all(given.address, size, given.rate, given.seed))
         print_result(result_of(given.address, size, loads))
         return
-    with cluster_for(torch.cuda.device_count()) as (model, address):
+    with cluster_for(given.config) as (model, address):
         loads = asyncio.run(measure_all(address, size, given.rate, given.seed))
     print_result(result_of(model, size, loads))
 

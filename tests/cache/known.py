@@ -125,7 +125,7 @@ class Side:
         if known.reserved is None:
             return False
         most, longest = known.reserved
-        return count <= longest and (known.stream is not None or known.length + count <= most)
+        return len(known.nodes) + count <= longest and (known.stream is not None or known.length + count <= most)
 
     def overtakes(self, sequence: int, count: int) -> bool:
         """Whether a stream that has not sent what it holds would grow beyond the end of its map."""

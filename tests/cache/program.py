@@ -36,8 +36,7 @@ class Program:
             Side(cache_of(setting, own, PeerWriter(pe, pools), MOST_SEQUENCES)) for pe, own in enumerate(pools)
         ]
         self.next_sequence = 0
-        # Layouts with latents have neither trees nor streams.
-        self.plain = not self.layout.has_windows and not self.layout.has_latents
+        self.takes_streams = not self.layout.has_latents and not self.layout.has_windows
         self._operations: dict[Callable[[int], None], float] = {
             self.add: 2.0,
             self.append: 8.0,
@@ -47,11 +46,11 @@ class Program:
             self.remove: 2.0,
             self.send: 3.0,
             self.settle: 1.0,
+            self.commit: 2.0,
+            self.misuse: 1.0,
         }
         if not self.layout.has_windows:
             self._operations |= {self.publish: 2.0, self.match: 2.0, self.clear_prefixes: 0.2}
-        if self.plain:
-            self._operations |= {self.commit: 2.0, self.misuse: 1.0}
         self.counts: dict[str, int] = {}
 
     def run(self, steps: int) -> None:
@@ -86,7 +85,7 @@ class Program:
         sequence = self.new_sequence()
         side.cache.add_sequence(sequence)
         side.known[sequence] = Known()
-        if self.plain and self.random.random() < self.setting.streams:
+        if self.takes_streams and self.random.random() < self.setting.streams:
             side.cache.enable_sliding_window(sequence, *self.stream)
             side.known[sequence].stream = self.stream
 
@@ -247,7 +246,7 @@ class Program:
         """Those of `count` more nodes where the sequence has a tree or is to open one."""
         known = side.known[sequence]
         nodes = len(known.nodes)
-        able = self.plain and known.stream is None and side.cache.sends_done(sequence)
+        able = known.stream is None and side.cache.sends_done(sequence)
         if not nodes and (not able or self.random.random() < 0.6):
             return None
         width = self.random.choice([1, 2, 5, nodes + count])
@@ -257,6 +256,7 @@ class Program:
         """Known.texts of what was appended now."""
         if parents is not None:
             self.count("trees grown" if known.nodes else "trees opened")
+            known.queries = max(known.queries, len(known.ids))
             known.nodes += added
             known.parents += parents
             return known.texts(added)
@@ -288,10 +288,11 @@ class Program:
         if sequence is None:
             return
         cache, nodes = side.cache, len(side.known[sequence].nodes)
+        unshared = "groups with a window" if self.layout.has_windows else NO_TREE
         calls: list[tuple[Callable[[], object], str]] = [
             (lambda: cache.begin_forward([sequence], [1]), NO_TREE),
             (lambda: cache.fork_sequence(sequence, 0), NO_TREE),
-            (lambda: cache.publish_prefix(sequence, []), NO_TREE),
+            (lambda: cache.publish_prefix(sequence, []), unshared),
             (lambda: cache.prepare_receive(sequence, 1), NO_TREE),
             (lambda: cache.enable_sliding_window(sequence, 8, 2), NO_TREE),
             (lambda: cache.begin_forward([sequence], [1], token_tree_parents=[[nodes]]), f"as parent of node {nodes}"),

@@ -9,21 +9,16 @@ from tests.cache.program import QUERY_HEADS, Program
 from tests.cache.settings import SETTINGS
 
 PROGRAMS, STEPS = 10, 350
-ALWAYS = {"forks", "sends", "landings"}
+TREES = {"commits", "misuses", "pops of nodes", "rejections", "trees grown", "trees opened"}
+ALWAYS = {"forks", "sends", "landings"} | TREES
 SHARING = ALWAYS | {"matches"}
 ANYTHING = SHARING | {
     "appends beyond a map refused",
-    "commits",
     "forks of streams",
     "landings of streams",
-    "misuses",
-    "pops of nodes",
     "pops of streams",
-    "rejections",
     "sends of streams",
     "streams that slid",
-    "trees grown",
-    "trees opened",
 }
 
 

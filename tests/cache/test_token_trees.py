@@ -1,6 +1,6 @@
 """Token trees, against caches in which each path of a tree is a sequence of its own that came token by token."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -16,90 +16,28 @@ from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.rope import RopeParameters
 from tandem.cache.token_tree import MAX_NODES, lay_out_trees, unpack_masks, visible_nodes
 from tests.cache.naive import (
     HEAD_DIM,
     MAX_LENGTH,
-    Inputs,
     NaiveCache,
     assert_same_kv,
     cache_of,
     draw_inputs,
     layout_of,
+    ropes_of,
     run,
     windowed,
 )
+from tests.cache.naive_trees import BASE, NaiveTrees, check_kv, draw_parents
 from tests.cache.peer_writer import PeerWriter
+from tests.cache.settings import LATENTS
 from tests.tolerances import assert_close
 
 LAYOUT = layout_of(2, 1)
 SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
-BASE = -1  # the parent of roots
 both_kernels = pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels])
-
-
-def draw_parents(random: Random, nodes: int, count: int) -> list[int]:
-    """Of `count` more nodes of a tree that has `nodes`: chains, bushes and several roots."""
-    width = random.choice([1, 2, 5, nodes + count])
-    return [random.randint(max(BASE, node - width), node - 1) for node in range(nodes, nodes + count)]
-
-
-@dataclass
-class NaiveTrees:
-    """parents: of the nodes of each open tree. The naive cache holds plain sequences by their ids, and the path to
-    node j of a tree as the sequence key(sequence, j)."""
-
-    naive: NaiveCache
-    parents: dict[int, list[int]] = field(default_factory=dict)
-
-    def run(
-        self, seq_ids: list[int], parents: list[list[int] | None], lengths: list[int], inputs: Inputs
-    ) -> list[Tensor]:
-        outputs, begin = [], 0
-        for sequence, added, count in zip(seq_ids, parents, lengths, strict=True):
-            own = inputs.between(begin, begin + count)
-            outputs.append(
-                self.naive.run([sequence], [count], own) if added is None else self._grow(sequence, added, own)
-            )
-            begin += count
-        return [torch.cat(layers) for layers in zip(*outputs, strict=True)]
-
-    def _grow(self, sequence: int, added: list[int], inputs: Inputs) -> list[Tensor]:
-        tree = self.parents.setdefault(sequence, [])
-        outputs = []
-        for index, parent in enumerate(added):
-            path = key(sequence, len(tree))
-            of = sequence if parent == BASE else key(sequence, parent)
-            self.naive.fork(of, path, self.naive.sequences[of].length)
-            outputs.append(self.naive.run([path], [1], inputs.between(index, index + 1)))
-            tree.append(parent)
-        return [torch.cat(layers) for layers in zip(*outputs, strict=True)]
-
-    def commit(self, sequence: int, leaf: int) -> None:
-        if leaf != BASE:
-            self.naive.fork(key(sequence, leaf), sequence, self.naive.sequences[key(sequence, leaf)].length)
-        for node in range(len(self.parents.pop(sequence))):
-            self.naive.remove(key(sequence, node))
-
-    def pop(self, sequence: int, count: int) -> None:
-        for _ in range(count):
-            self.parents[sequence].pop()
-            self.naive.remove(key(sequence, len(self.parents[sequence])))
-
-
-def key(sequence: int, node: int) -> int:
-    return 1000 * (sequence + 1) + node
-
-
-def check_kv(cache: PagedKVCache, naive: NaiveCache, sequence: int) -> None:
-    """Of a sequence without an open tree."""
-    length = naive.sequences[sequence].length
-    assert cache.num_tokens(sequence) == length
-    for layer, (k, v) in enumerate(cache.gather_kv(sequence, 0, length)):
-        assert_close(k, naive.sequences[sequence].keys[layer])
-        assert torch.equal(v.double(), naive.sequences[sequence].values[layer])
 
 
 LAYOUTS = {
@@ -109,6 +47,10 @@ LAYOUTS = {
     "page of 16": layout_of(2, page_size=16),
     "bfloat16": layout_of(2, dtype=torch.bfloat16),
     "fp8": replace(layout_of(2), scales=KVScales.uniform(2, 1 / 64, 1 / 128)),
+    "windows of 5 and all": windowed(LAYOUT, 5, None),
+    "windows of 1 and 3": windowed(LAYOUT, 1, 3),
+    "window, page of 1": windowed(layout_of(2, page_size=1), 4),
+    "latents": LATENTS,
 }
 
 
@@ -116,7 +58,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_trees_beside_plain_sequences(layout: KVLayout, kernels: KernelFactory) -> None:
     """Trees of several shapes, one behind nothing, that grow over forwards; then commits, and plain forwards again."""
-    cache, naive = cache_of(layout, 200, kernels=kernels), NaiveCache(layout)
+    cache = cache_of(layout, 200, rope=ropes_of(layout), kernels=kernels)
+    naive = NaiveCache(layout, ropes_of(layout))
     trees = NaiveTrees(naive)
     for sequence in range(5):
         cache.add_sequence(sequence)
@@ -184,7 +127,8 @@ def test_with_what_else_attention_does(rope_type: str, sinks: Tensor | None, sof
 @given(seed=st.integers(0, 2**32))
 def test_random_trees(seed: int) -> None:
     random = Random(seed)
-    cache, trees = cache_of(LAYOUT, 64), NaiveTrees(NaiveCache(LAYOUT))
+    layout = random.choice([LAYOUT, windowed(LAYOUT, random.randint(1, 9), None)])
+    cache, trees = cache_of(layout, 64), NaiveTrees(NaiveCache(layout))
     for sequence in range(3):
         cache.add_sequence(sequence)
         trees.naive.add(sequence)
@@ -196,7 +140,7 @@ def test_random_trees(seed: int) -> None:
             plain = not open_nodes and random.random() < 0.4
             parents.append(None if plain else draw_parents(random, open_nodes, random.randint(1, 4)))
         lengths = [random.randint(1, 3) if added is None else len(added) for added in parents]
-        inputs = draw_inputs(LAYOUT, sum(lengths), seed=step)
+        inputs = draw_inputs(layout, sum(lengths), seed=step)
         actual = run(cache, batch, lengths, inputs, parents=parents)
         for own, expected in zip(actual, trees.run(batch, parents, lengths, inputs), strict=True):
             assert_close(own, expected)
@@ -216,16 +160,20 @@ def test_random_trees(seed: int) -> None:
     assert cache.num_free_pages == 64
 
 
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 2**32))
-def test_masks_are_ancestors(sizes: list[int], seed: int) -> None:
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    window=st.integers(1, 50) | st.none(),
+    seed=st.integers(0, 2**32),
+)
+def test_masks_are_the_nearest_ancestors(sizes: list[int], window: int | None, seed: int) -> None:
     random = Random(seed)
     trees = [draw_parents(random, 0, size) for size in sizes]
-    masks = visible_nodes([np.array(parents) for parents in trees])
+    masks = visible_nodes([np.array(parents) for parents in trees], window)
     rows = iter(masks)
     for parents in trees:
         for node in range(len(parents)):
-            seen, ancestor = set(), node
-            while ancestor != BASE:
+            seen, ancestor = set[int](), node
+            while ancestor != BASE and len(seen) != window:
                 seen.add(ancestor)
                 ancestor = parents[ancestor]
             assert set(np.flatnonzero(unpack_masks(next(rows)[None], MAX_NODES)[0]).tolist()) == seen
@@ -350,8 +298,6 @@ def test_what_takes_no_trees() -> None:
     cache = cache_of(LAYOUT)
     cache.add_sequence(0)
     cache.enable_sliding_window(0, 8, 2)
-    with_windows = cache_of(windowed(LAYOUT, None, 5))
-    with_windows.add_sequence(0)
 
     class NoTrees:
         """Kernels, without move_slots."""
@@ -365,7 +311,6 @@ def test_what_takes_no_trees() -> None:
     without.add_sequence(0)
     for of, message in (
         (cache, "sequence 0 slides"),
-        (with_windows, "layout has groups with a window"),
         (without, "NoTrees, the kernels of layer group 0, take no token trees"),
     ):
         with pytest.raises(InvalidArgument, match=message):

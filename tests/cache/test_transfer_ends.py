@@ -57,6 +57,34 @@ def test_what_arrives_is_what_the_sender_holds(layout: KVLayout, cached: int, be
     assert pushed == 14 - max(begin, cached)
 
 
+@pytest.mark.parametrize("layout", [LAYOUT, TWO_GROUPS, layout_of(2, dtype=torch.bfloat16)])
+@pytest.mark.parametrize("begin", [0, 2, 4, 7, 13])
+def test_all_that_is_cached_can_go_at_once(layout: KVLayout, begin: int) -> None:
+    island = Island.of(layout)
+    sender, receiver = island.caches
+    for cache in (sender, receiver):
+        cache.add_sequence(0)
+    if begin:
+        forward(receiver, 0, begin)
+    position_map = receiver.prepare_receive(0, 14 - begin)
+    forward(sender, 0, 13)
+    with pytest.raises(InvalidArgument, match="ends at 14; sequence 0 has 13"):
+        sender.send_cached(0, begin, position_map, 1)
+    forward(sender, 0, 1, seed=1)
+    with pytest.raises(InvalidArgument, match="must reach further than the 14"):
+        sender.mark_send(0, begin, position_map, 1)
+    sender.send_cached(0, begin, position_map, 1)
+    assert sender.sends_done(0)
+    assert sender.num_sent(0) == 14 - begin
+    assert sender.bytes_sent(0) == (14 - begin) * layout.token_bytes
+    receiver.finish_receive(0)
+    assert_same_kv(sender, receiver, 0, 0, begin, 14)
+    assert not island.writer.token_writes
+    for count in (1, 2):  # the next forwards send nothing any more
+        forward(sender, 0, count)
+    assert sum(slots for _, group, slots in island.writer.slot_writes if group == 0) == 14 - begin
+
+
 def test_the_receiver_decodes_on_as_the_sender_would() -> None:
     sender, receiver = Island.of(TWO_GROUPS).caches
     naive = NaiveCache(TWO_GROUPS)

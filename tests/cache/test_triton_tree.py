@@ -1,15 +1,17 @@
 """The tree kernel against attention in float64 over what each node may see: on a GPU, else in Triton's interpreter."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tandem.cache.kernels.tree_contexts import split_contexts
 from tandem.cache.plan import TokenLayout, lay_out_tokens, look_up_pages
 from tandem.cache.token_tree import lay_out_trees
+from tandem.cache.window import first_places
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -20,6 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, LAYER = 2, 1
 BUSH = [-1, 0, 0, 1, 1, 2, -1, 6]
 CHAIN = list(range(-1, 69))
+SEVERAL_TILES = ((3, CHAIN, 70), (0, [-1] * 70, 20), (1, [*CHAIN, -1, 70], 2))
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Case:
     sinks: bool = False
     fp8: bool = False
     dtype: torch.dtype = torch.float32
+    window: int | None = None
     trees: tuple[tuple[int, list[int], int], ...] = ((5, BUSH, 8), (0, BUSH, 3), (8, [-1, -1], 1))
 
 
@@ -47,7 +51,14 @@ CASES = {
     "float16": Case(head_dim=64, dtype=torch.float16, sinks=True),
     "8 bits": Case(head_dim=64, dtype=torch.float16, fp8=True),
     "page of 1": Case(page_size=1),
-    "several tiles": Case(trees=((3, CHAIN, 70), (0, [-1] * 70, 20), (1, [*CHAIN, -1, 70], 2))),
+    "several tiles": Case(trees=SEVERAL_TILES),
+    "window": Case(window=4, trees=((30, BUSH, 8), (17, BUSH, 3), (2, BUSH, 8), (0, BUSH, 8))),
+    "window that all nodes see much of": Case(
+        window=20, sinks=True, trees=((70, BUSH, 8), (33, BUSH, 2), (19, BUSH, 8))
+    ),
+    "window of 1": Case(window=1, page_size=1, trees=((5, BUSH, 8), (0, [-1], 1))),
+    "window, several tiles": Case(window=40, trees=SEVERAL_TILES),
+    "window, 8 bits": Case(head_dim=64, dtype=torch.float16, fp8=True, window=9, trees=((40, BUSH, 8), (3, BUSH, 4))),
 }
 
 
@@ -55,13 +66,7 @@ def layout_of(case: Case) -> TokenLayout:
     contexts = np.array([context + len(parents) - new for context, parents, new in case.trees])
     tokens = lay_out_tokens(contexts, np.array([new for _, _, new in case.trees]))
     trees = [np.array(parents) for _, parents, _ in case.trees]
-    return TokenLayout(
-        tokens.qo_indptr,
-        tokens.seq_lens,
-        tokens.positions,
-        tokens.owners,
-        lay_out_trees(np.arange(len(trees)), trees, tokens.qo_indptr),
-    )
+    return replace(tokens, trees=lay_out_trees(np.arange(len(trees)), trees, tokens.qo_indptr))
 
 
 def path(parents: list[int], node: int) -> list[int]:
@@ -85,7 +90,11 @@ def test_trees(case: Case) -> None:
     tokens = layout_of(case)
     pages_each = int(tokens.seq_lens.max()) // case.page_size + 1
     table = torch.randperm(len(case.trees) * pages_each, generator=generator).numpy().astype(np.int32)
-    tables = look_up_pages(table.reshape(-1, pages_each), np.arange(len(case.trees)), tokens, case.page_size)
+    begins = np.zeros(len(case.trees), np.int64)
+    if case.window is not None:  # what no root sees is gone
+        begins = first_places(case.window, np.array([length for length, _, _ in case.trees]), case.page_size)
+    tables = look_up_pages(table.reshape(-1, pages_each), np.arange(begins.size), tokens, case.page_size, begins)
+    contexts = split_contexts(tokens, tables, case.page_size, case.window)
     pool = torch.full(
         (table.size, LAYERS, 2, case.kv_heads, case.page_size, case.head_dim), torch.nan, dtype=case.dtype
     )
@@ -97,28 +106,31 @@ def test_trees(case: Case) -> None:
     expected = torch.empty(q.shape, dtype=torch.float64)
     token = 0
     for index, (length, parents, new) in enumerate(case.trees):
-        total = length + len(parents)
+        total, common = length + len(parents), int(begins[index] * case.page_size + contexts.commons[index])
         kv = torch.randn(2, total, case.kv_heads, case.head_dim, generator=generator).to(case.dtype)
         if case.fp8:
             kv = kv.to(torch.float8_e4m3fn).to(case.dtype)
         pages = table.reshape(-1, pages_each)[index]
         for position in range(total):
             page, offset = pages[position // case.page_size], position % case.page_size
-            pool[page, LAYER, :, :, offset] = kv[:, position]
+            if position >= begins[index] * case.page_size:
+                pool[page, LAYER, :, :, offset] = kv[:, position]
         keys, values = kv.double() * (scales[:, None, :, None] if case.fp8 else 1.0)
         for node in range(len(parents) - new, len(parents)):
             own = q[token].double()
-            if length:
-                scores = scores_of(case, own, keys[:length])
-                context[token] = weigh(case, scores, values[:length]).to(case.dtype)
+            if common < length:
+                scores = scores_of(case, own, keys[common:length])
+                context[token] = weigh(case, scores, values[common:length]).to(case.dtype)
                 lse[token] = scores.logsumexp(-1) / math.log(2)
             seen = [*range(length), *(length + one for one in path(parents, node))]
+            seen = seen if case.window is None else seen[-case.window :]
             scores = scores_of(case, own, keys[seen])
             if sinks is not None:
                 scores = torch.cat((scores, sinks.double()[:, None]), -1)
             expected[token] = weigh(case, scores, values[seen])
             token += 1
-    tiles = TreeTiles(*(torch.from_numpy(array).to(DEVICE) for array in lay_out_tiles(tokens, tables, case.page_size)))
+    arrays = lay_out_tiles(tokens, tables, case.page_size, case.window, contexts)
+    tiles = TreeTiles(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
     output = attend_trees(
         (pool.to(torch.float8_e4m3fn) if case.fp8 else pool).to(DEVICE),
         LAYER,

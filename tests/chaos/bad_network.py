@@ -15,9 +15,10 @@ import grpc
 import grpc.aio
 
 from tandem.cluster.actors import GatewayActor
+from tandem.cluster.forked_actor import ForkedActor
 from tandem.cluster.gateway import GatewaySettings
 from tandem.cluster.processes import ActorSpec
-from tests.local_processes import LocalGroup, LocalProcesses
+from tests.local_processes import LocalProcesses
 
 LONGEST_DELAY_SECONDS = 0.2  # four leases of the storm
 MOST_MESSAGES = 30
@@ -61,8 +62,8 @@ class BadlyConnectedProcesses(LocalProcesses):
         super().__init__()
         self._network = network
 
-    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> LocalGroup:
-        return super().start_group([self._connected(spec) for spec in specs], gpus=gpus, threads=threads)
+    def _start(self, specs: Sequence[ActorSpec]) -> list[ForkedActor]:
+        return super()._start([self._connected(spec) for spec in specs])
 
     def _connected(self, spec: ActorSpec) -> ActorSpec:
         if not isinstance(spec.argument, GatewaySettings):

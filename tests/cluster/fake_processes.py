@@ -27,6 +27,9 @@ class FakeProcess(ActorProcess):
         self.killed = False
         self._pending: list[Future[Any]] = []
 
+    def there(self) -> Future[None]:
+        return self.call("there")
+
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()
         self.calls.append((method, arguments))
@@ -48,9 +51,15 @@ class FakeProcess(ActorProcess):
 
 
 class FakeGroup(ProcessGroup):
-    def __init__(self, members: list[FakeProcess], start: Callable[[Sequence[ActorSpec]], list[FakeProcess]]) -> None:
+    def __init__(
+        self,
+        members: list[FakeProcess],
+        start: Callable[[Sequence[ActorSpec]], list[FakeProcess]],
+        keeps_places: bool = False,
+    ) -> None:
         self._members = members
         self._start = start
+        self._keeps_places = keeps_places
 
     @property
     def members(self) -> list[FakeProcess]:
@@ -66,6 +75,13 @@ class FakeGroup(ProcessGroup):
             member.kill()
             self._members.remove(member)
 
+    def restart(self, specs: Sequence[ActorSpec]) -> None:
+        assert len(specs) <= len(self._members)
+        if not self._keeps_places:
+            raise StartFailed("a place is gone")
+        self.end()
+        self._members = self._start(specs)
+
     def end(self) -> None:
         for member in self._members:
             member.kill()
@@ -80,12 +96,13 @@ class FakeProcesses(Processes):
     specs: list[list[ActorSpec]] = field(default_factory=list)
     answers: Callable[[str], Any] = no_answer
     room: int = 100  # the most that can be started at once
+    keeps_places: bool = False  # whether a group can start others in its members' places
 
     def start(self, cluster: str, num_cpus: int | None) -> None:
         pass
 
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> FakeGroup:
-        self.groups.append(FakeGroup(self._start(specs), self._start))
+        self.groups.append(FakeGroup(self._start(specs), self._start, self.keeps_places))
         return self.groups[-1]
 
     def _start(self, specs: Sequence[ActorSpec]) -> list[FakeProcess]:

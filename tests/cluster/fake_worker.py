@@ -25,6 +25,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     say: Say
     fails: dict[str, list[str]] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
+    announced: dict[str, list[int]] = field(default_factory=dict)
+    sent: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     writer_quiet: list[bool] = field(default_factory=list)
     address: str = ""
@@ -50,7 +52,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._prepared[request.request_id] = (prompt_from_bytes(request.prompt).tolist(), request.max_tokens)
         return worker_pb2.Reservation(reservation_id=1, epoch=request.epoch, pages=1)
 
+    async def Announce(self, request: worker_pb2.AnnounceRequest, context: Any) -> worker_pb2.AnnounceResponse:
+        self.announced[request.request_id] = prompt_from_bytes(request.prompt).tolist()
+        await self._maybe_fail("Announce", context)
+        return worker_pb2.AnnounceResponse()
+
     async def RemoteSend(self, request: worker_pb2.RemoteSendRequest, context: Any) -> worker_pb2.RemoteSendResponse:
+        self.sent.append(request.request_id)
         self.prompts.append(prompt_from_bytes(request.prompt).tolist())
         await self._maybe_fail("RemoteSend", context)
         return worker_pb2.RemoteSendResponse(first_token=self.say(self.prompts[-1]), prefill_seconds=1.0)

@@ -184,3 +184,58 @@ def test_no_island_takes_requests_for_a_while(model: Path) -> None:
         assert tokens_of(await asked) == TOKENS
 
     with_gateway(model, FakeWorker(say), body, **{"gateway.queue_seconds": 0.3})
+
+
+@pytest.mark.parametrize("fails", [[], ["UNIMPLEMENTED"], ["UNAVAILABLE"], ["hang"]])
+def test_an_idle_prefill_worker_hears_of_a_prompt_before_it_has_a_place(model: Path, fails: list[str]) -> None:
+    """And whatever it says to that, the request goes on."""
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        assert tokens_of(await ask(client)) == TOKENS
+        assert worker.announced == {worker.sent[0]: PROMPT}
+        assert not worker.ended
+
+    with_gateway(model, FakeWorker(say, {"Announce": list(fails)}), body)
+
+
+@pytest.mark.parametrize("status", ["RESOURCE_EXHAUSTED", "UNAVAILABLE"])
+def test_a_prompt_without_room_is_withdrawn_and_not_announced_again(model: Path, status: str) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        assert tokens_of(await ask(client)) == TOKENS
+        (announced,) = worker.announced
+        assert announced in worker.ended
+        assert announced not in worker.sent
+
+    with_gateway(model, FakeWorker(say, {"PrepareReceive": [status] * 3}), body)
+
+
+def test_a_prompt_whose_client_left_before_it_had_a_place_is_withdrawn(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.cluster.router.PREPARE_SECONDS", 1.0)  # how long its pages may be asked for in vain
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        asked = asyncio.ensure_future(ask(client))
+        while not worker.announced:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        while list(worker.announced) != worker.ended:
+            await asyncio.sleep(0.01)
+
+    with_gateway(model, FakeWorker(say, {"PrepareReceive": ["hang"]}), body)
+
+
+def test_a_busy_prefill_worker_hears_of_no_other_prompt(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        first = asyncio.ensure_future(ask(client))
+        while not worker.sent:
+            await asyncio.sleep(0.01)
+        assert tokens_of(await ask(client)) == TOKENS
+        assert list(worker.announced) == worker.sent[:1]
+        first.cancel()
+        while worker.sent[0] not in worker.ended:
+            await asyncio.sleep(0.01)
+        assert tokens_of(await ask(client)) == TOKENS  # it is idle again
+        assert list(worker.announced) == [worker.sent[0], worker.sent[2]]
+
+    with_gateway(model, FakeWorker(say, {"RemoteSend": ["hang"]}), body)

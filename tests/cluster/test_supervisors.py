@@ -21,7 +21,8 @@ from tandem.cluster.scaling import Shape
 from tandem.cluster.stop_signal import Stopping, StopSignal
 from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses
 
-RECOVERY = RecoverySection(unresponsive_seconds=0.3, max_restarts=2, drain_seconds=0.5)
+PATIENT = RecoverySection()
+RECOVERY = RecoverySection(unresponsive_seconds=0.3, stalled_seconds=0.5, max_restarts=2, drain_seconds=0.5)
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -44,21 +45,30 @@ class TestBudget:
 
 
 class TestHeartbeat:
-    def test_silence_counts_from_the_first_answer(self) -> None:
+    def test_silence_counts_from_the_process(self) -> None:
         process = FakeProcess("p")
-        process.silent.add("ping")
+        process.silent |= {"there", "ping"}
         heartbeat = Heartbeat(process)
         for _ in range(10):
             heartbeat.tick(0.3)
+        assert (heartbeat.silent_seconds, heartbeat.stalled_seconds) == (0, pytest.approx(3.0))
+        process.silent.remove("there")
+        heartbeat = Heartbeat(process)
+        for _ in range(10):
+            heartbeat.tick(0.3)
+        assert (heartbeat.silent_seconds, heartbeat.stalled_seconds) == (pytest.approx(3.0), 0)
+
+    def test_who_answers_and_does_not_get_on(self) -> None:
+        """It gets on once, stays there, and then has nothing to prepare any more."""
+        got_to = iter([5, 9, 9, 9, 9, None, None, 9, 9])
+        process = FakeProcess("p", lambda method: next(got_to) if method == "ping" else None)
+        heartbeat = Heartbeat(process)
+        stalled = []
+        for _ in range(8):
+            heartbeat.tick(0.3)
+            stalled.append(heartbeat.stalled_seconds)
+        assert stalled == pytest.approx([0, 0, 0.3, 0.6, 0.9, 0, 0, 0])
         assert heartbeat.silent_seconds == 0
-        process.silent.remove("ping")
-        heartbeat = Heartbeat(process)
-        heartbeat.tick(0.3)
-        process.silent.add("ping")
-        heartbeat.tick(0.3)
-        for _ in range(10):
-            heartbeat.tick(0.3)
-        assert heartbeat.silent_seconds == pytest.approx(3.0)
 
     def test_a_watcher_that_was_stopped_itself_blames_nobody(self) -> None:
         process = FakeProcess("p")
@@ -72,7 +82,6 @@ class TestHeartbeat:
         process = FakeProcess("p")
         process.fails["ping"] = TimeoutError("the step thread hangs")
         heartbeat = Heartbeat(process)
-        heartbeat._has_answered = True
         heartbeat.tick(0.3)
         heartbeat.tick(0.3)
         assert heartbeat.silent_seconds == pytest.approx(0.6)
@@ -85,23 +94,27 @@ class TestHeartbeat:
 class TestLiveness:
     def test_an_end_is_told(self) -> None:
         members = [FakeProcess("a"), FakeProcess("b")]
-        liveness = Liveness(members[:1], 60.0, StopSignal())
+        liveness = Liveness(members[:1], PATIENT, StopSignal())
         liveness.add(members[1:])
         threading.Timer(0.05, members[1].kill).start()
         with pytest.raises(ProcessEnded, match="b ended"):
             liveness.results([Future()], 60)
 
-    def test_the_silent_are_ended(self) -> None:
-        member = FakeProcess("a")
-        liveness = Liveness([member], 0.3, StopSignal())
-        threading.Timer(0.3, lambda: member.silent.add("ping")).start()
-        with pytest.raises(ProcessEnded, match="silent"):
-            liveness.results([Future()], 60)
+    @pytest.mark.parametrize(
+        ("answers", "silent", "why"),
+        [(7, {"wait"}, "its start has not got on"), (None, {"wait", "ping"}, "it was silent"),
+         (None, {"wait", "ping", "there"}, "its start has not got on")],
+    )  # fmt: skip
+    def test_who_hangs_is_ended(self, answers: int | None, silent: set[str], why: str) -> None:
+        member = FakeProcess("a", lambda method: answers)
+        member.silent = silent
+        with pytest.raises(ProcessEnded, match=why):
+            Liveness([member], RECOVERY, StopSignal()).results([Future()], 60)
         assert member.killed
 
     def test_the_forgotten_may_end(self) -> None:
         members = [FakeProcess("a"), FakeProcess("b")]
-        liveness = Liveness(members, 60.0, StopSignal())
+        liveness = Liveness(members, PATIENT, StopSignal())
         liveness.forget(members[:1])
         members[0].kill()
         event: Future[None] = Future()
@@ -112,7 +125,7 @@ class TestLiveness:
         stop = StopSignal()
         threading.Timer(0.05, stop.call_off).start()
         with pytest.raises(Stopping):
-            Liveness([FakeProcess("a")], 60.0, stop).results([Future()], 60)
+            Liveness([FakeProcess("a")], PATIENT, stop).results([Future()], 60)
 
 
 class Cluster:
@@ -161,6 +174,34 @@ class TestIsland:
         cluster.supervisor.stop()
         cluster.supervisor.join()
         assert "stop" in [method for method, _ in cluster.last.members[0].calls]
+
+    def test_the_next_epoch_takes_the_places_of_the_one_before(self) -> None:
+        cluster = Cluster(FakeProcesses(keeps_places=True))
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        first = list(cluster.last.members)
+        first[1].kill()
+        until(lambda: len(cluster.told) == 3)
+        assert all(member.killed for member in first)
+        assert cluster.told == [(1, 0, 2), (1, 0, 0), (2, 1, 2)]
+        assert [spec.argument.epoch for spec in cluster.processes.specs[-1]] == [2, 2]  # type: ignore[attr-defined]
+        assert len(cluster.processes.groups) == 1
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
+        assert all(member.killed for member in cluster.last.members)
+
+    def test_places_in_which_no_island_came_about_are_given_back(self) -> None:
+        processes = FakeProcesses(fails={"c/i.2/decode (PE 1)": OSError("disk")}, keeps_places=True)
+        cluster = Cluster(processes)
+        cluster.supervisor.start()
+        cluster.supervisor.ready.result(30)
+        (first,) = processes.groups
+        first.members[0].kill()
+        until(lambda: cluster.told[-1] == (3, 2, 2))
+        assert len(processes.groups) == 2
+        assert all(member.killed for member in first.members)
+        cluster.supervisor.stop()
+        cluster.supervisor.join()
 
     def test_survivors_are_left_until_the_gateway_says_so(self) -> None:
         cluster = Cluster(FakeProcesses(), RECOVERY.model_copy(update={"drain_seconds": 60.0}))
@@ -236,8 +277,9 @@ class TestIsland:
 
 
 class TestGateway:
-    def test_the_next_has_the_port_and_hears_of_the_islands(self) -> None:
-        processes, membership, released = FakeProcesses(), Membership(), []
+    @pytest.mark.parametrize("keeps_places", [False, True])
+    def test_the_next_has_the_port_and_hears_of_the_islands(self, keeps_places: bool) -> None:
+        processes, membership, released = FakeProcesses(keeps_places=keeps_places), Membership(), []
         config = load_config(None, {"model.path": ".", "gateway.port": 0})
         failure: Future[TandemError] = Future()
         supervisor = GatewaySupervisor(
@@ -253,8 +295,9 @@ class TestGateway:
         supervisor.ready.result(30)
         membership.update("i", 1, 0, ())
         processes.groups[-1].members[0].kill()
-        until(lambda: len(processes.groups) == 2 and ("wait", ()) in processes.groups[1].members[0].calls)
-        until(lambda: "update_island" in [method for method, _ in processes.groups[1].members[0].calls])
+        until(lambda: len(processes.specs) == 2)
+        until(lambda: "update_island" in [method for method, _ in processes.groups[-1].members[0].calls])
+        assert len(processes.groups) == (1 if keeps_places else 2)
         ((spec,),) = processes.specs[1:]
         assert (spec.argument.port, spec.argument.incarnation) == (1, 2)  # type: ignore[attr-defined]
         assert released == ["1."]

@@ -212,7 +212,7 @@ def test_the_gateways_own_limit_of_a_requests_life(checkpoint: Path) -> None:
     transports = FakeIsland()
     settings = {"cache.num_pages": PAGES, "gateway.request_seconds": 0.2, "cache.prefix_sharing": False}
     with running_island(checkpoint, settings, transports) as island, Client(island.address) as client:
-        pause = transports.fabric.pause_next("write_tokens", DECODE)
+        pause = transports.fabric.pause_next("post", DECODE)
         with pytest.raises(TimeoutError):
             list(client.generate(PROMPT, max_tokens=4, **GREEDY))
         pause.resume()

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +16,9 @@ from tandem.cluster.client import Client
 from tandem.cluster.client_messages import GenerateUpdate
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import WorkerLost
+from tandem.cluster.forked_actor import ForkedActor
 from tandem.cluster.launcher import Cluster
+from tandem.cluster.processes import ActorSpec
 from tandem.proto import inference_pb2
 from tests.local_processes import LocalProcesses
 from tests.oracle import random_prompt
@@ -42,6 +44,17 @@ class Case:
 
     prompt: list[int]
     tokens: list[int]
+
+
+class StillbornProcesses(LocalProcesses):
+    """The decode worker of the second epoch is stopped before it has done anything."""
+
+    def _start(self, specs: Sequence[ActorSpec]) -> list[ForkedActor]:
+        started = super()._start(specs)
+        for actor in started:
+            if ".2/decode" in actor.name:
+                os.kill(actor.pid, signal.SIGSTOP)
+        return started
 
 
 @pytest.fixture(scope="module")
@@ -204,5 +217,19 @@ def test_a_worker_that_hangs_is_ended_and_restarts_are_bounded(small_model: Path
         os.kill(island.workers[0].pid, signal.SIGKILL)
         with pytest.raises(WorkerLost, match=r"prefill \(PE 0\).*recovery.max_restarts"):
             cluster.wait()
+    finally:
+        cluster.stop()
+
+
+def test_a_worker_that_hangs_from_the_beginning_is_ended(small_model: Path, case: Case) -> None:
+    overrides = {**OVERRIDES, "num_islands": 1, "recovery.unresponsive_seconds": 2.0}
+    processes = StillbornProcesses()
+    cluster = Cluster(load_config(None, {"model.path": str(small_model), **overrides}), processes)
+    address = cluster.start()
+    try:
+        updates = disturbed(address, case, lambda: os.kill(working(address)[1].pid, signal.SIGKILL))
+        assert tokens_of(updates) == case.tokens
+        (island,) = info(address).islands
+        assert (island.epoch, island.restarts) == (3, 2)
     finally:
         cluster.stop()

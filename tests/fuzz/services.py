@@ -76,13 +76,14 @@ GATEWAY = (
     Method("Inference/GetClusterInfo", inference_pb2.GetClusterInfoRequest, frozenset({OK, INVALID})),
 )
 PREPARE = Method("Worker/PrepareReceive", worker_pb2.PrepareReceiveRequest, frozenset({OK, INVALID, STALE, FULL}))
+ANNOUNCE = Method("Worker/Announce", worker_pb2.AnnounceRequest, frozenset({OK, INVALID, STALE}))
 SEND = Method("Worker/RemoteSend", worker_pb2.RemoteSendRequest, frozenset({OK, INVALID, STALE, ENDED}))
 START = Method(
     "Worker/StartGenerate", worker_pb2.StartGenerateRequest, frozenset({OK, INVALID, STALE, LATE}), waits=True
 )
 ABORT = Method("Worker/Abort", worker_pb2.AbortRequest, frozenset({OK, INVALID, STALE}))
 STATUS = Method("Worker/GetStatus", worker_pb2.GetStatusRequest, frozenset({OK, INVALID}))
-PREFILL, DECODE = (SEND, ABORT, STATUS), (PREPARE, START, ABORT, STATUS)
+PREFILL, DECODE = (ANNOUNCE, SEND, ABORT, STATUS), (PREPARE, START, ABORT, STATUS)
 
 
 @dataclass
@@ -163,7 +164,11 @@ class Fuzz:
         """A request as a gateway would place it, one of whose messages is spoilt; then it is given back in order."""
         request_id = f"fuzz/{number}"
         prompt = random_prompt(rng.randrange(1, 80), number, self._vocabulary)  # shares no prefix with the good one
-        bad = rng.randrange(3)
+        bad = rng.randrange(4)
+        if rng.random() < 0.5:
+            announce = worker_pb2.AnnounceRequest(request_id=request_id, epoch=1, prompt=prompt_to_bytes(prompt))
+            announced = self._spoil(rng, announce) if bad == 3 else announce.SerializeToString()
+            await self._call(1, ANNOUNCE, announced, ANNOUNCE.statuses)
         prepare = worker_pb2.PrepareReceiveRequest(
             request_id=request_id, epoch=1, prompt=prompt_to_bytes(prompt), max_tokens=rng.randrange(1, 9)
         )

@@ -81,15 +81,17 @@ class Pe:
 
     def push_tokens(
         self, target: int, group: int, layer: int, seed: int, indices: list[int], slots: Int32Array
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of random k and v, which are then overwritten; what k and v were."""
-        shape = (max(indices) + 1, *self._entry(group))
+    ) -> list[np.ndarray]:
+        """Rows of random k and, where the group has two planes, v, which are then overwritten; what they were."""
+        entry = self.transport.layout.groups[group]
+        shape = (max(indices) + 1, entry.num_kv_heads, entry.head_dim)
         generator = torch.Generator().manual_seed(seed)
-        k, v = (torch.randn(shape, generator=generator).to(self.device, self._dtype) for _ in range(2))
-        before = as_array(k), as_array(v)
+        planes = [torch.randn(shape, generator=generator).to(self.device, self._dtype) for _ in range(entry.planes)]
+        before = [as_array(plane) for plane in planes]
+        k, v = planes[0], planes[1] if entry.planes == 2 else None
         self.transport.write_tokens(target, group, layer, k, v, torch.tensor(indices), torch.from_numpy(slots))
-        k.fill_(-9)
-        v.fill_(-9)
+        for plane in planes:
+            plane.fill_(-9)
         return before
 
     def store_into_peer(self, target: int, group: int, page: int) -> None:
@@ -105,10 +107,6 @@ class Pe:
     @property
     def _dtype(self) -> torch.dtype:
         return self.transport.layout.stored_dtype
-
-    def _entry(self, group: int) -> tuple[int, int]:
-        layers = self.transport.layout.groups[group]
-        return layers.num_kv_heads, layers.head_dim
 
 
 def as_array(values: Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""1P1D on two GPUs through Ray, NVSHMEM and gRPC: tokens equal transformers' in float32, and no page is lost."""
+"""The islands of deploy/ through Ray, NVSHMEM and gRPC: tokens equal transformers' in float32, and no page is lost."""
 
 import os
 import time
@@ -11,17 +11,15 @@ import torch
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
 from tandem.cluster.launcher import Cluster
+from tandem.proto import inference_pb2
 from tandem.workers.random_checkpoint import make_checkpoint
 from tests.oracle import greedy, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, complete_all, tokens_of
 
 pytest.importorskip("nvshmem")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
-CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "gpu-1p1d.yaml"
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+GPUS = {"gpu-1p1d.yaml": 2, "gpu-2p2d.yaml": 4, "gpu-1p3d.yaml": 4}
 VOCABULARY = 512
 
 
@@ -32,8 +30,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=GPUS)
+def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[Cluster]:
+    if torch.cuda.device_count() < GPUS[request.param]:
+        pytest.skip(f"needs {GPUS[request.param]} GPUs")
     overrides = {
         "name": f"gpu-test-{os.getpid()}",
         "model.path": str(model),
@@ -42,7 +42,7 @@ def cluster(model: Path) -> Iterator[Cluster]:
         "cache.gpu_memory_utilization": None,
         "ray.num_cpus": 8,
     }
-    cluster = Cluster(load_config(CONFIG, overrides))
+    cluster = Cluster(load_config(DEPLOY / request.param, overrides))
     cluster.start()
     yield cluster
     cluster.stop()
@@ -57,11 +57,36 @@ def test_tokens_equal_transformers(cluster: Cluster, model: Path) -> None:
 
 
 def test_a_thousand_requests_at_once(cluster: Cluster, model: Path) -> None:
+    serve_many(cluster, model, 1000)
+
+
+def test_an_island_takes_another_shape(cluster: Cluster, model: Path) -> None:
+    """A worker changes its role, by the same processes with the weights that they have, and changes back."""
+    before = shape(cluster)
+    if sum(before) == 2:
+        pytest.skip("with two workers there is one shape")
+    with Client(cluster.grpc_address) as client:
+        for num_prefill, num_decode in ((3 - before[0], sum(before) - 3 + before[0]), before):
+            done = client.scale(num_prefill=num_prefill, num_decode=num_decode)
+            assert (done.kept, done.started, done.ended) == (sum(before), 0, 0)
+            assert shape(cluster) == (num_prefill, num_decode)
+            serve_many(cluster, model, 200)
+
+
+def shape(cluster: Cluster) -> tuple[int, int]:
+    """Prefill and decode workers."""
+    with Client(cluster.grpc_address) as client:
+        roles = [worker.role for worker in client.cluster_info().islands[0].workers]
+    return roles.count(inference_pb2.ROLE_PREFILL), roles.count(inference_pb2.ROLE_DECODE)
+
+
+def serve_many(cluster: Cluster, model: Path, count: int) -> None:
+    """Requests sent at once, some of them compared with transformers' tokens; then all pages are free again."""
     oracle = load_oracle(model)
-    prompts = [random_prompt(20 + number % 200, number, VOCABULARY) for number in range(1000)]
+    prompts = [random_prompt(20 + number % 200, number, VOCABULARY) for number in range(count)]
     tokens = complete_all(cluster.grpc_address, prompts, max_tokens=8, **GREEDY)
     assert {len(one) for one in tokens} == {8}
-    for number in range(0, 1000, 50):
+    for number in range(0, count, count // 20):
         assert tokens[number] == greedy(oracle, prompts[number], 8)
     deadline = time.monotonic() + 10
     with Client(cluster.grpc_address) as client:

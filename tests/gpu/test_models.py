@@ -2,18 +2,11 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.paged_cache import PagedKVCache
-from tandem.workers.model_runner import ModelRunner
-from tandem.workers.models.registry import load_config
-from tandem.workers.sample_batch import SampleBatch
-from tandem.workers.sampling_params import SamplingParams
-from tandem.workers.weights import load_decoder
-from tandem.workers.worker import kv_layout
+from tests.cached_model import CachedModel
 from tests.checkpoints import FAMILIES, make_model, sizes_on_gpu
 from tests.oracle import greedy, load_oracle, random_prompt
 
@@ -22,51 +15,17 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(600),
 ]
-ERROR_RATIO = 1.5  # the mean error of logits, ours to that of transformers in the same precision
-MIXED_STEPS = ({0: 60, 1: 33}, {0: 1, 1: 7, 2: 50}, {0: 1, 1: 1, 2: 1}, {2: 20, 0: 1}, {1: 1, 2: 1})
+ERROR_RATIO = 1.5  # the median error of logits, ours to that of transformers in the same precision
+MIXED_STEPS = ({0: 60, 1: 33}, {0: 1, 1: 7, 2: 50}, {0: 1, 1: 1, 2: 1}, {2: 20, 0: 1}, *[{0: 1, 1: 1, 2: 1}] * 9)
 PROMPTS = {0: random_prompt(45, seed=1), 1: random_prompt(9, seed=2), 2: random_prompt(70, seed=3)}
 CHUNK = 32
 
 
-class Runner:
-    """One model and its cache; step() feeds some tokens of some sequences."""
-
-    def __init__(self, folder: Path, dtype: str) -> None:
-        config = load_config(folder, dtype)
-        layout = kv_layout(config, 16)
-        pools = [
-            torch.full((64, *layout.page_shape(group)), torch.nan, dtype=layout.dtype, device="cuda")
-            for group in range(len(layout.groups))
-        ]
-        local_rope = config.local_rope or config.rope
-        self.cache = PagedKVCache(
-            layout,
-            pools,
-            max_sequences=8,
-            max_sequence_length=256,
-            rope=[config.rope if group.window is None else local_rope for group in layout.groups],
-            writer=None,
-            scale=config.attn_scale,
-            softcap=config.attn_softcap,
-            latent=None if config.latent is None else config.latent.heads,
-        )
-        self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
-        for sequence in PROMPTS:
-            self.cache.add_sequence(sequence)
-
-    def step(self, tokens: dict[int, list[int]]) -> Tensor:
-        """Logits after the last token of each."""
-        lengths = [len(part) for part in tokens.values()]
-        plan = self.cache.begin_forward(list(tokens), lengths)
-        packed = np.array([token for part in tokens.values() for token in part], np.int64)
-        logits = self.runner.forward(packed, plan, np.cumsum(lengths) - 1)
-        self.cache.end_forward(plan)
-        return logits
-
-    def sample(self, logits: Tensor) -> list[int]:
-        rows = logits.shape[0]
-        batch = SampleBatch.from_params([SamplingParams(temperature=0)] * rows)
-        return self.runner.sample(logits, batch, np.zeros(rows, np.int64)).token_ids.tolist()
+def load(folder: Path, dtype: str) -> CachedModel:
+    model = CachedModel(folder, dtype, "cuda")
+    for sequence in PROMPTS:
+        model.cache.add_sequence(sequence)
+    return model
 
 
 def chunks(prompts: dict[int, list[int]]) -> list[dict[int, list[int]]]:
@@ -83,14 +42,14 @@ def chunks(prompts: dict[int, list[int]]) -> list[dict[int, list[int]]]:
 def test_float32_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path)
     oracle = load_oracle(tmp_path, device="cuda")
-    runner = Runner(tmp_path, "float32")
+    model = load(tmp_path, "float32")
     expected = {sequence: greedy(oracle, prompt, 24) for sequence, prompt in PROMPTS.items()}
     tokens: dict[int, list[int]] = {}
     for step in chunks(PROMPTS):
-        sampled = runner.sample(runner.step(step))
+        sampled = model.sample(model.step(step))
         tokens |= {sequence: [token] for sequence, token in zip(step, sampled, strict=True)}
     for _ in range(23):
-        sampled = runner.sample(runner.step({sequence: [made[-1]] for sequence, made in tokens.items()}))
+        sampled = model.sample(model.step({sequence: [made[-1]] for sequence, made in tokens.items()}))
         for made, token in zip(tokens.values(), sampled, strict=True):
             made.append(token)
     assert tokens == expected
@@ -101,21 +60,29 @@ def test_float32_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
 def test_half_precision_logits_are_as_near_to_float32_as_those_of_transformers(
     family: str, dtype: str, tmp_path: Path
 ) -> None:
-    """FlashInfer's chunks and decodes, mixed, along given tokens."""
+    """FlashInfer's chunks and decodes, mixed, along given tokens.
+
+    Medians over tokens: where rounding flips a choice of experts it moves one token far, whoever has rounded.
+    """
     make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     given = {sequence: random_prompt(100, seed=sequence) for sequence in PROMPTS}
-    runner, done = Runner(tmp_path, dtype), dict.fromkeys(given, 0)
+    model, done = load(tmp_path, dtype), dict.fromkeys(given, 0)
     rows: list[tuple[int, int]] = []
+    decoded: list[bool] = []
     logits: list[Tensor] = []
     for lengths in MIXED_STEPS:
-        logits.append(runner.step({s: given[s][done[s] : done[s] + length] for s, length in lengths.items()}))
+        tokens = {s: given[s][done[s] : done[s] + length] for s, length in lengths.items()}
+        logits.append(model.step(tokens, all_rows=True))
         for sequence, length in lengths.items():
+            rows += [(sequence, done[sequence] + index) for index in range(length)]
+            decoded += [length == 1] * length
             done[sequence] += length
-            rows.append((sequence, done[sequence] - 1))
     exact = transformers_logits(tmp_path, torch.float32, given, rows)
-    theirs = (transformers_logits(tmp_path, getattr(torch, dtype), given, rows) - exact).abs().mean()
-    ours = (torch.cat(logits) - exact).abs().mean()
-    assert float(ours) < ERROR_RATIO * float(theirs)
+    theirs = (transformers_logits(tmp_path, getattr(torch, dtype), given, rows) - exact).abs().mean(1)
+    ours = (torch.cat(logits) - exact).abs().mean(1)
+    singles = torch.tensor(decoded, device=ours.device)
+    for kind in (singles, ~singles):
+        assert float(ours[kind].median()) < ERROR_RATIO * float(theirs[kind].median())
 
 
 @torch.inference_mode()

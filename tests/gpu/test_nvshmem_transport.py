@@ -17,7 +17,7 @@ from tandem.transfer.completion import SignalBoard, pack_signal
 from tandem.transfer.copy_plan import plan_copy
 from tandem.transfer.membership import TransportConfig
 from tests.gpu.pe_process import PeProcess, join, pe_processes, together
-from tests.transfer.layouts import PAGE_SIZE, two_groups
+from tests.transfer.layouts import PAGE_SIZE, latents_beside_kv, two_groups
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,9 +35,16 @@ LAYOUTS = {
     "small-float32": two_groups(FLOAT32),
     "small-bfloat16": two_groups(BF16),
     "small-fp8": two_groups(BF16, KVScales.uniform(3)),
+    "small-latents": latents_beside_kv(),
     "large-bfloat16": KVLayout((LayerGroup((0, 2), 256, 128), LayerGroup((1,), 8, 96)), PAGE_SIZE, BF16),
     "large-fp8": KVLayout(
         (LayerGroup((0, 2), 512, 128), LayerGroup((1,), 16, 96)), PAGE_SIZE, BF16, KVScales.uniform(3)
+    ),
+    # Entries as DeepSeek's.
+    "large-latents": KVLayout(
+        (LayerGroup(tuple(range(240)), 1, 576, latent_rank=512), LayerGroup((240,), 1, 320, latent_rank=256)),
+        PAGE_SIZE,
+        BF16,
     ),
 }
 # Every layout over mapped peers, and over puts.
@@ -84,17 +91,21 @@ def copy_slots(source: np.ndarray, target: np.ndarray, source_slots: Int32Array,
         target[t // PAGE_SIZE, :, :, :, t % PAGE_SIZE] = source[s // PAGE_SIZE, :, :, :, s % PAGE_SIZE]
 
 
+def put_tokens(pool: np.ndarray, layer: int, rows: Contents, indices: list[int], slots: Int32Array) -> None:
+    """rows: of each plane."""
+    for index, slot in zip(indices, slots.tolist(), strict=True):
+        for plane, values in enumerate(rows):
+            pool[slot // PAGE_SIZE, layer, plane, :, slot % PAGE_SIZE] = values[index]
+
+
 @pytest.mark.parametrize("target", [0, 1], ids=["self", "peer"])
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_tokens_land_bit_for_bit_and_nowhere_else(island: list[PeProcess], target: int, dtype: type) -> None:
     expected = fill(island, 0)
     indices, slots = [6, 0, 3, 4, 5], np.array([0, 47, 17, 18, 30], dtype)
     for group, layer in ((0, 0), (0, 1), (1, 0)):
-        k, v = island[0].do("push_tokens", target, group, layer, 10 * group + layer, indices, slots)
-        for index, slot in zip(indices, slots.tolist(), strict=True):
-            page = expected[target][group][slot // PAGE_SIZE]
-            page[layer, 0, :, slot % PAGE_SIZE] = k[index]
-            page[layer, 1, :, slot % PAGE_SIZE] = v[index]
+        rows = island[0].do("push_tokens", target, group, layer, 10 * group + layer, indices, slots)
+        put_tokens(expected[target][group], layer, rows, indices, slots)
     island[0].do("call", "quiet", target)
     check(island, expected)
 
@@ -103,16 +114,14 @@ def test_tokens_of_many_calls_take_turns_in_the_staging(island: list[PeProcess],
     if mapped:
         pytest.skip("only puts go by way of it")
     expected = fill(island, 0)
-    k, _ = island[0].do("push_tokens", 0, 0, 0, 1, [0], np.zeros(1, np.int32))
+    one = island[0].do("push_tokens", 0, 0, 0, 1, [0], np.zeros(1, np.int32))
     expected[0] = island[0].do("contents")
-    island[0].do("shrink_staging", 3 * 2 * k[0].nbytes)  # three tokens of the larger group
+    island[0].do("shrink_staging", 3 * sum(plane.nbytes for plane in one))  # three tokens of the larger group
     for group, layer in ((0, 0), (0, 1), (1, 0)):
         slots = np.arange(layer, 40 + layer, 5, dtype=np.int32)
-        k, v = island[0].do("push_tokens", 1, group, layer, layer, list(range(slots.size)), slots)
-        for index, slot in enumerate(slots.tolist()):
-            page = expected[1][group][slot // PAGE_SIZE]
-            page[layer, 0, :, slot % PAGE_SIZE] = k[index]
-            page[layer, 1, :, slot % PAGE_SIZE] = v[index]
+        indices = list(range(slots.size))
+        rows = island[0].do("push_tokens", 1, group, layer, layer, indices, slots)
+        put_tokens(expected[1][group], layer, rows, indices, slots)
     island[0].do("call", "quiet", 1)
     check(island, expected)
 

@@ -36,6 +36,7 @@ DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5,
 
 MOSTLY = 0.95  # of the tokens are the same
 FLOAT16_LOGPROB = 0.03
+FP8_LOGPROB = 0.1  # what is rounded a little differently may become the neighbouring entry
 
 Drawn = dict[int, tuple[int, dict[int, float]]]
 """By sequence the token and the best log-probabilities of one step."""
@@ -68,7 +69,7 @@ class Steps:
         )
         self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
         if graphs:
-            self.runner.capture_steps(NUM_SEQUENCES)
+            self.runner.capture_steps(2 * NUM_SEQUENCES)  # plans of more sizes than are run
         for sequence in range(NUM_SEQUENCES):
             self.cache.add_sequence(sequence)
             prompt = random_prompt(5 + 7 * sequence % 60, seed=sequence)
@@ -130,21 +131,26 @@ def test_graphs_go_on_as_the_eager_path(family: str, params: SamplingParams, tmp
     assert graphs.runner.runs_ahead
     assert not eager.runner.runs_ahead
     ours = graphs.run(params)
-    theirs = eager.run(params, told=ours)
+    assert_alike(ours, eager.run(params, told=ours), FLOAT16_LOGPROB)
+
+
+def assert_alike(ours: list[Drawn], theirs: list[Drawn], tolerance: float) -> None:
+    """The same tokens but for few, and the log-probabilities that both report, of PROGRAM's steps."""
     pairs = [(mine[sequence], other[sequence]) for mine, other in zip(ours, theirs, strict=True) for sequence in mine]
     assert len(pairs) == sum(PROGRAM)
     assert np.mean([mine[0] == other[0] for mine, other in pairs]) > MOSTLY
     for (_, mine), (_, other) in pairs:
         for token in mine.keys() & other.keys():
-            assert mine[token] == pytest.approx(other[token], abs=FLOAT16_LOGPROB)
+            assert mine[token] == pytest.approx(other[token], abs=tolerance)
 
 
 def test_graphs_over_kv_in_8_bits(tmp_path: Path) -> None:
-    make_model("qwen3", head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    make_model("qwen3", head_dim=128, hidden_size=256).save_pretrained(tmp_path)
     scales = KVScales(((0.01,), (0.02, 0.015)), ((0.02,), (0.01, 0.03)))
-    eager, graphs = (Steps(tmp_path, "bfloat16", with_graphs, scales) for with_graphs in (False, True))
+    eager, graphs = (Steps(tmp_path, "float16", with_graphs, scales) for with_graphs in (False, True))
     assert graphs.runner.runs_ahead
-    assert tokens_of(graphs.run(GREEDY)) == tokens_of(eager.run(GREEDY))
+    ours = graphs.run(GREEDY)
+    assert_alike(ours, eager.run(GREEDY, told=ours), FP8_LOGPROB)
 
 
 def test_float32_steps_are_eager(tmp_path: Path) -> None:

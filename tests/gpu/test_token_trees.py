@@ -20,6 +20,8 @@ SHAPES = {
     "bf16-64-mqa": Shape(BF16, q_heads=12, kv_heads=1, head_dim=64, page_size=8),
     "bf16-64-group-7": Shape(BF16, q_heads=14, kv_heads=2, head_dim=64, page_size=64),
     "bf16-128-softcap": Shape(BF16, q_heads=8, kv_heads=8, head_dim=128, page_size=16, softcap=3.0),
+    "bf16-128-window": Shape(BF16, q_heads=32, kv_heads=8, head_dim=128, page_size=16, window=50),
+    "bf16-64-window": Shape(BF16, q_heads=8, kv_heads=2, head_dim=64, page_size=8, window=7),
 }
 
 
@@ -61,7 +63,7 @@ def test_trees_beside_plain_sequences(shape: Shape, with_sinks: bool) -> None:
         for own, other in zip(run(cache, lengths, inputs, sinks, parents), expected, strict=True):
             assert_close(own, other)
     for sequence in range(5):
-        length = twin.num_tokens(sequence)
-        pairs = zip(cache.gather_kv(sequence, 0, length), twin.gather_kv(sequence, 0, length), strict=True)
+        there = twin.first_position(sequence), twin.num_tokens(sequence)
+        pairs = zip(cache.gather_kv(sequence, *there), twin.gather_kv(sequence, *there), strict=True)
         for (_, v), (_, given) in pairs:
             assert torch.equal(v.float(), given)

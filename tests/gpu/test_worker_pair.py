@@ -1,17 +1,15 @@
-"""A prefill and a decode worker on two GPUs, in 16 bits, through gRPC: the KV that arrives is what was computed."""
+"""A prefill and a decode worker on two GPUs, through gRPC: the KV that arrives is what was computed."""
 
 import importlib.util
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import make_model
+from tests.gpu.pair_cases import CASES, check_announced, check_push, tokens_after
 from tests.gpu.pe_process import PeProcess, pe_processes
-from tests.gpu.worker_pair import NUM_PAGES, PAGE, Pair, running_pair
+from tests.gpu.worker_pair import NUM_PAGES, Pair, running_pair
 from tests.gpu.worker_process import WorkerPe
-from tests.oracle import random_prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,14 +20,16 @@ pytestmark = [
     ),
 ]
 
-LAYERS = 3
-PROMPT = random_prompt(6 * PAGE + 5, 0)
-# dtype, head_dim, whether the decode worker's pages are mapped; the other way is by puts
+# Whether the decode worker's pages are mapped; the other way is by puts.
 ISLANDS = {
-    "bf16-128-mapped": ("bfloat16", 128, True),
-    "bf16-128-puts": ("bfloat16", 128, False),
-    "bf16-64-mapped": ("bfloat16", 64, True),
-    "fp16-128-mapped": ("float16", 128, True),
+    "bf16-128-mapped": (CASES["bf16-128"], True),
+    "bf16-128-puts": (CASES["bf16-128"], False),
+    "bf16-64-mapped": (CASES["bf16-64"], True),
+    "fp16-128-mapped": (CASES["fp16-128"], True),
+    "fp8-128-mapped": (CASES["fp8-128"], True),
+    "fp8-128-puts": (CASES["fp8-128"], False),
+    "latents-mapped": (CASES["latents"], True),
+    "latents-puts": (CASES["latents"], False),
 }
 
 
@@ -44,38 +44,22 @@ def island(
     request: pytest.FixtureRequest, processes: list[PeProcess], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Pair, int]]:
     """The workers, and the bytes of a token."""
-    dtype, head_dim, mapped = request.param
-    folder = tmp_path_factory.mktemp("model")
-    make_model("llama", head_dim=head_dim, num_hidden_layers=LAYERS).save_pretrained(folder)
-    with running_pair(processes, folder, mapped, dtype=dtype) as pair:
-        yield pair, LAYERS * 2 * 2 * head_dim * 2
+    case, mapped = request.param
+    model = case.save(tmp_path_factory.mktemp("model"))
+    with running_pair(processes, model, mapped, **case.settings) as pair:
+        yield pair, case.token_bytes
 
 
 def test_what_is_pushed_arrives_bit_for_bit(island: tuple[Pair, int]) -> None:
-    """First token by token while it is computed, in chunks, then page to page from what the sender keeps."""
-    pair, token_bytes = island
-    for request_id, cached in (("computed", 0), ("cached", len(PROMPT) // PAGE * PAGE)):
-        answer, slots = pair.push(request_id, PROMPT)
-        assert answer.cached_tokens == cached
-        assert answer.bytes_pushed == len(PROMPT) * token_bytes
-        assert answer.push_seconds > 0
-        arrived, computed = pair.decode.do("at_slots", slots), pair.prefill.do("of_prefix", PROMPT)
-        assert len(arrived) == len(computed) == 2 * LAYERS
-        for there, here in zip(arrived, computed, strict=True):
-            assert here.any()
-            assert np.array_equal(there[: len(here)], here)
-            assert there[len(here) :].any()
-        pair.abort(request_id)
+    check_push(*island)
+
+
+def test_what_was_computed_ahead_of_its_reservation_arrives(island: tuple[Pair, int]) -> None:
+    check_announced(*island)
 
 
 def test_the_decode_worker_goes_on_from_it(island: tuple[Pair, int]) -> None:
     """The same tokens twice, which the decode worker has from different pages each time."""
     pair, _ = island
-    tokens = []
-    for request_id in ("one", "two"):
-        reservation = pair.prepare(request_id, PROMPT)
-        pair.send(request_id, PROMPT, reservation)
-        tokens.append(pair.start(request_id, reservation))
-    assert len(tokens[0]) == 3
-    assert tokens[0] == tokens[1]
+    assert tokens_after(pair, "one") == tokens_after(pair, "two")
     assert pair.status()[1].free_pages == NUM_PAGES

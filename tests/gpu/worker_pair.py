@@ -24,6 +24,7 @@ GREEDY = inference_pb2.SamplingParams(temperature=0, max_tokens=MAX_TOKENS, igno
 
 @dataclass(frozen=True)
 class Pair:
+    epoch: int
     prefill: PeProcess
     decode: PeProcess
     prefill_stub: worker_pb2_grpc.WorkerStub
@@ -31,7 +32,7 @@ class Pair:
 
     def prepare(self, request_id: str, prompt: Sequence[int]) -> worker_pb2.Reservation:
         request = worker_pb2.PrepareReceiveRequest(
-            request_id=request_id, epoch=EPOCH, prompt=prompt_to_bytes(prompt), max_tokens=MAX_TOKENS
+            request_id=request_id, epoch=self.epoch, prompt=prompt_to_bytes(prompt), max_tokens=MAX_TOKENS
         )
         return self.decode_stub.PrepareReceive(request, timeout=60)
 
@@ -40,7 +41,7 @@ class Pair:
     ) -> worker_pb2.RemoteSendResponse:
         request = worker_pb2.RemoteSendRequest(
             request_id=request_id,
-            epoch=EPOCH,
+            epoch=self.epoch,
             prompt=prompt_to_bytes(prompt),
             sampling=GREEDY,
             reservation=reservation,
@@ -50,20 +51,29 @@ class Pair:
     def start(self, request_id: str, reservation: worker_pb2.Reservation) -> list[int]:
         """The tokens after the first."""
         request = worker_pb2.StartGenerateRequest(
-            request_id=request_id, epoch=EPOCH, reservation_id=reservation.reservation_id, sampling=GREEDY
+            request_id=request_id, epoch=self.epoch, reservation_id=reservation.reservation_id, sampling=GREEDY
         )
         stream = self.decode_stub.StartGenerate(request, timeout=300)
         return [token for message in stream for token in message.token_ids]
 
-    def push(self, request_id: str, prompt: Sequence[int]) -> tuple[worker_pb2.RemoteSendResponse, np.ndarray]:
-        """A prompt through both workers; the answer, and the slots where its KV went."""
+    def push(
+        self, request_id: str, prompt: Sequence[int], *, announced: bool = False
+    ) -> tuple[worker_pb2.RemoteSendResponse, np.ndarray]:
+        """A prompt through both workers; the answer, and the slots where its KV went. announced: its beginning is
+        computed before that is known."""
+        if announced:
+            announcement = worker_pb2.AnnounceRequest(
+                request_id=request_id, epoch=EPOCH, prompt=prompt_to_bytes(prompt)
+            )
+            self.prefill_stub.Announce(announcement, timeout=60)
+            assert self.status()[0].waiting == 1
         reservation = self.prepare(request_id, prompt)
         answer = self.send(request_id, prompt, reservation)
         return answer, decode_runs(reservation.position_map.runs[0], max_tokens=len(prompt)).slots()
 
     def abort(self, request_id: str) -> None:
         for stub in (self.prefill_stub, self.decode_stub):
-            stub.Abort(worker_pb2.AbortRequest(request_id=request_id, epoch=EPOCH, writer_quiet=True), timeout=60)
+            stub.Abort(worker_pb2.AbortRequest(request_id=request_id, epoch=self.epoch, writer_quiet=True), timeout=60)
 
     def status(self) -> tuple[inference_pb2.WorkerInfo, inference_pb2.WorkerInfo]:
         """The prefill worker's and the decode worker's."""
@@ -73,15 +83,14 @@ class Pair:
         return one, other
 
 
-@contextmanager
-def running_pair(processes: list[PeProcess], model: Path, mapped: bool, **settings: Any) -> Iterator[Pair]:
-    """mapped: whether the decode worker's pages are; else all goes by puts. settings: of both WorkerConfigs."""
-    for process, role in zip(processes, (Role.PREFILL, Role.DECODE), strict=True):
-        config = WorkerConfig(
+def pair_configs(model: Path, epoch: int = EPOCH, **settings: Any) -> list[WorkerConfig]:
+    """The prefill worker's, on PE 0, and the decode worker's. settings: of both."""
+    return [
+        WorkerConfig(
             role=role,
             island="pair",
-            epoch=EPOCH,
-            pe=process.pe,
+            epoch=epoch,
+            pe=pe,
             num_pes=2,
             model_path=str(model),
             max_model_len=256,
@@ -93,11 +102,37 @@ def running_pair(processes: list[PeProcess], model: Path, mapped: bool, **settin
             transport="nvshmem",
             **settings,
         )
-        process.begin("open", config, NUM_PAGES, mapped)
-    handles = [process.finish() for process in processes]
+        for pe, role in enumerate((Role.PREFILL, Role.DECODE))
+    ]
+
+
+def each(processes: list[PeProcess], method: str, configs: list[WorkerConfig], *arguments: Any) -> None:
+    """A call to every process, with its own config."""
+    for process, config in zip(processes, configs, strict=True):
+        process.begin(method, config, *arguments)
+    for process in processes:
+        process.finish()
+
+
+@contextmanager
+def serving_pair(processes: list[PeProcess], epoch: int = EPOCH) -> Iterator[Pair]:
+    """Of workers, in the order of their PEs, that have loaded or rejoined; they leave at the end."""
+    handles = together(processes, "open", NUM_PAGES)
     together(processes, "join", handles)
     prefill, decode = together(processes, "serve")
     with grpc.insecure_channel(prefill) as one, grpc.insecure_channel(decode) as other:
         stubs = [authorized(worker_pb2_grpc.WorkerStub(channel), TOKEN) for channel in (one, other)]
-        yield Pair(processes[0], processes[1], *stubs)
+        try:
+            yield Pair(epoch, processes[0], processes[1], *stubs)
+        finally:
+            together(processes, "leave")
+
+
+@contextmanager
+def running_pair(processes: list[PeProcess], model: Path, mapped: bool, **settings: Any) -> Iterator[Pair]:
+    """mapped: whether the decode worker's pages are; else all goes by puts. settings: of both WorkerConfigs."""
+    each(processes, "load", pair_configs(model, **settings), mapped)
+    with serving_pair(processes) as pair:
+        assert pair.prefill.do("is_mapped", 1) == mapped
+        yield pair
     together(processes, "stop")

@@ -8,11 +8,13 @@ import torch
 
 from tandem.cache.position_map import Int32Array
 from tandem.transfer.membership import TransportConfig
+from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Transport
-from tandem.workers import worker as worker_module
 from tandem.workers.config import WorkerConfig
 from tandem.workers.worker import Worker
 from tests.gpu.pe_process import as_array
+
+PROBE = 1 << 20  # a sequence id that no request has
 
 
 class WorkerPe:
@@ -21,10 +23,12 @@ class WorkerPe:
     def __init__(self, pe: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(pe)  # as Ray does: a worker has one GPU, in all its threads
 
-    def open(self, config: WorkerConfig, num_pages: int, peer_access: bool) -> bytes:
-        worker_module.create_transport = partial(_create, peer_access=peer_access)
-        self.worker = Worker(config)
+    def load(self, config: WorkerConfig, peer_access: bool) -> None:
+        """peer_access: whether its transports map other PEs."""
+        self.worker = Worker(config, partial(_create, peer_access=peer_access))
         self.worker.load()
+
+    def open(self, num_pages: int) -> bytes:
         return self.worker.open(num_pages)
 
     def join(self, handles: list[bytes]) -> None:
@@ -33,28 +37,46 @@ class WorkerPe:
     def serve(self) -> str:
         return self.worker.serve()
 
+    def is_mapped(self, pe: int) -> bool:
+        """Whether that PE's pages are."""
+        return self.worker.on_step_thread(lambda: self._transport.peer_pool(pe, 0) is not None)
+
+    def leave(self) -> None:
+        self.worker.leave()
+
+    def rejoin(self, config: WorkerConfig) -> None:
+        self.worker.rejoin(config)
+
     def stop(self) -> None:
         self.worker.stop()
 
     def at_slots(self, slots: Int32Array) -> list[np.ndarray]:
-        """Per layer and for K and V the bits of these slots, [n, num_kv_heads, bytes]."""
-        (pool,) = self.worker.pools
-        pages, offsets = np.divmod(slots, pool.shape[4])
+        """Per layer and plane the bits of these slots, [n, num_kv_heads, bytes]."""
+        pool = movable(*self.worker.pools)
+        _, layers, planes, _, page_size, _ = pool.shape
+        pages, offsets = np.divmod(slots, page_size)
         values = pool[torch.from_numpy(pages).long(), :, :, :, torch.from_numpy(offsets).long()]
-        return [as_array(values[:, layer, part]) for layer in range(pool.shape[1]) for part in range(2)]
+        return [as_array(values[:, layer, plane]) for layer in range(layers) for plane in range(planes)]
 
-    def of_prefix(self, token_ids: list[int]) -> list[np.ndarray]:
-        """The same of the full pages that this worker keeps of a prompt."""
+    def slots_of_prefix(self, token_ids: list[int]) -> Int32Array:
+        """Those of the full pages that this worker keeps of a prompt."""
 
-        def gather() -> list[np.ndarray]:
+        def look_up() -> Int32Array:
             cache = self.worker.cache
-            cache.add_sequence(-5)
-            length = cache.match_prefix(-5, token_ids)
-            layers = cache.gather_kv(-5, 0, length)
-            cache.remove_sequence(-5)
-            return [as_array(values) for layer in layers for values in layer]
+            cache.add_sequence(PROBE)
+            cache.match_prefix(PROBE, token_ids)
+            (group,) = cache._table.groups
+            pages = group.held(cache._table.row(PROBE), 0)
+            cache.remove_sequence(PROBE)
+            page_size = cache.layout.page_size
+            return (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1)
 
-        return self.worker.on_step_thread(gather)
+        return self.worker.on_step_thread(look_up)
+
+    @property
+    def _transport(self) -> Transport:
+        assert self.worker._opened is not None, "open() comes first"
+        return self.worker._opened
 
 
 def _create(name: str, config: TransportConfig, *, peer_access: bool) -> Transport:

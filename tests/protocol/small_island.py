@@ -25,7 +25,7 @@ from tandem.workers.token_stream import StreamUpdate
 from tests.protocol.token_memory import LABELS, TokenMemory
 from tests.protocol.wires import Endpoint, WireTransport
 
-PROMPT_TOKENS = 2  # each a chunk of its own
+PROMPT_TOKENS = 2
 PREFILL, DECODE = 0, 1
 LAYOUT = KVLayout((LayerGroup((0,), 1, 1),), 1, torch.float32)
 
@@ -37,6 +37,7 @@ class Shape:
     num_pages: int = 4
     num_signals: int = 2
     max_tokens: int = 2
+    max_batch_tokens: int = 1  # of the prefill worker
     sharing: bool = False
     runs_ahead: bool = False  # as decode workers with CUDA graphs do
 
@@ -180,8 +181,9 @@ class SmallIsland:
             self.caches[PREFILL],
             self.transports[PREFILL],
             Unmetered(),  # type: ignore[arg-type]
-            max_batch_tokens=1,
+            max_batch_tokens=shape.max_batch_tokens,
             sharing=shape.sharing,
+            lease_seconds=lease_seconds,
             clock=clock,
         )
         self.decode = DecodeLoop(

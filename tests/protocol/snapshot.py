@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem.cache.allocator import PageAllocator
 from tandem.cache.layout import KVLayout
 from tandem.workers.counters import Counters
+from tandem.workers.head_start import Head
 from tandem.workers.prefill_request import PrefillRequest, PrefillResult
 from tests.protocol.small_island import LAYOUT
 from tests.protocol.world import World
@@ -59,9 +60,9 @@ def _reduce_result(result: PrefillResult) -> tuple[Any, ...]:
     return PrefillResult, (result.first_token, None, result.cached_tokens, 0.0, 0.0, 0.0, 0)
 
 
-def _reduce_request(request: PrefillRequest) -> tuple[Any, ...]:
-    state = {field.name: getattr(request, field.name) for field in fields(request)}
-    return copyreg.__newobj__, (PrefillRequest,), state | TIMES  # type: ignore[attr-defined]
+def _reduce_timed(timed: PrefillRequest | Head) -> tuple[Any, ...]:
+    state = {field.name: TIMES.get(field.name, getattr(timed, field.name)) for field in fields(timed)}
+    return copyreg.__newobj__, (type(timed),), state  # type: ignore[attr-defined]
 
 
 def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
@@ -95,6 +96,7 @@ _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     PageAllocator: _reduce_allocator,
     np.ndarray: _reduce_array,
     Tensor: _reduce_pool,
-    PrefillRequest: _reduce_request,
+    PrefillRequest: _reduce_timed,
+    Head: _reduce_timed,
     PrefillResult: _reduce_result,
 }

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.receptions import Receptions
 from tandem.transfer.completion import Signal, SignalBoard
 from tandem.transfer.recall import RecallDesk, RecallInbox
 from tandem.workers import reservations
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.grants import Grants
+from tandem.workers.head_start import HeadStart
 from tandem.workers.landing import Landing
 from tandem.workers.lease import Lease
 from tandem.workers.prefill import PrefillLoop
@@ -59,10 +61,10 @@ def any_generation_is_granted(patch: pytest.MonkeyPatch) -> None:
 def any_epoch_is_granted(patch: pytest.MonkeyPatch) -> None:
     check = Grants.check
 
-    def checked(self: Grants, reservation: Any) -> None:
+    def checked(self: Grants, reservation: Any, num_tokens: int) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(self._transport, "epoch", reservation.epoch)
-            check(self, reservation)
+            return check(self, reservation, num_tokens)
 
     patch.setattr(Grants, "check", checked)
 
@@ -81,7 +83,7 @@ def an_abort_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: PrefillLoop, request_id: str) -> "Future[bool]":
         answer = abort(self, request_id)
-        self._aborted.clear()
+        self._ended._aborted.clear()
         return answer
 
     patch.setattr(PrefillLoop, "abort", forgetful)
@@ -173,6 +175,24 @@ def every_signal_is_complete(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tandem.workers.decode.landed_tokens", landed)
 
 
+def an_announcement_is_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HeadStart, "expire", lambda self: None)
+
+
+def a_head_stays(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PagedKVCache, "send_cached", lambda *_: None)
+
+
+def cached_positions_stay(patch: pytest.MonkeyPatch) -> None:
+    mark_send = PagedKVCache.mark_send
+
+    def marked(self: PagedKVCache, sequence: int, begin: int, *where: Any) -> None:
+        mark_send(self, sequence, begin, *where)
+        self._marks.planned[self._table.row(sequence)] = max(begin, self.num_tokens(sequence))
+
+    patch.setattr(PagedKVCache, "mark_send", marked)
+
+
 PROTECTIONS: dict[str, tuple[str, Patch, str]] = {
     "pages drain": ("cancel", pages_return_at_once, "may land in page"),
     "pages of an expired lease drain": ("expire", a_lease_frees_pages, "may land in page"),
@@ -193,6 +213,9 @@ PROTECTIONS: dict[str, tuple[str, Patch, str]] = {
     "a request has one stream": ("twice", streams_may_be_two, ""),
     "only what has landed is decoded": ("plain", every_signal_is_complete, "wrong KV"),
     "only what has landed is shared": ("sharing", a_prefix_is_shared_before_it_landed, "wrong KV"),
+    "what was announced is forgotten": ("head", an_announcement_is_kept_for_ever, "no end"),
+    "what was computed before its place was known is sent": ("whole head", a_head_stays, "wrong KV"),
+    "so is what was begun before": ("head", cached_positions_stay, "wrong KV"),
     "who leaves is taken out": ("cancel", aborts_do_nothing, "no end"),
 }  # fmt: skip
 

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tandem.workers.errors import Aborted, InvalidCall, NoRoom, Stale
 from tandem.workers.lease import Lease
 from tandem.workers.prefill_request import PrefillResult
@@ -38,6 +40,7 @@ class Limits:
 
     requests: int = 1
     alike: bool = False  # all requests have the same prompt
+    announces: int = 0
     prepares: int = 1
     sends: int = 1
     starts: int = 1
@@ -57,6 +60,7 @@ class Known:
     label: int
     epoch: int = 0
     reservation: Reservation | None = None
+    announced: int = 0
     prepared: int = 0
     sent: int = 0
     aborted: int = 0
@@ -113,6 +117,8 @@ class World:
         current = known.epoch == self.island.epoch
         if known.prepared < limits.prepares and (current or not known.prepared):
             yield "prepare"
+        if known.announced < limits.announces and not self.dead and (current or not known.prepared):
+            yield "announce"
         if known.reservation is None:
             return
         # A call of an earlier epoch is refused by the service; but the check of its reservation must hold by itself.
@@ -153,6 +159,7 @@ class World:
             "post fails": self._fail_post,
             "die": self._die,
             "new epoch": self._begin_epoch,
+            "announce": lambda: self._announce(known),
             "prepare": lambda: self._prepare(known),
             "send": lambda: self._send(known),
             "start": lambda: self._start(known),
@@ -176,6 +183,10 @@ class World:
     def _begin_epoch(self) -> None:
         self.dead = False
         self.island = SmallIsland(self.shape, self.island.epoch + 1, LEASE_SECONDS, self.clock, self.findings)
+
+    def _announce(self, known: Known) -> None:
+        known.announced += 1
+        self.island.prefill.announce(known.request_id, np.array(prompt_of(known.label)))
 
     def _prepare(self, known: Known) -> None:
         known.prepared += 1

@@ -114,6 +114,7 @@ class LoopPair:
             max_batch_tokens=CHUNK,
             sharing=sharing,
             verify=verify,
+            lease_seconds=LEASE,
             clock=self.clock,
         )
         self.fanout = Collected()

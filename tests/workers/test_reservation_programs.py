@@ -23,7 +23,7 @@ OUTPUT = 3
 NUM_PAGES, NUM_SIGNALS = 14, 3  # too few of either for all
 
 ACTIONS = (
-    *("prepare", "prepare", "send", "send", "start", "start", "hang up", "abort", "abort both"),
+    *("prepare", "prepare", "announce", "announce", "send", "send", "start", "start", "hang up", "abort", "abort both"),
     *("prefill", "prefill", "prefill", "decode", "decode", "post fails", "wait"),
 )
 
@@ -64,11 +64,14 @@ class Gateway:
             elif action == "wait":
                 pair.clock.now += (0.05, 1, LEASE / 2, LEASE, 2 * LEASE, 5 * LEASE)[number]
             elif known is not None:
-                self._act_on(action, request_id, known)
+                self._act_on(action, number, known)
 
-    def _act_on(self, action: str, request_id: str, known: Known) -> None:
-        pair = self.pair
-        if action == "send":
+    def _act_on(self, action: str, number: int, known: Known) -> None:
+        pair, request_id = self.pair, f"r{number}"
+        if action == "announce":  # sometimes of another prompt than is sent
+            prompt = PROMPTS[(known.prompt + (number == 0)) % len(PROMPTS)]
+            pair.prefill.announce(request_id, np.array(prompt))
+        elif action == "send":
             pair.prefill.submit(request_id, PROMPTS[known.prompt], pair.params(OUTPUT), known.reservation)
             known.lease = known.lease or pair.prefill.attend(request_id)
         elif action == "hang up" and known.lease is not None:
@@ -101,17 +104,17 @@ class Gateway:
         """What the writer writes, or would write if it were told to, is held for a writer."""
         writers = self.pair.caches[DECODE]._pools._allocators[0]._writers
         for request_id, known in self.known.items():
-            if self._may_be_written(request_id, known.reservation):
+            if self._may_be_written(request_id, known):
                 assert writers[known.pages].min() > 0, f"{request_id} may still be written"
 
-    def _may_be_written(self, request_id: str, reservation: Reservation) -> bool:
+    def _may_be_written(self, request_id: str, known: Known) -> bool:
         prefill = self.pair.prefill
         if request_id in prefill._by_id:
             return True
-        if request_id in prefill._aborted or request_id in prefill._results:
+        if prefill._ended.is_aborted(request_id) or prefill._ended.result(request_id) is not None:
             return False
         try:
-            prefill._grants.check(reservation)
+            prefill._grants.check(known.reservation, len(PROMPTS[known.prompt]))
         except Stale:
             return False
         return True

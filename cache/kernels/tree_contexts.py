@@ -1,0 +1,39 @@
+"""What new nodes of token trees see of the positions before their trees: with a window, deeper nodes see fewer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.cache.plan import PageTables, TokenLayout
+from tandem.cache.position_map import Int32Array
+from tandem.cache.window import Int64Array, first_seen
+
+
+@dataclass(frozen=True, eq=False)
+class TreeContexts:
+    """Of N trees with n new nodes; positions count among those that the tables hold of a sequence. int64 [N] each:
+
+            firsts                commons             bases
+        ────┤ seen by some nodes  ├ seen by all nodes ├ the tree
+
+    commons are bases, or where a page begins. edges: int32 [n], how many positions from firsts on, of those up to
+    commons, a node does not see.
+    """
+
+    firsts: Int64Array
+    commons: Int64Array
+    bases: Int64Array
+    edges: Int32Array
+
+
+def split_contexts(tokens: TokenLayout, tables: PageTables, page_size: int, window: int | None) -> TreeContexts:
+    """tokens has trees; window: that of the layers whose tables these are."""
+    trees = tokens.trees
+    assert trees is not None
+    bases = (tables.kv_lens[trees.sequences] - trees.sizes).astype(np.int64)
+    begins = np.cumsum(trees.counts) - trees.counts
+    firsts = np.minimum(first_seen(window, bases + np.minimum.reduceat(trees.depths, begins)), bases)
+    commons = first_seen(window, bases + np.maximum.reduceat(trees.depths, begins))
+    commons = np.minimum(-(-commons // page_size) * page_size, bases)
+    edges = first_seen(window, np.repeat(bases, trees.counts) + trees.depths) - np.repeat(firsts, trees.counts)
+    return TreeContexts(firsts, commons, bases, edges.astype(np.int32))

@@ -1,0 +1,124 @@
+"""A process that has imported what actors need and does nothing else: actors forked from it start in milliseconds.
+
+    this process ──control──► server: imports, then waits ──fork──► actor
+         └──────────────────────────pipe──────────────────────────────┘
+
+The server runs no thread and touches no device, so that what it has is whole after a fork; its memory is shared with
+its actors until one writes to it. It ends with this process, and its actors with it, however that happens.
+"""
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection, Pipe
+from threading import Lock
+from typing import NoReturn
+
+from tandem.cluster.actor_server import serve
+from tandem.cluster.errors import StartFailed
+from tandem.cluster.forked_actor import ForkedActor
+
+PID_BYTES = 8
+PR_SET_PDEATHSIG = 1
+
+
+class ForkServer:
+    """This process's end of one server. fork() may come from any thread."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        """Returns at once; modules are found as this process finds them, and one that cannot be imported is for the
+        actor to complain about that needs it."""
+        self._lock = Lock()
+        self._control, theirs = socket.socketpair()
+        program = f"from tandem.cluster.fork_server import run; run({theirs.fileno()}, {list(modules)!r})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        theirs.close()
+        self.pid = self._process.pid
+
+    def fork(self, name: str, start: bytes, seconds: float) -> ForkedActor:
+        """The actor of that name, whose constructor runs from now on; start: pack((kind, argument)).
+
+        StartFailed when the server is gone, or has not come through its imports within `seconds`.
+        """
+        pipe, theirs = Pipe()
+        with self._lock, theirs:
+            self._control.settimeout(seconds)
+            try:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+                pid, fds, *_ = socket.recv_fds(self._control, PID_BYTES, 1)
+            except OSError:
+                pid, fds = b"", []
+                self._process.kill()  # an answer that came later would be taken for that to the next order
+        if not pid:
+            pipe.close()
+            raise StartFailed(f"{name} cannot be started: no answer within {seconds:g} s from what would fork it")
+        return ForkedActor(name, int.from_bytes(pid, "little"), fds[0], pipe, start)
+
+    def close(self) -> None:
+        """Ends the server and with it all its actors; idempotent."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def run(control: int, modules: Sequence[str]) -> NoReturn:
+    """The server. Ends when the other end of the socket `control` is closed."""
+    for module in modules:
+        with suppress(Exception):
+            import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in an actor would write to, and so copy, what is shared
+    signal.signal(signal.SIGCHLD, lambda *_: _reap())
+    with socket.socket(fileno=control) as asked:
+        while True:
+            order, fds, *_ = socket.recv_fds(asked, 1, 1)
+            if not order:
+                os._exit(0)
+            _fork(asked, fds[0])
+
+
+def _fork(asked: socket.socket, pipe: int) -> None:
+    server = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # a process must not be reaped before it has a pidfd
+    pid = os.fork()
+    if pid == 0:
+        asked.close()
+        _work(server, pipe)
+    os.close(pipe)
+    handle = os.pidfd_open(pid)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    with suppress(OSError):  # whoever asked is gone: that is seen next
+        socket.send_fds(asked, [pid.to_bytes(PID_BYTES, "little")], [handle])
+    os.close(handle)
+
+
+def _work(server: int, pipe: int) -> NoReturn:
+    """The actor's process."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == server:  # else it ended before that was set
+            serve(Connection(pipe))
+    except (EOFError, OSError):
+        pass
+    finally:
+        os._exit(0)
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

@@ -1,0 +1,109 @@
+"""An actor in a process that a ForkServer has forked, as the process sees it that asked for it."""
+
+import os
+import select
+import signal
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tandem.cluster.actor_server import CONSTRUCTOR, pack, read, unpack, write
+from tandem.cluster.errors import ProcessEnded
+from tandem.cluster.processes import ActorProcess
+
+
+class ForkedActor(ActorProcess):
+    """The pipe breaks when the process ends: that is how its end is learned. `ended` is set by then."""
+
+    def __init__(self, name: str, pid: int, pidfd: int, pipe: Connection, start: bytes) -> None:
+        """Owns pidfd and pipe from now on. start: pack((kind, argument))."""
+        self.name = name
+        self.pid = pid
+        self.ended = False
+        self._pidfd: int | None = pidfd
+        self._pipe = pipe
+        self._lock = threading.Lock()
+        self._numbers = count(CONSTRUCTOR + 1)
+        self._answers: dict[int, Future[bytes]] = {}
+        self._reason = "its pipe is broken"
+        with suppress(OSError):
+            write(pipe, CONSTRUCTOR, start)
+        self._reader = threading.Thread(target=self._read, name=f"pipe of {name}", daemon=True)
+        self._reader.start()
+
+    def there(self) -> Future[None]:
+        now: Future[None] = Future()
+        now.set_result(None)
+        return now
+
+    def call(self, method: str, *arguments: object) -> Future[Any]:
+        answer: Future[Any] = Future()
+        self.relay(pack((method, arguments))).add_done_callback(lambda done: open_answer(answer, done))
+        return answer
+
+    def relay(self, payload: bytes) -> Future[bytes]:
+        """What `payload`, pack((method, arguments)), is answered with: for open_answer()."""
+        answer: Future[bytes] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._answers[number] = answer
+            try:
+                if self.ended:
+                    raise BrokenPipeError
+                write(self._pipe, number, payload)
+            except OSError:
+                del self._answers[number]
+                answer.set_exception(ProcessEnded(self.name, self._reason))
+        return answer
+
+    def kill(self) -> None:
+        with self._lock, suppress(ProcessLookupError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def join(self, seconds: float) -> bool:
+        """Whether the process has ended, and all it held is free, within so long."""
+        self._reader.join(seconds)
+        return not self._reader.is_alive()
+
+    def _read(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                number, payload = read(self._pipe)
+                if number == CONSTRUCTOR:
+                    error, _ = unpack(payload)
+                    self._reason = f"{type(error).__name__}: {error}"
+                    break
+                self._answers.pop(number).set_result(payload)
+        with self._lock:
+            self.ended = True
+            self._pipe.close()
+        for answer in self._answers.values():
+            answer.set_exception(ProcessEnded(self.name, self._reason))
+        self._wait_for_end()
+
+    def _wait_for_end(self) -> None:
+        self.kill()  # without its pipe it is of no use
+        assert self._pidfd is not None, "only this thread closes it"
+        ends = select.poll()
+        ends.register(self._pidfd, select.POLLIN)
+        ends.poll()
+        with self._lock:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def open_answer(answer: Future[Any], done: Future[bytes]) -> None:
+    """Fills `answer` with what an actor's method returned or raised; done: what relay() gave, ended."""
+    error = done.exception()
+    if error is not None:
+        answer.set_exception(error)
+        return
+    raised, result = unpack(done.result())
+    if raised is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(raised)

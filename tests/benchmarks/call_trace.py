@@ -1,0 +1,149 @@
+"""When methods of a cluster's processes begin and end: their classes are patched, in the processes of benchmarks only.
+
+Times are time.perf_counter()'s, which processes of one host share under Linux.
+"""
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster.actors import GatewayActor, WorkerActor
+from tandem.cluster.processes import ActorSpec
+from tandem.cluster.worker_link import WorkerLink
+from tandem.workers import head_start
+from tandem.workers.config import Role, WorkerConfig
+from tests.local_processes import LocalGroup, LocalProcesses
+
+# module, class, method
+TRACED: dict[str, Sequence[tuple[str, str, str]]] = {
+    "gateway": (
+        ("tandem.cluster.gateway", "Gateway", "Generate"),
+        ("tandem.cluster.router", "Router", "place"),
+        ("tandem.cluster.generation", "Generation", "_first_message"),
+        ("tandem.cluster.generation", "Generation", "_message"),
+    ),
+    "prefill": (
+        ("tandem.workers.service", "PrefillService", "Announce"),
+        ("tandem.workers.head_start", "HeadStart", "_compute"),
+        ("tandem.workers.service", "PrefillService", "RemoteSend"),
+        ("tandem.workers.prefill", "PrefillLoop", "submit"),
+        ("tandem.workers.prefill", "PrefillLoop", "_forward"),
+        ("tandem.workers.prefill", "PrefillLoop", "_send_heads"),
+        ("tandem.workers.landing", "Landing", "finish"),
+    ),
+    "decode": (
+        ("tandem.workers.service", "DecodeService", "PrepareReceive"),
+        ("tandem.workers.decode", "DecodeLoop", "prepare"),
+        ("tandem.workers.service", "DecodeService", "StartGenerate"),
+        ("tandem.workers.reservations", "Reservations", "land"),
+        ("tandem.workers.decode", "DecodeLoop", "_launch"),
+        ("tandem.workers.decode", "DecodeLoop", "_deliver"),
+        ("tandem.workers.service", "", "_generated"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """process: gateway, prefill or decode; name: Class.method and "begins" or "ends"."""
+
+    seconds: float
+    process: str
+    name: str
+
+
+@dataclass(frozen=True)
+class _Traced:
+    argument: Any
+    log: Path
+
+
+class TracedGateway(GatewayActor):
+    def __init__(self, traced: _Traced) -> None:
+        _trace("gateway", traced.log)
+        super().__init__(traced.argument)
+
+    def longest_head(self, tokens: int) -> None:
+        """0: from now on nothing is announced."""
+        link: Any = WorkerLink
+        link.announce = _announce if tokens else _announce_nothing
+
+
+class TracedWorker(WorkerActor):
+    def __init__(self, traced: _Traced) -> None:
+        config: WorkerConfig = traced.argument
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(config.pe)
+        _trace("prefill" if config.role == Role.PREFILL else "decode", traced.log)
+        super().__init__(config)
+
+    def longest_head(self, tokens: int) -> None:
+        """How many positions are computed from now on before their place is known."""
+        head_start.LONGEST_HEAD = tokens
+
+
+class TracedProcesses(LocalProcesses):
+    """One island's worker of PE n has the n-th GPU, where there are any."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__()
+        self._log = log
+
+    def longest_head(self, tokens: int) -> None:
+        """See TracedWorker."""
+        for actor in self._actors.values():
+            actor.call("longest_head", tokens).result(10)
+
+    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> LocalGroup:
+        kinds: dict[type, type] = {GatewayActor: TracedGateway, WorkerActor: TracedWorker}
+        traced = [ActorSpec(spec.name, kinds[spec.kind], _Traced(spec.argument, self._log)) for spec in specs]
+        return super().start_group(traced, gpus=0, threads=threads)
+
+
+_announce = WorkerLink.announce
+
+
+async def _announce_nothing(*_: object) -> None:
+    pass
+
+
+def read_events(log: Path) -> list[Event]:
+    """In the order of their times."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    found = [Event(float(seconds), process, name) for seconds, process, name in (line.split("\t") for line in lines)]
+    return sorted(found, key=lambda event: event.seconds)
+
+
+def _trace(process: str, log: Path) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def note(name: str) -> None:
+        os.write(file, f"{time.perf_counter():.7f}\t{process}\t{name}\n".encode())
+
+    for module_name, owner_name, method in TRACED[process]:
+        module = import_module(module_name)
+        owner = getattr(module, owner_name) if owner_name else module
+        if hasattr(owner, method):
+            setattr(owner, method, _noted(getattr(owner, method), f"{owner_name}.{method}", note))
+
+
+def _noted(call: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:
+    async def noted_later(*arguments: Any, **options: Any) -> Any:
+        note(f"{name} begins")
+        try:
+            return await call(*arguments, **options)
+        finally:
+            note(f"{name} ends")
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        note(f"{name} begins")
+        try:
+            return call(*arguments, **options)
+        finally:
+            note(f"{name} ends")
+
+    return noted_later if inspect.iscoroutinefunction(call) else noted

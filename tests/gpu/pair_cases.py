@@ -1,0 +1,86 @@
+"""Models for a pair of workers on two GPUs, and what is asked of each pair."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.checkpoints import make_model, sizes_on_gpu
+from tests.gpu.worker_pair import MAX_TOKENS, PAGE, Pair
+from tests.oracle import random_prompt
+
+LAYERS = 3
+PROMPT = random_prompt(6 * PAGE + 5, 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """fields: of the model's configuration; settings: of both WorkerConfigs; token_bytes: of KV, in all layers."""
+
+    model: str
+    fields: dict[str, int]
+    settings: dict[str, Any]
+    token_bytes: int
+
+    def save(self, folder: Path) -> Path:
+        make_model(self.model, num_hidden_layers=LAYERS, **self.fields).save_pretrained(folder)
+        return folder
+
+
+def llama(head_dim: int, element_bytes: int, **settings: Any) -> Case:
+    return Case("llama", {"head_dim": head_dim}, settings, LAYERS * 2 * 2 * head_dim * element_bytes)
+
+
+FP8: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3", "k_scale": 0.02, "v_scale": 0.01}
+CASES = {
+    "bf16-128": llama(128, 2, dtype="bfloat16"),
+    "bf16-64": llama(64, 2, dtype="bfloat16"),
+    "fp16-128": llama(128, 2, dtype="float16"),
+    "fp8-128": llama(128, 1, **FP8),
+    "latents": Case("deepseek_v2", sizes_on_gpu("deepseek_v2"), {"dtype": "bfloat16"}, LAYERS * (512 + 64) * 2),
+}
+
+
+def check_push(pair: Pair, token_bytes: int) -> None:
+    """PROMPT, first token by token while it is computed, in chunks, then page to page from what the sender keeps."""
+    for request_id, cached in (("computed", 0), ("cached", len(PROMPT) // PAGE * PAGE)):
+        answer, slots = pair.push(request_id, PROMPT)
+        assert answer.cached_tokens == cached
+        assert answer.bytes_pushed == len(PROMPT) * token_bytes
+        assert answer.push_seconds > 0
+        _check_arrived(pair, PROMPT, slots)
+        pair.abort(request_id)
+
+
+def check_announced(pair: Pair, token_bytes: int) -> None:
+    """Prompts of which the sender has computed all, or a first chunk, before it knows where they go."""
+    for length in (PAGE + 4, 6 * PAGE + 5):
+        prompt = random_prompt(length, length)
+        answer, slots = pair.push(f"announced {length}", prompt, announced=True)
+        assert answer.bytes_pushed == length * token_bytes
+        _check_arrived(pair, prompt, slots)
+        pair.abort(f"announced {length}")
+
+
+def _check_arrived(pair: Pair, prompt: Sequence[int], slots: np.ndarray) -> None:
+    """slots: where the decode worker has it."""
+    arrived = pair.decode.do("at_slots", slots)
+    computed = pair.prefill.do("at_slots", pair.prefill.do("slots_of_prefix", prompt))
+    assert len(arrived) == len(computed) > 0
+    for there, here in zip(arrived, computed, strict=True):
+        whole = len(prompt) // PAGE * PAGE
+        assert here.shape[0] == whole
+        assert here.any()
+        assert np.array_equal(there[:whole], here)
+        assert there[whole:].any()
+
+
+def tokens_after(pair: Pair, request_id: str) -> list[int]:
+    """What the decode worker makes of PROMPT, after the first token."""
+    reservation = pair.prepare(request_id, PROMPT)
+    pair.send(request_id, PROMPT, reservation)
+    tokens = pair.start(request_id, reservation)
+    assert len(tokens) == MAX_TOKENS - 1
+    return tokens

@@ -1,0 +1,129 @@
+"""The beginning of a prompt, computed while a decode worker is still being asked for room."""
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.window import Int64Array
+from tandem.workers.lease import Clock, Lease
+from tandem.workers.model_runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+# What may have been computed in vain when no decode worker has room, and what cannot be pushed while it is computed.
+# On an H200 an 8B model takes 24 ms for it; a reservation takes 3.
+LONGEST_HEAD = 1024
+
+
+@dataclass(eq=False)
+class Head:
+    """A prompt without a place to land. computed counts positions in the cache here, cached_tokens those found there.
+
+    logits: float32 [1, vocab], those behind the last token, once all of it is computed.
+    """
+
+    request_id: str
+    sequence_id: int
+    token_ids: Int64Array
+    lease: Lease
+    computed: int = 0
+    cached_tokens: int = 0
+    logits: Tensor | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+
+    @property
+    def has_begun(self) -> bool:
+        return self.computed > self.cached_tokens
+
+
+class HeadStart:
+    """At most one prompt, of which one chunk is computed and nothing is written to anybody. Owned by the step thread.
+
+    Its pages are for whoever has a place to land, should that one need them: drop() is right at any time, for work of
+    this device that still uses them comes before all that is launched later.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: PagedKVCache,
+        *,
+        max_batch_tokens: int,
+        sharing: bool,
+        lease_seconds: float,
+        clock: Clock,
+    ) -> None:
+        self._runner = runner
+        self._cache = cache
+        self._max_batch_tokens = max_batch_tokens
+        self._sharing = sharing
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._head: Head | None = None
+
+    @property
+    def request_id(self) -> str | None:
+        """Whose prompt it is; None without one."""
+        return None if self._head is None else self._head.request_id
+
+    def take(self, request_id: str, sequence_id: int, token_ids: Int64Array) -> None:
+        """Nothing happens when there is one already, or no room."""
+        cache = self._cache
+        if self._head is not None or not cache.has_room(len(token_ids), self._max_batch_tokens):
+            return
+        head = Head(request_id, sequence_id, token_ids, Lease(self._lease_seconds, self._clock))
+        cache.add_sequence(sequence_id)
+        if self._sharing:
+            head.cached_tokens = head.computed = cache.match_prefix(sequence_id, token_ids)
+        cache.reserve(sequence_id, len(token_ids), self._max_batch_tokens)
+        self._head = head
+
+    def step(self) -> None:
+        """Launches its chunk, unless that was done. Where it fails, the prompt is computed when its place is known."""
+        head = self._head
+        if head is None or head.has_begun:
+            return
+        head.started = time.perf_counter()
+        try:
+            self._compute(head)
+        except Exception:
+            log.exception("computing the beginning of the prompt of %r failed", head.request_id)
+            self.drop()
+
+    def claim(self, request_id: str, token_ids: Int64Array) -> Head | None:
+        """What is there of a prompt, whose sequence is the caller's from now on; None where it is another prompt."""
+        head = self._head
+        if head is None or head.request_id != request_id:
+            return None
+        if not head.has_begun or not np.array_equal(head.token_ids, token_ids):
+            self.drop()
+            return None
+        self._head = None
+        return head
+
+    def expire(self) -> None:
+        if self._head is not None and self._head.lease.is_over:
+            self.drop()
+
+    def drop(self) -> bool:
+        """Forgets the prompt and lets go of its pages; whether there was one."""
+        head, self._head = self._head, None
+        if head is not None:
+            self._cache.remove_sequence(head.sequence_id)
+        return head is not None
+
+    def _compute(self, head: Head) -> None:
+        cache, whole = self._cache, len(head.token_ids)
+        count = min(LONGEST_HEAD, self._max_batch_tokens, whole - head.computed)
+        plan = cache.begin_forward([head.sequence_id], [count], [whole])
+        tokens = head.token_ids[head.computed : head.computed + count]
+        head.computed += count
+        is_all = head.computed == whole
+        logits = self._runner.forward(tokens, plan, np.array([count - 1] if is_all else [], np.int64))
+        cache.end_forward(plan)
+        head.logits = logits if is_all else None

@@ -13,9 +13,11 @@ from tandem.cache.kernels.base import (
     DeviceTables,
     GraphKernels,
     LatentStepKernels,
+    OpenStepKernels,
     PageKernels,
     SharingGraphKernels,
     StepKernels,
+    StepPages,
 )
 from tandem.cache.kernels.staging import ArraySize, FixedArrays, Staging
 from tandem.cache.latent import UpProjections
@@ -54,6 +56,12 @@ class StepAttention:
         kernels = self.kernels[group]
         assert isinstance(kernels, StepKernels)  # the layer keeps K and V
         return kernels.step(index, q, k, v, self.rotations[group], self.plans[group], sinks, norm)
+
+    def step_pages(self) -> StepPages | None:
+        """For a kernel of all layers; None where it must not do without attend()."""
+        if len(self.kernels) > 1 or not isinstance(self.kernels[0], OpenStepKernels):
+            return None
+        return self.kernels[0].step_pages(self.plans[0], self.rotations[0])
 
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
         group, index = self.places[layer]

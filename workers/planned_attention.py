@@ -24,5 +24,8 @@ class PlannedAttention:
             q, k = norm.apply(q, k)
         return self.cache.attention(self.plan, layer, q, k, v, sinks)
 
+    def step_pages(self) -> None:
+        """A plan's arrays do not stay where they are: there is no whole step over them."""
+
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
         return self.cache.latent_attention(self.plan, layer, q, latents, keys, up)

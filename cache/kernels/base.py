@@ -185,6 +185,27 @@ class StepKernels(GraphKernels, Kernels, Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class StepPages:
+    """Where a kernel of more than one layer of a step finds the KV: what StepKernels.step() has besides the layers' own
+    tensors. rotation: of the step's tokens. scale: of the scores.
+    """
+
+    pool: Tensor
+    tables: DeviceTables
+    rotation: Rotation
+    scale: float
+
+
+@runtime_checkable
+class OpenStepKernels(StepKernels, Protocol):
+    """Graph kernels that let a kernel of more than a layer do what step() does."""
+
+    def step_pages(self, plan: Any, rotation: Rotation | None) -> StepPages | None:
+        """None where step() does more with this plan than causal attention to K and V as they came."""
+        ...
+
+
 @runtime_checkable
 class LatentStepKernels(GraphKernels, LatentKernels, Protocol):
     """Graph kernels of a pool of latents."""

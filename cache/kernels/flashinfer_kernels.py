@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.head_norm import HeadNorm
-from tandem.cache.kernels.base import DeviceTables, PeerPool
+from tandem.cache.kernels.base import DeviceTables, PeerPool, StepPages
 from tandem.cache.kernels.flashinfer_parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
 from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.fp8_entries import Fp8Entries
@@ -176,6 +176,11 @@ class FlashInferKernels:
         if plan.sharing is not None:
             return self._attend_shared(plan.wrapper, plan.sharing.wrapper, plan.sharing.part, layer, q, sinks)
         return self._attend_pages(plan.wrapper, layer, q, sinks)
+
+    def step_pages(self, plan: DecodePlan | FixedPlan, rotation: Rotation | None) -> StepPages | None:
+        options = self._step_options
+        plain = options.window is None and options.softcap is None and isinstance(plan, DecodePlan)
+        return StepPages(self._pool, plan.tables, rotation, options.scale) if plain and rotation is not None else None
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan | FixedPlan

@@ -13,6 +13,7 @@ from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kv_scales import KVScales
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.shared_prefixes import SharedPrefixes
+from tandem.workers.kernels.row_step import CudaLaunch, StepArguments
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.registry import load_config
 from tandem.workers.sample_batch import SampleBatch
@@ -34,6 +35,10 @@ PROGRAM = (1, 2, 3, 4, 5, 9, 16, 17, 20, 8, 7, 1, 2, 20, 12)
 GREEDY = SamplingParams(temperature=0, logprobs=3)
 DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5, logprobs=3)
 
+WIDE = {
+    "hidden_size": 512, "intermediate_size": 768, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "vocab_size": 600,
+}  # fmt: skip
 MOSTLY = 0.95  # of the tokens are the same
 FLOAT16_LOGPROB = 0.03
 FP8_LOGPROB = 0.1  # what is rounded a little differently may become the neighbouring entry
@@ -122,26 +127,46 @@ def tokens_of(made: list[Drawn]) -> list[dict[int, int]]:
     return [{sequence: token for sequence, (token, _) in step.items()} for step in made]
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "deepseek_v3"])
-def test_graphs_go_on_as_the_eager_path(family: str, params: SamplingParams, tmp_path: Path) -> None:
+def assert_graphs_go_on(folder: Path, params: SamplingParams, program: Sequence[int]) -> None:
     """Kernels differ, so near-equals may swap: the eager path is told what the graphs drew, and may differ in few."""
-    make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
-    eager, graphs = Steps(tmp_path, "float16", graphs=False), Steps(tmp_path, "float16", graphs=True)
+    eager, graphs = Steps(folder, "float16", graphs=False), Steps(folder, "float16", graphs=True)
     assert graphs.runner.runs_ahead
     assert not eager.runner.runs_ahead
-    ours = graphs.run(params)
-    assert_alike(ours, eager.run(params, told=ours), FLOAT16_LOGPROB)
+    ours = graphs.run(params, program)
+    assert_alike(ours, eager.run(params, program, told=ours), FLOAT16_LOGPROB, sum(program))
 
 
-def assert_alike(ours: list[Drawn], theirs: list[Drawn], tolerance: float) -> None:
-    """The same tokens but for few, and the log-probabilities that both report, of PROGRAM's steps."""
+def assert_alike(ours: list[Drawn], theirs: list[Drawn], tolerance: float, count: int = sum(PROGRAM)) -> None:
+    """`count` tokens, the same but for few, and the log-probabilities that both report."""
     pairs = [(mine[sequence], other[sequence]) for mine, other in zip(ours, theirs, strict=True) for sequence in mine]
-    assert len(pairs) == sum(PROGRAM)
+    assert len(pairs) == count
     assert np.mean([mine[0] == other[0] for mine, other in pairs]) > MOSTLY
     for (_, mine), (_, other) in pairs:
         for token in mine.keys() & other.keys():
             assert mine[token] == pytest.approx(other[token], abs=tolerance)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "deepseek_v3"])
+def test_graphs_go_on_as_the_eager_path(family: str, params: SamplingParams, tmp_path: Path) -> None:
+    make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
+    assert_graphs_go_on(tmp_path, params, PROGRAM)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+def test_a_lone_row_is_one_launch(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model in which every multiprocessor has a share of each product."""
+    make_model(family, **WIDE).save_pretrained(tmp_path)
+    captured: list[int] = []
+    launch = CudaLaunch.__call__
+
+    def count(kernel: CudaLaunch, arguments: StepArguments) -> None:
+        captured.append(arguments.num_layers)
+        launch(kernel, arguments)
+
+    monkeypatch.setattr(CudaLaunch, "__call__", count)
+    assert_graphs_go_on(tmp_path, GREEDY, (1, 1, 1, 2, 1, 3, 1, 1, 20, 1, 1, 1, 1))
+    assert captured
 
 
 def test_graphs_over_kv_in_8_bits(tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ class ReferenceAttention:
         self._rotary = [RotaryEmbedding(rope, max_positions, torch.device("cpu"), torch.float32) for rope in ropes]
         self.batch: list[tuple[Sequence, int]] = []
 
+    def step_pages(self) -> None:
+        """There are none."""
+
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
         """K and V are made of the latents at once, and kept."""
         made = torch.einsum("tr,hdr->thd", latents, up.weight)

@@ -4,6 +4,7 @@ import torch
 
 from tandem.workers.kernels.base import LayerKernels, RowKernels
 from tandem.workers.kernels.native_layer import NativeLayerKernels, load_native_layer
+from tandem.workers.kernels.row_step import Launch, RowStepShape, load_launch
 from tandem.workers.kernels.torch_layer import TorchLayerKernels
 from tandem.workers.sampling import Draw
 
@@ -29,6 +30,11 @@ def choose_row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels |
     from tandem.workers.kernels.triton_gemv import TritonRowKernels  # triton may be missing elsewhere
 
     return TritonRowKernels()
+
+
+def choose_row_launch(shape: RowStepShape, device: torch.device) -> Launch | None:
+    """What computes a whole step of one row of such a model; None: RowKernels do."""
+    return None if device.type != "cuda" else load_launch(shape, device)
 
 
 def choose_draw(device: torch.device) -> Draw | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
+from tandem.cache.kernels.base import StepPages
 from tandem.cache.latent import UpProjections
 from tandem.workers.kernels.base import LayerKernels
 from tandem.workers.models.config import ModelConfig
@@ -23,6 +24,10 @@ class CachedAttention(Protocol):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
     ) -> Tensor:
         """o [T, Hq, D] of q [T, Hq, D], k and v [T, Hkv, D], sinks [Hq] or None."""
+        ...
+
+    def step_pages(self) -> StepPages | None:
+        """Of a decode step, for a kernel that attends in all layers; None where each must call attend()."""
         ...
 
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:

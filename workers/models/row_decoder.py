@@ -1,11 +1,14 @@
 """The decoder for one token, where all that takes time is to read the weights: four products and attention a layer."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
 from tandem.workers.kernels.base import RowKernels, RowNorm
+from tandem.workers.kernels.choice import choose_row_launch
+from tandem.workers.kernels.row_step import RowStep, RowStepLayer, RowStepShape
 from tandem.workers.models.activation import Silu
 from tandem.workers.models.attention import AttentionBlock, CachedAttention, GroupedQueryAttention, split_heads
 from tandem.workers.models.config import ModelConfig
@@ -28,7 +31,9 @@ class RowLayer:
 
 
 class RowDecoder:
-    """The norms ride on the products behind them, the sums with the residual on those before: see RowKernels."""
+    """The norms ride on the products behind them, the sums with the residual on those before: see RowKernels. Or all
+    layers are one kernel, see RowStep, where model, device and the step's pages allow it.
+    """
 
     def __init__(self, config: ModelConfig, kernels: RowKernels, final_norm: Tensor, lm_head: Tensor) -> None:
         self._config = config
@@ -71,6 +76,9 @@ class RowDecoder:
 
     def forward(self, x: Tensor, cached: CachedAttention) -> Tensor:
         """Logits [1, vocab_size] that follow the token with embedding x [1, H], in its dtype; x is overwritten."""
+        pages = cached.step_pages()
+        if pages is not None and self._step is not None and self._step.takes(pages):
+            return self._step(x, pages)
         kernels = self._kernels
         for index, layer in enumerate(self._layers):
             qkv = kernels.linear(x, layer.qkv, layer.qkv_bias, layer.input_norm)
@@ -80,3 +88,41 @@ class RowDecoder:
             inner = kernels.linear_silu_mul(x, gated.gate_up, gated.gate_up_bias, layer.post_norm)
             kernels.add_linear(x, inner, gated.down, gated.down_bias)
         return kernels.linear(x, self._lm_head, None, self._final_norm)
+
+    @cached_property
+    def _step(self) -> RowStep | None:
+        """Made when first asked for, with all layers; may compile."""
+        config, layers = self._config, [_step_layer(layer) for layer in self._layers]
+        shape = RowStepShape(
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            q_heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab=self._lm_head.shape[0],
+            dtype=config.dtype,
+        )
+        fitting = [layer for layer in layers if layer is not None]
+        launch = choose_row_launch(shape, self._lm_head.device) if len(fitting) == len(layers) else None
+        if launch is None or self._final_norm.weight.dtype != config.dtype:
+            return None
+        return RowStep(shape, fitting, self._final_norm.weight, self._lm_head, config.rms_norm_eps, launch)
+
+
+def _step_layer(layer: RowLayer) -> RowStepLayer | None:
+    """None where it has what RowStep has not: biases behind attention, sinks, norms in float32."""
+    feed_forward, norm = layer.feed_forward, layer.qk_norm
+    others = (layer.sinks, layer.o_bias, feed_forward.gate_up_bias, feed_forward.down_bias)
+    norms = (layer.input_norm.weight, layer.post_norm.weight, *(() if norm is None else (norm.weight,)))
+    if any(other is not None for other in others) or any(one.dtype != layer.qkv.dtype for one in norms):
+        return None
+    return RowStepLayer(
+        qkv=layer.qkv,
+        qkv_bias=layer.qkv_bias,
+        o=layer.o,
+        gate_up=feed_forward.gate_up,
+        down=feed_forward.down,
+        input_norm=layer.input_norm.weight,
+        post_norm=layer.post_norm.weight,
+        head_norms=None if norm is None else norm.weight,
+    )

@@ -1,0 +1,127 @@
+// device.cuh and what row_step.cu has of CUDA, for a CPU: a fiber a thread, all blocks at once, one after another.
+// A fiber goes on until it waits, for its warp, its block or a word. Copies are done as soon as they are asked for: a slot
+// that is fetched into too early is overwritten while it is read.
+#pragma once
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define SHARED_MEMORY(name) unsigned char* name = emulated::current->memory
+
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+
+namespace emulated {
+struct Meeting { int here = 0, round = 0; };
+struct BlockState { std::unique_ptr<unsigned char[]> memory; Meeting meeting; };
+struct WarpState { Meeting meeting; float numbers[2][32]; };
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    int thread, block;
+    unsigned char* memory;
+    BlockState* of_block;
+    WarpState* of_warp;
+    jmp_buf place;
+    bool begun = false, done = false;
+};
+static Fiber* current;
+static jmp_buf scheduler;
+static long long switches;
+
+inline void give_way() {
+    if (_setjmp(current->place) == 0) _longjmp(scheduler, 1);
+}
+inline void go_on(Fiber& fiber) {
+    current = &fiber;
+    if (_setjmp(scheduler)) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.context);
+}
+inline void meet(Meeting& meeting, int all) {
+    int round = meeting.round;
+    if (++meeting.here == all) {
+        meeting.here = 0;
+        meeting.round++;
+    } else {
+        while (meeting.round == round) give_way();
+    }
+}
+inline float exchange(unsigned lanes, float value, int from) {
+    WarpState& warp = *current->of_warp;
+    float* numbers = warp.numbers[warp.meeting.round % 2];  // those of the last exchange may still be read
+    numbers[current->thread % 32] = value;
+    meet(warp.meeting, __builtin_popcount(lanes));
+    return numbers[from];
+}
+struct Index { struct Axis { operator int() const; bool of_block; } x; };
+inline Index::Axis::operator int() const { return of_block ? current->block : current->thread; }
+extern int threads;
+}  // namespace emulated
+
+static const emulated::Index threadIdx{{false}}, blockIdx{{true}};
+
+inline void __syncthreads() { emulated::meet(emulated::current->of_block->meeting, emulated::threads); }
+inline void __syncwarp() { emulated::meet(emulated::current->of_warp->meeting, 32); }
+inline float __shfl_xor_sync(unsigned lanes, float value, int other) { return emulated::exchange(lanes, value, emulated::current->thread % 32 ^ other); }
+inline float __shfl_sync(unsigned lanes, float value, int lane) { return emulated::exchange(lanes, value, lane); }
+inline float __shfl_down_sync(unsigned lanes, float value, int by) {
+    int lane = emulated::current->thread % 32;
+    return emulated::exchange(lanes, value, lane + by < 32 ? lane + by : lane);
+}
+inline unsigned atomicAdd(unsigned* place, unsigned by) { unsigned old = *place; *place += by; return old; }
+inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
+inline float __uint_as_float(unsigned bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
+
+inline long long clock64() { return 0; }
+inline void check_patience(long long) {
+    if (++emulated::switches > 100'000'000) std::abort();  // nobody comes
+    emulated::give_way();
+}
+
+using Word = unsigned long long;
+inline void write_word(Word* place, unsigned bits, unsigned tag) { *place = (Word)tag << 32 | bits; }
+inline Word read_word(const Word* place) { return *place; }
+inline void read_words(const Word* place, Word& first, Word& second) { first = place[0], second = place[1]; }
+
+// Of a barrier the upper half counts its rounds, the lower one the bytes that are missing.
+inline void make_arrival(unsigned long long* barrier) { *barrier = 0; }
+inline void publish_arrivals() {}
+inline void expect_bytes(unsigned long long* barrier, unsigned bytes) { *barrier += bytes; }
+inline unsigned long long streaming_policy() { return 0; }
+inline void fetch(void* target, const void* source, unsigned bytes, unsigned long long* barrier, unsigned long long) {
+    std::memcpy(target, source, bytes);
+    *barrier -= bytes;
+    if ((unsigned)*barrier == 0) *barrier += 1ull << 32;
+}
+inline void prefetch(const void*) {}
+inline bool has_arrived(unsigned long long* barrier, unsigned parity) { return (*barrier >> 32 & 1) != parity; }
+
+#if HALF
+using Number = _Float16;
+inline float number(unsigned short bits) { _Float16 value; std::memcpy(&value, &bits, 2); return value; }
+inline unsigned bits_of(float value) { _Float16 number = value; unsigned short bits; std::memcpy(&bits, &number, 2); return bits; }
+#else
+struct Number {
+    unsigned short bits;
+    operator float() const { return __uint_as_float((unsigned)bits << 16); }
+};
+inline float number(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
+inline unsigned bits_of(float value) { unsigned bits = __float_as_uint(value); return (bits + 0x7fff + (bits >> 16 & 1)) >> 16; }
+#endif
+inline float2 unpack(unsigned bits) { return {number(bits), number(bits >> 16)}; }
+inline unsigned pack(float low, float high) { return bits_of(low) | bits_of(high) << 16; }
+inline float2 rounded(float2 both) { return unpack(pack(both.x, both.y)); }

@@ -1,0 +1,129 @@
+"""row_step.cu on this machine's CPU (see emulated/device.h), through the decoder, against plain forwards by torch."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.head_norm import HeadNorm
+from tandem.cache.kernels.base import DeviceTables, StepPages
+from tandem.cache.kernels.torch_kernels import TorchKernels
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan import PageTables
+from tandem.cache.rope import Rotation
+from tandem.workers.kernels.row_step import RowStepShape, StepArguments
+from tandem.workers.kernels.torch_row import TorchRowKernels
+from tandem.workers.models import row_decoder
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.registry import load_config
+from tandem.workers.planned_attention import PlannedAttention
+from tandem.workers.weights import load_parameters
+from tests.checkpoints import make_model
+
+COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+SOURCE = Path(__file__).parent / "emulated" / "row_step.cpp"
+WARPS = 8
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+@dataclass(frozen=True)
+class Case:
+    """changes: of the configuration. lengths: of the prompts; one is stepped at a time."""
+
+    family: str
+    changes: dict[str, int]
+    blocks: int
+    page_size: int
+    dtype: str
+    lengths: tuple[int, ...]
+
+
+ONE_KV_HEAD = {"hidden_size": 96, "head_dim": 128, "num_attention_heads": 6, "num_key_value_heads": 1}
+CASES = {
+    "norms": Case("qwen3", {"hidden_size": 64, "head_dim": 64, "intermediate_size": 72}, 4, 16, "float16", (1, 100)),
+    "biases": Case("qwen2", {"hidden_size": 64, "head_dim": 64, "intermediate_size": 1032}, 2, 8, "bfloat16", (40,)),
+    "many heads": Case("llama", ONE_KV_HEAD, 3, 32, "float16", (90,)),
+}
+
+
+class OpenKernels(TorchKernels):
+    """Forwards by torch, and steps by nobody but a kernel of all layers."""
+
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DeviceTables:
+        return tables
+
+    def refill(self, plan: DeviceTables, tables: PageTables) -> None:
+        """The kernel reads all that it needs from the arrays."""
+
+    def step(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        plan: DeviceTables,
+        sinks: Tensor | None,
+        norm: HeadNorm | None,
+    ) -> Tensor:
+        raise AssertionError(f"layer {layer} is attended to by itself")
+
+    def step_pages(self, plan: DeviceTables, rotation: Rotation | None) -> StepPages | None:
+        assert rotation is not None
+        return StepPages(self._pool, plan, rotation, self.scoring.scale)
+
+
+def emulate(folder: Path, case: Case) -> Callable[[RowStepShape, torch.device], Callable[[StepArguments], None]]:
+    """What choose_row_launch gives, on a CPU of few multiprocessors."""
+
+    def choose(shape: RowStepShape, device: torch.device) -> Callable[[StepArguments], None]:
+        assert shape.fits(case.blocks)
+        library = folder / "row_step.so"
+        options = (*shape.defines(case.blocks, WARPS), '-DEMULATED_DEVICE="../../tests/workers/emulated/device.h"')
+        command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *options, str(SOURCE)]
+        subprocess.run([*command, "-o", str(library)], check=True, timeout=120)
+        run = ctypes.CDLL(str(library)).run_row_step
+        return lambda arguments: run(ctypes.byref(arguments))
+
+    return choose
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    make_model(case.family, vocab_size=200, **case.changes).save_pretrained(tmp_path)
+    config = load_config(tmp_path, case.dtype)
+    monkeypatch.setattr(row_decoder, "choose_row_launch", emulate(tmp_path, case))
+    model = DenseDecoder(config, load_parameters(tmp_path, config), row_kernels=TorchRowKernels())
+    group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
+    layout = KVLayout((group,), case.page_size, config.dtype)
+    caches = []
+    for _ in range(2):
+        pool = torch.full((40, *layout.page_shape(0)), torch.nan, dtype=config.dtype)
+        sizes = {"max_sequences": 4, "max_sequence_length": 128}
+        cache = PagedKVCache(layout, (pool,), **sizes, rope=config.rope, writer=None, kernels=OpenKernels)
+        for sequence, length in enumerate(case.lengths):
+            cache.add_sequence(sequence)
+            plan = cache.begin_forward([sequence], [length])
+            model.forward(torch.arange(length) + sequence, PlannedAttention(cache, plan), torch.tensor([0]))
+        caches.append(cache)
+    fixed, plain = caches
+    (batch,) = fixed.fixed_batches([1], config.num_heads, num_inputs=1)
+    for step, sequence in enumerate([*range(len(case.lengths))] * 2):
+        token = np.array([3 + step])
+        plan = plain.begin_forward([sequence], [1])
+        expected = model.forward(torch.from_numpy(token), PlannedAttention(plain, plan), None)
+        fixed.begin_fixed(batch, np.array([sequence]), [token])
+        actual = model.forward(batch.inputs[0], batch.attention(), None)
+        error = (actual - expected).norm() / expected.norm()
+        assert error < (0.02 if case.dtype == "bfloat16" else 0.003)

@@ -1,0 +1,91 @@
+// What row_step.cu asks of a Hopper GPU that C++ has no word for. Nothing waits without bound: a wait that outlasts
+// PATIENCE ends the kernel with a trap, which the host gets as an error of its next call.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#define SHARED_MEMORY(name) extern __shared__ __align__(128) unsigned char name[]
+
+constexpr long long PATIENCE = 1LL << 34;  // cycles: nine seconds
+
+__device__ inline void check_patience(long long began) {
+    if (clock64() - began > PATIENCE) __trap();
+}
+
+// A word carries 32 bits and the tag of the layer that wrote them, in one access: who reads the tag has the bits.
+using Word = unsigned long long;
+
+__device__ inline void write_word(Word* place, unsigned bits, unsigned tag) {
+    Word word = (Word)tag << 32 | bits;
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(place), "l"(word) : "memory");
+}
+
+__device__ inline Word read_word(const Word* place) {
+    Word word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(place) : "memory");
+    return word;
+}
+
+__device__ inline void read_words(const Word* place, Word& first, Word& second) {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(place) : "memory");
+}
+
+// Copies to shared memory that a barrier there counts the bytes of.
+__device__ inline unsigned shared_address(const void* place) { return (unsigned)__cvta_generic_to_shared(place); }
+
+__device__ inline void make_arrival(unsigned long long* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ inline void publish_arrivals() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ inline void expect_bytes(unsigned long long* barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ inline unsigned long long streaming_policy() {
+    unsigned long long policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ inline void fetch(void* target, const void* source, unsigned bytes, unsigned long long* barrier,
+                             unsigned long long policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(shared_address(target)), "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+
+__device__ inline void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
+__device__ inline bool has_arrived(unsigned long long* barrier, unsigned parity) {
+    unsigned done;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done;
+}
+
+// Two numbers of 16 bits in one register.
+#if HALF
+using Number = __half;
+__device__ inline float2 unpack(unsigned bits) { return __half22float2(*reinterpret_cast<__half2*>(&bits)); }
+__device__ inline unsigned pack(float low, float high) {
+    __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<unsigned*>(&both);
+}
+#else
+using Number = __nv_bfloat16;
+__device__ inline float2 unpack(unsigned bits) {
+    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+}
+__device__ inline unsigned pack(float low, float high) {
+    __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<unsigned*>(&both);
+}
+#endif
+__device__ inline float2 rounded(float2 both) { return unpack(pack(both.x, both.y)); }

@@ -1,0 +1,193 @@
+"""A decode step of one row, from its embedding to its logits, in one launch: row_step.cu."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.base import StepPages
+from tandem.cache.kernels.native_build import cache_folder
+from tandem.workers.kernels.row_step_build import load_row_step
+
+WARPS = 16
+SHARED_BYTES = 227 * 1024  # SHARED_BYTES of row_step.cu
+MAX_GROUP = 8  # q heads of a KV head: their sums must fit into registers
+ENDS = 2  # words beside a head's sums
+SHARES_OF_HEAD = 16
+MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowStepLayer:
+    """A layer's tensors, in the order of row_step.cu's pointers; see LayerParameters. head_norms: [Hq + Hkv, D]."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    input_norm: Tensor
+    post_norm: Tensor
+    head_norms: Tensor | None
+
+    def addresses(self) -> list[int]:
+        tensors = [getattr(self, field.name) for field in fields(self)]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class RowStepShape:
+    """Of a model whose layers have K and V and a gated feed-forward with silu; dtype: of all its tensors."""
+
+    hidden: int
+    inner: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    dtype: torch.dtype
+
+    def fits(self, blocks: int) -> bool:
+        """Whether it can be computed by `blocks` blocks: rows of whole 16 bytes, and outputs for each block always."""
+        sizes = (self.hidden, self.inner, self.q_heads * self.head_dim)
+        return (
+            self.dtype in (torch.float16, torch.bfloat16)
+            and self.head_dim in (64, 128)
+            and self.q_heads // self.kv_heads <= MAX_GROUP
+            and all(size % 8 == 0 for size in sizes)
+            and self.vocab % 2 == 0
+            and min(*sizes, self.vocab) >= 2 * blocks >= 2 * self.kv_heads
+        )
+
+    def defines(self, blocks: int, warps: int) -> tuple[str, ...]:
+        """For the compiler."""
+        values = {
+            "HIDDEN": self.hidden,
+            "INNER": self.inner,
+            "Q_HEADS": self.q_heads,
+            "KV_HEADS": self.kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "BLOCKS": blocks,
+            "WARPS": warps,
+            "HALF": int(self.dtype == torch.float16),
+        }
+        return tuple(f"-D{name}={value}" for name, value in values.items())
+
+    @property
+    def num_words(self) -> int:
+        """Of what blocks tell each other in a layer."""
+        heads = self.q_heads * self.head_dim
+        parts = SHARES_OF_HEAD * self.q_heads * (self.head_dim + ENDS)
+        return self.hidden + heads + self.kv_heads * self.head_dim + self.inner // 2 + parts
+
+
+class StepArguments(ctypes.Structure):
+    """struct Step of row_step.cu."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("layers", "x", "final_norm", "lm_head", "cos", "sin", "logits", "pool")),
+        *((name, POINTER) for name in ("slots", "kv_indptr", "kv_indices", "kv_last_page_len", "words", "epoch")),
+        *(("page_elements", INT64), ("layer_elements", INT64)),
+        *(("num_layers", INT32), ("vocab", INT32), ("page_size", INT32)),
+        *(("eps", FLOAT), ("head_eps", FLOAT), ("scale", FLOAT)),
+    )
+
+
+Launch = Callable[[StepArguments], None]
+"""Runs the kernel on the current stream with what the arguments are when it is called."""
+
+
+class RowStep:
+    """The weights of a model in the form that the kernel reads, and the words that its blocks exchange.
+
+    One step at a time: calls must queue on one stream. A kernel that waits nine seconds for another block ends with an
+    error of the device.
+    """
+
+    def __init__(
+        self,
+        shape: RowStepShape,
+        layers: Sequence[RowStepLayer],
+        final_norm: Tensor,
+        lm_head: Tensor,
+        eps: float,
+        launch: Launch,
+    ) -> None:
+        """All tensors are contiguous, of the shape's dtype and on one device. eps: of all norms."""
+        self._shape = shape
+        self._layers = layers  # keeps alive what the table points to
+        self._final_norm = final_norm
+        self._lm_head = lm_head
+        self._eps = eps
+        self._launch = launch
+        device = lm_head.device
+        self._table = torch.tensor([layer.addresses() for layer in layers], dtype=torch.int64, device=device)
+        self._words = torch.zeros(shape.num_words, dtype=torch.int64, device=device)
+        self._epoch = torch.tensor([1, 0], dtype=torch.int32, device=device)  # a tag that no word has; blocks done
+
+    def __call__(self, x: Tensor, pages: StepPages) -> Tensor:
+        """Logits [1, vocab] that follow the token with embedding x [1, hidden]; its K and V go into their slot.
+
+        pages: of one sequence, a pool of all layers and a rotation of whole heads; see takes().
+        """
+        logits = torch.empty((1, self._shape.vocab), dtype=x.dtype, device=x.device)
+        tables, rotation = pages.tables, pages.rotation
+        tensors = (self._table, x, self._final_norm, self._lm_head, rotation.cos, rotation.signed_sin, logits)
+        of_pages = (pages.pool, tables.slots, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
+        self._launch(
+            StepArguments(
+                *(tensor.data_ptr() for tensor in (*tensors, *of_pages, self._words, self._epoch)),
+                *(pages.pool.stride(0), pages.pool.stride(1)),
+                *(len(self._layers), self._shape.vocab, pages.pool.shape[4], self._eps, self._eps, pages.scale),
+            )
+        )
+        return logits
+
+    def takes(self, pages: StepPages) -> bool:
+        """Whether it attends to such pages."""
+        rotary_dim, page_size = pages.rotation.cos.shape[-1], pages.pool.shape[4]
+        return (
+            pages.tables.slots.shape[0] == 1
+            and pages.pool.dtype == self._shape.dtype
+            and pages.pool.shape[1] == len(self._layers)
+            and rotary_dim == self._shape.head_dim
+            and page_size % 8 == 0
+        )
+
+
+class CudaLaunch:
+    """The kernel on a GPU: a block on each multiprocessor, all of them at once."""
+
+    def __init__(self, cubin: bytes, blocks: int, warps: int) -> None:
+        """For the current device, whose context exists."""
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._blocks, self._threads = blocks, 32 * warps
+        module, self._kernel = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check("cuModuleLoadData", ctypes.byref(module), cubin)
+        self._check("cuModuleGetFunction", ctypes.byref(self._kernel), module, b"row_step")
+        self._check("cuFuncSetAttribute", self._kernel, MAX_DYNAMIC_SHARED_SIZE, SHARED_BYTES)
+
+    def __call__(self, arguments: StepArguments) -> None:
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        sizes = (self._blocks, 1, 1, self._threads, 1, 1, SHARED_BYTES)
+        self._check("cuLaunchCooperativeKernel", self._kernel, *sizes, stream, parameters)
+
+    def _check(self, function: str, *arguments: object) -> None:
+        status = getattr(self._driver, function)(*arguments)
+        if status:
+            raise RuntimeError(f"{function} of row_step gave CUDA error {status}")
+
+
+def load_launch(shape: RowStepShape, device: torch.device) -> CudaLaunch | None:
+    """None where the device or the shape does not suit, or the kernel cannot be compiled, which takes seconds once."""
+    properties = torch.cuda.get_device_properties(device)
+    capability, blocks = (properties.major, properties.minor), properties.multi_processor_count
+    if capability < (9, 0) or not shape.fits(blocks):
+        return None
+    cubin = load_row_step(cache_folder(), shape.defines(blocks, WARPS), capability)
+    return None if cubin is None else CudaLaunch(cubin, blocks, WARPS)

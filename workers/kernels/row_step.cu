@@ -10,7 +10,7 @@
 // A buffer of words is written once a layer. Every block has outputs in every phase, so whoever writes a buffer anew has,
 // by way of its inputs, waited for all that read it the layer before.
 //
-// Set by the compiler's command line: HIDDEN, INNER, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCKS, WARPS, HALF.
+// Set by the compiler's command line: HIDDEN, INNER, Q_HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCKS, WARPS, HALF.
 #ifdef __CUDACC__
 #include "device.cuh"
 #else
@@ -58,7 +58,7 @@ struct Step {
     Word* words;
     unsigned* epoch;  // the next tag; how many blocks are done
     long long page_elements, layer_elements;
-    int num_layers, vocab, page_size;
+    int vocab, page_size;
     float eps, head_eps, scale;
 };
 
@@ -70,6 +70,7 @@ struct State {
     float squares[WARPS];
     float residual[2 * (HIDDEN / 2 / BLOCKS + 1)];  // the rows of x that this block writes
     int begins[PHASES], counts[PHASES];             // pairs of outputs; items of 8 positions
+    const Number* layers[LAYERS][POINTERS];
 };
 constexpr int DEPTH = at_most(MOST_DEPTH, (SHARED_BYTES - (int)sizeof(State) - 128) / (WARPS * SLOT));
 static_assert(DEPTH >= 2, "no room for rings in shared memory");
@@ -104,7 +105,7 @@ struct Warp {
     __device__ void fetch_next() {
         while (phase < PHASES && item >= num_items(phase)) {
             item = warp;
-            if (phase == DOWN && layer + 1 < step.num_layers) {
+            if (phase == DOWN && layer + 1 < LAYERS) {
                 layer++;
                 phase = QKV;
             } else {
@@ -122,13 +123,19 @@ struct Warp {
     }
 
     __device__ void fetch_rows(unsigned slot) {
-        int columns = phase == O ? HEADS_WIDTH : phase == DOWN ? INNER : HIDDEN;
-        int parts = slices(columns), unit = item / parts, column = (item - unit * parts) * SLICE;
+        if (phase == O) fetch_slice<HEADS_WIDTH>(slot);
+        else if (phase == DOWN) fetch_slice<INNER>(slot);
+        else fetch_slice<HIDDEN>(slot);
+    }
+
+    template <int COLUMNS>
+    __device__ void fetch_slice(unsigned slot) {
+        unsigned unit = (unsigned)item / slices(COLUMNS), column = (unsigned)item % slices(COLUMNS) * SLICE;
         int row = phase == GATE_UP ? 2 * (block.state.begins[phase] + unit / 2) + (unit & 1) * INNER
                                    : 2 * (block.state.begins[phase] + unit);
-        const Number* weight = phase == HEAD ? step.lm_head : step.layers[layer * POINTERS + phase];
-        const Number* source = weight + (long long)row * columns + column;
-        copy(slot, source, source + columns, (columns - column < SLICE ? columns - column : SLICE) * 2);
+        const Number* weight = phase == HEAD ? step.lm_head : block.state.layers[layer][phase];
+        const Number* source = weight + (long long)row * COLUMNS + column;
+        copy(slot, source, source + COLUMNS, (COLUMNS - column < SLICE ? COLUMNS - column : SLICE) * 2);
     }
 
     __device__ void fetch_positions(unsigned slot) {
@@ -191,8 +198,8 @@ __device__ inline float sum_of_warp(float value) {
 // Puts the input of a product, COLUMNS numbers, into shared memory as pairs: words of `tag`, or `plain` where that is not
 // null, normed where `gain` is not null. Behind it all threads see it.
 template <int COLUMNS>
-__device__ void gather(const Step& step, Block& block, const Word* words, unsigned tag, const unsigned* plain,
-                       const Number* gain) {
+__device__ void gather(Warp& warp, const Word* words, unsigned tag, const unsigned* plain, const Number* gain) {
+    Block& block = warp.block;
     constexpr int EACH = (COLUMNS / 4 + THREADS - 1) / THREADS;  // times two pairs
     unsigned pairs[EACH][2];
     uint2 gains[EACH];
@@ -207,6 +214,7 @@ __device__ void gather(const Step& step, Block& block, const Word* words, unsign
         int place = threadIdx.x + each * THREADS;
         if (!plain && place < COLUMNS / 4) read_words(words + 2 * place, found[each][0], found[each][1]);
     }
+    warp.release();  // while the words are on their way
     float squares = 0;
     for (int each = 0; each < EACH; each++) {
         int place = threadIdx.x + each * THREADS;
@@ -231,8 +239,8 @@ __device__ void gather(const Step& step, Block& block, const Word* words, unsign
         if (threadIdx.x % 32 == 0) block.state.squares[threadIdx.x / 32] = squares;
         __syncthreads();
         squares = 0;
-        for (int warp = 0; warp < WARPS; warp++) squares += block.state.squares[warp];
-        inverse = rsqrtf(squares / COLUMNS + step.eps);
+        for (int other = 0; other < WARPS; other++) squares += block.state.squares[other];
+        inverse = rsqrtf(squares / COLUMNS + warp.step.eps);
     }
     for (int each = 0; each < EACH; each++) {
         int place = threadIdx.x + each * THREADS;
@@ -248,31 +256,30 @@ __device__ void gather(const Step& step, Block& block, const Word* words, unsign
     __syncthreads();
 }
 
-__device__ inline void multiply_pair(float& sum, unsigned weights, float2 x) {
-    float2 w = unpack(weights);
-    sum = fmaf(w.x, x.x, sum);
-    sum = fmaf(w.y, x.y, sum);
-}
-
 // One item: lanes 0 and 16 get the products of its two rows and a slice of the input.
+//
+// Tensor cores do it: eighths of the first row and of the second are the 16 rows of A, eighths of the input the 8 columns
+// of B, and what counts of the product is where an eighth meets itself. Lane 4 * g + t has columns of the g-th eighth, 8
+// of each 32; odd eighths take them in another order, so that no two lanes want the same bank at once.
 template <int COLUMNS>
 __device__ float multiply_slice(Warp& warp, int slice) {
     const unsigned char* rows = warp.take();
     const uint4* input = reinterpret_cast<const uint4*>(warp.block.state.work) + slice * (SLICE / 8);
     const uint4 *first = reinterpret_cast<const uint4*>(rows), *second = first + SLICE / 8;
-    float sum = 0, second_sum = 0;
+    constexpr int EIGHTH = SLICE / 64;  // in units of 8 columns
+    int group = warp.lane / 4, quad = warp.lane % 4;
+    float sums[4] = {};
 #pragma unroll
-    for (int part = 0; part < SLICE / 256; part++) {
-        int place = part * 32 + warp.lane;
-        if (COLUMNS % SLICE && slice * SLICE + place * 8 >= COLUMNS) break;
-        uint4 x = input[place], w = first[place], v = second[place];
-        float2 a = unpack(x.x), b = unpack(x.y), c = unpack(x.z), d = unpack(x.w);
-        multiply_pair(sum, w.x, a), multiply_pair(sum, w.y, b), multiply_pair(sum, w.z, c), multiply_pair(sum, w.w, d);
-        multiply_pair(second_sum, v.x, a), multiply_pair(second_sum, v.y, b);
-        multiply_pair(second_sum, v.z, c), multiply_pair(second_sum, v.w, d);
+    for (int part = 0; part < EIGHTH / 4; part++) {
+        int place = group * EIGHTH + (part ^ (group & 1)) * 4 + quad;
+        uint4 x = {}, w = {}, v = {};
+        if (COLUMNS % SLICE == 0 || slice * SLICE + place * 8 < COLUMNS) x = input[place], w = first[place], v = second[place];
+        multiply_tiles(sums, w.x, v.x, w.y, v.y, x.x, x.y);
+        multiply_tiles(sums, w.z, v.z, w.w, v.w, x.z, x.w);
     }
-    bool upper = warp.lane & 16;
-    float kept = upper ? second_sum : sum, sent = upper ? sum : second_sum;
+    bool here = quad == group / 2, odd = group & 1, upper = warp.lane & 16;
+    float of_first = here ? (odd ? sums[1] : sums[0]) : 0, of_second = here ? (odd ? sums[3] : sums[2]) : 0;
+    float kept = upper ? of_second : of_first, sent = upper ? of_first : of_second;
     kept += __shfl_xor_sync(~0u, sent, 16);
     for (int other = 8; other; other /= 2) kept += __shfl_xor_sync(~0u, kept, other);
     return kept;
@@ -304,7 +311,6 @@ __device__ void multiply(Warp& warp, Finish finish) {
         }
         if (first + ROUND < units) __syncthreads();
     }
-    warp.release();
 }
 
 // The new token's q (in units of log 2), k and v of this block's KV head, normed and rotated, into block.heads.
@@ -317,7 +323,7 @@ __device__ void prepare_heads(Warp& warp, int layer, unsigned tag) {
         const unsigned *cos = reinterpret_cast<const unsigned*>(step.cos), *sin = reinterpret_cast<const unsigned*>(step.sin);
         float2 cos_a = unpack(cos[low]), cos_b = unpack(cos[high]), sin_a = unpack(sin[low]), sin_b = unpack(sin[high]);
         float2 by_a = {1, 1}, by_b = {1, 1};
-        const Number* gain = which <= GROUP ? step.layers[layer * POINTERS + HEAD_NORMS] : nullptr;
+        const Number* gain = which <= GROUP ? warp.block.state.layers[layer][HEAD_NORMS] : nullptr;
         if (gain) {
             const unsigned* gains = reinterpret_cast<const unsigned*>(gain + from * HEAD_DIM);
             by_a = unpack(gains[low]), by_b = unpack(gains[high]);
@@ -523,7 +529,6 @@ __device__ void attend(Warp& warp, int layer, unsigned tag) {
     }
     if (items > 0 || split == 0) tell_share(softmax, warp, at_least(at_most(items, WARPS), 1), tag);
     int share = (warp.stored + SPLITS * SHARE - 1) / (SPLITS * SHARE) * SHARE;
-    warp.release();
     merge_shares(warp.step, share ? (warp.stored + share - 1) / share : 1, tag);
     __syncthreads();  // what the warps have found is read: the next input may take its place
 }
@@ -547,18 +552,20 @@ __device__ void share_out(const Step& step, Block& block, Warp& warp) {
         publish_arrivals();
     }
     __syncthreads();
+    for (int place = threadIdx.x; place < LAYERS * POINTERS; place += THREADS)
+        block.state.layers[place / POINTERS][place % POINTERS] = step.layers[place];
     int begin = 2 * block.state.begins[DOWN], count = 2 * block.state.counts[DOWN];
     for (int row = threadIdx.x; row < count; row += THREADS) block.state.residual[row] = (float)step.x[begin + row];
     __syncthreads();
 }
 
 // Brings the gains of a layer near: all blocks read them, at moments when each waits for the others.
-__device__ void warm_up(const Step& step, int layer) {
-    if (layer >= step.num_layers || threadIdx.x != THREADS - 1) return;
+__device__ void warm_up(const Block& block, int layer) {
+    if (layer >= LAYERS || threadIdx.x != THREADS - 1) return;
     constexpr int NORM = (HIDDEN + 63) / 64, HEADS = ((Q_HEADS + KV_HEADS) * HEAD_DIM + 63) / 64;  // lines of 128 bytes
     for (int line = blockIdx.x; line < 2 * NORM + HEADS; line += BLOCKS) {
         int which = line < NORM ? INPUT_NORM : line < 2 * NORM ? POST_NORM : HEAD_NORMS;
-        const Number* gain = step.layers[layer * POINTERS + which];
+        const Number* gain = block.state.layers[layer][which];
         if (gain) prefetch(gain + 64 * (which == INPUT_NORM ? line : which == POST_NORM ? line - NORM : line - 2 * NORM));
     }
 }
@@ -571,11 +578,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
     unsigned first_tag = step.epoch[0];
     share_out(step, block, warp);
     for (int slot = 0; slot < DEPTH; slot++) warp.fetch_next();
-    warm_up(step, 0);
+    warm_up(block, 0);
     Word* words = step.words;
     const unsigned* embedded = reinterpret_cast<const unsigned*>(step.x);
-    for (int layer = 0; layer < step.num_layers; layer++) {
-        const Number* const* of_layer = step.layers + layer * POINTERS;
+    for (int layer = 0; layer < LAYERS; layer++) {
+        const Number* const* of_layer = block.state.layers[layer];
         unsigned tag = first_tag + layer;
         auto add_to_residual = [&](int to, int phase) {
             return [&, to, phase](int pair, const float* sums) {
@@ -586,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
                 write_word(words + to + block.state.begins[phase] + pair, bits, tag);
             };
         };
-        gather<HIDDEN>(step, block, words + X_AT, tag - 1, layer ? nullptr : embedded, of_layer[INPUT_NORM]);
+        gather<HIDDEN>(warp, words + X_AT, tag - 1, layer ? nullptr : embedded, of_layer[INPUT_NORM]);
         multiply<QKV, HIDDEN>(warp, [&](int pair, const float* sums) {
             int place = block.state.begins[QKV] + pair;
             float2 bias = {0, 0};
@@ -594,24 +601,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
             write_word(words + QKV_AT + place, pack(sums[0] + bias.x, sums[1] + bias.y), tag);
         });
         attend(warp, layer, tag);
-        warm_up(step, layer + 1);
-        gather<HEADS_WIDTH>(step, block, words + HEADS_AT, tag, nullptr, nullptr);
+        warm_up(block, layer + 1);
+        gather<HEADS_WIDTH>(warp, words + HEADS_AT, tag, nullptr, nullptr);
         multiply<O, HEADS_WIDTH>(warp, add_to_residual(MID_AT, O));
-        gather<HIDDEN>(step, block, words + MID_AT, tag, nullptr, of_layer[POST_NORM]);
+        gather<HIDDEN>(warp, words + MID_AT, tag, nullptr, of_layer[POST_NORM]);
         multiply<GATE_UP, HIDDEN>(warp, [&](int pair, const float* sums) {
             float2 gate = rounded({sums[0], sums[1]}), up = rounded({sums[2], sums[3]});
             float2 active = rounded({gate.x / (1 + expf(-gate.x)), gate.y / (1 + expf(-gate.y))});
             write_word(words + INNER_AT + block.state.begins[GATE_UP] + pair, pack(active.x * up.x, active.y * up.y), tag);
         });
-        gather<INNER>(step, block, words + INNER_AT, tag, nullptr, nullptr);
+        gather<INNER>(warp, words + INNER_AT, tag, nullptr, nullptr);
         multiply<DOWN, INNER>(warp, add_to_residual(X_AT, DOWN));
     }
-    gather<HIDDEN>(step, block, words + X_AT, first_tag + step.num_layers - 1, nullptr, step.final_norm);
+    gather<HIDDEN>(warp, words + X_AT, first_tag + LAYERS - 1, nullptr, step.final_norm);
     multiply<HEAD, HIDDEN>(warp, [&](int pair, const float* sums) {
         reinterpret_cast<unsigned*>(step.logits)[block.state.begins[HEAD] + pair] = pack(sums[0], sums[1]);
     });
     if (threadIdx.x == 0 && atomicAdd(step.epoch + 1, 1) == BLOCKS - 1) {
-        step.epoch[0] = first_tag + step.num_layers;
+        step.epoch[0] = first_tag + LAYERS;
         step.epoch[1] = 0;
     }
 }

@@ -22,8 +22,10 @@ help:
 demo: .venv/.base
 	@$(BIN)/python -m tandem.cluster.demo
 
+# Two processes, each with whole files in the order of their names: what a file's tests share is made once, and the
+# many short files at the end even out who takes the long ones.
 test: .venv/.dev
-	@$(BIN)/pytest -q -m "not gpu"
+	@$(BIN)/pytest -q -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/.dev $(TREE)
 	@$(BIN)/ruff check

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from tandem.cache.position_map import Int32Array
 
+EXPANDED_POSITIONS = 1 << 18  # of which K and V are made in one forward; those of sequences beyond are absorbed
+EXPANDED_ROWS = 1 << 20  # heads times positions of K and V that are in memory at once: 0.9 GiB of DeepSeek's in 16 bits
+
 
 @dataclass(frozen=True)
 class LatentHeads:
@@ -49,6 +52,12 @@ class UpProjections:
         k, v = both.split_with_sizes((self.heads.key_dim, self.heads.value_dim), 2)
         return k, v
 
+    def keys_and_values(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole K [n, num_heads, key_dim + rotated] and V [n, num_heads, value_dim] of entries [n, rank + rotated]."""
+        rank = self.weight.shape[2]
+        made, values = self.expand(entries[:, :rank])
+        return torch.cat((made, entries[:, None, rank:].expand(-1, made.shape[1], -1)), 2), values
+
     def of_heads(self, begin: int, end: int) -> "UpProjections":
         """Those of heads begin … end - 1."""
         return UpProjections(self.weight[begin:end], self.heads)
@@ -62,10 +71,19 @@ def absorbed_is_cheaper(
     By multiplications of a head: absorbed rows are wider than K and V (rank + rotated against key_dim + rotated, rank
     against value_dim), but making K and V costs a map for each position, absorbing one for each new token only. With
     DeepSeek's sizes the border is at some 170 new tokens of a long sequence. Single tokens are always absorbed: they
-    wait for memory, and a latent row is the least there is to read.
+    wait for memory, and a latent row is the least there is to read. So are sequences with which more than
+    EXPANDED_POSITIONS would be expanded, for memory has to be set aside for those.
     """
     new, stored = appends.astype(np.int64), lengths.astype(np.int64)
     pairs, one_map = new * stored, rank * (heads.key_dim + heads.value_dim)
     absorbed = new * one_map + pairs * (2 * rank + rotated)
     expanded = stored * one_map + pairs * (heads.key_dim + rotated + heads.value_dim)
-    return (new == 1) | (absorbed <= expanded)
+    cheaper = (new == 1) | (absorbed <= expanded)
+    return cheaper | (np.cumsum(np.where(cheaper, 0, stored)) > EXPANDED_POSITIONS)
+
+
+def heads_at_once(num_heads: int, num_positions: int) -> int:
+    """Of how many heads K and V are made together: the largest divisor of num_heads that keeps to EXPANDED_ROWS, at
+    least 1."""
+    fits = (count for count in range(num_heads, 1, -1) if num_heads % count == 0)
+    return next((count for count in fits if count * num_positions <= EXPANDED_ROWS), 1)

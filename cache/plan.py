@@ -138,7 +138,7 @@ class ForwardPlan:
 def lay_out_tokens(lengths: Int64Array, appends: Int64Array) -> TokenLayout:
     """lengths: int64 [B], positions before the append; appends: int64 [B], new tokens of each, at least 1."""
     qo_indptr, owners, positions = indptr_of(appends), np.arange(appends.size), lengths
-    if int(qo_indptr[-1]) > appends.size:
+    if int(qo_indptr[-1]) != appends.size:
         owners = owners.repeat(appends)
         positions = ragged_range(lengths, appends)
     return TokenLayout(qo_indptr, (lengths + appends).astype(np.int32), positions.astype(np.int32), owners)

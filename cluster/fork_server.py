@@ -26,7 +26,8 @@ from tandem.cluster.errors import StartFailed
 from tandem.cluster.forked_actor import ForkedActor
 
 PID_BYTES = 8
-PR_SET_PDEATHSIG = 1
+TITLE_BYTES = 15  # as long as Linux keeps
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 class ForkServer:
@@ -56,7 +57,7 @@ class ForkServer:
         with self._lock, theirs:
             self._control.settimeout(seconds)
             try:
-                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+                socket.send_fds(self._control, [_title(name)], [theirs.fileno()])
                 pid, fds, *_ = socket.recv_fds(self._control, PID_BYTES, 1)
             except OSError:
                 pid, fds = b"", []
@@ -83,19 +84,24 @@ def run(control: int, modules: Sequence[str]) -> NoReturn:
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     with socket.socket(fileno=control) as asked:
         while True:
-            order, fds, *_ = socket.recv_fds(asked, 1, 1)
-            if not order:
+            title, fds, *_ = socket.recv_fds(asked, TITLE_BYTES, 1)
+            if not title:
                 os._exit(0)
-            _fork(asked, fds[0])
+            _fork(asked, title, fds[0])
 
 
-def _fork(asked: socket.socket, pipe: int) -> None:
+def _title(name: str) -> bytes:
+    """What `ps -e` and `top` show of an actor: the last part of its name."""
+    return name.rpartition("/")[2].encode()[:TITLE_BYTES] or b"?"
+
+
+def _fork(asked: socket.socket, title: bytes, pipe: int) -> None:
     server = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # a process must not be reaped before it has a pidfd
     pid = os.fork()
     if pid == 0:
         asked.close()
-        _work(server, pipe)
+        _work(server, title, pipe)
     os.close(pipe)
     handle = os.pidfd_open(pid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
@@ -104,12 +110,14 @@ def _fork(asked: socket.socket, pipe: int) -> None:
     os.close(handle)
 
 
-def _work(server: int, pipe: int) -> NoReturn:
+def _work(server: int, title: bytes, pipe: int) -> NoReturn:
     """The actor's process."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_NAME, title)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server:  # else it ended before that was set
             serve(Connection(pipe))
     except (EOFError, OSError):

@@ -28,7 +28,7 @@ class ForkedActor(ActorProcess):
         self._lock = threading.Lock()
         self._numbers = count(CONSTRUCTOR + 1)
         self._answers: dict[int, Future[bytes]] = {}
-        self._reason = "its pipe is broken"
+        self._reason = "its process ended"
         with suppress(OSError):
             write(pipe, CONSTRUCTOR, start)
         self._reader = threading.Thread(target=self._read, name=f"pipe of {name}", daemon=True)

@@ -22,6 +22,8 @@ START_SECONDS = 600.0
 STOP_SECONDS = 30.0
 RELEASE_SECONDS = 30.0
 PROGRESS_SECONDS = 2.0
+# Not flashinfer, whose import initialises CUDA, which does not survive a fork.
+GPU_MODULES = ("tandem.transfer.nvshmem", "tandem.cache.kernels.flashinfer_kernels")
 
 LoadState = tuple[str, int, int]  # worker, bytes loaded, bytes in all
 
@@ -165,7 +167,7 @@ class Island:
 
     def _spec(self, worker: WorkerConfig) -> ActorSpec:
         name = f"{self._config.name}/{worker.island}.{worker.epoch}/{_name(worker)}"
-        return ActorSpec(name, WorkerActor, worker)
+        return ActorSpec(name, WorkerActor, worker, GPU_MODULES if worker.device == "cuda" else ())
 
     def _agree(self, members: Sequence[ActorProcess], num_pages: int | None) -> int:
         """Pages in every pool, for which these members have room. StartFailed where it is less than num_pages."""

@@ -51,9 +51,9 @@ class Flight:
 
     def reasons(self, sampled: Int64Array) -> Int64Array:
         """The FinishReason of each row once it got the token that was sampled for it; both int64 [n]."""
-        reasons = np.where(self.remaining <= 0, FinishReason.LENGTH, FinishReason.RUNNING)
-        stopped = (self.stop_ids == sampled[:, None]).any(axis=1)
-        return np.where(stopped, FinishReason.STOP, reasons).astype(np.int64)
+        reasons = np.where(self.remaining <= 0, int(FinishReason.LENGTH), int(FinishReason.RUNNING))
+        reasons[(self.stop_ids == sampled[:, None]).any(axis=1)] = FinishReason.STOP
+        return reasons
 
 
 class DecodeBatch:

@@ -111,19 +111,21 @@ class HeadStart:
             self.drop()
 
     def drop(self) -> bool:
-        """Forgets the prompt and lets go of its pages; whether there was one."""
+        """Forgets the prompt and lets go of its pages, which are in the prefix index then; whether there was one."""
         head, self._head = self._head, None
-        if head is not None:
-            self._cache.remove_sequence(head.sequence_id)
-        return head is not None
+        if head is None:
+            return False
+        if self._sharing:  # it may be asked for again, once there is room for it
+            self._cache.publish_prefix(head.sequence_id, head.token_ids[: head.computed])
+        self._cache.remove_sequence(head.sequence_id)
+        return True
 
     def _compute(self, head: Head) -> None:
         cache, whole = self._cache, len(head.token_ids)
         count = min(LONGEST_HEAD, self._max_batch_tokens, whole - head.computed)
         plan = cache.begin_forward([head.sequence_id], [count], [whole])
-        tokens = head.token_ids[head.computed : head.computed + count]
-        head.computed += count
-        is_all = head.computed == whole
-        logits = self._runner.forward(tokens, plan, np.array([count - 1] if is_all else [], np.int64))
+        end = head.computed + count
+        last_rows = np.array([count - 1] if end == whole else [], np.int64)
+        logits = self._runner.forward(head.token_ids[head.computed : end], plan, last_rows)
         cache.end_forward(plan)
-        head.logits = logits if is_all else None
+        head.computed, head.logits = end, logits if end == whole else None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
-from tandem.cache.latent import UpProjections
+from tandem.cache.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
 from tandem.workers.errors import GpuTooSmall
 from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.models.decoder import DenseDecoder
@@ -45,21 +45,28 @@ class MemoryBudget:
 
 
 def measure_budget(
-    model: DenseDecoder, utilization: float, *, max_batch_tokens: int, max_sequences: int
+    model: DenseDecoder, utilization: float, *, max_batch_tokens: int, max_sequences: int, max_positions: int
 ) -> MemoryBudget:
     """Of the current CUDA device: runs the largest forward, so that what it takes is seen, and looks.
 
-    Everything in use counts, other processes' memory too.
+    Everything in use counts, other processes' memory too. max_positions: what one forward can attend to.
     """
     torch.cuda.empty_cache()  # what loading has left must not count twice
-    run_largest_forward(model, max_batch_tokens, max_sequences)
+    run_largest_forward(model, max_batch_tokens, max_sequences, max_positions)
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return MemoryBudget(total, total - free, utilization)
 
 
 class WithoutPages:
-    """A CachedAttention that has no pages; its outputs mean nothing but have the right shape."""
+    """A CachedAttention that has no pages; its outputs mean nothing but have the right shape.
+
+    Of latents it makes the K and V that kernels would have in memory together, of max_positions or as many as they
+    expand.
+    """
+
+    def __init__(self, max_positions: int) -> None:
+        self._expanded = min(max_positions, EXPANDED_POSITIONS)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
@@ -72,15 +79,18 @@ class WithoutPages:
         """There are none."""
 
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+        _, num_heads, width = q.shape
+        entries = q.new_zeros((self._expanded, up.weight.shape[2] + width - up.heads.key_dim))
+        up.of_heads(0, heads_at_once(num_heads, self._expanded)).keys_and_values(entries)
         return up.values(up.absorb(q[:, :, : up.heads.key_dim]))
 
 
 @torch.inference_mode()
-def run_largest_forward(model: DenseDecoder, max_batch_tokens: int, max_sequences: int) -> None:
+def run_largest_forward(model: DenseDecoder, max_batch_tokens: int, max_sequences: int, max_positions: int) -> None:
     """max_batch_tokens tokens without attention, which needs pages, then a draw with top_p for max_sequences rows."""
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
-    logits = model.forward(tokens, WithoutPages(), tokens[:rows])
+    logits = model.forward(tokens, WithoutPages(max_positions), tokens[:rows])
     batch = SampleBatch.from_params([SamplingParams(temperature=1.0, top_p=0.5, seed=0)] * rows)
     Sampler(choose_draw(model.device)).sample(logits, batch, np.zeros(rows, np.int64))
 

@@ -120,6 +120,7 @@ class Worker:
             utilization,
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
+            max_positions=config.max_batch_tokens // 2 * config.max_model_len,  # sequences of two new tokens and more
         )
         room = budget.room(self._layout.token_bytes * config.page_size)
         return num_pages_in(self._layout, room, page_uses(config))

@@ -45,8 +45,8 @@ class FlashInferPlan:
 
 @dataclass(frozen=True, eq=False)
 class FixedPlan:
-    """A decode step in a CUDA graph by FlashInfer, over 8 bits or where sequences share pages: a wrapper of its own
-    that reads the arrays where they stand.
+    """A decode step in a CUDA graph by FlashInfer, where sequences share pages: a wrapper of its own that reads the
+    arrays where they stand.
 
     sharing: what sequences attend to together; the arrays are then of what each has of its own.
     """
@@ -125,9 +125,7 @@ class FlashInferKernels:
         keep_k = any(send.token_indices.shape[0] for send in left)
         return replace(plan, targets=replace(plan.targets, peer_rows=rows), keep_k=keep_k), tuple(left)
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan | FixedPlan:
-        if self._fp8 is not None:
-            return self._fixed_wrapper(tables, num_q_heads)
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan:
         _, _, _, num_kv_heads, _, head_dim = self._pool.shape
         return DecodePlan.make(tables, num_q_heads, num_kv_heads, head_dim)
 
@@ -171,7 +169,7 @@ class FlashInferKernels:
         norm: HeadNorm | None,
     ) -> Tensor:
         if isinstance(plan, DecodePlan):
-            return decode(self._pool, layer, q, k, v, rotation, plan, self._step_options, sinks, norm)
+            return decode(self._pool, layer, q, k, v, rotation, plan, self._step_options, sinks, norm, self._fp8)
         if norm is not None:
             q, k = norm.apply(q, k)
         q, _ = self.append(layer, q, k, v, rotation, plan)
@@ -181,8 +179,10 @@ class FlashInferKernels:
 
     def step_pages(self, plan: DecodePlan | FixedPlan, rotation: Rotation | None) -> StepPages | None:
         options = self._step_options
-        plain = options.window is None and options.softcap is None and isinstance(plan, DecodePlan)
-        return StepPages(self._pool, plan.tables, rotation, options.scale) if plain and rotation is not None else None
+        plain = options.window is None and options.softcap is None and self._fp8 is None
+        if not plain or rotation is None or not isinstance(plan, DecodePlan):
+            return None
+        return StepPages(self._pool, plan.tables, rotation, options.scale)
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan | FixedPlan

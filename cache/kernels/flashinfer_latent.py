@@ -1,5 +1,5 @@
 """Kernels of a pool of latents on a CUDA device: attention by FlashInfer, absorbed over the pages or expanded over
-gathered entries, append by Triton."""
+gathered entries; append, and what nodes of token trees see of each other, by Triton."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +14,14 @@ from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.flashinfer_kernels import WORKSPACE_BYTES, check_pool, load_flashinfer
 from tandem.cache.kernels.flashinfer_parts import all_slots
 from tandem.cache.kernels.peer_rows import peer_rows
+from tandem.cache.kernels.tree_contexts import TreeContexts, split_contexts
 from tandem.cache.kernels.triton_append import AppendTargets
 from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.triton_latent_append import append_latents
+from tandem.cache.kernels.triton_latent_tree import attend_latent_trees
+from tandem.cache.kernels.triton_tree import TreeTiles, lay_out_tiles
 from tandem.cache.kernels.upload import upload
-from tandem.cache.latent import LatentHeads, UpProjections, absorbed_is_cheaper
+from tandem.cache.latent import LatentHeads, UpProjections, absorbed_is_cheaper, heads_at_once
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.ragged import indptr_of, ragged_range
@@ -26,16 +29,16 @@ from tandem.cache.rope import Rotation
 
 RANK, ROTATED, KEY_DIM, VALUE_DIM = 512, 64, 128, 128  # what FlashInfer's kernels are compiled for
 PLAN_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
-EXPANDED_ROWS = 1 << 20  # heads times positions of K and V that are in memory at once: 0.6 GiB, as much again for maps
 
 
 @dataclass(frozen=True, eq=False)
 class LatentPart:
-    """Some sequences of a forward, all absorbed or all expanded.
+    """Some sequences of a forward, all absorbed, all expanded, or all with nodes of trees.
 
     tokens: int64 [n], on the device, theirs among the packed ones; None: all. qo_indptr, kv_indptr (of pages; of
     positions where expanded) and kv_lens: int32, on the host, where FlashInfer plans. places: int32, on the device,
-    their pages, or the slots of all positions where expanded.
+    their pages, or the slots of all positions where expanded. trees: of nodes, which are absorbed; the arrays then tell
+    only what is before their trees.
     """
 
     absorbed: bool
@@ -44,11 +47,12 @@ class LatentPart:
     kv_indptr: Tensor
     kv_lens: Tensor
     places: Tensor
+    trees: TreeTiles | None
 
     @property
     def causal(self) -> bool:
-        """Whether some sequence has more than one token."""
-        return int(self.qo_indptr[-1]) >= self.qo_indptr.shape[0]
+        """Whether some token does not see all that the arrays tell of."""
+        return self.trees is None and int(self.qo_indptr[-1]) >= self.qo_indptr.shape[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +76,8 @@ class FixedLatentPlan:
 
 
 class FlashInferLatentKernels:
-    """See LatentKernels, PushingKernels and LatentStepKernels. float16 and bfloat16, DeepSeek's sizes, pages of 8 to 64
-    positions; else InvalidArgument.
+    """See LatentKernels, PushingKernels, TreeKernels and LatentStepKernels. float16 and bfloat16, DeepSeek's sizes,
+    pages of 8 to 64 positions; else InvalidArgument.
 
     As with FlashInferKernels, wrappers are planned when a forward's first layer attends.
     """
@@ -96,6 +100,7 @@ class FlashInferLatentKernels:
         self._layers = [(latents, keys) for latents, keys in layers]
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._absorbed: Any = self._flashinfer.mla.BatchMLAPagedAttentionWrapper(self._workspace)
+        self._before_trees: Any = self._flashinfer.mla.BatchMLAPagedAttentionWrapper(self._workspace)
         self._expanded: Any = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD")
         self._graph_plan = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=pool.device)
         self._graph_plan_on_host = torch.empty(PLAN_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -105,14 +110,23 @@ class FlashInferLatentKernels:
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> LatentPlan:
         absorbed = absorbed_is_cheaper(np.diff(tokens.qo_indptr), tables.kv_lens, RANK, ROTATED, self._heads)
-        page_size = self._pool.shape[4]
+        page_size, of_trees = self._pool.shape[4], np.zeros_like(absorbed)
+        contexts: TreeContexts | None = None
+        tiles: list[Int32Array] = []
+        if tokens.trees is not None:
+            of_trees[tokens.trees.sequences] = True
+            contexts = split_contexts(tokens, tables, page_size, None)
+            tiles = lay_out_tiles(tokens, tables, page_size, None, contexts)
+        groups = [np.flatnonzero(of) for of in (absorbed & ~of_trees, ~absorbed & ~of_trees, of_trees)]
         drafts = [
-            _draft(tokens, tables, np.flatnonzero(absorbed == way), way, page_size)
-            for way in (True, False)
-            if (absorbed == way).any()
+            _draft(tokens, tables, sequences, way, of, page_size)
+            for sequences, way, of in zip(groups, (True, False, True), (None, None, contexts), strict=True)
+            if sequences.size
         ]
-        arrays = [tables.slot_mapping, *(array for draft in drafts for array in (draft.tokens, draft.places))]
+        arrays = [tables.slot_mapping, *tiles, *(array for draft in drafts for array in (draft.tokens, draft.places))]
         slots, *uploaded = upload(arrays, self._pool.device)
+        trees = TreeTiles(*uploaded[: len(tiles)]) if tiles else None
+        uploaded = uploaded[len(tiles) :]
         parts = tuple(
             LatentPart(
                 draft.absorbed,
@@ -121,6 +135,7 @@ class FlashInferLatentKernels:
                 torch.from_numpy(draft.kv_indptr),
                 torch.from_numpy(draft.kv_lens),
                 places,
+                trees if draft.of_trees else None,
             )
             for draft, rows, places in zip(drafts, uploaded[::2], uploaded[1::2], strict=True)
         )
@@ -203,6 +218,13 @@ class FlashInferLatentKernels:
         source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._pool.device)
         self._pool.index_copy_(0, target, self._pool.index_select(0, source))
 
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        slots = np.concatenate((sources, targets)).astype(np.int64)
+        pages, offsets = upload(list(np.divmod(slots, self._pool.shape[4])), self._pool.device)
+        count = sources.size
+        moved = self._pool[pages[:count], :, :, :, offsets[:count]]
+        self._pool[pages[count:], :, :, :, offsets[count:]] = moved
+
     def clear_pages(self, pages: Int32Array) -> None:
         (index,) = upload([pages.astype(np.int64)], self._pool.device)
         self._pool.index_fill_(0, index, 0)
@@ -212,6 +234,8 @@ class FlashInferLatentKernels:
         return entries, entries[:, :, :RANK]
 
     def _attend_part(self, layer: int, part: LatentPart, q: Tensor, up: UpProjections) -> Tensor:
+        if part.trees is not None:
+            return self._attend_trees(part.trees, layer, q, up)
         if part.absorbed:
             return self._attend_absorbed(self._absorbed, layer, q, up)
         return self._attend_expanded(gather(self._pool, layer, part.places)[:, 0, 0], q, up)
@@ -220,16 +244,22 @@ class FlashInferLatentKernels:
         still, rotated = q.split_with_sizes((KEY_DIM, ROTATED), 2)
         return up.values(wrapper.run(up.absorb(still), rotated, *self._layers[layer]))
 
+    def _attend_trees(self, trees: TreeTiles, layer: int, q: Tensor, up: UpProjections) -> Tensor:
+        still, rotated = q.split_with_sizes((KEY_DIM, ROTATED), 2)
+        wide = up.absorb(still)
+        context, lse = self._before_trees.run(wide, rotated, *self._layers[layer], return_lse=True)
+        return up.values(attend_latent_trees(self._pool, layer, wide, rotated, context, lse, trees, self._scale))
+
     def _attend_expanded(self, entries: Tensor, q: Tensor, up: UpProjections) -> Tensor:
         """entries: [n, rank + rotated], of all positions. Some heads at a time, where K and V of all would be large."""
-        latents, rotated = entries.split_with_sizes((RANK, ROTATED), 1)
-        outputs = []
-        for begin in range(0, q.shape[1], self._heads_at_once):
-            end = begin + self._heads_at_once
-            made, values = up.of_heads(begin, end).expand(latents)
-            keys = torch.cat((made, rotated.unsqueeze(1).expand(-1, self._heads_at_once, -1)), 2)
-            outputs.append(self._expanded.run(q[:, begin:end], keys, values))
+        begins = range(0, q.shape[1], self._heads_at_once)
+        outputs = [self._attend_heads(entries, q, up, begin, begin + self._heads_at_once) for begin in begins]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def _attend_heads(self, entries: Tensor, q: Tensor, up: UpProjections, begin: int, end: int) -> Tensor:
+        """Heads begin … end - 1, whose K and V are gone when this returns."""
+        keys, values = up.of_heads(begin, end).keys_and_values(entries)
+        return self._expanded.run(q[:, begin:end], keys, values)
 
     def _plan_wrappers(self, plan: LatentPlan, num_heads: int) -> None:
         # FlashInfer copies its plan from pinned memory that the next plan overwrites.
@@ -237,7 +267,8 @@ class FlashInferLatentKernels:
         for part in plan.parts:
             if part.absorbed:
                 tables = (part.qo_indptr, part.kv_indptr, part.places, part.kv_lens)
-                self._absorbed.plan(*tables, *self._sizes(num_heads), part.causal, *self._types())
+                wrapper = self._absorbed if part.trees is None else self._before_trees
+                wrapper.plan(*tables, *self._sizes(num_heads), part.causal, *self._types())
                 continue
             at_once = self._heads_at_once = heads_at_once(num_heads, int(part.kv_indptr[-1]))
             self._expanded.plan(
@@ -256,15 +287,10 @@ class FlashInferLatentKernels:
         return self._scale, self._pool.dtype, self._pool.dtype
 
 
-def heads_at_once(num_heads: int, num_positions: int) -> int:
-    """The largest divisor of num_heads that keeps to EXPANDED_ROWS, at least 1."""
-    fits = (count for count in range(num_heads, 1, -1) if num_heads % count == 0)
-    return next((count for count in fits if count * num_positions <= EXPANDED_ROWS), 1)
-
-
 @dataclass(frozen=True, eq=False)
 class _Draft:
     absorbed: bool
+    of_trees: bool
     tokens: NDArray[np.int64]
     qo_indptr: Int32Array
     kv_indptr: Int32Array
@@ -273,14 +299,25 @@ class _Draft:
 
 
 def _draft(
-    tokens: TokenLayout, tables: PageTables, sequences: NDArray[np.int64], absorbed: bool, page_size: int
+    tokens: TokenLayout,
+    tables: PageTables,
+    sequences: NDArray[np.int64],
+    absorbed: bool,
+    contexts: TreeContexts | None,
+    page_size: int,
 ) -> _Draft:
-    """A LatentPart of `sequences` (int64 [n]), before anything is on the device."""
-    appends, counts = np.diff(tokens.qo_indptr)[sequences], np.diff(tables.kv_indptr)[sequences]
-    lengths = tables.kv_lens[sequences]
+    """A LatentPart of `sequences` (int64 [n]), before anything is on the device.
+
+    contexts: those of all trees, which are of these sequences. Where nothing is before a tree, one position stands in.
+    """
+    appends, lengths = np.diff(tokens.qo_indptr)[sequences], tables.kv_lens[sequences]
+    if contexts is not None:
+        lengths = np.maximum(contexts.bases, 1).astype(np.int32)
+    counts = -(-lengths // page_size)
     pages = tables.kv_indices[ragged_range(tables.kv_indptr[sequences], counts)]
     return _Draft(
         absorbed=absorbed,
+        of_trees=contexts is not None,
         tokens=ragged_range(tokens.qo_indptr[sequences], appends),
         qo_indptr=indptr_of(appends),
         kv_indptr=indptr_of(counts if absorbed else lengths),

@@ -112,9 +112,7 @@ class TorchLatentKernels:
 
     def _attend_expanded(self, part: LatentPart, q: Tensor, entries: Tensor, up: UpProjections) -> Tensor:
         """part is of one sequence."""
-        k, v = up.expand(entries[:, : self._rank])
-        rotated = entries[:, None, self._rank :].expand(-1, k.shape[1], -1)
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, torch.cat((k, rotated), 2), v))
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, *up.keys_and_values(entries)))
         mask = None if part.mask is None else part.mask.view(part.shape[1:]).to(q.dtype)
         return self._scoring.attend(q, k, v, mask, None).squeeze(0).transpose(0, 1)
 

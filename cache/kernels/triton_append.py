@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.dependent_launch import launch_options
+from tandem.cache.kernels.triton_fp8 import quantise
 from tandem.cache.rope import Rotation
 
 HEADS_PER_PROGRAM = 8
@@ -143,8 +144,8 @@ def _append(
             k_factor = tl.load(fp8_factors + heads, mask=there)
             v_factor = tl.load(fp8_factors + num_kv_heads + heads, mask=there)
             entry: tl.constexpr = pool.dtype.element_ty
-            ka, kb, kc = _quantise(ka, k_factor, entry), _quantise(kb, k_factor, entry), _quantise(kc, k_factor, entry)
-            va, vb, vc = _quantise(va, v_factor, entry), _quantise(vb, v_factor, entry), _quantise(vc, v_factor, entry)
+            ka, kb, kc = quantise(ka, k_factor, entry), quantise(kb, k_factor, entry), quantise(kc, k_factor, entry)
+            va, vb, vc = quantise(va, v_factor, entry), quantise(vb, v_factor, entry), quantise(vc, v_factor, entry)
         slot = tl.load(slots + token)
         in_layer = layer_elements + heads * (PAGE_SIZE * HEAD_DIM)
         value = num_kv_heads * (PAGE_SIZE * HEAD_DIM)
@@ -159,12 +160,6 @@ def _append(
                 rows = tl.multiple_of(address, 16).to(pool.dtype) + in_layer
                 _store(rows, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
                 _store(rows + value, va, vb, vc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
-
-
-@triton.jit
-def _quantise(x, factor, dtype: tl.constexpr):
-    scaled = x.to(tl.float32) * factor
-    return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit

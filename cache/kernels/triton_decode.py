@@ -18,6 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.dependent_launch import launch_options
+from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.triton_fp8 import quantise, widen_pairs
 from tandem.cache.rope import Rotation
 
 PROGRAMS = 512  # that a step is shared out over at most: merging costs more than a last wave that is not full
@@ -80,24 +82,26 @@ def decode(
     options: DecodeOptions,
     sinks: Tensor | None,
     norm: HeadNorm | None,
+    fp8: Fp8Entries | None = None,
 ) -> Tensor:
-    """o [B, num_q_heads, head_dim] of one new token each of B sequences; see GraphKernels.step.
+    """o [B, num_q_heads, head_dim] of one new token each of B sequences; see StepKernels.step.
 
     pool: as for append. q [B, num_q_heads, head_dim], k and v [B, num_kv_heads, head_dim]: rows of tokens may lie
-    apart, a token's heads not; head_dim a power of two, at least 16.
+    apart, a token's heads not; head_dim a power of two, at least 16. fp8: of a pool of 8-bit entries.
     """
     rows, num_q_heads, head_dim = q.shape
     _, layers, _, num_kv_heads, page_size, _ = pool.shape
     group = num_q_heads // num_kv_heads
     rotary_dim = head_dim if rotation is None else rotation.cos.shape[-1]
     cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.signed_sin)
+    factors, inverse = (q, q) if fp8 is None else (fp8.scales[layer], fp8.inverse[layer])
     output = torch.empty((rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
     tables, tiling = plan.tables, FEW if plan.splits >= FEW_FROM else MANY
     kernel: Any = _decode[(rows * num_kv_heads * plan.splits,)]
     kernel(
         *(q, k, v, q if norm is None else norm.weight, cos, sin, pool),
         *(tables.slots, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len),
-        *(q if sinks is None else sinks, plan.partial, plan.counters, output),
+        *(q if sinks is None else sinks, factors, inverse, plan.partial, plan.counters, output),
         *(q.stride(0), k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)),
         layers * 2 * num_kv_heads * page_size * head_dim,
         layer * 2 * num_kv_heads * page_size * head_dim,
@@ -113,12 +117,15 @@ def decode(
         PAGE_SIZE=page_size,
         BLOCK=tiling.block,
         SPLITS=plan.splits,
+        COLUMNS=triton.next_power_of_2(plan.splits),
         WINDOW=options.window or 0,
         CAPPED=options.softcap is not None,
         SINKS=sinks is not None,
         NORM=norm is not None,
         ROUND=norm is not None and norm.weight.dtype == q.dtype,
         ROTATE=rotation is not None,
+        FP8=fp8 is not None,
+        PTX=pool.device.type == "cuda",
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         **launch_options(pool.device),
@@ -132,7 +139,7 @@ LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))
 @triton.jit
 def _decode(
     q, k, v, norm, cos, sin, pool, slots, kv_indptr, kv_indices, kv_last_page_len, sinks,
-    partial, counters, output,
+    factors, inverse, partial, counters, output,
     q_token, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -143,12 +150,15 @@ def _decode(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     NORM: tl.constexpr,
     ROUND: tl.constexpr,
     ROTATE: tl.constexpr,
+    FP8: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has a share of the positions of one sequence, for the q heads of one KV head.
@@ -186,6 +196,12 @@ def _decode(
             cos, sin, one < 1, column, eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE,
         )  # fmt: skip
         value = tl.load(v + token * v_token + kv_head * HEAD_DIM + column)
+        if FP8:
+            # What products with entries lack is made up for in the scores' scale and in the sums.
+            key = quantise(key, tl.load(inverse + head), pool.dtype.element_ty)
+            value = quantise(value, tl.load(inverse + KV_HEADS + head), pool.dtype.element_ty)
+            query = query.to(tl.float16)
+            scale *= tl.load(factors + head)
         places = pool + layer_elements + head * (PAGE_SIZE * HEAD_DIM)
         to_values = KV_HEADS * PAGE_SIZE * HEAD_DIM
         if (split == 0) & (slot >= 0):
@@ -197,23 +213,32 @@ def _decode(
         most = tl.where(split == 0, new, float("-inf"))
         total = tl.where(split == 0, new * 0.0 + 1.0, 0.0)
         sums = tl.where(split == 0, value.to(tl.float32), 0.0) + tl.zeros((ROWS, HEAD_DIM), tl.float32)
+        even, odd = tl.split(tl.reshape(sums, (ROWS, HEAD_DIM // 2, 2)))
         begin = oldest + split * share
         end = tl.minimum(begin + share, stored)
         for start in range(begin, end, BLOCK):
             position = start + tl.arange(0, BLOCK)
             there = position < end
             page = tl.load(kv_indices + first_page + position // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-            lines = (places + page * page_elements + position % PAGE_SIZE * HEAD_DIM)[:, None] + column
-            keys = tl.load(lines, mask=there[:, None], other=0.0)
+            lines = (places + page * page_elements + position % PAGE_SIZE * HEAD_DIM)[:, None]
+            keys = tl.load(lines + column, mask=there[:, None], other=0.0).to(query.dtype)
             scores = _score(tl.dot(query, tl.trans(keys)), scale, softcap, CAPPED)
             scores = tl.where(there[None, :], scores, float("-inf"))
             higher = tl.maximum(most, tl.max(scores, 1))
             weights = tl.exp2(scores - higher[:, None])
             kept = tl.exp2(most - higher)
             total = total * kept + tl.sum(weights, 1)
-            values = tl.load(lines + to_values, mask=there[:, None], other=0.0)
-            sums = sums * kept[:, None] + tl.dot(weights.to(values.dtype), values)
+            if FP8:
+                pairs = (lines + to_values).to(tl.pointer_type(tl.int16)) + tl.arange(0, HEAD_DIM // 2)[None, :]
+                of_even, of_odd = widen_pairs(tl.load(pairs, mask=there[:, None], other=0), PTX)
+                even = even * kept[:, None] + tl.dot(weights.to(tl.float16), of_even)
+                odd = odd * kept[:, None] + tl.dot(weights.to(tl.float16), of_odd)
+            else:
+                values = tl.load(lines + to_values + column, mask=there[:, None], other=0.0)
+                sums = sums * kept[:, None] + tl.dot(weights.to(values.dtype), values)
             most = higher
+        if FP8:
+            sums = tl.interleave(even, odd) * tl.load(factors + KV_HEADS + head)
         q_heads = token * (KV_HEADS * GROUP) + head * GROUP
         if used == 1:
             if SINKS:
@@ -231,7 +256,7 @@ def _decode(
             counter = counters + token * KV_HEADS + head
             if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
                 tl.store(counter, 0)
-                _merge(partial, sinks, output, q_heads, head, used, GROUP, FEW_ROWS, HEAD_DIM, SPLITS, SINKS)
+                _merge(partial, sinks, output, q_heads, head, used, GROUP, FEW_ROWS, HEAD_DIM, SPLITS, COLUMNS, SINKS)
 
 
 @triton.jit
@@ -284,11 +309,13 @@ def _merge(
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the output of one KV head's q heads from what its `used` programs have found."""
+    """Writes the output of one KV head's q heads from what its `used` programs have found; COLUMNS: SPLITS rounded up
+    to a power of two."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
-    split = tl.arange(0, SPLITS)[None, :]
+    split = tl.arange(0, COLUMNS)[None, :]
     here = row < GROUP
     found = partial + (q_heads + row) * (SPLITS * (HEAD_DIM + ENDS))
     ends = found + split * (HEAD_DIM + ENDS) + HEAD_DIM

@@ -123,6 +123,32 @@ def attend_trees(
 
 
 @triton.jit
+def what_is_seen(masks, edges, node, there, key, inside, num_before, WORDS: tl.constexpr):
+    """bool [rows, keys]: which slots `key` of a tree, those that are `inside`, the nodes `node` of the rows that are
+    `there` see; the rest as in TreeTiles."""
+    in_tree = tl.maximum(key - num_before, 0)
+    words = tl.load(
+        masks + node[:, None] * WORDS + in_tree[None, :] // 32,
+        mask=there[:, None] & (inside & (key >= num_before))[None, :],
+        other=0,
+    )
+    edge = tl.load(edges + node, mask=there, other=0)
+    before = (key < num_before)[None, :] & (key[None, :] >= edge[:, None])
+    return before | (((words >> (in_tree % 32)[None, :]) & 1) != 0)
+
+
+@triton.jit
+def add_keys(top, total, weighted, scores, values):
+    """A softmax so far, and more keys: the largest score, of base 2, the sum of weights and that of weighted values."""
+    highest = tl.maximum(top, tl.max(scores, 1))
+    finite = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen so far
+    weights = tl.exp2(scores - finite[:, None])
+    shrunk = tl.exp2(top - finite)
+    weighted = weighted * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return highest, total * shrunk + tl.sum(weights, 1), weighted
+
+
+@triton.jit
 def _attend_trees(
     pool, q, output, lse, sinks, fp8_scales, tiles, slots, masks, edges,
     page_elements, layer_elements, scale, softcap,
@@ -167,10 +193,9 @@ def _attend_trees(
         total = total * shrunk + tl.exp2(sink - highest)
         weighted = weighted * shrunk[:, None]
         top = highest
-    edge = tl.load(edges + first + node, mask=there, other=0)
     for begin in range(0, num_keys, KEYS):
         key = begin + tl.arange(0, KEYS)
-        inside, before = key < num_keys, key < num_before
+        inside = key < num_keys
         slot = tl.load(slots + first_slot + key, mask=inside, other=0)
         rows = (
             pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements
@@ -182,26 +207,13 @@ def _attend_trees(
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
         if SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-        in_tree = tl.maximum(key - num_before, 0)
-        words = tl.load(
-            masks + (first + node)[:, None] * WORDS + in_tree[None, :] // 32,
-            mask=there[:, None] & (inside & ~before)[None, :],
-            other=0,
-        )
-        seen = ((words >> (in_tree % 32)[None, :]) & 1) != 0
-        seen = seen | (before[None, :] & (key[None, :] >= edge[:, None]))
+        seen = what_is_seen(masks, edges, first + node, there, key, inside, num_before, WORDS)
         scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, 1))
-        finite = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen so far
-        weights = tl.exp2(scores - finite[:, None])
-        shrunk = tl.exp2(top - finite)
         values = tl.load(
             rows[:, None] + KV_HEADS * PAGE_SIZE * HEAD_DIM + column[None, :], mask=inside[:, None], other=0.0
         )
         if FP8:
             values = (values.to(tl.float32) * tl.load(fp8_scales + KV_HEADS + kv_head)).to(queries.dtype)
-        total = total * shrunk + tl.sum(weights, 1)
-        weighted = weighted * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        top = highest
+        top, total, weighted = add_keys(top, total, weighted, scores, values)
     total = tl.where(there, total, 1.0)  # no 0 / 0 in rows that nobody has
     tl.store(output + places, (weighted / total[:, None]).to(output.dtype.element_ty), mask=there[:, None])

@@ -1,23 +1,31 @@
 """Decode and prefill over KV in 8 bits against bfloat16, Qwen3-8B's shapes, one GPU; prints JSON.
 
-attention: one layer through the cache's kernels, 16 sequences of 32K on shuffled pages, and a chunk of a prompt behind
-8K; speed-up: time over bfloat16 ÷ time over FP8. step: the whole model's decode step, run ahead in CUDA graphs.
+decode attention: one layer of a decode step through the cache's kernels in a CUDA graph, norm, rotation and append
+included, 16 sequences of 32K on shuffled pages; roof: C, a device copy of the same run. chunk: attention of a prompt's
+chunk behind 8K. speed-up: time over bfloat16 ÷ time over FP8. step: the whole model's decode step, run ahead.
 """
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tandem.cache.head_norm import HeadNorm
+from tandem.cache.kernels.base import DeviceTables, Kernels, StepKernels
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.upload import upload
 from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
-from tandem.cache.plan import lay_out_tokens, look_up_pages
+from tandem.cache.plan import PageTables, TokenLayout, lay_out_tokens, look_up_pages
+from tandem.cache.rope import Rotation
 from tandem.workers.sampling_params import SamplingParams
 from tests.benchmarks.results import at_least, print_result, print_skipped, rounded
-from tests.benchmarks.steps import Bench, device_seconds, random_pool
+from tests.benchmarks.steps import Bench, device_seconds, measure_copy, random_pool
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 32, 8, 128, 16, 2
 BATCH, CONTEXT = 16, 32768
@@ -26,6 +34,8 @@ MODEL, MODEL_LAYERS = "Qwen3-8B", 36
 K_SCALE, V_SCALE = 0.02, 0.03
 KINDS = ("bfloat16", "fp8")
 
+Qkv = tuple[Tensor, Tensor, Tensor]
+
 
 def layout_of(kind: str) -> KVLayout:
     group = LayerGroup(tuple(range(LAYERS)), KV_HEADS, HEAD_DIM)
@@ -33,8 +43,8 @@ def layout_of(kind: str) -> KVLayout:
     return KVLayout((group,), PAGE_SIZE, torch.bfloat16, scales)
 
 
-def attention_seconds(kind: str, sequences: int, cached: int, new: int) -> float:
-    """Of one layer; sequences with `cached` positions each append `new` ones each."""
+def prepare(kind: str, sequences: int, cached: int, new: int) -> tuple[Kernels, TokenLayout, PageTables, Qkv]:
+    """Sequences with `cached` positions each, on shuffled pages, append `new` ones each."""
     layout, device = layout_of(kind), torch.device("cuda")
     pages_each = -(-(cached + new) // PAGE_SIZE)
     table = np.random.default_rng(0).permutation(sequences * pages_each).astype(np.int32).reshape(sequences, -1)
@@ -42,15 +52,39 @@ def attention_seconds(kind: str, sequences: int, cached: int, new: int) -> float
     tables = look_up_pages(table, np.arange(sequences), tokens, PAGE_SIZE)
     pool = random_pool((table.size, *layout.page_shape(0)), layout.stored_dtype)
     kernels = choose_kernels(pool, HEAD_DIM**-0.5, fp8=Fp8Entries.of_group(layout, 0, device))
-    plan = kernels.plan(tokens, tables)
     rows = torch.randn(sequences * new, Q_HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     q, k, v = rows.split((Q_HEADS, KV_HEADS, KV_HEADS), 1)
+    return kernels, tokens, tables, (q, k, v)
+
+
+def chunk_seconds(kind: str, new: int) -> float:
+    """Attention of one layer."""
+    kernels, tokens, tables, (q, k, v) = prepare(kind, 1, CACHED, new)
+    plan = kernels.plan(tokens, tables)
     q, k = kernels.append(1, q, k, v, None, plan)
     return device_seconds(lambda: kernels.attend(1, q, k, v, plan))
 
 
-def compare(sequences: int, cached: int, new: int) -> dict[str, float]:
-    plain, fp8 = (attention_seconds(kind, sequences, cached, new) for kind in KINDS)
+def decode_seconds(kind: str) -> float:
+    """What stands between one layer's products in a decode step."""
+    kernels, _, tables, (q, k, v) = prepare(kind, BATCH, CONTEXT - 1, 1)
+    assert isinstance(kernels, StepKernels)
+    arrays = (tables.slot_mapping, tables.kv_indptr, tables.kv_last_page_len, tables.kv_indices)
+    plan = kernels.fixed_plan(DeviceTables(*upload(arrays, q.device)), Q_HEADS)
+    rotation = Rotation(*torch.randn(2, BATCH, 1, HEAD_DIM, device=q.device, dtype=q.dtype).unbind())
+    norm = HeadNorm(
+        torch.ones(Q_HEADS + KV_HEADS, HEAD_DIM, device=q.device, dtype=q.dtype), 1e-6, lambda heads, *_: heads
+    )
+    kernels.refill(plan, tables)
+    kernels.step(1, q, k, v, rotation, plan, None, norm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.step(1, q, k, v, rotation, plan, None, norm)
+    return device_seconds(graph.replay)
+
+
+def compare(seconds: Callable[[str], float]) -> dict[str, float]:
+    plain, fp8 = map(seconds, KINDS)
     return {"bfloat16_us": rounded(plain * 1e6), "fp8_us": rounded(fp8 * 1e6), "speed_up": rounded(plain / fp8)}
 
 
@@ -69,9 +103,11 @@ def main() -> None:
         print_skipped("needs a CUDA device")
         return
     with torch.inference_mode():
-        decode = compare(BATCH, CONTEXT - 1, 1)
-        decode["fp8_kv_gb_per_s"] = rounded(BATCH * CONTEXT * 2 * KV_HEADS * HEAD_DIM / decode["fp8_us"] / 1e3)
-        chunks = {f"chunk of {new} behind {CACHED}": compare(1, CACHED, new) for new in CHUNKS}
+        decode = compare(decode_seconds)
+        decode["fp8_of_C"] = rounded(
+            BATCH * CONTEXT * 2 * KV_HEADS * HEAD_DIM / decode["fp8_us"] * 1e6 / measure_copy()
+        )
+        chunks = {f"chunk of {new} behind {CACHED}": compare(partial(chunk_seconds, new=new)) for new in CHUNKS}
     plain, fp8 = (step_seconds(kind) for kind in KINDS)
     step = {"bfloat16_ms": rounded(plain * 1e3), "fp8_ms": rounded(fp8 * 1e3), "speed_up": rounded(plain / fp8)}
     result: dict[str, Any] = {

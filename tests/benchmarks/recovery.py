@@ -22,64 +22,35 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
-from tandem.cluster.actors import WorkerActor
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
 from tandem.cluster.launcher import Cluster
-from tandem.cluster.processes import ActorSpec, ProcessGroup
 from tandem.cluster.ray_processes import RayProcesses
 from tandem.proto import inference_pb2
-from tandem.workers.config import WorkerConfig
 from tandem.workers.random_checkpoint import make_checkpoint
 from tests.benchmarks.model_shapes import SHAPES, write_shape
 from tests.benchmarks.pair import DEPLOY
 from tests.benchmarks.results import at_most, print_result, print_skipped, rounded
+from tests.benchmarks.shared_gpus import SharingProcesses
 from tests.oracle import greedy, load_oracle, random_prompt
 
 PROMPT_TOKENS = 1500
-NUM_TOKENS = 200
+NUM_TOKENS = 120
 VOCABULARY = 512
 CHUNK = 64  # so that a prompt is pushed in many pieces
 NUM_CASES = 4
-ORACLE_THREADS = 8  # with a thread for each core of a large host transformers takes minutes
 DETECTION_TARGET_SECONDS = 2.0
 PATIENCE_SECONDS = 300.0
 ROLES = {"prefill": inference_pb2.ROLE_PREFILL, "decode": inference_pb2.ROLE_DECODE}
 
 
 log = logging.getLogger(__name__)
-
-
-class SharingWorker(WorkerActor):
-    """Has the GPU of its PE, whatever Ray says: each PE of an island its own, and islands the same."""
-
-    def __init__(self, config: WorkerConfig) -> None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(config.pe)
-        super().__init__(config)
-
-
-class SharingProcesses(RayProcesses):
-    """Tells Ray of as many GPUs as all islands' workers would have of their own."""
-
-    def start(self, cluster: str, num_cpus: int | None) -> None:
-        ray.init(num_cpus=num_cpus, num_gpus=4, include_dashboard=False, log_to_driver=False, namespace="tandem")
-        super().start(cluster, num_cpus)
-
-    def start_again(
-        self, group: ProcessGroup | None, specs: Sequence[ActorSpec], *, gpus: int, threads: int
-    ) -> ProcessGroup:
-        shared = [replace(spec, kind=SharingWorker) if spec.kind is WorkerActor else spec for spec in specs]
-        return super().start_again(group, shared, gpus=gpus, threads=threads)
-
-    def stop(self) -> None:
-        ray.shutdown()
 
 
 @dataclass(frozen=True)
@@ -204,15 +175,14 @@ def make_cases(model: Path, exact: bool) -> list[Case]:
     prompts = [random_prompt(PROMPT_TOKENS - 100 * number, number, VOCABULARY) for number in range(NUM_CASES)]
     if not exact:
         return [Case(prompt, None) for prompt in prompts]
-    torch.set_num_threads(min(ORACLE_THREADS, torch.get_num_threads()))
-    oracle = load_oracle(model)
+    oracle = load_oracle(model, device="cuda" if torch.cuda.is_available() else "cpu")
     return [Case(prompt, greedy(oracle, prompt, NUM_TOKENS)) for prompt in prompts]
 
 
 def measure(
-    cluster: Cluster, cases: Sequence[Case], rounds: int, num_clients: int, found: dict[str, list[Recovery]]
+    cluster: Cluster, cases: Sequence[Case], order: Sequence[str], num_clients: int, found: dict[str, list[Recovery]]
 ) -> None:
-    """Adds to found, by role, as kills come."""
+    """order: the role of each worker to be killed. Adds to found, by role, as kills come."""
     address = cluster.start()
     log.info("started: %s", cluster.clock.seconds)
     try:
@@ -221,9 +191,8 @@ def measure(
                 _ = list(client.generate(case.prompt, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True))
             log.info("each prompt was served once")
             with Load(address, cases, num_clients) as load:
-                for _ in range(rounds):
-                    for name, role in ROLES.items():
-                        found.setdefault(name, []).append(kill(client, load, role))
+                for name in order:
+                    found.setdefault(name, []).append(kill(client, load, ROLES[name]))
             load.check()
             _until(load, lambda: _is_idle(client))
             log.info("all %d requests are done, all pages free", len(load.requests))
@@ -273,6 +242,7 @@ def settings(folder: Path, shape: str | None, gpus: bool, islands: int) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=ROLES)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--islands", type=int, nargs="+", default=[1, 2], choices=(1, 2))
     parser.add_argument("--shape", choices=SHAPES)
@@ -294,9 +264,10 @@ def main() -> None:
             write_shape(options.shape, folder)
         cases = make_cases(folder / "model", options.shape is None)
         for islands in options.islands:
-            processes = SharingProcesses() if 0 < num_gpus < 2 * islands else RayProcesses()
+            processes = SharingProcesses(2 * islands) if 0 < num_gpus < 2 * islands else RayProcesses()
             cluster = Cluster(load_config(config, settings(folder, options.shape, num_gpus > 0, islands)), processes)
-            measure(cluster, cases, options.rounds, options.clients, found.setdefault(f"islands {islands}", {}))
+            kills = found.setdefault(f"islands {islands}", {})
+            measure(cluster, cases, options.roles * options.rounds, options.clients, kills)
     result = {islands: {role: summary(kills) for role, kills in roles.items()} for islands, roles in found.items()}
     worst = max((one.detected for roles in found.values() for kills in roles.values() for one in kills), default=0.0)
     target = at_most("kill to admission stopped, worst, s", worst, DETECTION_TARGET_SECONDS)

@@ -9,7 +9,7 @@ from tandem.cache.errors import InvalidArgument
 pytest.importorskip("triton")
 
 from tandem.cache.kernels.flashinfer_kernels import FlashInferKernels
-from tandem.cache.kernels.flashinfer_latent import FlashInferLatentKernels, heads_at_once
+from tandem.cache.kernels.flashinfer_latent import FlashInferLatentKernels
 from tandem.cache.kernels.flashinfer_parts import all_slots
 from tandem.cache.latent import LatentHeads
 
@@ -49,10 +49,3 @@ def test_slots_of_all_positions() -> None:
 def test_latents_refused(width: int, rank: int, heads: LatentHeads, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         FlashInferLatentKernels(torch.empty(1, 1, 1, 1, 16, width, dtype=torch.bfloat16), 1.0, rank, heads)
-
-
-def test_heads_are_cut_where_k_and_v_of_all_would_be_large() -> None:
-    assert heads_at_once(128, 8192) == 128
-    assert heads_at_once(128, 8193) == 64
-    assert heads_at_once(6, 1 << 19) == 2
-    assert heads_at_once(7, 1 << 30) == 1

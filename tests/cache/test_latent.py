@@ -9,7 +9,7 @@ import torch
 from tandem.cache.digest import digest_kv
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels import torch_latent
-from tandem.cache.latent import LatentHeads, absorbed_is_cheaper
+from tandem.cache.latent import EXPANDED_POSITIONS, LatentHeads, absorbed_is_cheaper, heads_at_once
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.rope import RopeParameters
@@ -72,6 +72,20 @@ def test_the_cheaper_way_by_deepseeks_sizes() -> None:
     assert not absorbed(200, 30_000)
     assert absorbed(2, 3)
     assert not absorbed(50, 50)
+
+
+def test_no_more_is_expanded_than_memory_is_set_aside_for() -> None:
+    lengths = np.array([EXPANDED_POSITIONS // 2, 40_000, EXPANDED_POSITIONS // 2, 1000], np.int32)
+    appends = np.array([8192, 1, 8192, 1000], np.int32)
+    assert absorbed_is_cheaper(appends, lengths, 512, 64, DEEPSEEK).tolist() == [False, True, False, True]
+    assert absorbed_is_cheaper(lengths[:1] * 3, lengths[:1] * 3, 512, 64, DEEPSEEK).all()
+
+
+def test_heads_are_cut_where_k_and_v_of_all_would_be_large() -> None:
+    assert heads_at_once(128, 8192) == 128
+    assert heads_at_once(128, 8193) == 64
+    assert heads_at_once(6, 1 << 19) == 2
+    assert heads_at_once(7, 1 << 30) == 1
 
 
 def test_what_is_pushed_arrives_bit_for_bit() -> None:

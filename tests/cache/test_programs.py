@@ -8,7 +8,7 @@ from tests.cache.oracle import Oracle
 from tests.cache.program import QUERY_HEADS, Program
 from tests.cache.settings import SETTINGS
 
-PROGRAMS, STEPS = 12, 350
+PROGRAMS, STEPS = 10, 350
 TREES = {"commits", "misuses", "pops of nodes", "rejections", "trees grown", "trees opened"}
 ALWAYS = {"forks", "sends", "landings"} | TREES
 SHARING = ALWAYS | {"matches"}

@@ -213,6 +213,21 @@ def test_what_was_popped_during_a_forward_does_not_count() -> None:
     assert sender.num_sent(0) == 3
 
 
+def test_a_forward_counts_nothing_of_who_takes_the_place_of_a_removed_sequence() -> None:
+    sender, receiver = Island.of(LAYOUT).caches
+    receiver.add_sequence(0)
+    position_map = receiver.prepare_receive(0, 6)
+    plans = []
+    for sequence in range(2):
+        sender.clear()
+        sender.add_sequence(sequence)
+        sender.mark_send(sequence, 0, position_map, 1)
+        plans.append(sender.begin_forward([sequence], [4]))
+    for plan, sent in zip(plans, (0, 4), strict=True):
+        sender.end_forward(plan)
+        assert sender.num_sent(1) == sent
+
+
 def test_a_removed_receiver_drains_until_its_writer_is_quiet() -> None:
     cache = Island.of(LAYOUT, num_pages=6).caches[0]
     cache.add_sequence(0)

@@ -25,10 +25,12 @@ CHAIN = list(range(-1, 69))
 SEVERAL_TILES = ((3, CHAIN, 70), (0, [-1] * 70, 20), (1, [*CHAIN, -1, 70], 2))
 
 
+Trees = tuple[tuple[int, list[int], int], ...]
+"""Per sequence its context's length, the nodes' parents, and how many of these are new."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """trees: per sequence its context's length, the nodes' parents, and how many of these are new."""
-
     q_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
@@ -38,7 +40,7 @@ class Case:
     fp8: bool = False
     dtype: torch.dtype = torch.float32
     window: int | None = None
-    trees: tuple[tuple[int, list[int], int], ...] = ((5, BUSH, 8), (0, BUSH, 3), (8, [-1, -1], 1))
+    trees: Trees = ((5, BUSH, 8), (0, BUSH, 3), (8, [-1, -1], 1))
 
 
 CASES = {
@@ -62,11 +64,11 @@ CASES = {
 }
 
 
-def layout_of(case: Case) -> TokenLayout:
-    contexts = np.array([context + len(parents) - new for context, parents, new in case.trees])
-    tokens = lay_out_tokens(contexts, np.array([new for _, _, new in case.trees]))
-    trees = [np.array(parents) for _, parents, _ in case.trees]
-    return replace(tokens, trees=lay_out_trees(np.arange(len(trees)), trees, tokens.qo_indptr))
+def layout_of(trees: Trees) -> TokenLayout:
+    contexts = np.array([context + len(parents) - new for context, parents, new in trees])
+    tokens = lay_out_tokens(contexts, np.array([new for _, _, new in trees]))
+    parents = [np.array(of) for _, of, _ in trees]
+    return replace(tokens, trees=lay_out_trees(np.arange(len(trees)), parents, tokens.qo_indptr))
 
 
 def path(parents: list[int], node: int) -> list[int]:
@@ -87,7 +89,7 @@ def weigh(case: Case, scores: Tensor, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_trees(case: Case) -> None:
     generator = torch.Generator().manual_seed(1)
-    tokens = layout_of(case)
+    tokens = layout_of(case.trees)
     pages_each = int(tokens.seq_lens.max()) // case.page_size + 1
     table = torch.randperm(len(case.trees) * pages_each, generator=generator).numpy().astype(np.int32)
     begins = np.zeros(len(case.trees), np.int64)

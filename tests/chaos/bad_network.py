@@ -26,6 +26,7 @@ KINDS = ("late", "request lost", "answer lost", "twice")
 SHARES = (0.10, 0.03, 0.03, 0.06)
 
 Send = Callable[[Any, Any], Awaitable[Any]]
+Answer = Callable[[Any], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,25 @@ class _Faults:
         self._log = os.open(network.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._copies: set[asyncio.Task[None]] = set()
 
-    def draw(self, method: str | bytes) -> tuple[str, float]:
-        """(kind of fault or "", a number for it between 0 and 1)."""
+    async def call(self, continuation: Send, details: Any, request: Any, answer: Answer) -> tuple[Any, float | None]:
+        """Sends a request, unless it is lost: then it raises, as for a broken connection.
+
+        The call, and None; or, where the answer is to be lost, a number between 0 and 1 that says after how much of it.
+        answer: waits for all that comes of a call; for what was sent twice, the second time.
+        """
         kind = self._random.choices(("", *KINDS), (1 - sum(SHARES), *SHARES))[0]
+        amount = self._random.random()
         if kind:
-            name = method.decode() if isinstance(method, bytes) else method
+            name = details.method.decode() if isinstance(details.method, bytes) else details.method
             self.note(f"{name.rpartition('/')[2]} {kind}")
-        return kind, self._random.random()
+        if kind == "request lost":
+            raise _broken()
+        if kind == "late":
+            await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)
+        call = await continuation(details, request)
+        if kind == "twice":
+            self.in_background(_again(continuation, details, request, amount, answer))
+        return call, amount if kind == "answer lost" else None
 
     def note(self, what: str) -> None:
         os.write(self._log, f"{what}\n".encode())
@@ -102,24 +115,11 @@ class _Answers(grpc.aio.UnaryUnaryClientInterceptor):
         self._faults = faults
 
     async def intercept_unary_unary(self, continuation: Send, client_call_details: Any, request: Any) -> Any:
-        kind, amount = self._faults.draw(client_call_details.method)
-        if kind == "request lost":
-            raise _broken()
-        if kind == "late":
-            await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)
-        call = await continuation(client_call_details, request)
-        if kind == "twice":
-            self._faults.in_background(self._again(continuation, client_call_details, request, amount))
-        elif kind == "answer lost":
+        call, lost = await self._faults.call(continuation, client_call_details, request, _one)
+        if lost is not None:
             await call
             raise _broken()
         return call
-
-    @staticmethod
-    async def _again(continuation: Send, details: Any, request: Any, amount: float) -> None:
-        await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)
-        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError):
-            await (await continuation(details, request))
 
 
 class _Streams(grpc.aio.UnaryStreamClientInterceptor):
@@ -129,29 +129,28 @@ class _Streams(grpc.aio.UnaryStreamClientInterceptor):
         self._faults = faults
 
     async def intercept_unary_stream(self, continuation: Send, client_call_details: Any, request: Any) -> Any:
-        kind, amount = self._faults.draw(client_call_details.method)
-        if kind == "request lost":
-            raise _broken()
-        if kind == "late":
-            await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)
-        call = await continuation(client_call_details, request)
+        call, lost = await self._faults.call(continuation, client_call_details, request, _all)
         self._faults.in_background(self._watch(call))
-        if kind == "twice":
-            self._faults.in_background(self._again(continuation, client_call_details, request, amount))
-        elif kind == "answer lost":
-            return _cut(call, int(amount * MOST_MESSAGES))
-        return call
+        return call if lost is None else _cut(call, int(lost * MOST_MESSAGES))
 
     async def _watch(self, call: Any) -> None:
         if await call.code() == grpc.StatusCode.DATA_LOSS:
             self._faults.note("corrupt")
 
-    @staticmethod
-    async def _again(continuation: Send, details: Any, request: Any, amount: float) -> None:
-        await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)
-        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError):
-            async for _ in await continuation(details, request):
-                pass
+
+async def _again(continuation: Send, details: Any, request: Any, amount: float, answer: Answer) -> None:
+    await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)
+    with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError):
+        await answer(await continuation(details, request))
+
+
+async def _one(call: Any) -> None:
+    await call
+
+
+async def _all(call: Any) -> None:
+    async for _ in call:
+        pass
 
 
 async def _cut(call: Any, num_messages: int) -> AsyncIterator[Any]:

@@ -89,6 +89,7 @@ def test_calls_run_side_by_side_in_processes_of_their_own(server: ForkServer) ->
     waiting.result(SECONDS)
     for actor in (first, second):
         assert actor.call("parent").result(SECONDS) == server.pid
+        assert Path(f"/proc/{actor.pid}/comm").read_text() == "worker\n"
         assert actor.call("imported", "wave").result(SECONDS)
         actor.kill()
 

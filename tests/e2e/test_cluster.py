@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -13,13 +14,34 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.cluster.client import AsyncClient, Client
-from tandem.cluster.errors import CallError, ScaleRefused
+from tandem.cluster.config import load_config
+from tandem.cluster.errors import CallError, ScaleRefused, StartFailed
 from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2
 from tests.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, complete_all, text_of, tokens_of
 
 VOCABULARY = 512
+
+
+@pytest.fixture(scope="module")
+def cluster(small_model: Path) -> Iterator[Cluster]:
+    """Two decode and two prefill processes."""
+    overrides = {
+        "name": f"test-{os.getpid()}",
+        "model.path": str(small_model),
+        "gateway.port": 0,
+        "island.num_prefill": 2,
+        "island.num_decode": 2,
+        "island.threads_per_worker": 1,
+        "cache.num_pages": 192,
+        "scheduler.max_batch_tokens": 64,
+        "ray.num_cpus": 2,
+    }
+    cluster = Cluster(load_config(None, overrides))
+    cluster.start()
+    yield cluster
+    cluster.stop()
 
 
 def workers(address: str) -> list[inference_pb2.WorkerInfo]:
@@ -68,6 +90,15 @@ def test_a_worker_more_and_one_less(cluster: Cluster) -> None:
     while ray.available_resources()["CPU"] != pytest.approx(free):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_model_folder_without_weights(cluster: Cluster, small_model: Path, tmp_path: Path) -> None:
+    """What a worker finds wrong is what its launcher says. The second cluster is on the Ray of the first."""
+    (tmp_path / "config.json").write_bytes((small_model / "config.json").read_bytes())
+    overrides = {"name": f"no-weights-{os.getpid()}", "model.path": str(tmp_path), "gateway.port": 0}
+    with pytest.raises(StartFailed, match=r"has no weights; it must have model\.safetensors"):
+        Cluster(load_config(None, overrides)).start()
+    assert len(assert_idle(cluster.grpc_address)) == 4
 
 
 def test_workers_run_at_the_priority_of_their_launcher(cluster: Cluster) -> None:

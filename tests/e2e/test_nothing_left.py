@@ -9,10 +9,11 @@ from tests.checkpoints import save_checkpoint
 from tests.island import running_island
 from tests.oracle import random_prompt
 from tests.requests import GREEDY, complete_all
+from tests.shm import lasting_names
 
 
 def held() -> tuple[int, int, set[str]]:
-    """Threads of ours, memory segments, entries of /dev/shm."""
+    """Threads of ours, memory segments, names in /dev/shm."""
     gc.collect()
     links = []
     for descriptor in os.listdir("/proc/self/fd"):
@@ -21,7 +22,7 @@ def held() -> tuple[int, int, set[str]]:
         except FileNotFoundError:
             continue  # the listing's own
     threads = sum(thread.name in ("step", "grpc", "gateway") for thread in threading.enumerate())
-    return threads, sum("memfd:" in link for link in links), set(os.listdir("/dev/shm"))
+    return threads, sum("memfd:" in link for link in links), lasting_names()
 
 
 def serve_a_little(folder: Path, seed: int, threads: int) -> None:

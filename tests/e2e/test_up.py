@@ -1,4 +1,4 @@
-"""`tandem up` and the commands beside it, as a person types them: each a process."""
+"""`tandem up` and the commands beside it, as a person types them. What runs is a process; what is refused is none."""
 
 import json
 import os
@@ -8,18 +8,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tandem.cluster.cli import main
 from tandem.cluster.client import Client
 from tandem.cluster.runtime_dir import running_cluster
 from tandem.proto import inference_pb2
 from tests.oracle import greedy, load_oracle
 from tests.requests import GREEDY
+from tests.shm import lasting_names
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
 PHASES = ["command, imports", "ray", "processes, imports", "weights", "island", "kernels", "gateway"]
@@ -30,13 +33,27 @@ def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess
     return subprocess.run([*TANDEM, *arguments], input=text, capture_output=True, text=True, timeout=90, check=False)
 
 
+@dataclass(frozen=True)
+class Up:
+    """A running `tandem up`. shm: the names in /dev/shm before it."""
+
+    name: str
+    process: subprocess.Popen[str]
+    address: str
+    shm: set[str]
+
+    @property
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
 @contextmanager
-def up(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process of a cluster of its own name, and its address once it is ready."""
-    name = f"up-{os.getpid()}"
+def up(model: Path, *arguments: str) -> Iterator[Up]:
+    """A cluster of its own name that is ready."""
+    shm = lasting_names()
     command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--grpc-port", "0"]
-    options = [f"name={name}", "cache.num_pages=64", "ray.num_cpus=2", *arguments]
-    for option in options:
+    name = f"up-{os.getpid()}"
+    for option in (f"name={name}", "cache.num_pages=64", "ray.num_cpus=2", *arguments):
         command += ["--set", option]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -44,104 +61,61 @@ def up(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], st
         line = process.stdout.readline()
         found = re.fullmatch(r"ready grpc=(\S+:\d+)\n", line)
         assert found, f"no ready line but {line!r}; stderr: {process.communicate(timeout=60)[1]}"
-        yield process, found[1]
+        yield Up(name, process, found[1], shm)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
 
 
-def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
+@pytest.fixture(scope="module")
+def running(small_model: Path) -> Iterator[Up]:
+    """One for all tests but its last, which ends it: to start a Ray takes long. Each part may be lost twice."""
+    with up(small_model, "recovery.max_restarts=2") as running:
+        yield running
 
 
 def assert_nothing_left(processes: list[psutil.Process], shm: set[str]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=15)
     assert not alive, f"left behind: {[' '.join(process.cmdline()) for process in alive]}"
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert lasting_names() <= shm
 
 
 @pytest.mark.timeout(240)
-def test_a_session_at_the_command_line(small_model: Path) -> None:
-    shm = set(os.listdir("/dev/shm"))
-    with up(small_model) as (process, address):
-        started = descendants(process)
-        assert len(started) > 3
-        name = f"up-{os.getpid()}"
+def test_requests_at_the_command_line(running: Up, small_model: Path) -> None:
+    options = ("--address", running.address, "--max-tokens", "6", "--temperature", "0")
+    plain = run("generate", "The cache keeps", *options)
+    assert plain.returncode == 0, plain.stderr
+    assert plain.stdout.strip()
+    assert run("generate", *options, text="The cache keeps").stdout == plain.stdout
 
-        plain = run("generate", "The cache keeps", "--address", address, "--max-tokens", "6", "--temperature", "0")
-        assert plain.returncode == 0, plain.stderr
-        assert plain.stdout.strip()
-        piped = run("generate", "--address", address, "--max-tokens", "6", "--temperature", "0", text="The cache keeps")
-        assert piped.stdout == plain.stdout
+    answer = json.loads(run("generate", "--token-ids", "5,6,7", "--json", *options).stdout)
+    assert answer["token_ids"] == greedy(load_oracle(small_model), [5, 6, 7], 6)
+    assert answer["usage"]["prompt_tokens"] == 3
+    assert answer["timings"]["bytes_pushed"] > 0
 
-        ids = run(
-            "generate",
-            "--token-ids",
-            "5,6,7",
-            "--json",
-            "--address",
-            address,
-            "--max-tokens",
-            "6",
-            "--temperature",
-            "0",
-        )
-        answer = json.loads(ids.stdout)
-        assert answer["token_ids"] == greedy(load_oracle(small_model), [5, 6, 7], 6)
-        assert answer["usage"]["prompt_tokens"] == 3
-        assert answer["timings"]["bytes_pushed"] > 0
+    status = json.loads(run("status", "--address", running.address, "--json").stdout)
+    assert json.dumps(status).count("free_pages") == 2
 
-        status = json.loads(run("status", "--address", address, "--json").stdout)
-        assert json.dumps(status).count("free_pages") == 2
+    wrong = run("generate", "--token-ids", "5,999999", "--address", running.address)
+    assert wrong.returncode == 2
+    assert "999999" in wrong.stderr
+    assert len(wrong.stderr.splitlines()) == 1
 
-        wrong = run("generate", "--token-ids", "5,999999", "--address", address)
-        assert wrong.returncode == 2
-        assert "999999" in wrong.stderr
-        assert len(wrong.stderr.splitlines()) == 1
 
-        second = run("up", str(CONFIG), "--model", str(small_model), "--set", f"name={name}")
-        assert second.returncode == 1
-        assert name in second.stderr
-        assert str(process.pid) in second.stderr
-        assert "Traceback" not in second.stderr
-
-        state = running_cluster(name)
-        assert state is not None
-        assert list(state.start_seconds) == PHASES
-        assert min(state.start_seconds.values()) > 0
-
-        stopped = run("down", name)
-        assert stopped.returncode == 0, stopped.stderr
-        assert process.wait(timeout=10) == 0
-        assert process.stderr is not None
-        printed = re.findall(r"^(.+?) +(\d+\.\d\d) s$", process.stderr.read(), re.MULTILINE)
-        assert [phase for phase, _ in printed] == [*PHASES, "in all"]
-    assert_nothing_left(started, shm)
+def test_a_name_that_is_taken(running: Up, small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, (error,) = refused(capsys, "--model", str(small_model), "--set", f"name={running.name}")
+    assert code == 1
+    assert running.name in error
+    assert str(running.process.pid) in error
 
 
 @pytest.mark.timeout(240)
-def test_a_worker_that_dies_ends_the_cluster_with_an_error(small_model: Path) -> None:
-    shm = set(os.listdir("/dev/shm"))
-    with up(small_model, "recovery.max_restarts=0") as (process, address):
-        started = descendants(process)
-        workers = json.loads(run("status", "--address", address, "--json").stdout)
-        pids = [int(pid) for pid in re.findall(r'"pid": (\d+)', json.dumps(workers))]
-        os.kill(pids[1], signal.SIGKILL)
-        _, error = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert "decode (PE 1)" in error
-        assert "Traceback" not in error
-    assert_nothing_left(started, shm)
-
-
-@pytest.mark.timeout(240)
-def test_what_dies_is_started_again_and_streams_go_on(small_model: Path) -> None:
-    shm = set(os.listdir("/dev/shm"))
-    with up(small_model) as (process, address), Client(address) as client:
-        (island,) = client.cluster_info().islands
-        pids = [worker.pid for worker in island.workers if worker.role == inference_pb2.ROLE_DECODE]
-        pids += [one.pid for one in descendants(process) if "GatewayActor" in " ".join(one.cmdline())]
+def test_what_dies_is_started_again_until_it_has_died_too_often(running: Up, small_model: Path) -> None:
+    """The last one that uses it."""
+    with Client(running.address) as client:
+        pids = [decode_worker(client)]
+        pids += [one.pid for one in running.descendants if one.name().startswith("gateway.")]
         assert len(pids) == 2
         tokens = []
         for update in client.generate([5, 6, 7], max_tokens=200, timeout=200, **GREEDY):
@@ -151,32 +125,75 @@ def test_what_dies_is_started_again_and_streams_go_on(small_model: Path) -> None
         assert tokens == greedy(load_oracle(small_model), [5, 6, 7], 200)
         after = client.cluster_info()
         assert (after.islands[0].epoch, after.islands[0].restarts, after.gateway_restarts) == (2, 1, 1)
-        started = descendants(process)
-    assert_nothing_left(started, shm)
+        place = psutil.Process(decode_worker(client)).parents()[1]
+        assert "Place" in " ".join(place.cmdline())
+        place.kill()  # what would start another in its place: the island is placed anew
+        deadline = time.monotonic() + 120
+        while (island := client.cluster_info().islands[0]).epoch != 3 or not island.workers:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        updates = client.generate([5, 6, 7], max_tokens=20, timeout=100, **GREEDY)
+        assert [token for update in updates for token in update.token_ids] == tokens[:20]
+        started = running.descendants
+        os.kill(decode_worker(client), signal.SIGKILL)
+    _, error = running.process.communicate(timeout=60)
+    assert running.process.returncode == 1
+    assert "decode (PE 1)" in error
+    assert "Traceback" not in error
+    assert_nothing_left(started, running.shm)
+
+
+def decode_worker(client: Client) -> int:
+    """Its pid."""
+    (island,) = client.cluster_info().islands
+    (worker,) = [worker for worker in island.workers if worker.role == inference_pb2.ROLE_DECODE]
+    assert worker.alive
+    return worker.pid
+
+
+@pytest.mark.timeout(240)
+def test_down_leaves_nothing(small_model: Path) -> None:
+    with up(small_model) as running:
+        started = running.descendants
+        assert len(started) > 3
+        state = running_cluster(running.name)
+        assert state is not None
+        assert list(state.start_seconds) == PHASES
+        assert min(state.start_seconds.values()) > 0
+        stopped = run("down", running.name)
+        assert stopped.returncode == 0, stopped.stderr
+        assert running.process.wait(timeout=10) == 0
+        assert running.process.stderr is not None
+        printed = re.findall(r"^(.+?) +(\d+\.\d\d) s$", running.process.stderr.read(), re.MULTILINE)
+        assert [phase for phase, _ in printed] == [*PHASES, "in all"]
+    assert_nothing_left(started, running.shm)
 
 
 def test_kill_minus_nine_leaves_nothing(small_model: Path) -> None:
-    shm = set(os.listdir("/dev/shm"))
-    with up(small_model) as (process, _):
-        started = [one for one in descendants(process) if not one.name().endswith("Agent")]
-        process.kill()
-        process.wait(timeout=10)
+    with up(small_model) as killed:
+        started = [one for one in killed.descendants if not one.name().endswith("Agent")]
+        killed.process.kill()
+        killed.process.wait(timeout=10)
     # Ray's own agents notice only after a while; what holds pages ends at once.
-    assert_nothing_left(started, shm)
+    assert_nothing_left(started, killed.shm)
 
 
-def test_a_port_in_use(small_model: Path) -> None:
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+    """The exit code of an `up`, and what stands on stderr, by lines."""
+    with pytest.raises(SystemExit) as ended:
+        main(["up", str(CONFIG), *arguments])
+    return int(ended.value.code or 0), capsys.readouterr().err.splitlines()
+
+
+def test_a_port_in_use(small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        began = time.monotonic()
-        result = run("up", str(CONFIG), "--model", str(small_model), "--grpc-port", str(port), "--set", "name=taken")
-    assert time.monotonic() - began < 30
-    assert result.returncode == 1
-    assert str(port) in result.stderr
-    assert "--grpc-port" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+        port = str(taken.getsockname()[1])
+        code, (error,) = refused(capsys, "--model", str(small_model), "--grpc-port", port, "--set", "name=taken")
+    assert code == 1
+    assert port in error
+    assert "--grpc-port" in error
 
 
 @pytest.mark.parametrize(
@@ -190,17 +207,10 @@ def test_a_port_in_use(small_model: Path) -> None:
     ],
     ids=["empty", "unknown architecture"],
 )
-def test_a_model_folder_that_cannot_be_served(prepare, named: str, tmp_path: Path) -> None:  # noqa: ANN001
+def test_a_model_folder_that_cannot_be_served(
+    prepare: Callable[[Path], object], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepare(tmp_path)
-    result = run("up", str(CONFIG), "--model", str(tmp_path), "--set", "name=bad-model")
-    assert result.returncode == 2
-    assert named in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-def test_a_model_folder_without_weights(small_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((small_model / "config.json").read_bytes())
-    result = run("up", str(CONFIG), "--model", str(tmp_path), "--grpc-port", "0", "--set", "name=no-weights")
-    assert result.returncode == 1
-    assert "model.safetensors" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    code, (error,) = refused(capsys, "--model", str(tmp_path), "--set", "name=bad-model")
+    assert code == 2
+    assert named in error

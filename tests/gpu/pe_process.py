@@ -59,7 +59,7 @@ class Pe:
     def run_beside_a_push(self, target: int, group: int, slots: Int32Array) -> bool:
         """Whether work queued behind write_slots ends before the write does, which waits for a long kernel."""
         with torch.cuda.stream(self.transport._stream):
-            torch.cuda._sleep(100_000_000)
+            torch.cuda._sleep(1_000_000_000)  # half a second: hosts are busy
         self.transport.write_slots(target, group, slots, slots)
         fence = self.transport.fence(target)
         torch.zeros(1, device=self.device)

@@ -1,6 +1,6 @@
 """Latent attention in 16 bits on a GPU: absorbed, expanded, pushed, and in a CUDA graph; float32 is torch's."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from tandem.cache.rope import RopeParameters
 from tests.cache.naive import assert_same_kv
 from tests.cache.peer_writer import PeerWriter
 from tests.gpu.test_cache import MappedWriter
+from tests.gpu.test_token_trees import PROGRAM as TREES
 from tests.tolerances import assert_close
 
 pytestmark = [
@@ -103,22 +104,31 @@ def attend(cache: PagedKVCache, plan: ForwardPlan, layer: int, inputs: Inputs, u
 
 
 @torch.inference_mode()
-def run(cache: PagedKVCache, shape: Shape, appends: Mapping[int, int], inputs: Inputs) -> list[Tensor]:
+def run(cache: PagedKVCache, shape: Shape, appends: Mapping[int, int | list[int]], inputs: Inputs) -> list[Tensor]:
+    """One forward; o of each layer. appends: numbers of plain tokens, or parents of nodes."""
     up = shape.up()
-    plan = cache.begin_forward(list(appends), list(appends.values()))
+    lengths = [of if isinstance(of, int) else len(of) for of in appends.values()]
+    parents = [None if isinstance(of, int) else of for of in appends.values()]
+    plan = cache.begin_forward(list(appends), lengths, token_tree_parents=parents)
     outputs = [attend(cache, plan, layer, inputs, up) for layer in range(LAYERS)]
     cache.end_forward(plan)
     return outputs
 
 
-def check(shape: Shape, program: list[dict[int, int]]) -> None:
-    """Against torch's kernels in float32, which tests/cache compares with a naive cache."""
+def check(
+    shape: Shape, program: Sequence[Mapping[int, int | list[int]]], commits: Mapping[int, dict[int, int]] | None = None
+) -> None:
+    """Against torch's kernels in float32, which tests/cache compares with a naive cache. commits: leaves of trees, by
+    the step before which they are."""
     cache, twin = shape.cache(shape.pool()), exact(shape).cache(exact(shape).pool())
     for sequence in range(5):
         cache.add_sequence(sequence)
         twin.add_sequence(sequence)
     for step, appends in enumerate(program):
-        inputs = shape.draw(sum(appends.values()), seed=step)
+        leaves = (commits or {}).get(step, {})
+        for of in (cache, twin):
+            of.commit_token_tree(list(leaves), list(leaves.values()))
+        inputs = shape.draw(sum(of if isinstance(of, int) else len(of) for of in appends.values()), seed=step)
         same = [(q.float(), latents.float(), keys.float()) for q, latents, keys in inputs]
         expected = run(twin, exact(shape), appends, same)
         for actual, wanted in zip(run(cache, shape, appends, inputs), expected, strict=True):
@@ -139,8 +149,14 @@ def test_attention(shape: Shape) -> None:
     check(shape, PROGRAM)
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_trees(shape: Shape) -> None:
+    """Trees that grow beside plain sequences, one behind nothing; then commits, and a plain forward."""
+    check(shape, [*TREES, dict.fromkeys(range(5), 1)], {len(TREES): {4: 64, 0: -1, 2: 255}})
+
+
 def test_heads_expanded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cache.kernels.flashinfer_latent.EXPANDED_ROWS", 4 * 1000)
+    monkeypatch.setattr("tandem.cache.latent.EXPANDED_ROWS", 4 * 1000)
     check(BF16, [{0: 900}, {0: 500, 1: 300, 2: 1}])
 
 

@@ -41,6 +41,7 @@ WIDE = {
 }  # fmt: skip
 MOSTLY = {"float16": 0.95, "bfloat16": 0.85}  # of the tokens are the same
 LOGPROB = {"float16": 0.03, "bfloat16": 0.25}
+FP8_LOGPROB = 0.1  # what is rounded a little differently may become the neighbouring entry
 
 Drawn = dict[int, tuple[int, dict[int, float]]]
 """By sequence the token and the best log-probabilities of one step."""
@@ -133,12 +134,19 @@ def assert_graphs_go_on(folder: Path, dtype: str, params: SamplingParams, progra
     assert not eager.runner.runs_ahead
     ours = graphs.run(params, program)
     theirs = eager.run(params, program, told=ours)
+    assert_alike(ours, theirs, LOGPROB[dtype], sum(program), MOSTLY[dtype])
+
+
+def assert_alike(
+    ours: list[Drawn], theirs: list[Drawn], tolerance: float, count: int = sum(PROGRAM), mostly: float = 0.95
+) -> None:
+    """`count` tokens, of which at least `mostly` are the same, and the log-probabilities that both report."""
     pairs = [(mine[sequence], other[sequence]) for mine, other in zip(ours, theirs, strict=True) for sequence in mine]
-    assert len(pairs) == sum(program)
-    assert np.mean([mine[0] == other[0] for mine, other in pairs]) > MOSTLY[dtype]
+    assert len(pairs) == count
+    assert np.mean([mine[0] == other[0] for mine, other in pairs]) > mostly
     for (_, mine), (_, other) in pairs:
         for token in mine.keys() & other.keys():
-            assert mine[token] == pytest.approx(other[token], abs=LOGPROB[dtype])
+            assert mine[token] == pytest.approx(other[token], abs=tolerance)
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -165,11 +173,12 @@ def test_a_lone_row_is_one_launch(family: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_graphs_over_kv_in_8_bits(tmp_path: Path) -> None:
-    make_model("qwen3", head_dim=64, hidden_size=256).save_pretrained(tmp_path)
+    make_model("qwen3", head_dim=128, hidden_size=256).save_pretrained(tmp_path)
     scales = KVScales(((0.01,), (0.02, 0.015)), ((0.02,), (0.01, 0.03)))
-    eager, graphs = (Steps(tmp_path, "bfloat16", with_graphs, scales) for with_graphs in (False, True))
+    eager, graphs = (Steps(tmp_path, "float16", with_graphs, scales) for with_graphs in (False, True))
     assert graphs.runner.runs_ahead
-    assert tokens_of(graphs.run(GREEDY)) == tokens_of(eager.run(GREEDY))
+    ours = graphs.run(GREEDY)
+    assert_alike(ours, eager.run(GREEDY, told=ours), FP8_LOGPROB)
 
 
 def test_float32_steps_are_eager(tmp_path: Path) -> None:

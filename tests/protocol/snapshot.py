@@ -21,7 +21,7 @@ from tandem.workers.prefill_request import PrefillRequest, PrefillResult
 from tests.protocol.small_island import LAYOUT
 from tests.protocol.world import World
 
-TIMES = dict.fromkeys(("arrived", "started", "sampled", "push_seconds"), 0.0)
+TIMES: dict[str, float] = dict.fromkeys(("arrived", "started", "sampled", "push_seconds"), 0.0)
 
 
 def save(world: World) -> bytes:

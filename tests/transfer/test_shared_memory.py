@@ -18,6 +18,7 @@ from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.transfer.completion import pack_signal
 from tandem.transfer.errors import MembershipRefused, PeerGone, TransportError
 from tandem.transfer.shared_memory import SharedMemoryTransport
+from tests.shm import lasting_names
 from tests.transfer.layouts import PAGE_SIZE
 from tests.transfer.peer_process import NUM_PAGES, peer_config, pushed_slots
 
@@ -76,11 +77,11 @@ def join_all(own: SharedMemoryTransport, peers: list[Peer]) -> None:
         assert peer.read() == "joined"
 
 
-def shared_objects() -> tuple[list[str], list[str], int]:
+def shared_objects() -> tuple[set[str], list[str], int]:
     """What might leak: names in /dev/shm, own descriptors, own mappings of segments."""
     gc.collect()
     mappings = Path("/proc/self/maps").read_text().count("memfd:tandem")
-    return sorted(os.listdir("/dev/shm")), sorted(os.listdir("/proc/self/fd")), mappings
+    return lasting_names(), sorted(os.listdir("/proc/self/fd")), mappings
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -115,6 +115,15 @@ def test_what_nobody_sends_ends(pair: LoopPair, end: Callable[[LoopPair], None])
     pair.assert_free()
 
 
+def test_what_was_computed_for_nothing_is_a_prefix_for_the_next(folder: Path) -> None:
+    pair = LoopPair(folder, sharing=True)
+    forwards, prompt = CountedForwards(pair), random_prompt(3 * CHUNK, 0)
+    announce(pair, "withdrawn", prompt)
+    pair.prefill.abort("withdrawn")
+    assert pair.complete("again", prompt, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
+    assert forwards.counts == [CHUNK] * 3
+
+
 def test_an_announcement_after_its_end_is_not_heeded(pair: LoopPair) -> None:
     prompt = random_prompt(20, 0)
     pair.complete("done", prompt, OUTPUT)

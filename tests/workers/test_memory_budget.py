@@ -5,10 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.cache.latent import UpProjections
+from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.errors import GpuTooSmall
 from tandem.workers.memory_budget import RESERVED_BYTES, MemoryBudget, run_largest_forward
 from tandem.workers.models.registry import load_config
+from tandem.workers.planned_attention import PlannedAttention
 from tandem.workers.weights import load_decoder
+from tandem.workers.worker import kv_layout
 from tests.checkpoints import save_checkpoint
 
 GIB = 1 << 30
@@ -54,5 +58,40 @@ def test_the_largest_forward_has_logits_for_every_sequence(tmp_path: Path, monke
         return logits
 
     monkeypatch.setattr(model, "forward", watched)
-    run_largest_forward(model, 40, 8)
+    run_largest_forward(model, 40, 8, 64)
     assert seen == [(8, model.config.vocab_size)]
+
+
+def test_the_largest_forward_makes_as_many_keys_and_values_of_latents_as_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_checkpoint("deepseek_v2", tmp_path)
+    model = load_decoder(folder, load_config(folder))
+    made, keys_and_values = list[int](), UpProjections.keys_and_values
+
+    def watched(up: UpProjections, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = keys_and_values(up, entries)
+        made.append(keys.numel() + values.numel())
+        return keys, values
+
+    monkeypatch.setattr(UpProjections, "keys_and_values", watched)
+    layout, latent = kv_layout(model.config, 16), model.config.latent
+    assert latent is not None
+    pools = [torch.zeros(8, *layout.page_shape(group)) for group in range(len(layout.groups))]
+    rope, heads = model.config.rope, latent.heads
+    cache = PagedKVCache(layout, pools, max_sequences=1, max_sequence_length=80, rope=rope, writer=None, latent=heads)
+    cache.add_sequence(0)
+    with torch.inference_mode():
+        for _ in range(2):
+            plan = cache.begin_forward([0], [40])
+            model.forward(torch.zeros(40, dtype=torch.int64), PlannedAttention(cache, plan), torch.tensor([39]))
+            cache.end_forward(plan)
+    largest = max(made)
+    made.clear()
+    run_largest_forward(model, 40, 1, 80)
+    assert max(made) == largest
+    made.clear()
+    monkeypatch.setattr("tandem.workers.memory_budget.EXPANDED_POSITIONS", 100)
+    monkeypatch.setattr("tandem.cache.latent.EXPANDED_ROWS", 200)
+    run_largest_forward(model, 40, 1, 1 << 40)
+    assert set(made) == {200 * (latent.query_dim + heads.value_dim)}

@@ -1,0 +1,46 @@
+"""Several islands on the same GPUs: a worker has that of its PE; Ray, which hands each out once, is told of more."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import ray
+
+from tandem.cluster.actors import WorkerActor
+from tandem.cluster.processes import ActorSpec, ProcessGroup
+from tandem.cluster.ray_processes import NAMESPACE, RayProcesses
+from tandem.workers.config import WorkerConfig
+
+
+class SharingWorker(WorkerActor):
+    """Has the GPU of its PE, whatever Ray says: each PE of an island its own, and islands the same."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(config.pe)
+        super().__init__(config)
+
+
+class SharingProcesses(RayProcesses):
+    def __init__(self, num_gpus: int) -> None:
+        """num_gpus: what all islands' workers would have of their own."""
+        super().__init__()
+        self._num_gpus = num_gpus
+
+    def start(self, cluster: str, num_cpus: int | None) -> None:
+        ray.init(
+            num_cpus=num_cpus,
+            num_gpus=self._num_gpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            namespace=NAMESPACE,
+        )
+        super().start(cluster, num_cpus)
+
+    def start_again(
+        self, group: ProcessGroup | None, specs: Sequence[ActorSpec], *, gpus: int, threads: int
+    ) -> ProcessGroup:
+        shared = [replace(spec, kind=SharingWorker) if spec.kind is WorkerActor else spec for spec in specs]
+        return super().start_again(group, shared, gpus=gpus, threads=threads)
+
+    def stop(self) -> None:
+        ray.shutdown()

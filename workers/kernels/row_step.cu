@@ -43,7 +43,7 @@ constexpr int INPUT_BYTES = at_least((WIDEST * 2 + 15) / 16 * 16, HEADS_BYTES), 
 constexpr int FOUND_BYTES = WARPS * GROUP * HEAD_DIM * 4;
 constexpr int WORK_BYTES = at_least(INPUT_BYTES + PARTIAL_BYTES, FOUND_BYTES);
 constexpr unsigned HEAD_LANES = HEAD_DIM == 128 ? ~0u : 0xffff;  // those that read a head
-constexpr int SHARED_BYTES = 227 * 1024, MOST_DEPTH = 8;
+constexpr int SHARED_BYTES = 227 * 1024, MOST_DEPTH = 4;
 constexpr int PART = HEAD_DIM + 2;  // words of a share of one head: sums, highest score, total
 
 // Words, one after another in `words`.
@@ -70,9 +70,9 @@ struct State {
     float squares[WARPS];
     float residual[2 * (HIDDEN / 2 / BLOCKS + 1)];  // the rows of x that this block writes
     int begins[PHASES], counts[PHASES];             // pairs of outputs; items of 8 positions
-    const Number* layers[LAYERS][POINTERS];
+    const Number* weights[LAYERS][DOWN + 1];        // by phase
 };
-constexpr int DEPTH = at_most(MOST_DEPTH, (SHARED_BYTES - (int)sizeof(State) - 128) / (WARPS * SLOT));
+constexpr int DEPTH = at_most(MOST_DEPTH, (SHARED_BYTES - (int)sizeof(State) - 16) / (WARPS * SLOT));
 static_assert(DEPTH >= 2, "no room for rings in shared memory");
 
 struct Block {
@@ -133,7 +133,7 @@ struct Warp {
         unsigned unit = (unsigned)item / slices(COLUMNS), column = (unsigned)item % slices(COLUMNS) * SLICE;
         int row = phase == GATE_UP ? 2 * (block.state.begins[phase] + unit / 2) + (unit & 1) * INNER
                                    : 2 * (block.state.begins[phase] + unit);
-        const Number* weight = phase == HEAD ? step.lm_head : block.state.layers[layer][phase];
+        const Number* weight = phase == HEAD ? step.lm_head : block.state.weights[layer][phase];
         const Number* source = weight + (long long)row * COLUMNS + column;
         copy(slot, source, source + COLUMNS, (COLUMNS - column < SLICE ? COLUMNS - column : SLICE) * 2);
     }
@@ -314,7 +314,7 @@ __device__ void multiply(Warp& warp, Finish finish) {
 }
 
 // The new token's q (in units of log 2), k and v of this block's KV head, normed and rotated, into block.heads.
-__device__ void prepare_heads(Warp& warp, int layer, unsigned tag) {
+__device__ void prepare_heads(Warp& warp, int layer, const Number* gains_of_heads, unsigned tag) {
     const Step& step = warp.step;
     int head = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS, which = warp.warp;
     if (which < GROUP + 2 && warp.lane < HEAD_DIM / 4) {
@@ -323,7 +323,7 @@ __device__ void prepare_heads(Warp& warp, int layer, unsigned tag) {
         const unsigned *cos = reinterpret_cast<const unsigned*>(step.cos), *sin = reinterpret_cast<const unsigned*>(step.sin);
         float2 cos_a = unpack(cos[low]), cos_b = unpack(cos[high]), sin_a = unpack(sin[low]), sin_b = unpack(sin[high]);
         float2 by_a = {1, 1}, by_b = {1, 1};
-        const Number* gain = which <= GROUP ? warp.block.state.layers[layer][HEAD_NORMS] : nullptr;
+        const Number* gain = which <= GROUP ? gains_of_heads : nullptr;
         if (gain) {
             const unsigned* gains = reinterpret_cast<const unsigned*>(gain + from * HEAD_DIM);
             by_a = unpack(gains[low]), by_b = unpack(gains[high]);
@@ -516,9 +516,9 @@ __device__ void merge_shares(const Step& step, int used, unsigned tag) {
     }
 }
 
-__device__ void attend(Warp& warp, int layer, unsigned tag) {
+__device__ void attend(Warp& warp, int layer, const Number* gains_of_heads, unsigned tag) {
     if (blockIdx.x >= KV_HEADS * SPLITS) return;
-    prepare_heads(warp, layer, tag);
+    prepare_heads(warp, layer, gains_of_heads, tag);
     Softmax softmax;
     begin_softmax(softmax, warp);
     int items = warp.block.state.counts[ATTENTION], split = blockIdx.x % SPLITS;
@@ -552,20 +552,20 @@ __device__ void share_out(const Step& step, Block& block, Warp& warp) {
         publish_arrivals();
     }
     __syncthreads();
-    for (int place = threadIdx.x; place < LAYERS * POINTERS; place += THREADS)
-        block.state.layers[place / POINTERS][place % POINTERS] = step.layers[place];
+    for (int place = threadIdx.x; place < LAYERS * (DOWN + 1); place += THREADS)
+        block.state.weights[place / (DOWN + 1)][place % (DOWN + 1)] = step.layers[place / (DOWN + 1) * POINTERS + place % (DOWN + 1)];
     int begin = 2 * block.state.begins[DOWN], count = 2 * block.state.counts[DOWN];
     for (int row = threadIdx.x; row < count; row += THREADS) block.state.residual[row] = (float)step.x[begin + row];
     __syncthreads();
 }
 
 // Brings the gains of a layer near: all blocks read them, at moments when each waits for the others.
-__device__ void warm_up(const Block& block, int layer) {
+__device__ void warm_up(const Step& step, int layer) {
     if (layer >= LAYERS || threadIdx.x != THREADS - 1) return;
     constexpr int NORM = (HIDDEN + 63) / 64, HEADS = ((Q_HEADS + KV_HEADS) * HEAD_DIM + 63) / 64;  // lines of 128 bytes
     for (int line = blockIdx.x; line < 2 * NORM + HEADS; line += BLOCKS) {
         int which = line < NORM ? INPUT_NORM : line < 2 * NORM ? POST_NORM : HEAD_NORMS;
-        const Number* gain = block.state.layers[layer][which];
+        const Number* gain = step.layers[layer * POINTERS + which];
         if (gain) prefetch(gain + 64 * (which == INPUT_NORM ? line : which == POST_NORM ? line - NORM : line - 2 * NORM));
     }
 }
@@ -578,11 +578,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
     unsigned first_tag = step.epoch[0];
     share_out(step, block, warp);
     for (int slot = 0; slot < DEPTH; slot++) warp.fetch_next();
-    warm_up(block, 0);
+    warm_up(step, 0);
     Word* words = step.words;
+    const Number* input_norm = step.layers[INPUT_NORM];
     const unsigned* embedded = reinterpret_cast<const unsigned*>(step.x);
     for (int layer = 0; layer < LAYERS; layer++) {
-        const Number* const* of_layer = block.state.layers[layer];
+        const Number* const* of_layer = step.layers + layer * POINTERS;  // loaded long before it is needed
+        const Number *bias = of_layer[QKV_BIAS], *gains_of_heads = of_layer[HEAD_NORMS], *post_norm = of_layer[POST_NORM];
         unsigned tag = first_tag + layer;
         auto add_to_residual = [&](int to, int phase) {
             return [&, to, phase](int pair, const float* sums) {
@@ -593,18 +595,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
                 write_word(words + to + block.state.begins[phase] + pair, bits, tag);
             };
         };
-        gather<HIDDEN>(warp, words + X_AT, tag - 1, layer ? nullptr : embedded, of_layer[INPUT_NORM]);
+        gather<HIDDEN>(warp, words + X_AT, tag - 1, layer ? nullptr : embedded, input_norm);
+        input_norm = layer + 1 < LAYERS ? of_layer[POINTERS + INPUT_NORM] : step.final_norm;
         multiply<QKV, HIDDEN>(warp, [&](int pair, const float* sums) {
             int place = block.state.begins[QKV] + pair;
-            float2 bias = {0, 0};
-            if (of_layer[QKV_BIAS]) bias = unpack(reinterpret_cast<const unsigned*>(of_layer[QKV_BIAS])[place]);
-            write_word(words + QKV_AT + place, pack(sums[0] + bias.x, sums[1] + bias.y), tag);
+            float2 more = bias ? unpack(reinterpret_cast<const unsigned*>(bias)[place]) : float2{0, 0};
+            write_word(words + QKV_AT + place, pack(sums[0] + more.x, sums[1] + more.y), tag);
         });
-        attend(warp, layer, tag);
-        warm_up(block, layer + 1);
+        attend(warp, layer, gains_of_heads, tag);
+        warm_up(step, layer + 1);
         gather<HEADS_WIDTH>(warp, words + HEADS_AT, tag, nullptr, nullptr);
         multiply<O, HEADS_WIDTH>(warp, add_to_residual(MID_AT, O));
-        gather<HIDDEN>(warp, words + MID_AT, tag, nullptr, of_layer[POST_NORM]);
+        gather<HIDDEN>(warp, words + MID_AT, tag, nullptr, post_norm);
         multiply<GATE_UP, HIDDEN>(warp, [&](int pair, const float* sums) {
             float2 gate = rounded({sums[0], sums[1]}), up = rounded({sums[2], sums[3]});
             float2 active = rounded({gate.x / (1 + expf(-gate.x)), gate.y / (1 + expf(-gate.y))});
@@ -613,7 +615,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
         gather<INNER>(warp, words + INNER_AT, tag, nullptr, nullptr);
         multiply<DOWN, INNER>(warp, add_to_residual(X_AT, DOWN));
     }
-    gather<HIDDEN>(warp, words + X_AT, first_tag + LAYERS - 1, nullptr, step.final_norm);
+    gather<HIDDEN>(warp, words + X_AT, first_tag + LAYERS - 1, nullptr, input_norm);
     multiply<HEAD, HIDDEN>(warp, [&](int pair, const float* sums) {
         reinterpret_cast<unsigned*>(step.logits)[block.state.begins[HEAD] + pair] = pack(sums[0], sums[1]);
     });

@@ -1,6 +1,6 @@
 // device.cuh and what row_step.cu has of CUDA, for a CPU: a fiber a thread, all blocks at once, one after another.
-// A fiber goes on until it waits, for its warp, its block or a word. Copies are done as soon as they are asked for: a slot
-// that is fetched into too early is overwritten while it is read.
+// A fiber goes on until it waits, for its warp, its block or a word. Copies are done as soon as they are asked for: a
+// slot that is fetched into too early is overwritten while it is read.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -75,7 +75,9 @@ static const emulated::Index threadIdx{{false}}, blockIdx{{true}};
 
 inline void __syncthreads() { emulated::meet(emulated::current->of_block->meeting, emulated::threads); }
 inline void __syncwarp() { emulated::meet(emulated::current->of_warp->meeting, 32); }
-inline float __shfl_xor_sync(unsigned lanes, float value, int other) { return emulated::exchange(lanes, value, emulated::current->thread % 32 ^ other); }
+inline float __shfl_xor_sync(unsigned lanes, float value, int other) {
+    return emulated::exchange(lanes, value, emulated::current->thread % 32 ^ other);
+}
 inline float __shfl_sync(unsigned lanes, float value, int lane) { return emulated::exchange(lanes, value, lane); }
 inline float __shfl_down_sync(unsigned lanes, float value, int by) {
     int lane = emulated::current->thread % 32;
@@ -113,20 +115,29 @@ inline bool has_arrived(unsigned long long* barrier, unsigned parity) { return (
 #if HALF
 using Number = _Float16;
 inline float number(unsigned short bits) { _Float16 value; std::memcpy(&value, &bits, 2); return value; }
-inline unsigned bits_of(float value) { _Float16 number = value; unsigned short bits; std::memcpy(&bits, &number, 2); return bits; }
+inline unsigned bits_of(float value) {
+    _Float16 number = value;
+    unsigned short bits;
+    std::memcpy(&bits, &number, 2);
+    return bits;
+}
 #else
 struct Number {
     unsigned short bits;
     operator float() const { return __uint_as_float((unsigned)bits << 16); }
 };
 inline float number(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
-inline unsigned bits_of(float value) { unsigned bits = __float_as_uint(value); return (bits + 0x7fff + (bits >> 16 & 1)) >> 16; }
+inline unsigned bits_of(float value) {
+    unsigned bits = __float_as_uint(value);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
 #endif
 inline float2 unpack(unsigned bits) { return {number(bits), number(bits >> 16)}; }
 inline unsigned pack(float low, float high) { return bits_of(low) | bits_of(high) << 16; }
 inline float2 rounded(float2 both) { return unpack(pack(both.x, both.y)); }
 
-inline void multiply_tiles(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+inline void multiply_tiles(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                           unsigned b1) {
     emulated::WarpState& warp = *emulated::current->of_warp;
     auto tiles = warp.tiles[warp.meeting.round % 2];
     int lane = emulated::current->thread % 32;
@@ -135,7 +146,8 @@ inline void multiply_tiles(float (&sums)[4], unsigned a0, unsigned a1, unsigned 
     emulated::meet(warp.meeting, 32);
     for (int which = 0; which < 4; which++) {
         for (int quad = 0; quad < 4; quad++) {
-            const unsigned *a = tiles[lane / 4 * 4 + quad] + which / 2, *b = tiles[(lane % 4 * 2 + which % 2) * 4 + quad] + 4;
+            const unsigned* a = tiles[lane / 4 * 4 + quad] + which / 2;
+            const unsigned* b = tiles[(lane % 4 * 2 + which % 2) * 4 + quad] + 4;
             for (int half = 0; half < 2; half++) {
                 float2 x = unpack(a[2 * half]), y = unpack(b[half]);
                 sums[which] += x.x * y.x + x.y * y.y;

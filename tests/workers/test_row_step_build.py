@@ -9,7 +9,7 @@ import torch
 from tandem.workers.kernels.row_step import RowStepShape
 from tandem.workers.kernels.row_step_build import build_row_step, load_row_step
 
-QWEN3 = RowStepShape(1024, 3072, 16, 8, 128, 151936, 28, torch.bfloat16)
+QWEN3 = RowStepShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16)
 HOPPER, BLOCKS = (9, 0), 132
 # Its arguments end with `-o FILE`.
 NVCC = """#!/bin/sh

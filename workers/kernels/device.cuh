@@ -70,20 +70,6 @@ __device__ inline bool has_arrived(unsigned long long* barrier, unsigned parity)
     return done;
 }
 
-// sums += A · B for A [16, 16] and B [16, 8], each lane's registers as mma.m16n8k16 wants them.
-#if HALF
-#define NUMBERS "f16"
-#else
-#define NUMBERS "bf16"
-#endif
-__device__ inline void multiply_tiles(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                      unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." NUMBERS "." NUMBERS ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 // Two numbers of 16 bits in one register.
 #if HALF
 using Number = __half;

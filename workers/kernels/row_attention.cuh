@@ -3,7 +3,7 @@
 #include "row_exchange.cuh"
 
 // The new token's q (in units of log 2), k and v of this block's KV head, normed and rotated, into the work area.
-__device__ void prepare_heads(Warp& warp, int layer, const Number* gains_of_heads, unsigned tag) {
+__device__ void prepare_heads(Warp& warp, int layer, unsigned tag) {
     const Step& step = warp.step;
     int head = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS, which = warp.warp;
     if (which < GROUP + 2 && warp.lane < HEAD_DIM / 4) {
@@ -13,7 +13,7 @@ __device__ void prepare_heads(Warp& warp, int layer, const Number* gains_of_head
         const unsigned* sin = reinterpret_cast<const unsigned*>(step.sin);
         float2 cos_a = unpack(cos[low]), cos_b = unpack(cos[high]), sin_a = unpack(sin[low]), sin_b = unpack(sin[high]);
         float2 by_a = {1, 1}, by_b = {1, 1};
-        const Number* gain = which <= GROUP ? gains_of_heads : nullptr;
+        const Number* gain = which <= GROUP ? step.layers[layer * POINTERS + HEAD_NORMS] : nullptr;
         if (gain) {
             const unsigned* gains = reinterpret_cast<const unsigned*>(gain + from * HEAD_DIM);
             by_a = unpack(gains[low]), by_b = unpack(gains[high]);
@@ -191,8 +191,8 @@ __device__ void merge_shares(const Step& step, int used, unsigned tag) {
     int head = blockIdx.x / SPLITS;
     for (int place = threadIdx.x; place < GROUP * HEAD_DIM; place += THREADS) {
         int split = place % SPLITS, element = blockIdx.x % SPLITS * EACH + place / SPLITS;
-        int place_of_part = (head * SPLITS + split) * GROUP + element / HEAD_DIM;
-        const Word* part = step.words + PARTS_AT + (long long)place_of_part * PART;
+        const Word* part =
+            step.words + PARTS_AT + ((long long)(head * SPLITS + split) * GROUP + element / HEAD_DIM) * PART;
         float most = -INFINITY, total = 0, sum = 0;
         if (split < used) {
             unsigned bits[3];
@@ -213,9 +213,9 @@ __device__ void merge_shares(const Step& step, int used, unsigned tag) {
     }
 }
 
-__device__ void attend(Warp& warp, int layer, const Number* gains_of_heads, unsigned tag) {
+__device__ void attend(Warp& warp, int layer, unsigned tag) {
     if (blockIdx.x >= KV_HEADS * SPLITS) return;
-    prepare_heads(warp, layer, gains_of_heads, tag);
+    prepare_heads(warp, layer, tag);
     Softmax softmax;
     begin_softmax(softmax, warp);
     int items = warp.block.state.counts[ATTENTION], split = blockIdx.x % SPLITS;
@@ -226,6 +226,7 @@ __device__ void attend(Warp& warp, int layer, const Number* gains_of_heads, unsi
     }
     if (items > 0 || split == 0) tell_share(softmax, warp, at_least(at_most(items, WARPS), 1), tag);
     int share = (warp.stored + SPLITS * SHARE - 1) / (SPLITS * SHARE) * SHARE;
+    warp.release();
     merge_shares(warp.step, share ? (warp.stored + share - 1) / share : 1, tag);
     __syncthreads();  // what the warps have found is read: the next input may take its place
 }

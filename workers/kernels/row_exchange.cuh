@@ -27,8 +27,8 @@ __device__ inline float sum_of_warp(float value) {
 // Puts the input of a product, COLUMNS numbers, into shared memory as pairs: words of `tag`, or `plain` where that is
 // not null, normed where `gain` is not null. Behind it all threads see it.
 template <int COLUMNS>
-__device__ void gather(Warp& warp, const Word* words, unsigned tag, const unsigned* plain, const Number* gain) {
-    Block& block = warp.block;
+__device__ void gather(const Step& step, Block& block, const Word* words, unsigned tag, const unsigned* plain,
+                       const Number* gain) {
     constexpr int EACH = (COLUMNS / 4 + THREADS - 1) / THREADS;  // times two pairs
     unsigned pairs[EACH][2];
     uint2 gains[EACH];
@@ -43,7 +43,6 @@ __device__ void gather(Warp& warp, const Word* words, unsigned tag, const unsign
         int place = threadIdx.x + each * THREADS;
         if (!plain && place < COLUMNS / 4) read_words(words + 2 * place, found[each][0], found[each][1]);
     }
-    warp.release();  // while the words are on their way
     float squares = 0;
     for (int each = 0; each < EACH; each++) {
         int place = threadIdx.x + each * THREADS;
@@ -68,8 +67,8 @@ __device__ void gather(Warp& warp, const Word* words, unsigned tag, const unsign
         if (threadIdx.x % 32 == 0) block.state.squares[threadIdx.x / 32] = squares;
         __syncthreads();
         squares = 0;
-        for (int other = 0; other < WARPS; other++) squares += block.state.squares[other];
-        inverse = rsqrtf(squares / COLUMNS + warp.step.eps);
+        for (int warp = 0; warp < WARPS; warp++) squares += block.state.squares[warp];
+        inverse = rsqrtf(squares / COLUMNS + step.eps);
     }
     for (int each = 0; each < EACH; each++) {
         int place = threadIdx.x + each * THREADS;

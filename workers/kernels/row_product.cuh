@@ -2,31 +2,31 @@
 #pragma once
 #include "row_exchange.cuh"
 
+__device__ inline void multiply_pair(float& sum, unsigned weights, float2 x) {
+    float2 w = unpack(weights);
+    sum = fmaf(w.x, x.x, sum);
+    sum = fmaf(w.y, x.y, sum);
+}
+
 // One item: lanes 0 and 16 get the products of its two rows and a slice of the input.
-//
-// Tensor cores do it: eighths of the first row and of the second are the 16 rows of A, eighths of the input the 8
-// columns of B, and what counts of the product is where an eighth meets itself. Lane 4 * g + t has columns of the g-th
-// eighth, 8 of each 32; odd eighths take them in another order, so that no two lanes want the same bank at once.
 template <int COLUMNS>
 __device__ float multiply_slice(Warp& warp, int slice) {
     const unsigned char* rows = warp.take();
     const uint4* input = reinterpret_cast<const uint4*>(warp.block.state.work) + slice * (SLICE / 8);
     const uint4 *first = reinterpret_cast<const uint4*>(rows), *second = first + SLICE / 8;
-    constexpr int EIGHTH = SLICE / 64;  // in units of 8 columns
-    int group = warp.lane / 4, quad = warp.lane % 4;
-    float sums[4] = {};
+    float sum = 0, second_sum = 0;
 #pragma unroll
-    for (int part = 0; part < EIGHTH / 4; part++) {
-        int place = group * EIGHTH + (part ^ (group & 1)) * 4 + quad;
-        uint4 x = {}, w = {}, v = {};
-        if (COLUMNS % SLICE == 0 || slice * SLICE + place * 8 < COLUMNS)
-            x = input[place], w = first[place], v = second[place];
-        multiply_tiles(sums, w.x, v.x, w.y, v.y, x.x, x.y);
-        multiply_tiles(sums, w.z, v.z, w.w, v.w, x.z, x.w);
+    for (int part = 0; part < SLICE / 256; part++) {
+        int place = part * 32 + warp.lane;
+        if (COLUMNS % SLICE && slice * SLICE + place * 8 >= COLUMNS) break;
+        uint4 x = input[place], w = first[place], v = second[place];
+        float2 a = unpack(x.x), b = unpack(x.y), c = unpack(x.z), d = unpack(x.w);
+        multiply_pair(sum, w.x, a), multiply_pair(sum, w.y, b), multiply_pair(sum, w.z, c), multiply_pair(sum, w.w, d);
+        multiply_pair(second_sum, v.x, a), multiply_pair(second_sum, v.y, b);
+        multiply_pair(second_sum, v.z, c), multiply_pair(second_sum, v.w, d);
     }
-    bool here = quad == group / 2, odd = group & 1, upper = warp.lane & 16;
-    float of_first = here ? (odd ? sums[1] : sums[0]) : 0, of_second = here ? (odd ? sums[3] : sums[2]) : 0;
-    float kept = upper ? of_second : of_first, sent = upper ? of_first : of_second;
+    bool upper = warp.lane & 16;
+    float kept = upper ? second_sum : sum, sent = upper ? sum : second_sum;
     kept += __shfl_xor_sync(~0u, sent, 16);
     for (int other = 8; other; other /= 2) kept += __shfl_xor_sync(~0u, kept, other);
     return kept;
@@ -59,4 +59,5 @@ __device__ void multiply(Warp& warp, Finish finish) {
         }
         if (first + ROUND < units) __syncthreads();
     }
+    warp.release();
 }

@@ -28,7 +28,7 @@ struct Warp {
     __device__ void fetch_next() {
         while (phase < PHASES && item >= num_items(phase)) {
             item = warp;
-            if (phase == DOWN && layer + 1 < LAYERS) {
+            if (phase == DOWN && layer + 1 < step.num_layers) {
                 layer++;
                 phase = QKV;
             } else {
@@ -46,19 +46,13 @@ struct Warp {
     }
 
     __device__ void fetch_rows(unsigned slot) {
-        if (phase == O) fetch_slice<HEADS_WIDTH>(slot);
-        else if (phase == DOWN) fetch_slice<INNER>(slot);
-        else fetch_slice<HIDDEN>(slot);
-    }
-
-    template <int COLUMNS>
-    __device__ void fetch_slice(unsigned slot) {
-        unsigned unit = (unsigned)item / slices(COLUMNS), column = (unsigned)item % slices(COLUMNS) * SLICE;
+        int columns = phase == O ? HEADS_WIDTH : phase == DOWN ? INNER : HIDDEN;
+        int parts = slices(columns), unit = item / parts, column = (item - unit * parts) * SLICE;
         int row = phase == GATE_UP ? 2 * (block.state.begins[phase] + unit / 2) + (unit & 1) * INNER
                                    : 2 * (block.state.begins[phase] + unit);
-        const Number* weight = phase == HEAD ? step.lm_head : block.state.weights[layer][phase];
-        const Number* source = weight + (long long)row * COLUMNS + column;
-        copy(slot, source, source + COLUMNS, (COLUMNS - column < SLICE ? COLUMNS - column : SLICE) * 2);
+        const Number* weight = phase == HEAD ? step.lm_head : step.layers[layer * POINTERS + phase];
+        const Number* source = weight + (long long)row * columns + column;
+        copy(slot, source, source + columns, (columns - column < SLICE ? columns - column : SLICE) * 2);
     }
 
     __device__ void fetch_positions(unsigned slot) {

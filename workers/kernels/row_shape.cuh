@@ -1,6 +1,6 @@
 // The sizes of row_step.cu, what a launch is given, and what a block keeps in shared memory.
 //
-// Set by the compiler's command line: HIDDEN, INNER, Q_HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCKS, WARPS, HALF.
+// Set by the compiler's command line: HIDDEN, INNER, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCKS, WARPS, HALF.
 #pragma once
 #ifdef __CUDACC__
 #include "device.cuh"
@@ -35,7 +35,7 @@ constexpr int PARTIAL_BYTES = ROUND * slices(WIDEST) * 8;
 constexpr int FOUND_BYTES = WARPS * GROUP * HEAD_DIM * 4;
 constexpr int WORK_BYTES = at_least(INPUT_BYTES + PARTIAL_BYTES, FOUND_BYTES);
 constexpr unsigned HEAD_LANES = HEAD_DIM == 128 ? ~0u : 0xffff;  // those that read a head
-constexpr int SHARED_BYTES = 227 * 1024, MOST_DEPTH = 4;
+constexpr int SHARED_BYTES = 227 * 1024, MOST_DEPTH = 8;
 constexpr int PART = HEAD_DIM + 2;  // words of a share of one head: sums, highest score, total
 
 // Words, one after another in `words`.
@@ -50,7 +50,7 @@ struct Step {
     Word* words;
     unsigned* epoch;  // the next tag; how many blocks are done
     long long page_elements, layer_elements;
-    int vocab, page_size;
+    int num_layers, vocab, page_size;
     float eps, head_eps, scale;
 };
 
@@ -62,9 +62,8 @@ struct State {
     float squares[WARPS];
     float residual[2 * (HIDDEN / 2 / BLOCKS + 1)];  // the rows of x that this block writes
     int begins[PHASES], counts[PHASES];             // pairs of outputs; items of 8 positions
-    const Number* weights[LAYERS][DOWN + 1];        // by phase
 };
-constexpr int DEPTH = at_most(MOST_DEPTH, (SHARED_BYTES - (int)sizeof(State) - 16) / (WARPS * SLOT));
+constexpr int DEPTH = at_most(MOST_DEPTH, (SHARED_BYTES - (int)sizeof(State) - 128) / (WARPS * SLOT));
 static_assert(DEPTH >= 2, "no room for rings in shared memory");
 
 struct Block {

@@ -24,8 +24,8 @@ __device__ void share_out(const Step& step, Block& block, Warp& warp) {
         const int pairs[] = {QKV_ROWS / 2, 0, HIDDEN / 2, INNER / 2, HIDDEN / 2, step.vocab / 2};
         for (int phase = 0; phase < PHASES; phase++) {
             block.state.begins[phase] = (long long)pairs[phase] * blockIdx.x / BLOCKS;
-            int end = (long long)pairs[phase] * (blockIdx.x + 1) / BLOCKS;
-            block.state.counts[phase] = end - block.state.begins[phase];
+            block.state.counts[phase] =
+                (int)((long long)pairs[phase] * (blockIdx.x + 1) / BLOCKS) - block.state.begins[phase];
         }
         block.state.counts[ATTENTION] = positions > 0 ? (positions + SHARE - 1) / SHARE : 0;
         for (int warp = 0; warp < WARPS; warp++)
@@ -33,9 +33,6 @@ __device__ void share_out(const Step& step, Block& block, Warp& warp) {
         publish_arrivals();
     }
     __syncthreads();
-    for (int layer = threadIdx.x; layer < LAYERS; layer += THREADS)
-        for (int phase = QKV; phase <= DOWN; phase++)
-            block.state.weights[layer][phase] = step.layers[layer * POINTERS + phase];
     int begin = 2 * block.state.begins[DOWN], count = 2 * block.state.counts[DOWN];
     for (int row = threadIdx.x; row < count; row += THREADS) block.state.residual[row] = (float)step.x[begin + row];
     __syncthreads();
@@ -43,13 +40,13 @@ __device__ void share_out(const Step& step, Block& block, Warp& warp) {
 
 // Brings the gains of a layer near: all blocks read them, at moments when each waits for the others.
 __device__ void warm_up(const Step& step, int layer) {
-    if (layer >= LAYERS || threadIdx.x != THREADS - 1) return;
+    if (layer >= step.num_layers || threadIdx.x != THREADS - 1) return;
     constexpr int NORM = (HIDDEN + 63) / 64, HEADS = ((Q_HEADS + KV_HEADS) * HEAD_DIM + 63) / 64;  // lines of 128 bytes
     for (int line = blockIdx.x; line < 2 * NORM + HEADS; line += BLOCKS) {
         int which = line < NORM ? INPUT_NORM : line < 2 * NORM ? POST_NORM : HEAD_NORMS;
         const Number* gain = step.layers[layer * POINTERS + which];
-        int first = which == INPUT_NORM ? 0 : which == POST_NORM ? NORM : 2 * NORM;
-        if (gain) prefetch(gain + 64 * (line - first));
+        if (gain)
+            prefetch(gain + 64 * (which == INPUT_NORM ? line : which == POST_NORM ? line - NORM : line - 2 * NORM));
     }
 }
 
@@ -63,12 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
     for (int slot = 0; slot < DEPTH; slot++) warp.fetch_next();
     warm_up(step, 0);
     Word* words = step.words;
-    const Number* input_norm = step.layers[INPUT_NORM];
     const unsigned* embedded = reinterpret_cast<const unsigned*>(step.x);
-    for (int layer = 0; layer < LAYERS; layer++) {
-        const Number* const* of_layer = step.layers + layer * POINTERS;  // loaded long before it is needed
-        const Number *bias = of_layer[QKV_BIAS], *gains_of_heads = of_layer[HEAD_NORMS];
-        const Number* post_norm = of_layer[POST_NORM];
+    for (int layer = 0; layer < step.num_layers; layer++) {
+        const Number* const* of_layer = step.layers + layer * POINTERS;
         unsigned tag = first_tag + layer;
         auto add_to_residual = [&](int to, int phase) {
             return [&, to, phase](int pair, const float* sums) {
@@ -79,33 +73,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
                 write_word(words + to + block.state.begins[phase] + pair, bits, tag);
             };
         };
-        gather<HIDDEN>(warp, words + X_AT, tag - 1, layer ? nullptr : embedded, input_norm);
-        input_norm = layer + 1 < LAYERS ? of_layer[POINTERS + INPUT_NORM] : step.final_norm;
+        gather<HIDDEN>(step, block, words + X_AT, tag - 1, layer ? nullptr : embedded, of_layer[INPUT_NORM]);
         multiply<QKV, HIDDEN>(warp, [&](int pair, const float* sums) {
             int place = block.state.begins[QKV] + pair;
-            float2 more = bias ? unpack(reinterpret_cast<const unsigned*>(bias)[place]) : float2{0, 0};
-            write_word(words + QKV_AT + place, pack(sums[0] + more.x, sums[1] + more.y), tag);
+            float2 bias = {0, 0};
+            if (of_layer[QKV_BIAS]) bias = unpack(reinterpret_cast<const unsigned*>(of_layer[QKV_BIAS])[place]);
+            write_word(words + QKV_AT + place, pack(sums[0] + bias.x, sums[1] + bias.y), tag);
         });
-        attend(warp, layer, gains_of_heads, tag);
+        attend(warp, layer, tag);
         warm_up(step, layer + 1);
-        gather<HEADS_WIDTH>(warp, words + HEADS_AT, tag, nullptr, nullptr);
+        gather<HEADS_WIDTH>(step, block, words + HEADS_AT, tag, nullptr, nullptr);
         multiply<O, HEADS_WIDTH>(warp, add_to_residual(MID_AT, O));
-        gather<HIDDEN>(warp, words + MID_AT, tag, nullptr, post_norm);
+        gather<HIDDEN>(step, block, words + MID_AT, tag, nullptr, of_layer[POST_NORM]);
         multiply<GATE_UP, HIDDEN>(warp, [&](int pair, const float* sums) {
             float2 gate = rounded({sums[0], sums[1]}), up = rounded({sums[2], sums[3]});
             float2 active = rounded({gate.x / (1 + expf(-gate.x)), gate.y / (1 + expf(-gate.y))});
             unsigned bits = pack(active.x * up.x, active.y * up.y);
             write_word(words + INNER_AT + block.state.begins[GATE_UP] + pair, bits, tag);
         });
-        gather<INNER>(warp, words + INNER_AT, tag, nullptr, nullptr);
+        gather<INNER>(step, block, words + INNER_AT, tag, nullptr, nullptr);
         multiply<DOWN, INNER>(warp, add_to_residual(X_AT, DOWN));
     }
-    gather<HIDDEN>(warp, words + X_AT, first_tag + LAYERS - 1, nullptr, input_norm);
+    gather<HIDDEN>(step, block, words + X_AT, first_tag + step.num_layers - 1, nullptr, step.final_norm);
     multiply<HEAD, HIDDEN>(warp, [&](int pair, const float* sums) {
         reinterpret_cast<unsigned*>(step.logits)[block.state.begins[HEAD] + pair] = pack(sums[0], sums[1]);
     });
     if (threadIdx.x == 0 && atomicAdd(step.epoch + 1, 1) == BLOCKS - 1) {
-        step.epoch[0] = first_tag + LAYERS;
+        step.epoch[0] = first_tag + step.num_layers;
         step.epoch[1] = 0;
     }
 }

@@ -49,7 +49,6 @@ class RowStepShape:
     kv_heads: int
     head_dim: int
     vocab: int
-    layers: int
     dtype: torch.dtype
 
     def fits(self, blocks: int) -> bool:
@@ -72,7 +71,6 @@ class RowStepShape:
             "Q_HEADS": self.q_heads,
             "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim,
-            "LAYERS": self.layers,
             "BLOCKS": blocks,
             "WARPS": warps,
             "HALF": int(self.dtype == torch.float16),
@@ -94,7 +92,7 @@ class StepArguments(ctypes.Structure):
         *((name, POINTER) for name in ("layers", "x", "final_norm", "lm_head", "cos", "sin", "logits", "pool")),
         *((name, POINTER) for name in ("slots", "kv_indptr", "kv_indices", "kv_last_page_len", "words", "epoch")),
         *(("page_elements", INT64), ("layer_elements", INT64)),
-        *(("vocab", INT32), ("page_size", INT32)),
+        *(("num_layers", INT32), ("vocab", INT32), ("page_size", INT32)),
         *(("eps", FLOAT), ("head_eps", FLOAT), ("scale", FLOAT)),
     )
 
@@ -144,7 +142,7 @@ class RowStep:
             StepArguments(
                 *(tensor.data_ptr() for tensor in (*tensors, *of_pages, self._words, self._epoch)),
                 *(pages.pool.stride(0), pages.pool.stride(1)),
-                *(self._shape.vocab, pages.pool.shape[4], self._eps, self._eps, pages.scale),
+                *(len(self._layers), self._shape.vocab, pages.pool.shape[4], self._eps, self._eps, pages.scale),
             )
         )
         return logits
@@ -155,7 +153,7 @@ class RowStep:
         return (
             pages.tables.slots.shape[0] == 1
             and pages.pool.dtype == self._shape.dtype
-            and pages.pool.shape[1] == self._shape.layers
+            and pages.pool.shape[1] == len(self._layers)
             and rotary_dim == self._shape.head_dim
             and page_size % 8 == 0
         )

@@ -100,7 +100,6 @@ class RowDecoder:
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             vocab=self._lm_head.shape[0],
-            layers=len(layers),
             dtype=config.dtype,
         )
         fitting = [layer for layer in layers if layer is not None]

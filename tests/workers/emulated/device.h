@@ -25,7 +25,7 @@ struct alignas(8) float2 { float x, y; };
 namespace emulated {
 struct Meeting { int here = 0, round = 0; };
 struct BlockState { std::unique_ptr<unsigned char[]> memory; Meeting meeting; };
-struct WarpState { Meeting meeting; float numbers[2][32]; unsigned tiles[2][32][6]; };
+struct WarpState { Meeting meeting; float numbers[2][32]; };
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
@@ -135,23 +135,3 @@ inline unsigned bits_of(float value) {
 inline float2 unpack(unsigned bits) { return {number(bits), number(bits >> 16)}; }
 inline unsigned pack(float low, float high) { return bits_of(low) | bits_of(high) << 16; }
 inline float2 rounded(float2 both) { return unpack(pack(both.x, both.y)); }
-
-inline void multiply_tiles(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                           unsigned b1) {
-    emulated::WarpState& warp = *emulated::current->of_warp;
-    auto tiles = warp.tiles[warp.meeting.round % 2];
-    int lane = emulated::current->thread % 32;
-    unsigned own[] = {a0, a1, a2, a3, b0, b1};
-    std::memcpy(tiles[lane], own, sizeof own);
-    emulated::meet(warp.meeting, 32);
-    for (int which = 0; which < 4; which++) {
-        for (int quad = 0; quad < 4; quad++) {
-            const unsigned* a = tiles[lane / 4 * 4 + quad] + which / 2;
-            const unsigned* b = tiles[(lane % 4 * 2 + which % 2) * 4 + quad] + 4;
-            for (int half = 0; half < 2; half++) {
-                float2 x = unpack(a[2 * half]), y = unpack(b[half]);
-                sums[which] += x.x * y.x + x.y * y.y;
-            }
-        }
-    }
-}

@@ -177,8 +177,10 @@ class FlashInferKernels:
 
     def step_pages(self, plan: DecodePlan | FixedPlan, rotation: Rotation | None) -> StepPages | None:
         options = self._step_options
-        plain = options.window is None and options.softcap is None and isinstance(plan, DecodePlan)
-        return StepPages(self._pool, plan.tables, rotation, options.scale) if plain and rotation is not None else None
+        plain = options.window is None and options.softcap is None and self._fp8 is None
+        if not plain or rotation is None or not isinstance(plan, DecodePlan):
+            return None
+        return StepPages(self._pool, plan.tables, rotation, options.scale)
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan | FixedPlan

@@ -110,8 +110,15 @@ def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pyte
     caches = []
     for _ in range(2):
         pool = torch.full((40, *layout.page_shape(0)), torch.nan, dtype=config.dtype)
-        sizes = {"max_sequences": 4, "max_sequence_length": 128}
-        cache = PagedKVCache(layout, (pool,), **sizes, rope=config.rope, writer=None, kernels=OpenKernels)
+        cache = PagedKVCache(
+            layout,
+            (pool,),
+            max_sequences=4,
+            max_sequence_length=128,
+            rope=config.rope,
+            writer=None,
+            kernels=OpenKernels,
+        )
         for sequence, length in enumerate(case.lengths):
             cache.add_sequence(sequence)
             plan = cache.begin_forward([sequence], [length])

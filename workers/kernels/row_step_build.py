@@ -9,7 +9,7 @@ from pathlib import Path
 from tandem.transfer.errors import TransportError
 from tandem.transfer.kernels.device_build import find_nvcc
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("row_step.cu", "device.cuh"))
+SOURCE = Path(__file__).with_name("row_step.cu")
 FLAGS = ("-std=c++17", "-O3")
 SECONDS_TO_COMPILE = 120.0
 
@@ -34,13 +34,14 @@ def build_row_step(folder: Path, defines: tuple[str, ...], capability: tuple[int
     """
     nvcc, arch = find_nvcc(), "".join(map(str, capability))
     options = (*FLAGS, *defines, f"-gencode=arch=compute_{arch},code=sm_{arch}")
-    parts = (*(path.read_text(encoding="utf-8") for path in SOURCES), *options, _run([nvcc, "--version"]))
+    texts = [path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.cuh")))]
+    parts = (*texts, *options, _run([nvcc, "--version"]))
     cubin = folder / f"row-step-{hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()}.cubin"
     if not cubin.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             made = Path(own) / cubin.name
-            _run([nvcc, *options, "-cubin", str(SOURCES[0]), "-o", str(made)])
+            _run([nvcc, *options, "-cubin", str(SOURCE), "-o", str(made)])
             made.replace(cubin)
     return cubin.read_bytes()
 

@@ -1,6 +1,6 @@
 // device.cuh and what row_step.cu has of CUDA, for a CPU: a fiber a thread, all blocks at once, one after another.
-// A fiber goes on until it waits, for its warp, its block or a word. Copies are done as soon as they are asked for: a slot
-// that is fetched into too early is overwritten while it is read.
+// A fiber goes on until it waits, for its warp, its block or a word. Copies are done as soon as they are asked for: a
+// slot that is fetched into too early is overwritten while it is read.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -75,7 +75,9 @@ static const emulated::Index threadIdx{{false}}, blockIdx{{true}};
 
 inline void __syncthreads() { emulated::meet(emulated::current->of_block->meeting, emulated::threads); }
 inline void __syncwarp() { emulated::meet(emulated::current->of_warp->meeting, 32); }
-inline float __shfl_xor_sync(unsigned lanes, float value, int other) { return emulated::exchange(lanes, value, emulated::current->thread % 32 ^ other); }
+inline float __shfl_xor_sync(unsigned lanes, float value, int other) {
+    return emulated::exchange(lanes, value, emulated::current->thread % 32 ^ other);
+}
 inline float __shfl_sync(unsigned lanes, float value, int lane) { return emulated::exchange(lanes, value, lane); }
 inline float __shfl_down_sync(unsigned lanes, float value, int by) {
     int lane = emulated::current->thread % 32;
@@ -113,14 +115,22 @@ inline bool has_arrived(unsigned long long* barrier, unsigned parity) { return (
 #if HALF
 using Number = _Float16;
 inline float number(unsigned short bits) { _Float16 value; std::memcpy(&value, &bits, 2); return value; }
-inline unsigned bits_of(float value) { _Float16 number = value; unsigned short bits; std::memcpy(&bits, &number, 2); return bits; }
+inline unsigned bits_of(float value) {
+    _Float16 number = value;
+    unsigned short bits;
+    std::memcpy(&bits, &number, 2);
+    return bits;
+}
 #else
 struct Number {
     unsigned short bits;
     operator float() const { return __uint_as_float((unsigned)bits << 16); }
 };
 inline float number(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
-inline unsigned bits_of(float value) { unsigned bits = __float_as_uint(value); return (bits + 0x7fff + (bits >> 16 & 1)) >> 16; }
+inline unsigned bits_of(float value) {
+    unsigned bits = __float_as_uint(value);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
 #endif
 inline float2 unpack(unsigned bits) { return {number(bits), number(bits >> 16)}; }
 inline unsigned pack(float low, float high) { return bits_of(low) | bits_of(high) << 16; }

@@ -39,6 +39,14 @@ class TokenLayout:
         return self.positions.size == self.seq_lens.size
 
     @property
+    def in_trees(self) -> NDArray[np.bool_]:
+        """bool [B]: whether a sequence's new tokens are nodes of a tree."""
+        found = np.zeros(self.seq_lens.size, np.bool_)
+        if self.trees is not None:
+            found[self.trees.sequences] = True
+        return found
+
+    @property
     def single(self) -> NDArray[np.bool_]:
         """bool [B]: whether a sequence has one new token, which sees all."""
         single = np.ones(self.seq_lens.size, np.bool_) if self.each_one else np.diff(self.qo_indptr) == 1

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.kernels.upload import upload
 from tandem.cache.layout import KVLayout
 from tandem.cache.plan import TokenLayout
 from tandem.cache.rope import RopeParameters, RotaryEmbedding, Rotation
@@ -66,16 +67,15 @@ class Rotations:
         positions = tokens.rope_positions
         if unrotated is not None:
             positions[unrotated] = self._max_positions
-        places = torch.from_numpy(positions)
         if not self.by_length:
-            return self.at(places)
-        lengths = self._lengths(tokens, rope_lengths)
+            return self.at(upload([positions], self.device)[0])
+        places, lengths = upload([positions, self._lengths(tokens, rope_lengths)], self.device)
         return self._to_groups([None if one is None else one.rotation(places, lengths) for one in self._embeddings])
 
     def _to_groups(self, of_kinds: list[Rotation | None]) -> list[Rotation | None]:
         return [of_kinds[kind] for kind in self._of_groups]
 
-    def _lengths(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> Tensor:
+    def _lengths(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> Int64Array:
         """int64 [T]: the length by which each token is rotated."""
         lengths = tokens.seq_lens.astype(np.int64)
         if rope_lengths is not None:
@@ -83,4 +83,4 @@ class Rotations:
         lengths = lengths[tokens.owners]
         if tokens.trees is not None:  # a node is rotated as if its path came token by token
             lengths[tokens.trees.tokens] = tokens.rope_positions[tokens.trees.tokens] + 1
-        return torch.from_numpy(lengths)
+        return lengths

@@ -28,19 +28,20 @@ from tandem.cluster.forked_actor import ForkedActor
 PID_BYTES = 8
 TITLE_BYTES = 15  # as long as Linux keeps
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 class ForkServer:
     """This process's end of one server. fork() may come from any thread."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        """Returns at once; modules are found as this process finds them, and one that cannot be imported is for the
-        actor to complain about that needs it."""
+        """Returns at once. modules: to be imported, as this process finds them; with `:name`, that is then called. What
+        cannot be imported is for the actor to complain about that needs it; if one touches a GPU, the server does
+        without all of them."""
         self._lock = Lock()
         self._control, theirs = socket.socketpair()
-        program = f"from tandem.cluster.fork_server import run; run({theirs.fileno()}, {list(modules)!r})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
+            _command(theirs.fileno(), modules),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -76,9 +77,15 @@ class ForkServer:
 
 def run(control: int, modules: Sequence[str]) -> NoReturn:
     """The server. Ends when the other end of the socket `control` is closed."""
-    for module in modules:
+    for entry in modules:
+        module, _, function = entry.partition(":")
         with suppress(Exception):
-            import_module(module)
+            imported = import_module(module)
+            if function:
+                getattr(imported, function)()
+    if _has_touched_gpu():
+        os.set_inheritable(control, True)
+        os.execv(sys.executable, _command(control, ()))
     gc.collect()
     gc.freeze()  # a collection in an actor would write to, and so copy, what is shared
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
@@ -88,6 +95,20 @@ def run(control: int, modules: Sequence[str]) -> NoReturn:
             if not title:
                 os._exit(0)
             _fork(asked, title, fds[0])
+
+
+def _command(control: int, modules: Sequence[str]) -> list[str]:
+    program = f"from tandem.cluster.fork_server import run; run({control}, {list(modules)!r})"
+    return [sys.executable, "-c", program]
+
+
+def _has_touched_gpu() -> bool:
+    """Whether this process has initialised CUDA, which does not survive a fork."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False  # it is not even loaded
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != CUDA_ERROR_NOT_INITIALIZED
 
 
 def _title(name: str) -> bytes:

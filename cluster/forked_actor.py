@@ -98,11 +98,10 @@ class ForkedActor(ActorProcess):
 
 def open_answer(answer: Future[Any], done: Future[bytes]) -> None:
     """Fills `answer` with what an actor's method returned or raised; done: what relay() gave, ended."""
-    error = done.exception()
-    if error is not None:
-        answer.set_exception(error)
-        return
-    raised, result = unpack(done.result())
+    try:
+        raised, result = unpack(done.result())
+    except Exception as error:
+        raised, result = error, None
     if raised is None:
         answer.set_result(result)
     else:

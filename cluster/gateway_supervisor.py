@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
 from tandem.cluster.actors import GatewayActor
 from tandem.cluster.config import RecoverySection
-from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
+from tandem.cluster.errors import StartFailed, TandemError
 from tandem.cluster.gateway import GatewaySettings, attempt_prefix
 from tandem.cluster.liveness import Liveness
 from tandem.cluster.membership import Membership
@@ -97,11 +98,9 @@ class GatewaySupervisor(Supervisor):
 
     def _end(self) -> None:
         if self._group is not None:
-            try:
+            with suppress(Exception):  # what does not stop by itself is killed next
                 calls = [member.call("stop", self.grace) for member in self._group.members]
                 StopSignal().results(calls, STOP_SECONDS + self.grace)
-            except (ProcessEnded, TimeoutError, RuntimeError):
-                pass  # what does not stop by itself is killed next
             self._group.end()
 
 

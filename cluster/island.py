@@ -22,8 +22,8 @@ START_SECONDS = 600.0
 STOP_SECONDS = 30.0
 RELEASE_SECONDS = 30.0
 PROGRESS_SECONDS = 2.0
-# Not flashinfer, whose import initialises CUDA, which does not survive a fork.
-GPU_MODULES = ("tandem.transfer.nvshmem", "tandem.cache.kernels.flashinfer_kernels")
+GPU_MODULES = ("tandem.transfer.nvshmem", "tandem.cache.kernels.flashinfer_preload:preload_flashinfer")
+
 
 LoadState = tuple[str, int, int]  # worker, bytes loaded, bytes in all
 

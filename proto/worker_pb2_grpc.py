@@ -79,8 +79,8 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Announce(self, request, context):
-        """Prefill side: a prompt that a RemoteSend will come for, unless an Abort does. Its beginning may be computed while the
-        decode worker is asked for room; nothing is written. May come late, twice or never: a RemoteSend needs none.
+        """Prefill side: a prompt that a RemoteSend will come for, unless an Abort does. It may be computed while the decode
+        worker is asked for room; nothing is written. May come late, twice or never: a RemoteSend needs none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,7 +3,9 @@
 What supervises them, and what runs in them, is what runs under Ray.
 """
 
+import atexit
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from tandem.cluster.actor_server import pack
 from tandem.cluster.fork_server import ForkServer
@@ -13,11 +15,18 @@ from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, Process
 FORK_SECONDS = 120.0
 
 
+@cache
+def fork_server() -> ForkServer:
+    """One for all tests of this process, for its imports take seconds."""
+    server = ForkServer(["tandem.cluster.actors"])
+    atexit.register(server.close)
+    return server
+
+
 class LocalProcesses(Processes):
     """`pids` has every process that was started and was not seen to end, by its actor's name."""
 
     def __init__(self) -> None:
-        self._server: ForkServer | None = None
         self._actors: dict[str, ForkedActor] = {}
         self.started_pids: list[int] = []
 
@@ -26,17 +35,16 @@ class LocalProcesses(Processes):
         return {name: actor.pid for name, actor in list(self._actors.items()) if not actor.ended}
 
     def start(self, cluster: str, num_cpus: int | None) -> None:
-        self._server = ForkServer(["tandem.cluster.actors"])
+        pass
 
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "LocalGroup":
         assert not gpus
         return LocalGroup(self._start(specs), self._start)
 
     def _start(self, specs: Sequence[ActorSpec]) -> list[ForkedActor]:
-        assert self._server is not None, "start() comes first"
         members = []
         for spec in specs:
-            actor = self._server.fork(spec.name, pack((spec.kind, spec.argument)), FORK_SECONDS)
+            actor = fork_server().fork(spec.name, pack((spec.kind, spec.argument)), FORK_SECONDS)
             self._actors[spec.name] = actor
             self.started_pids.append(actor.pid)
             members.append(actor)
@@ -46,8 +54,6 @@ class LocalProcesses(Processes):
         for actor in self._actors.values():
             actor.kill()
             assert actor.join(10)
-        if self._server is not None:
-            self._server.close()
 
 
 class LocalGroup(ProcessGroup):

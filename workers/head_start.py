@@ -1,4 +1,4 @@
-"""The beginning of a prompt, computed while a decode worker is still being asked for room."""
+"""A prompt that is computed while a decode worker is still being asked for room."""
 
 import logging
 import time
@@ -14,35 +14,30 @@ from tandem.workers.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
-# What may have been computed in vain when no decode worker has room, and what cannot be pushed while it is computed.
-# On an H200 an 8B model takes 24 ms for it; a reservation takes 3.
-LONGEST_HEAD = 1024
+# Tokens. All their KV travels once they are computed, which for 8K takes about as long as the reservation did that was
+# not waited for, and is computed in vain when there is no room. A longer prompt would have to be cut: that costs more.
+LONGEST_HEAD = 8192
 
 
 @dataclass(eq=False)
 class Head:
-    """A prompt without a place to land. computed counts positions in the cache here, cached_tokens those found there.
+    """A prompt without a place to land, of which cached_tokens were found in the prefix index.
 
-    logits: float32 [1, vocab], those behind the last token, once all of it is computed.
+    logits: float32 [1, vocab], behind its last token, once its forward is launched.
     """
 
     request_id: str
     sequence_id: int
     token_ids: Int64Array
     lease: Lease
-    computed: int = 0
     cached_tokens: int = 0
     logits: Tensor | None = None
     arrived: float = field(default_factory=time.perf_counter)
     started: float = 0.0
 
-    @property
-    def has_begun(self) -> bool:
-        return self.computed > self.cached_tokens
-
 
 class HeadStart:
-    """At most one prompt, of which one chunk is computed and nothing is written to anybody. Owned by the step thread.
+    """At most one prompt, which is computed in one forward and written to nobody. Owned by the step thread.
 
     Its pages are for whoever has a place to land, should that one need them: drop() is right at any time, for work of
     this device that still uses them comes before all that is launched later.
@@ -72,35 +67,38 @@ class HeadStart:
         return None if self._head is None else self._head.request_id
 
     def take(self, request_id: str, sequence_id: int, token_ids: Int64Array) -> None:
-        """Nothing happens when there is one already, or no room."""
+        """Nothing happens when there is one already, or no room, or too much of it is to be computed."""
         cache = self._cache
         if self._head is not None or not cache.has_room(len(token_ids), self._max_batch_tokens):
             return
         head = Head(request_id, sequence_id, token_ids, Lease(self._lease_seconds, self._clock))
         cache.add_sequence(sequence_id)
         if self._sharing:
-            head.cached_tokens = head.computed = cache.match_prefix(sequence_id, token_ids)
+            head.cached_tokens = cache.match_prefix(sequence_id, token_ids)
+        if len(token_ids) - head.cached_tokens > min(LONGEST_HEAD, self._max_batch_tokens):
+            cache.remove_sequence(sequence_id)
+            return
         cache.reserve(sequence_id, len(token_ids), self._max_batch_tokens)
         self._head = head
 
     def step(self) -> None:
-        """Launches its chunk, unless that was done. Where it fails, the prompt is computed when its place is known."""
+        """Launches its forward, unless that was done. Where it fails, the prompt is computed with its place known."""
         head = self._head
-        if head is None or head.has_begun:
+        if head is None or head.logits is not None:
             return
         head.started = time.perf_counter()
         try:
             self._compute(head)
         except Exception:
-            log.exception("computing the beginning of the prompt of %r failed", head.request_id)
+            log.exception("computing the prompt of %r ahead of its reservation failed", head.request_id)
             self.drop()
 
     def claim(self, request_id: str, token_ids: Int64Array) -> Head | None:
-        """What is there of a prompt, whose sequence is the caller's from now on; None where it is another prompt."""
+        """The prompt, whose sequence is the caller's from now on; None where it is another, or not computed."""
         head = self._head
         if head is None or head.request_id != request_id:
             return None
-        if not head.has_begun or not np.array_equal(head.token_ids, token_ids):
+        if head.logits is None or not np.array_equal(head.token_ids, token_ids):
             self.drop()
             return None
         self._head = None
@@ -115,17 +113,13 @@ class HeadStart:
         head, self._head = self._head, None
         if head is None:
             return False
-        if self._sharing:  # it may be asked for again, once there is room for it
-            self._cache.publish_prefix(head.sequence_id, head.token_ids[: head.computed])
+        if self._sharing and head.logits is not None:  # it may be asked for again, once there is room for it
+            self._cache.publish_prefix(head.sequence_id, head.token_ids)
         self._cache.remove_sequence(head.sequence_id)
         return True
 
     def _compute(self, head: Head) -> None:
-        cache, whole = self._cache, len(head.token_ids)
-        count = min(LONGEST_HEAD, self._max_batch_tokens, whole - head.computed)
-        plan = cache.begin_forward([head.sequence_id], [count], [whole])
-        end = head.computed + count
-        last_rows = np.array([count - 1] if end == whole else [], np.int64)
-        logits = self._runner.forward(head.token_ids[head.computed : end], plan, last_rows)
+        cache, tokens = self._cache, head.token_ids[head.cached_tokens :]
+        plan = cache.begin_forward([head.sequence_id], [len(tokens)])
+        head.logits = self._runner.forward(tokens, plan, np.array([len(tokens) - 1]))
         cache.end_forward(plan)
-        head.computed, head.logits = end, logits if end == whole else None

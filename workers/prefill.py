@@ -94,7 +94,7 @@ class PrefillLoop:
     def announce(self, request_id: str, token_ids: Int64Array) -> None:
         """A prompt that submit() is to come for, unless its room is not found: abort() then ends it, or its lease.
 
-        Its beginning is computed meanwhile, where there is nothing else to do; one prompt at a time, and others are not
+        A short one is computed meanwhile, where there is nothing else to do; one prompt at a time, and others are not
         heeded, nor is one that has ended or came before.
         """
         ended = self._ended.is_aborted(request_id) or self._ended.result(request_id) is not None
@@ -134,7 +134,7 @@ class PrefillLoop:
             self._waiting.append(request)
         else:
             request.take_over(head)
-            self._run(request)
+            self._running.append(request)
         return request.result
 
     def attend(self, request_id: str) -> Lease | None:
@@ -262,21 +262,14 @@ class PrefillLoop:
         if self._sharing:
             request.cached_tokens = request.computed = cache.match_prefix(request.sequence_id, request.token_ids)
         cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
+        cache.mark_send(request.sequence_id, *request.destination)
         request.started = time.perf_counter()
-        self._run(request)
-
-    def _run(self, request: PrefillRequest) -> None:
-        """What is computed of it goes page to page with its next forward, or where there is none in _send_heads."""
-        if request.logits is None:
-            self._cache.mark_send(request.sequence_id, *request.destination)
         self._running.append(request)
 
     def _next_chunks(self) -> list[tuple[PrefillRequest, int]]:
         budget, chunks = self._max_batch_tokens, []
         for request in self._running:
             length = min(budget, request.num_tokens - request.computed)
-            if not length:
-                continue
             chunks.append((request, length))
             budget -= length
             if budget == 0:
@@ -307,7 +300,7 @@ class PrefillLoop:
         return ending
 
     def _send_heads(self, heads: list[PrefillRequest]) -> list[PrefillRequest]:
-        """Those that were computed before it was known where to."""
+        """Prompts that were computed before it was known where to."""
         for request in heads:
             seconds_before = self._meter.seconds
             self._cache.send_cached(request.sequence_id, *request.destination)

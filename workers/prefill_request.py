@@ -69,9 +69,9 @@ class PrefillRequest:
         return self.reservation.matched_tokens, self.position_map, self.reservation.target_pe
 
     def take_over(self, head: Head) -> None:
-        """Goes on with what is there of the prompt."""
+        """Goes on from a prompt that is computed."""
         self.sequence_id, self.logits = head.sequence_id, head.logits
-        self.computed, self.cached_tokens = head.computed, head.cached_tokens
+        self.computed, self.cached_tokens = self.num_tokens, head.cached_tokens
         self.arrived, self.started = head.arrived, head.started
 
     def landed(self) -> PrefillResult:

@@ -48,13 +48,13 @@ class FixedPlan:
     """A decode step in a CUDA graph by FlashInfer, where sequences share pages: a wrapper of its own that reads the
     arrays where they stand.
 
-    sharing: what sequences attend to together; the arrays are then of what each has of its own.
+    wrapper: of what each sequence has of its own. sharing: of what they attend to together.
     """
 
     targets: AppendTargets
     wrapper: Any
+    sharing: FixedSharing
     num_q_heads: int
-    sharing: FixedSharing | None = None
     keep_k: bool = False
 
 
@@ -135,10 +135,11 @@ class FlashInferKernels:
         num_rows = FixedSharing.num_rows(size, *sizes[:3], WORKSPACE_BYTES)
         fixed = FixedSharing(self._flashinfer, self._workspace, self._shared_workspace, size, num_rows, max_pages)
         fixed.plan_largest(sizes, self._paged_options)
-        return replace(self._fixed_wrapper(tables, num_q_heads), sharing=fixed)
+        wrapper = self._fixed_wrapper(tables, num_q_heads)
+        return FixedPlan(AppendTargets(tables.slots, None), wrapper, fixed, num_q_heads)
 
     def takes_shared(self, plan: FixedPlan, shared: SharedPrefixes) -> bool:
-        return plan.sharing is not None and plan.sharing.fits(shared)
+        return plan.sharing.fits(shared)
 
     def refill(self, plan: DecodePlan | FixedPlan, tables: PageTables) -> None:
         """The full plan() of a FixedPlan's wrapper chose the kernel; this only shares out the work anew."""
@@ -153,8 +154,7 @@ class FlashInferKernels:
             **self._paged_options,
             global_override_indptr_cpu=indptr,
         )
-        if plan.sharing is not None:
-            plan.sharing.refill(tables.shared, self._sizes(plan.num_q_heads), self._paged_options)
+        plan.sharing.refill(tables.shared, self._sizes(plan.num_q_heads), self._paged_options)
         self._planned.record()
 
     def step(
@@ -173,9 +173,7 @@ class FlashInferKernels:
         if norm is not None:
             q, k = norm.apply(q, k)
         q, _ = self.append(layer, q, k, v, rotation, plan)
-        if plan.sharing is not None:
-            return self._attend_shared(plan.wrapper, plan.sharing.wrapper, plan.sharing.part, layer, q, sinks)
-        return self._attend_pages(plan.wrapper, layer, q, sinks)
+        return self._attend_shared(plan.wrapper, plan.sharing.wrapper, plan.sharing.part, layer, q, sinks)
 
     def step_pages(self, plan: DecodePlan | FixedPlan, rotation: Rotation | None) -> StepPages | None:
         options = self._step_options
@@ -275,7 +273,7 @@ class FlashInferKernels:
         _, _, _, num_kv_heads, page_size, head_dim = self._pool.shape
         return num_q_heads, num_kv_heads, head_dim, page_size
 
-    def _fixed_wrapper(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
+    def _fixed_wrapper(self, tables: DeviceTables, num_q_heads: int) -> Any:
         size = tables.slots.shape[0]
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
@@ -290,7 +288,7 @@ class FlashInferKernels:
         ones = torch.ones(size, dtype=torch.int32)
         indptr = torch.arange(size + 1, dtype=torch.int32)
         wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._paged_options)
-        return FixedPlan(AppendTargets(tables.slots, None), wrapper, num_q_heads)
+        return wrapper
 
     def _plan_wrappers(self, plan: FlashInferPlan, num_q_heads: int) -> None:
         # FlashInfer copies its plan from pinned memory that the next plan overwrites.

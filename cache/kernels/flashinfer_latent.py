@@ -14,7 +14,7 @@ from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.flashinfer_kernels import WORKSPACE_BYTES, check_pool, load_flashinfer
 from tandem.cache.kernels.flashinfer_parts import all_slots
 from tandem.cache.kernels.peer_rows import peer_rows
-from tandem.cache.kernels.tree_contexts import TreeContexts, split_contexts
+from tandem.cache.kernels.tree_contexts import TreeContexts
 from tandem.cache.kernels.triton_append import AppendTargets
 from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.triton_latent_append import append_latents
@@ -110,14 +110,9 @@ class FlashInferLatentKernels:
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> LatentPlan:
         absorbed = absorbed_is_cheaper(np.diff(tokens.qo_indptr), tables.kv_lens, RANK, ROTATED, self._heads)
-        page_size, of_trees = self._pool.shape[4], np.zeros_like(absorbed)
-        contexts: TreeContexts | None = None
-        tiles: list[Int32Array] = []
-        if tokens.trees is not None:
-            of_trees[tokens.trees.sequences] = True
-            contexts = split_contexts(tokens, tables, page_size, None)
-            tiles = lay_out_tiles(tokens, tables, page_size, None, contexts)
-        groups = [np.flatnonzero(of) for of in (absorbed & ~of_trees, ~absorbed & ~of_trees, of_trees)]
+        page_size, in_trees = self._pool.shape[4], tokens.in_trees
+        contexts, tiles = lay_out_tiles(tokens, tables, page_size, None)
+        groups = [np.flatnonzero(of) for of in (absorbed & ~in_trees, ~absorbed & ~in_trees, in_trees)]
         drafts = [
             _draft(tokens, tables, sequences, way, of, page_size)
             for sequences, way, of in zip(groups, (True, False, True), (None, None, contexts), strict=True)

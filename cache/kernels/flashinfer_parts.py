@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.flashinfer_sharing import SharedPart
-from tandem.cache.kernels.tree_contexts import TreeContexts, split_contexts
+from tandem.cache.kernels.tree_contexts import TreeContexts
 from tandem.cache.kernels.triton_tree import TreeTiles, lay_out_tiles
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan import PageTables, TokenLayout, own_tables
@@ -53,15 +53,9 @@ def plan_parts(
 
     gather_from: new tokens of prompts from which their K and V are gathered. window: of the layers.
     """
-    single = tokens.single
-    several = ~single
-    contexts: TreeContexts | None = None
-    tiles: list[Int32Array] = []
-    if tokens.trees is not None:
-        several[tokens.trees.sequences] = False
-        contexts = split_contexts(tokens, tables, page_size, window)
-        tiles = lay_out_tiles(tokens, tables, page_size, window, contexts)
-    groups = [np.flatnonzero(of) for of in (single, several, ~single & ~several)]
+    single, in_trees = tokens.single, tokens.in_trees
+    contexts, tiles = lay_out_tiles(tokens, tables, page_size, window)
+    groups = [np.flatnonzero(of) for of in (single, ~single & ~in_trees, in_trees)]
     drafts = [
         _draft(tokens, tables, sequences, of_trees, page_size, gather_from)
         for sequences, of_trees in zip(groups, (None, None, contexts), strict=True)
@@ -72,18 +66,9 @@ def plan_parts(
     slots, *uploaded = upload(arrays, device)
     trees = TreeTiles(*uploaded[: len(tiles)]) if tiles else None
     uploaded = uploaded[len(tiles) :]
+    shared = None if tables.shared is None else SharedPart.of(tables.shared, single, device)
     parts = tuple(
-        AttentionPart(
-            draft.single,
-            rows if len(drafts) > 1 else None,
-            torch.from_numpy(draft.qo_indptr),
-            torch.from_numpy(draft.kv_indptr),
-            pages,
-            torch.from_numpy(draft.kv_last_page_len),
-            kv_slots if draft.kv_slots.size else None,
-            trees if draft.of_trees else None,
-            SharedPart.of(tables.shared, single, device) if draft.single and tables.shared is not None else None,
-        )
+        draft.placed(pages, rows if len(drafts) > 1 else None, kv_slots, trees, shared)
         for draft, pages, rows, kv_slots in zip(drafts, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True)
     )
     return slots, parts
@@ -99,6 +84,22 @@ class _Draft:
     kv_indices: Int32Array
     kv_last_page_len: Int32Array
     kv_slots: Int32Array
+
+    def placed(
+        self, pages: Tensor, tokens: Tensor | None, kv_slots: Tensor, trees: TreeTiles | None, shared: SharedPart | None
+    ) -> AttentionPart:
+        """The part, with its arrays on the device and what there is of trees and of shared pages in the forward."""
+        return AttentionPart(
+            self.single,
+            tokens,
+            torch.from_numpy(self.qo_indptr),
+            torch.from_numpy(self.kv_indptr),
+            pages,
+            torch.from_numpy(self.kv_last_page_len),
+            kv_slots if self.kv_slots.size else None,
+            trees if self.of_trees else None,
+            shared if self.single else None,
+        )
 
 
 def _draft(

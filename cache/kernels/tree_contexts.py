@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.cache.plan import PageTables, TokenLayout
+from tandem.cache.plan import PageTables
 from tandem.cache.position_map import Int32Array
+from tandem.cache.token_tree import TokenTrees
 from tandem.cache.window import Int64Array, first_seen
 
 
@@ -26,10 +27,8 @@ class TreeContexts:
     edges: Int32Array
 
 
-def split_contexts(tokens: TokenLayout, tables: PageTables, page_size: int, window: int | None) -> TreeContexts:
-    """tokens has trees; window: that of the layers whose tables these are."""
-    trees = tokens.trees
-    assert trees is not None
+def split_contexts(trees: TokenTrees, tables: PageTables, page_size: int, window: int | None) -> TreeContexts:
+    """trees: of the sequences of tables; window: that of the layers whose tables these are."""
     bases = (tables.kv_lens[trees.sequences] - trees.sizes).astype(np.int64)
     begins = np.cumsum(trees.counts) - trees.counts
     firsts = np.minimum(first_seen(window, bases + np.minimum.reduceat(trees.depths, begins)), bases)

@@ -37,19 +37,23 @@ class Tiling:
 
 
 MANY, FEW = Tiling(64, 2, 3), Tiling(128, 8, 2)  # programs on a multiprocessor; by measurement, see LOG.md
-FEW_FROM = 16  # splits: then there are so few sequences that a multiprocessor has a program or two
+MANY_FP8, FEW_FP8 = Tiling(128, 2, 3), Tiling(256, 8, 3)
+FEW_UP_TO = 256  # programs: one or two on a multiprocessor
+MAX_WARPS = 8
+SUMS_OF_A_WARP = 1024  # of V: more do not fit into its registers
 ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding included
 
 
 @dataclass(frozen=True, eq=False)
 class DecodePlan:
-    """tables: where they stand. splits: the most programs for one sequence and KV head. partial: float32 [B, Hq,
-    splits, D + 4], what each found, then its largest score, its sum and padding to 16 bytes; counters: int32 [B, Hkv],
-    0 between steps.
+    """tables: where they stand. splits: the most programs for one sequence and KV head. few: at most FEW_UP_TO in all.
+    partial: float32 [B, Hq, splits, D + 4], what each found, then its largest score, its sum and padding to 16 bytes;
+    counters: int32 [B, Hkv], 0 between steps.
     """
 
     tables: DeviceTables
     splits: int
+    few: bool
     partial: Tensor
     counters: Tensor
 
@@ -59,7 +63,8 @@ class DecodePlan:
         fair = PROGRAMS // (rows * num_kv_heads)
         splits = max(1, min(1 << fair.bit_length() >> 1, MAX_SPLITS))  # a power of two, rounded down
         partial = torch.empty((rows, num_q_heads, splits, head_dim + ENDS.value), dtype=torch.float32, device=device)
-        return cls(tables, splits, partial, torch.zeros((rows, num_kv_heads), dtype=torch.int32, device=device))
+        counters = torch.zeros((rows, num_kv_heads), dtype=torch.int32, device=device)
+        return cls(tables, splits, rows * num_kv_heads * splits <= FEW_UP_TO, partial, counters)
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,10 @@ def decode(
     cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.signed_sin)
     factors, inverse = (q, q) if fp8 is None else (fp8.scales[layer], fp8.inverse[layer])
     output = torch.empty((rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
-    tables, tiling = plan.tables, FEW if plan.splits >= FEW_FROM else MANY
+    tables = plan.tables
+    many, few = (MANY, FEW) if fp8 is None else (MANY_FP8, FEW_FP8)
+    tiling = few if plan.few else many
+    tile_rows = max(LEAST_ROWS, triton.next_power_of_2(group))
     kernel: Any = _decode[(rows * num_kv_heads * plan.splits,)]
     kernel(
         *(q, k, v, q if norm is None else norm.weight, cos, sin, pool),
@@ -110,14 +118,13 @@ def decode(
         0.0 if norm is None else norm.eps,
         KV_HEADS=num_kv_heads,
         GROUP=group,
-        ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
+        ROWS=tile_rows,
         FEW_ROWS=triton.next_power_of_2(group),
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,
         PAGE_SIZE=page_size,
         BLOCK=tiling.block,
         SPLITS=plan.splits,
-        COLUMNS=triton.next_power_of_2(plan.splits),
         WINDOW=options.window or 0,
         CAPPED=options.softcap is not None,
         SINKS=sinks is not None,
@@ -126,7 +133,7 @@ def decode(
         ROTATE=rotation is not None,
         FP8=fp8 is not None,
         PTX=pool.device.type == "cuda",
-        num_warps=tiling.warps,
+        num_warps=max(tiling.warps, min(tile_rows * head_dim // SUMS_OF_A_WARP, MAX_WARPS)),
         num_stages=tiling.stages,
         **launch_options(pool.device),
     )
@@ -150,7 +157,6 @@ def _decode(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
@@ -213,50 +219,61 @@ def _decode(
         most = tl.where(split == 0, new, float("-inf"))
         total = tl.where(split == 0, new * 0.0 + 1.0, 0.0)
         sums = tl.where(split == 0, value.to(tl.float32), 0.0) + tl.zeros((ROWS, HEAD_DIM), tl.float32)
-        even, odd = tl.split(tl.reshape(sums, (ROWS, HEAD_DIM // 2, 2)))
         begin = oldest + split * share
         end = tl.minimum(begin + share, stored)
-        for start in range(begin, end, BLOCK):
-            position = start + tl.arange(0, BLOCK)
-            there = position < end
-            page = tl.load(kv_indices + first_page + position // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-            lines = (places + page * page_elements + position % PAGE_SIZE * HEAD_DIM)[:, None]
-            keys = tl.load(lines + column, mask=there[:, None], other=0.0).to(query.dtype)
-            scores = _score(tl.dot(query, tl.trans(keys)), scale, softcap, CAPPED)
-            scores = tl.where(there[None, :], scores, float("-inf"))
-            higher = tl.maximum(most, tl.max(scores, 1))
-            weights = tl.exp2(scores - higher[:, None])
-            kept = tl.exp2(most - higher)
-            total = total * kept + tl.sum(weights, 1)
-            if FP8:
-                pairs = (lines + to_values).to(tl.pointer_type(tl.int16)) + tl.arange(0, HEAD_DIM // 2)[None, :]
-                of_even, of_odd = widen_pairs(tl.load(pairs, mask=there[:, None], other=0), PTX)
-                even = even * kept[:, None] + tl.dot(weights.to(tl.float16), of_even)
-                odd = odd * kept[:, None] + tl.dot(weights.to(tl.float16), of_odd)
-            else:
-                values = tl.load(lines + to_values + column, mask=there[:, None], other=0.0)
-                sums = sums * kept[:, None] + tl.dot(weights.to(values.dtype), values)
-            most = higher
+        most, total, sums = _attend(
+            *(query, most, total, sums, places, to_values, kv_indices + first_page, begin, end),
+            *(page_elements, scale, softcap, ROWS, HEAD_DIM, PAGE_SIZE, BLOCK, CAPPED, FP8, PTX),
+        )
         if FP8:
-            sums = tl.interleave(even, odd) * tl.load(factors + KV_HEADS + head)
-        q_heads = token * (KV_HEADS * GROUP) + head * GROUP
-        if used == 1:
-            if SINKS:
-                heads = tl.arange(0, ROWS)
-                sink = tl.load(sinks + head * GROUP + heads, mask=heads < GROUP, other=0.0).to(tl.float32)
-                total += tl.exp2(sink * LOG2E - most)
-            result = sums / total[:, None]
-            tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=row < GROUP)
+            sums *= tl.load(factors + KV_HEADS + head)
+        counter = counters + token * KV_HEADS + head
+        _leave(
+            *(most, total, sums, partial, counter, sinks, output, token * (KV_HEADS * GROUP) + head * GROUP, head),
+            *(split, used, GROUP, ROWS, FEW_ROWS, HEAD_DIM, SPLITS, SINKS),
+        )
+
+
+@triton.jit
+def _attend(
+    query, most, total, sums, places, to_values, pages, begin, end, page_elements, scale, softcap,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr,
+    FP8: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """The softmax of largest scores `most`, sums of weights `total` and weighted `sums` of V, continued over positions
+    begin … end; places: of K on page 0; pages: of the sequence."""
+    column, pair = tl.arange(0, HEAD_DIM)[None, :], tl.arange(0, HEAD_DIM // 2)[None, :]
+    even, odd = tl.split(tl.reshape(sums, (ROWS, HEAD_DIM // 2, 2)))
+    for start in range(begin, end, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        there = position < end
+        page = tl.load(pages + position // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+        lines = (places + page * page_elements + position % PAGE_SIZE * HEAD_DIM)[:, None]
+        keys = tl.load(lines + column, mask=there[:, None], other=0.0).to(query.dtype)
+        scores = _score(tl.dot(query, tl.trans(keys)), scale, softcap, CAPPED)
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        kept = tl.exp2(most - higher)
+        total = total * kept + tl.sum(weights, 1)
+        weights = weights.to(query.dtype)
+        if FP8:
+            pairs = (lines + to_values).to(tl.pointer_type(tl.int16)) + pair
+            of_even, of_odd = widen_pairs(tl.load(pairs, mask=there[:, None], other=0), PTX)
+            even = even * kept[:, None] + tl.dot(weights, of_even)
+            odd = odd * kept[:, None] + tl.dot(weights, of_odd)
         else:
-            places_of = partial + ((q_heads + row) * SPLITS + split) * (HEAD_DIM + ENDS)
-            tl.store(places_of + column, sums, mask=row < GROUP)
-            tl.store(places_of + HEAD_DIM, most[:, None], mask=row < GROUP)
-            tl.store(places_of + HEAD_DIM + 1, total[:, None], mask=row < GROUP)
-            tl.debug_barrier()  # all threads have stored before the count says so
-            counter = counters + token * KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
-                tl.store(counter, 0)
-                _merge(partial, sinks, output, q_heads, head, used, GROUP, FEW_ROWS, HEAD_DIM, SPLITS, COLUMNS, SINKS)
+            values = tl.load(lines + to_values + column, mask=there[:, None], other=0.0)
+            sums = sums * kept[:, None] + tl.dot(weights, values)
+        most = higher
+    if FP8:
+        sums = tl.interleave(even, odd)
+    return most, total, sums
 
 
 @triton.jit
@@ -303,19 +320,47 @@ def _score(products, scale, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def _leave(
+    most, total, sums, partial, counter, sinks, output, q_heads, head, split, used,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the output of one KV head's q heads, or what `split` has found of it: the last of `used` merges."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
+    if used == 1:
+        if SINKS:
+            heads = tl.arange(0, ROWS)
+            sink = tl.load(sinks + head * GROUP + heads, mask=heads < GROUP, other=0.0).to(tl.float32)
+            total += tl.exp2(sink * LOG2E - most)
+        result = sums / total[:, None]
+        tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=row < GROUP)
+    else:
+        places = partial + ((q_heads + row) * SPLITS + split) * (HEAD_DIM + ENDS)
+        tl.store(places + column, sums, mask=row < GROUP)
+        tl.store(places + HEAD_DIM, most[:, None], mask=row < GROUP)
+        tl.store(places + HEAD_DIM + 1, total[:, None], mask=row < GROUP)
+        tl.debug_barrier()  # all threads have stored before the count says so
+        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+            tl.store(counter, 0)
+            _merge(partial, sinks, output, q_heads, head, used, GROUP, FEW_ROWS, HEAD_DIM, SPLITS, SINKS)
+
+
+@triton.jit
 def _merge(
     partial, sinks, output, q_heads, head, used,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the output of one KV head's q heads from what its `used` programs have found; COLUMNS: SPLITS rounded up
-    to a power of two."""
+    """Writes the output of one KV head's q heads from what its `used` programs have found."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
-    split = tl.arange(0, COLUMNS)[None, :]
+    split = tl.arange(0, SPLITS)[None, :]
     here = row < GROUP
     found = partial + (q_heads + row) * (SPLITS * (HEAD_DIM + ENDS))
     ends = found + split * (HEAD_DIM + ENDS) + HEAD_DIM

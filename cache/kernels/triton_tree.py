@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.dependent_launch import launch_options
-from tandem.cache.kernels.tree_contexts import TreeContexts
+from tandem.cache.kernels.tree_contexts import TreeContexts, split_contexts
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.ragged import ragged_range
 from tandem.cache.token_tree import MASK_WORDS
@@ -45,11 +45,14 @@ class TreeTiles:
 
 
 def lay_out_tiles(
-    tokens: TokenLayout, tables: PageTables, page_size: int, window: int | None, contexts: TreeContexts
-) -> list[NDArray[np.int32]]:
-    """What the tensors of TreeTiles hold. contexts: those of the trees, in these tables and with this window."""
+    tokens: TokenLayout, tables: PageTables, page_size: int, window: int | None
+) -> tuple[TreeContexts | None, list[NDArray[np.int32]]]:
+    """What is before the forward's trees, in these tables and with this window, and what the tensors of TreeTiles hold;
+    None and nothing without trees."""
     trees = tokens.trees
-    assert trees is not None
+    if trees is None:
+        return None, []
+    contexts = split_contexts(trees, tables, page_size, window)
     appends, before = trees.counts, contexts.commons - contexts.firsts
     pieces = np.stack((before, trees.sizes), 1)
     positions = ragged_range(np.stack((contexts.firsts, contexts.bases), 1).reshape(-1), pieces.reshape(-1))
@@ -72,7 +75,7 @@ def lay_out_tiles(
         1,
     )
     masks = trees.masks_in(window).view(np.int32)
-    return [tiles.astype(np.int32).reshape(-1), slots.astype(np.int32), masks.reshape(-1), contexts.edges]
+    return contexts, [tiles.astype(np.int32).reshape(-1), slots.astype(np.int32), masks.reshape(-1), contexts.edges]
 
 
 def attend_trees(

@@ -127,8 +127,7 @@ def _trace(process: str, log: Path) -> None:
     for module_name, owner_name, method in TRACED[process]:
         module = import_module(module_name)
         owner = getattr(module, owner_name) if owner_name else module
-        if hasattr(owner, method):
-            setattr(owner, method, _noted(getattr(owner, method), f"{owner_name}.{method}", note))
+        setattr(owner, method, _noted(getattr(owner, method), f"{owner_name}.{method}", note))
 
 
 def _noted(call: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:

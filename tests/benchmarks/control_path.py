@@ -68,6 +68,7 @@ def traced_cluster(shape: str | None, folder: Path, processes: TracedProcesses, 
         config = load_config(None, common | ON_CPU | {"model.path": str(folder / "model")})
     else:
         of_model = {"model.path": str(write_shape(shape, folder)), "model.load_format": "dummy"}
+        of_model |= {"scheduler.max_sequences": 16}  # few graphs to capture
         config = load_config(DEPLOY / "gpu-1p1d.yaml", common | of_model | {"model.max_model_len": longest})
     cluster = Cluster(config, processes)
     cluster.start()
@@ -131,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--lengths", type=int, nargs="+", default=[128])
-    parser.add_argument("--heads", type=int, nargs="+", default=[0, 1024])
+    parser.add_argument("--heads", type=int, nargs="+", default=[0, 8192])
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
     result: dict[str, dict[str, object]] = {}

@@ -1,4 +1,5 @@
-"""The plan of a decode step of 256 sequences at context 1K, by feature; prints JSON, medians of processor time in µs.
+"""The plan of a decode step of 256 sequences at context 1K, by feature; prints JSON, processor time in µs: the least of
+200 steps, which neighbours on the machine disturb least, and their median.
 
 windows: a second layer group, with a window. shared: groups of 16 sequences that have 512 positions in common. sends:
 16 sequences are being sent. streams: 8 sequences slide. The native kernels' own planning is in it. kept: the same
@@ -24,6 +25,7 @@ from tandem.cache.shared_prefixes import SharingRule
 from tests.benchmarks.results import at_most, print_result
 
 BATCH, CONTEXT, COMMON, PAGE = 256, 1024, 512, 16
+WARM_UP, STEPS = 40, 200
 CASES = (
     (),
     ("windows",),
@@ -89,7 +91,7 @@ def make_cache(features: tuple[str, ...]) -> PagedKVCache:
     return cache
 
 
-def measure(features: tuple[str, ...], batches: list[np.ndarray]) -> float:
+def measure(features: tuple[str, ...], batches: list[np.ndarray]) -> dict[str, float]:
     cache, turns = make_cache(features), cycle(batches)
 
     def plan() -> None:
@@ -97,11 +99,14 @@ def measure(features: tuple[str, ...], batches: list[np.ndarray]) -> float:
         cache.end_forward(cache.begin_forward(sequences, np.ones(sequences.size, np.int64)))
 
     times = []
-    for _ in range(80):
+    for _ in range(WARM_UP + STEPS):
         began = time.thread_time()
         plan()
         times.append(time.thread_time() - began)
-    return round(statistics.median(times[20:]) * 1e6, 1)
+    return {
+        "least": round(min(times[WARM_UP:]) * 1e6, 1),
+        "median": round(statistics.median(times[WARM_UP:]) * 1e6, 1),
+    }
 
 
 def main() -> None:
@@ -114,7 +119,7 @@ def main() -> None:
         {
             "kept_us": kept,
             "changed_us": changed,
-            "targets": [at_most(f"plan of {name}, µs", kept[name], 300) for name in names[-2:]],
+            "targets": [at_most(f"plan of {name}, µs", kept[name]["median"], 300) for name in names[-2:]],
         }
     )
 

@@ -41,15 +41,16 @@ class Case:
     norm: bool = False
     rotate: bool = True
     splits: int = 2
+    few: bool = False
     fp8: bool = False
     dtype: torch.dtype = torch.float16
 
 
 CASES = {
     "plain": Case(),
-    "shares of one sequence": Case(lengths=(300, 8, 129), splits=3),
+    "shares of one sequence": Case(lengths=(300, 8, 129), splits=4),
     "one program": Case(lengths=(200, 65), splits=1),
-    "few sequences": Case(lengths=(400,), splits=16),
+    "few sequences": Case(lengths=(400,), splits=16, few=True),
     "pages of 64": Case(lengths=(130, 64, 65), page_size=64),
     "heads are normed": Case(norm=True),
     "no rotation": Case(rotate=False, norm=True),
@@ -63,6 +64,7 @@ CASES = {
     "all at once": Case(sinks=True, norm=True, window=100, softcap=3.0, q_heads=14, lengths=(250, 0)),
     "8 bits": Case(fp8=True),
     "8 bits, shares": Case(fp8=True, head_dim=64, lengths=(300, 8, 129), splits=4, norm=True),
+    "8 bits, few sequences": Case(fp8=True, lengths=(700,), splits=16, few=True),
     "8 bits, bfloat16": Case(fp8=True, dtype=torch.bfloat16, rotate=False, splits=1),
     "8 bits, all at once": Case(
         sinks=True, norm=True, window=100, softcap=3.0, q_heads=14, lengths=(250, 0), head_dim=32, fp8=True
@@ -175,18 +177,12 @@ class Step:
         return outputs
 
 
-def assert_neighbours(actual: Tensor, expected: Tensor) -> None:
-    """Of 8-bit entries: K that is computed a little differently may be rounded to the next one."""
-    codes = [torch.where(x < 128, x, 128 - x) for x in (x.view(torch.uint8).int() for x in (actual, expected))]
-    assert (codes[0] - codes[1]).abs().max() <= 1
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_step(case: Case) -> None:
     step = Step(case)
     tables = step.tables()
     plan = DecodePlan.make(tables, case.q_heads, case.kv_heads, case.head_dim)
-    plan = replace(plan, splits=min(plan.splits, case.splits))
+    plan = replace(plan, splits=min(plan.splits, case.splits), few=case.few)
     before = step.pool.clone()
     output = step.run(plan)
     assert not plan.counters.any()  # the next step begins as this did
@@ -195,22 +191,26 @@ def test_step(case: Case) -> None:
         if case.lengths[row]:
             assert_close(output[row], expected)
             stored = step.new_entries(row, after)
+            keys = [step.exact(x[:, :, None])[0] for x in (stored, entries)]
             if not case.fp8:
-                assert_close(stored[0], entries[0])
+                assert_close(keys[0].to(case.dtype), keys[1])
             elif DEVICE == "cuda" or not (case.norm or case.rotate):
-                assert_neighbours(stored[0], entries[0])
+                # What is rounded a little differently before may become the neighbouring entry.
+                torch.testing.assert_close(*keys, rtol=1 / 8, atol=0.01)
             assert torch.equal(stored[1].float(), entries[1].float())
             stored.copy_(step.new_entries(row, before))
     assert torch.equal(after.view(torch.uint8), before.view(torch.uint8))  # nothing else was written
 
 
 def test_a_step_is_shared_out_over_about_as_many_programs() -> None:
-    def splits(rows: int, kv_heads: int) -> int:
+    def plan(rows: int, kv_heads: int) -> DecodePlan:
         tables = DeviceTables(*(torch.zeros(rows, dtype=torch.int32) for _ in range(4)))
-        return DecodePlan.make(tables, 4 * kv_heads, kv_heads, 16).splits
+        return DecodePlan.make(tables, 4 * kv_heads, kv_heads, 16)
 
-    assert splits(1, 1) == triton_decode.MAX_SPLITS
-    for rows, kv_heads in ((16, 8), (24, 8), (64, 8), (100, 3)):
-        programs = splits(rows, kv_heads) * rows * kv_heads
+    assert plan(1, 1).splits == triton_decode.MAX_SPLITS
+    assert plan(1, 8).few
+    for rows, kv_heads in ((2, 8), (4, 8), (16, 8), (24, 8), (64, 8), (100, 3)):
+        programs = plan(rows, kv_heads).splits * rows * kv_heads
         assert triton_decode.PROGRAMS / 2 < programs <= triton_decode.PROGRAMS
-    assert splits(10_000, 8) == 1
+        assert not plan(rows, kv_heads).few
+    assert plan(10_000, 8).splits == 1

@@ -14,7 +14,6 @@ from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
 
-from tandem.cache.kernels.tree_contexts import split_contexts
 from tandem.cache.kernels.triton_latent_tree import attend_latent_trees
 from tandem.cache.kernels.triton_tree import TreeTiles, lay_out_tiles
 
@@ -76,8 +75,7 @@ def test_trees(case: Case) -> None:
             seen = [*range(length), *(length + one for one in path(parents, node))]
             expected[token], _ = weigh(own, exact[seen], case.rank)
             token += 1
-    contexts = split_contexts(tokens, tables, case.page_size, None)
-    arrays = lay_out_tiles(tokens, tables, case.page_size, None, contexts)
+    _, arrays = lay_out_tiles(tokens, tables, case.page_size, None)
     tiles = TreeTiles(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
     q, rotated, context, lse = (tensor.to(DEVICE) for tensor in (q, rotated, context, lse))
     output = attend_latent_trees(pool.to(DEVICE), LAYER, q, rotated, context, lse, tiles, SCALE)

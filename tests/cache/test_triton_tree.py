@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.tree_contexts import split_contexts
 from tandem.cache.plan import TokenLayout, lay_out_tokens, look_up_pages
 from tandem.cache.token_tree import lay_out_trees
 from tandem.cache.window import first_places
@@ -96,7 +95,8 @@ def test_trees(case: Case) -> None:
     if case.window is not None:  # what no root sees is gone
         begins = first_places(case.window, np.array([length for length, _, _ in case.trees]), case.page_size)
     tables = look_up_pages(table.reshape(-1, pages_each), np.arange(begins.size), tokens, case.page_size, begins)
-    contexts = split_contexts(tokens, tables, case.page_size, case.window)
+    contexts, arrays = lay_out_tiles(tokens, tables, case.page_size, case.window)
+    assert contexts is not None
     pool = torch.full(
         (table.size, LAYERS, 2, case.kv_heads, case.page_size, case.head_dim), torch.nan, dtype=case.dtype
     )
@@ -131,7 +131,6 @@ def test_trees(case: Case) -> None:
                 scores = torch.cat((scores, sinks.double()[:, None]), -1)
             expected[token] = weigh(case, scores, values[seen])
             token += 1
-    arrays = lay_out_tiles(tokens, tables, case.page_size, case.window, contexts)
     tiles = TreeTiles(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
     output = attend_trees(
         (pool.to(torch.float8_e4m3fn) if case.fp8 else pool).to(DEVICE),

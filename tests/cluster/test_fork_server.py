@@ -134,6 +134,30 @@ def test_the_killed_are_gone_and_their_calls_told(server: ForkServer, stopped: b
     other.kill()
 
 
+DRIVER = """
+int cuDeviceGetCount(int *count) { return %d; }
+"""
+
+
+@pytest.mark.parametrize(("result", "kept"), [(3, True), (0, False)])
+def test_what_touches_a_gpu_is_not_imported(
+    result: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver's library of our own, which says whether it was initialised."""
+    library = tmp_path / "driver.so"
+    build = ["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(library), "-xc", "-"]
+    subprocess.run(build, input=DRIVER % result, text=True, check=True, timeout=SECONDS)
+    (tmp_path / "touches_gpu.py").write_text(
+        f"import ctypes\n\ndef load():\n    global driver\n    driver = ctypes.CDLL({str(library)!r})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    server = ForkServer(["touches_gpu:load"])
+    actor = fork(server)
+    assert actor.call("imported", "touches_gpu").result(SECONDS) == kept
+    assert actor.call("parent").result(SECONDS) == server.pid
+    server.close()
+
+
 def test_actors_end_with_their_server() -> None:
     server = ForkServer([])
     actor = fork(server)

@@ -298,11 +298,14 @@ class TestGateway:
         until(lambda: len(processes.specs) == 2)
         until(lambda: "update_island" in [method for method, _ in processes.groups[-1].members[0].calls])
         assert len(processes.groups) == (1 if keeps_places else 2)
+        (gateway,) = processes.groups[-1].members
+        gateway.fails["stop"] = AttributeError("it was never started whole")
         ((spec,),) = processes.specs[1:]
         assert (spec.argument.port, spec.argument.incarnation) == (1, 2)  # type: ignore[attr-defined]
         assert released == ["1."]
         supervisor.stop()
         supervisor.join()
+        assert gateway.killed
         assert not failure.done()
 
 

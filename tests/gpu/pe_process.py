@@ -58,8 +58,11 @@ class Pe:
 
     def run_beside_a_push(self, target: int, group: int, slots: Int32Array) -> bool:
         """Whether work queued behind write_slots ends before the write does, which waits for a long kernel."""
+        self.transport.write_slots(target, group, slots, slots)
+        torch.zeros(1, device=self.device)
+        self.transport.quiet(target)  # kernels are loaded when first launched, which waits for all that runs
         with torch.cuda.stream(self.transport._stream):
-            torch.cuda._sleep(1_000_000_000)  # half a second: hosts are busy
+            torch.cuda._sleep(200_000_000)
         self.transport.write_slots(target, group, slots, slots)
         fence = self.transport.fence(target)
         torch.zeros(1, device=self.device)

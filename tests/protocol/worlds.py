@@ -5,9 +5,8 @@ from tests.protocol.world import Limits
 
 WORLDS: dict[str, tuple[Limits, Shape]] = {
     "plain": (Limits(), Shape()),
-    "head": (Limits(announces=1), Shape()),
-    "whole head": (Limits(announces=1), Shape(max_batch_tokens=2)),
-    "announced": (Limits(announces=2, sends=2, aborts=1, hang_ups=True, ticks=1), Shape()),
+    "head": (Limits(announces=1), Shape(max_batch_tokens=2)),
+    "announced": (Limits(announces=2, sends=2, aborts=1, hang_ups=True, ticks=1), Shape(max_batch_tokens=2)),
     "head in the way": (Limits(requests=2, announces=1), Shape(max_batch_tokens=2)),
     "cancel": (Limits(aborts=2, hang_ups=True, streams_end=True), Shape()),
     "twice": (Limits(prepares=2, sends=2, starts=2), Shape()),

@@ -95,8 +95,8 @@ __device__ inline float transposed_sum(float* numbers, int lane) {
     bool upper = lane & HALF_OF;
 #pragma unroll
     for (int place = 0; place < HALF_OF; place++) {
-        float low = numbers[place], high = numbers[place + HALF_OF];
-        float kept = upper ? high : low, sent = upper ? low : high;
+        float kept = upper ? numbers[place + HALF_OF] : numbers[place];
+        float sent = upper ? numbers[place] : numbers[place + HALF_OF];
         numbers[place] = kept + __shfl_xor_sync(~0u, sent, HALF_OF);
     }
     if constexpr (HALF_OF > 1) return transposed_sum<HALF_OF / 2>(numbers, lane);

@@ -88,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
         multiply<GATE_UP, HIDDEN>(warp, [&](int pair, const float* sums) {
             float2 gate = rounded({sums[0], sums[1]}), up = rounded({sums[2], sums[3]});
             float2 active = rounded({gate.x / (1 + expf(-gate.x)), gate.y / (1 + expf(-gate.y))});
-            unsigned bits = pack(active.x * up.x, active.y * up.y);
-            write_word(words + INNER_AT + block.state.begins[GATE_UP] + pair, bits, tag);
+            write_word(
+                words + INNER_AT + block.state.begins[GATE_UP] + pair, pack(active.x * up.x, active.y * up.y), tag);
         });
         gather<INNER>(step, block, words + INNER_AT, tag, nullptr, nullptr);
         multiply<DOWN, INNER>(warp, add_to_residual(X_AT, DOWN));

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -52,7 +53,7 @@ def up(model: Path, *arguments: str) -> Iterator[Up]:
     """A cluster of its own name that is ready."""
     shm = lasting_names()
     command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--grpc-port", "0"]
-    name = f"up-{os.getpid()}"
+    name = f"up-{os.getpid()}-{secrets.token_hex(3)}"  # one that a failed test leaves running is in nobody's way
     for option in (f"name={name}", "cache.num_pages=64", "ray.num_cpus=2", *arguments):
         command += ["--set", option]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -3,8 +3,8 @@
 map_bytes       PositionMap message of 32K tokens, page 16: fresh pages, and 2048 random pages of 65,536
 codec_us        encode + decode of the fresh map, median
 decode_step_us  scheduler and plan of a decode step of 256 sequences at context 1K, median
-calls           seconds of the control messages of one request (PrepareReceive, RemoteSend, StartGenerate, as the
-                gateway sends them, answered at once) ÷ as many bare grpc.aio calls of the same kinds, same run
+calls           seconds of the control messages of one request (Announce, PrepareReceive, RemoteSend, StartGenerate, as
+                the gateway sends them, answered at once) ÷ as many bare grpc.aio calls of the same kinds, same run
 """
 
 import asyncio
@@ -147,6 +147,9 @@ class AtOnce(worker_pb2_grpc.WorkerServicer):
             token="token",
         )
 
+    async def Announce(self, request: Any, context: Any) -> worker_pb2.AnnounceResponse:
+        return worker_pb2.AnnounceResponse()
+
     async def PrepareReceive(self, request: Any, context: Any) -> worker_pb2.Reservation:
         return self._reservation
 
@@ -183,6 +186,7 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
     bare_port = bare_server.add_insecure_port("127.0.0.1:0")
     await bare_server.start()
     bare_stub = worker_pb2_grpc.WorkerStub(grpc.aio.insecure_channel(f"127.0.0.1:{bare_port}"))
+    announce = worker_pb2.AnnounceRequest(request_id="r", epoch=1, prompt=prompt_to_bytes(prompt))
     prepare = worker_pb2.PrepareReceiveRequest(request_id="r", epoch=1, prompt=prompt_to_bytes(prompt), max_tokens=2)
     reservation = await bare_stub.PrepareReceive(prepare)
     send = worker_pb2.RemoteSendRequest(
@@ -191,11 +195,13 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
     start = worker_pb2.StartGenerateRequest(request_id="r", epoch=1, reservation_id=1)
 
     async def bare() -> None:
+        announced = bare_stub.Announce(announce, timeout=5)
         await bare_stub.PrepareReceive(prepare, timeout=5)
         stream = bare_stub.StartGenerate(start, timeout=5)
         await bare_stub.RemoteSend(send, timeout=5)
         async for _ in stream:
             pass
+        await announced
 
     ours, theirs = [], []
     for number in range(rounds + 20):

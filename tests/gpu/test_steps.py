@@ -40,8 +40,8 @@ WIDE = {
     "vocab_size": 600,
 }  # fmt: skip
 MOSTLY = 0.95  # of the tokens are the same
-# Means of what log-probabilities differ by. That of transformers, float16 to float32, is 0.02 for such models, single ones
-# 0.1. Over 8 bits what is rounded a little differently may become the neighbouring entry.
+# Means of what log-probabilities differ by. That of transformers, float16 to float32, is 0.02 for such models, and
+# single ones are off by 0.1. Over 8 bits what is rounded a little differently may become the neighbouring entry.
 FLOAT16_LOGPROB, FP8_LOGPROB = 0.05, 0.1
 
 Drawn = dict[int, tuple[int, dict[int, float]]]

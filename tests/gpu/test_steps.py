@@ -40,9 +40,9 @@ WIDE = {
     "vocab_size": 600,
 }  # fmt: skip
 MOSTLY = 0.95  # of the tokens are the same
-# Means of what log-probabilities differ by. That of transformers, float16 to float32, is 0.02 for such models, and
-# single ones are off by 0.1. Over 8 bits what is rounded a little differently may become the neighbouring entry.
-FLOAT16_LOGPROB, FP8_LOGPROB = 0.05, 0.1
+FLOAT16_LOGPROB = 0.03
+WIDE_LOGPROB = 0.2  # transformers' own, float16 to float32, are off by up to 0.09 for such models
+FP8_LOGPROB = 0.1  # what is rounded a little differently may become the neighbouring entry
 
 Drawn = dict[int, tuple[int, dict[int, float]]]
 """By sequence the token and the best log-probabilities of one step."""
@@ -128,13 +128,15 @@ def tokens_of(made: list[Drawn]) -> list[dict[int, int]]:
     return [{sequence: token for sequence, (token, _) in step.items()} for step in made]
 
 
-def assert_graphs_go_on(folder: Path, params: SamplingParams, program: Sequence[int]) -> None:
+def assert_graphs_go_on(
+    folder: Path, params: SamplingParams, program: Sequence[int], tolerance: float = FLOAT16_LOGPROB
+) -> None:
     """Kernels differ, so near-equals may swap: the eager path is told what the graphs drew, and may differ in few."""
     eager, graphs = Steps(folder, "float16", graphs=False), Steps(folder, "float16", graphs=True)
     assert graphs.runner.runs_ahead
     assert not eager.runner.runs_ahead
     ours = graphs.run(params, program)
-    assert_alike(ours, eager.run(params, program, told=ours), FLOAT16_LOGPROB, sum(program))
+    assert_alike(ours, eager.run(params, program, told=ours), tolerance, sum(program))
 
 
 def assert_alike(ours: list[Drawn], theirs: list[Drawn], tolerance: float, count: int = sum(PROGRAM)) -> None:
@@ -142,10 +144,9 @@ def assert_alike(ours: list[Drawn], theirs: list[Drawn], tolerance: float, count
     pairs = [(mine[sequence], other[sequence]) for mine, other in zip(ours, theirs, strict=True) for sequence in mine]
     assert len(pairs) == count
     assert np.mean([mine[0] == other[0] for mine, other in pairs]) > MOSTLY
-    reported = [(mine, other) for (_, mine), (_, other) in pairs]
-    differences = [abs(mine[token] - other[token]) for mine, other in reported for token in mine.keys() & other.keys()]
-    assert np.mean(differences) < tolerance
-    assert max(differences) < 10 * tolerance
+    for (_, mine), (_, other) in pairs:
+        for token in mine.keys() & other.keys():
+            assert mine[token] == pytest.approx(other[token], abs=tolerance)
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -167,7 +168,7 @@ def test_a_lone_row_is_one_launch(family: str, tmp_path: Path, monkeypatch: pyte
         launch(kernel, arguments)
 
     monkeypatch.setattr(CudaLaunch, "__call__", count)
-    assert_graphs_go_on(tmp_path, GREEDY, (1, 1, 1, 2, 1, 3, 1, 1, 20, 1, 1, 1, 1))
+    assert_graphs_go_on(tmp_path, GREEDY, (1, 1, 1, 2, 1, 3, 1, 1, 20, 1, 1, 1, 1), WIDE_LOGPROB)
     assert captured
 
 

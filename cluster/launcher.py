@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tandem.cluster.config import ClusterConfig
+from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed, TandemError
 from tandem.cluster.gateway_supervisor import GatewaySupervisor
 from tandem.cluster.island import Island, LoadState
@@ -53,6 +54,7 @@ class Cluster:
     def start(self, progress: Progress | None = None) -> str:
         """HOST:PORT of the gateway. progress is called a few times a second while weights are read."""
         max_model_len = self._check_model()
+        ServerSecurity(**self._config.security.model_dump()).check()
         _check_port(self._config.gateway.host, self._config.gateway.port)
         try:
             with self.clock.phase("ray"):

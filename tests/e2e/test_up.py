@@ -213,6 +213,18 @@ def _without_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
 
 
+def test_security_that_cannot_be(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
+    (tmp_path / "token").write_text("short")
+    (tmp_path / "token").chmod(0o600)
+    option = f"security.token_file={tmp_path / 'token'}"
+    code, (error,) = refused(capsys, "--model", str(small_model), "--set", option, "--set", "name=no-token")
+    assert code == 2
+    assert "holds 5 characters" in error
+
+
 @pytest.mark.parametrize(
     ("prepare", "named"),
     [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.head_norm import HeadNorm
-from tandem.cache.kernels.base import DeviceTables, PeerPool, StepPages
+from tandem.cache.kernels.base import GPU_HEAD_DIMS, DeviceTables, PeerPool, StepPages
 from tandem.cache.kernels.flashinfer_parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
 from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.fp8_entries import Fp8Entries
@@ -28,7 +28,6 @@ from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 WORKSPACE_BYTES = 256 << 20
 GRAPH_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
@@ -76,7 +75,7 @@ class FlashInferKernels:
     ) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         dtype = pool.dtype if fp8 is None else fp8.dtype
-        check_pool(pool, dtype, ("head_dim", pool.shape[5], HEAD_DIMS))
+        check_pool(pool, dtype, ("head_dim", pool.shape[5], GPU_HEAD_DIMS))
         flashinfer = load_flashinfer()
         self._pool = pool
         self.sharing = sharing_rule(pool, window) if fp8 is None else None

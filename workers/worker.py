@@ -234,7 +234,7 @@ class Worker:
                 self._meter,
                 max_batch_tokens=config.max_batch_tokens,
                 sharing=self._sharing,
-                verify=self._verify,
+                verify=config.verify_kv,
                 lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
@@ -249,7 +249,7 @@ class Worker:
                 eos_token_ids=self.model_config.eos_token_ids,
                 max_sequences=config.max_sequences,
                 sharing=self._sharing,
-                verify=self._verify,
+                verify=config.verify_kv,
                 lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
@@ -275,11 +275,6 @@ class Worker:
         model = self.model_config
         by_length = model.rope.by_length and self.config.max_model_len > (model.rope_switch or 0)
         return self.config.prefix_sharing and not by_length and model.layer_windows is None
-
-    @property
-    def _verify(self) -> bool:
-        # A digest is of all positions that were sent; with windows some have left their layers before the last is.
-        return self.config.verify_kv and self.model_config.layer_windows is None
 
 
 def _server_options(config: WorkerConfig) -> list[tuple[str, int]]:

@@ -28,6 +28,7 @@ class SharingProcesses(RayProcesses):
 
     def start(self, cluster: str, num_cpus: int | None) -> None:
         ray.init(
+            address="local",
             num_cpus=num_cpus,
             num_gpus=self._num_gpus,
             include_dashboard=False,

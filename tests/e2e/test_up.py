@@ -57,7 +57,8 @@ def up(model: Path, *settings: str, address: str | None = None) -> Iterator[Up]:
     for option in (f"name={name}", "cache.num_pages=64", "ray.num_cpus=2", *settings):
         command += ["--set", option]
     command += [] if address is None else ["--address", address]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    elsewhere = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}  # a Ray that nobody has asked to join
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=elsewhere)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

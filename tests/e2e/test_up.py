@@ -19,8 +19,10 @@ import pytest
 
 from tandem.cluster.cli import main
 from tandem.cluster.client import Client
+from tandem.cluster.ray_processes import RayProcesses
 from tandem.cluster.runtime_dir import running_cluster
 from tandem.proto import inference_pb2
+from tandem.workers.random_checkpoint import make_checkpoint
 from tests.oracle import greedy, load_oracle
 from tests.requests import GREEDY
 from tests.shm import lasting_names
@@ -197,21 +199,52 @@ def test_a_port_in_use(small_model: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "--grpc-port" in error
 
 
+def _named_by_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"architectures": ["LamaForCausalLM"]}')
+
+
+def _half_written(folder: Path) -> None:
+    make_checkpoint(folder)
+    os.truncate(folder / "model.safetensors", 5000)
+
+
+def _without_tokenizer(folder: Path) -> None:
+    make_checkpoint(folder)
+    (folder / "tokenizer.json").write_text("{")
+
+
+def test_security_that_cannot_be(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
+    (tmp_path / "token").write_text("short")
+    (tmp_path / "token").chmod(0o600)
+    option = f"security.token_file={tmp_path / 'token'}"
+    code, (error,) = refused(capsys, "--model", str(small_model), "--set", option, "--set", "name=no-token")
+    assert code == 2
+    assert "holds 5 characters" in error
+
+
 @pytest.mark.parametrize(
     ("prepare", "named"),
     [
         (lambda folder: None, "config.json"),
-        (
-            lambda folder: (folder / "config.json").write_text('{"architectures": ["LamaForCausalLM"]}'),
-            "LlamaForCausalLM",
-        ),
+        (_named_by_config, "LlamaForCausalLM"),
+        (_half_written, "model.safetensors is cut short: 5000 bytes"),
+        (_without_tokenizer, "tokenizer.json is not a readable tokenizer"),
     ],
-    ids=["empty", "unknown architecture"],
+    ids=["empty", "unknown architecture", "half written", "broken tokenizer"],
 )
 def test_a_model_folder_that_cannot_be_served(
-    prepare: Callable[[Path], object], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prepare: Callable[[Path], object],
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
     prepare(tmp_path)
     code, (error,) = refused(capsys, "--model", str(tmp_path), "--set", "name=bad-model")
     assert code == 2
+    assert error.startswith("tandem: model.path: ")
     assert named in error

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from tandem.cache.errors import InvalidArgument
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed, TandemError
@@ -22,6 +23,7 @@ from tandem.cluster.ray_processes import RayProcesses
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
 from tandem.cluster.start_clock import StartClock
 from tandem.cluster.supervisor import Supervisor
+from tandem.workers.kv_scales import stores_fp8
 from tandem.workers.models.errors import ModelError
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
@@ -115,6 +117,10 @@ class Cluster:
             Tokenizer.from_folder(folder)
         except ModelError as error:
             raise ConfigError(f"model.path: {error}") from error
+        try:
+            stores_fp8(self._config.cache.kv_cache_dtype, model)
+        except InvalidArgument as error:
+            raise ConfigError(f"cache.{error}") from error
         max_model_len = self._config.model.max_model_len or model.max_length
         if max_model_len > model.max_length:
             raise ConfigError(

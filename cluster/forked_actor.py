@@ -100,8 +100,10 @@ class ForkedActor(ActorProcess):
                 return "its process ended"  # and so did the server
             status = int.from_bytes(told, "little")
         code = os.waitstatus_to_exitcode(status)
-        how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        return f"its process {how}"
+        if code >= 0:
+            return f"its process ended with exit code {code}"
+        hint = "; the kernel sends it when memory runs out" if code == -signal.SIGKILL else ""
+        return f"its process was ended by {_signal_name(-code)}{hint}"
 
     def _wait_for_end(self) -> None:
         self.kill()  # without its pipe it is of no use

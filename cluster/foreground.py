@@ -1,5 +1,6 @@
 """`tandem up`: a cluster that lives as long as this process wants it to."""
 
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +21,12 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     """Starts the cluster, prints `ready grpc=HOST:PORT` and returns after SIGINT or SIGTERM, when nothing is left.
 
     Where the time went stands on stderr then, a line a phase, and in the cluster's ClusterState; then, what other
-    clusters join by ray_address.
+    clusters join by ray_address; later, what was lost and when it serves again.
     Raises ClusterRunning, ConfigError, StartFailed, WorkerLost; nothing is left then either.
     """
     age = process_age()
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("tandem").setLevel(logging.INFO)
     with ClusterLock(config.name) as lock, _signals_interrupt() as catch_signals:
         processes = RayProcesses(ray_address)
         cluster = Cluster(config, processes)

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -23,7 +23,7 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     Raises ClusterRunning, ConfigError, StartFailed, WorkerLost; nothing is left then either.
     """
     age = process_age()
-    with ClusterLock(config.name) as lock, _signals_interrupt() as catch_signals:
+    with ClusterLock(config.name) as lock, _signals_interrupt():
         cluster = Cluster(config, RayProcesses(ray_address))
         try:
             with _Loading() as loading:
@@ -32,7 +32,6 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
             lock.publish(address, seconds)
             print(f"ready grpc={address}", flush=True)
             print("\n".join(phase_lines(seconds)), file=sys.stderr, flush=True)
-            catch_signals()  # Ray has put its own handlers in their place
             cluster.wait()
         except KeyboardInterrupt:
             pass
@@ -41,13 +40,8 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[Callable[[], None]]:
-    """The first SIGINT or SIGTERM raises KeyboardInterrupt; later ones must not disturb the stopping.
-
-    Gives a function that does so again, for when somebody else has taken the signals.
-    """
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.getsignal(number) for number in numbers]
+def _signals_interrupt() -> Iterator[None]:
+    """The first SIGINT or SIGTERM raises KeyboardInterrupt; later ones must not disturb the stopping."""
     interrupted = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -56,15 +50,11 @@ def _signals_interrupt() -> Iterator[Callable[[], None]]:
             interrupted = True
             raise KeyboardInterrupt
 
-    def catch_signals() -> None:
-        for number in numbers:
-            signal.signal(number, handle)
-
-    catch_signals()
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield catch_signals
+        yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 

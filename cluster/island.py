@@ -121,7 +121,9 @@ class Island:
         self._group.shrink(gone)
         kept = [(member, worker) for member, worker in zip(self._members, self._workers, strict=True)
                 if member in before._members]  # fmt: skip
-        self._results([member.call("rejoin", worker) for member, worker in kept])
+        for member, worker in kept:
+            member.name = self._spec(worker).name
+        self._results([member.call("rejoin", member.name, worker) for member, worker in kept])
         self.num_pages = before.num_pages
         self._join()
         return self._serve()

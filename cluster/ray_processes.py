@@ -205,13 +205,14 @@ class RayActor(ActorProcess):
         """place: a handle of a Place, which runs this actor or is about to."""
         self.name = name
         self.place = place
+        self._started_as = name
 
     def there(self) -> Future[None]:
         return self.place.ready.remote().future()
 
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()
-        raw = self.place.call.remote(self.name, pack((method, arguments))).future()
+        raw = self.place.call.remote(self._started_as, pack((method, arguments))).future()
         raw.add_done_callback(lambda done: open_answer(answer, _translated(done, self.name)))
         return answer
 
@@ -271,7 +272,7 @@ def _translated(raw: Future[bytes], name: str) -> Future[bytes]:
     translated: Future[bytes] = Future()
     cause = getattr(error, "cause", None)
     if isinstance(cause, ProcessEnded):
-        translated.set_exception(cause)
+        translated.set_exception(ProcessEnded(name, cause.reason))
     else:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         # Where the constructor failed, the exception's own text comes last.

@@ -208,9 +208,10 @@ def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(
         pair.wait_until_free()
 
 
-def test_corrupt_kv_is_data_loss(checkpoint: Path) -> None:
+@pytest.mark.parametrize("case", ["llama", "gemma3"])  # of which most layers have a window
+def test_corrupt_kv_is_data_loss(case: str, tmp_path: Path) -> None:
     transports = FakeIsland()
-    with running_pair(checkpoint, transports=transports) as pair:
+    with running_pair(save_checkpoint(case, tmp_path), transports=transports) as pair:
         transports.fabric.corrupt_next(1)
         reservation = pair.prepare("r")
         pair.send("r", reservation)

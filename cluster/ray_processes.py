@@ -81,9 +81,14 @@ class RayProcesses(Processes):
         try:
             with _sigterm_kept():
                 ray.init(**options)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            where = "a local Ray" if self._address is None else f"the Ray at {self._address!r}"
-            raise StartFailed(f"{where} cannot be reached: {str(error).splitlines()[0]}") from error
+        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.AuthenticationError) as error:
+            reason = str(error).splitlines()[0]
+            if self._address is None:
+                raise StartFailed(f"a local Ray cannot be started: {reason}") from error
+            raise StartFailed(
+                f"the Ray at {self._address!r} cannot be reached: {reason}; where it asks for a token, set "
+                "RAY_AUTH_MODE=token and keep the token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+            ) from error
         self._owns_ray = True
         token = Path.home() / ".ray" / "auth_token"
         with suppress(OSError):

@@ -72,6 +72,7 @@ class RayProcesses(Processes):
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
         if self._address is None:
             options |= {
+                "address": "local",  # else Ray joins one that it finds here, or that RAY_ADDRESS names
                 "num_cpus": num_cpus or os.cpu_count(),
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,

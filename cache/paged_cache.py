@@ -184,6 +184,8 @@ class PagedKVCache:
         """
         appends = np.asarray(append_lengths, np.int64)
         sequences = ids_of(seq_ids)
+        if rope_lengths is not None and len(rope_lengths) != len(sequences):
+            raise InvalidArgument(f"rope_lengths has {len(rope_lengths)} entries; seq_ids has {len(sequences)}")
         rows, tokens = self._growth.grow(sequences, appends, token_tree_parents)
         sends, sent = plan_sends(self._marks, self._table, rows, tokens, self.layout.page_size)
         rotations, streams = self._streams.plan(rows, tokens, rope_lengths)
@@ -202,7 +204,7 @@ class PagedKVCache:
         sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss).
         Call it once for each layer, in order, under torch.inference_mode.
         """
-        group, index = self._places[layer]
+        group, index = self._place(layer)
         if k.shape[0] != plan.num_tokens:
             raise InvalidArgument(f"k has {k.shape[0]} tokens; the plan has {plan.num_tokens}")
         of_group = self._groups[group]
@@ -218,7 +220,7 @@ class PagedKVCache:
         q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
         they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
         """
-        group, index = self._places[layer]
+        group, index = self._place(layer)
         of_group = self._groups[group]
         if not isinstance(of_group, LatentGroupAttention):
             raise InvalidArgument(f"layer is {layer}, which keeps no latents; attention serves it")
@@ -385,3 +387,9 @@ class PagedKVCache:
             raise InvalidArgument(f"begin is {begin}; positions before {first} have left the window of group {group}")
         layers = range(len(self.layout.groups[group].layers))
         return self._groups[group].gather(layers, row, self._streams.indices(row, begin, end))
+
+    def _place(self, layer: int) -> tuple[int, int]:
+        """The group of a layer, and its index there."""
+        if layer not in self._places:
+            raise InvalidArgument(f"layer is {layer}; 0 … {len(self._places) - 1} are accepted")
+        return self._places[layer]

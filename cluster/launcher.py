@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from tandem.cache.errors import InvalidArgument
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed, TandemError
@@ -117,6 +118,8 @@ class Cluster:
             Tokenizer.from_folder(folder)
         except ModelError as error:
             raise ConfigError(f"model.path: {error}") from error
+        except InvalidArgument as error:
+            raise ConfigError(f"cache.{error}") from error
         max_model_len = self._config.model.max_model_len or model.max_length
         if max_model_len > model.max_length:
             raise ConfigError(

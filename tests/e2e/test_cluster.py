@@ -49,9 +49,7 @@ def cluster(small_model: Path, terminations: list[int]) -> Iterator[Cluster]:
         "ray.num_cpus": 2,
     }
     cluster = Cluster(load_config(None, overrides))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # of another Ray: who is not told to join it starts an own one
-        cluster.start()
+    cluster.start()
     yield cluster
     cluster.stop()
 

@@ -139,7 +139,7 @@ def assert_alike(ours: list[Drawn], theirs: list[Drawn], tolerance: float, count
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "deepseek_v3", "phi3-head-dim"])
 def test_graphs_go_on_as_the_eager_path(family: str, params: SamplingParams, tmp_path: Path) -> None:
     make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     assert_graphs_go_on(tmp_path, params, PROGRAM)

@@ -66,7 +66,8 @@ class ForkServer:
         if not pid:
             pipe.close()
             raise StartFailed(f"{name} cannot be started: no answer within {seconds:g} s from what would fork it")
-        return ForkedActor(name, int.from_bytes(pid, "little"), *fds, pipe, start)
+        pidfd, exit_code = fds
+        return ForkedActor(name, int.from_bytes(pid, "little"), pidfd, exit_code, pipe, start)
 
     def close(self) -> None:
         """Ends the server and with it all its actors; idempotent."""

@@ -51,14 +51,16 @@ class Up:
 
 
 @contextmanager
-def up(model: Path, *arguments: str) -> Iterator[Up]:
-    """A cluster of its own name that is ready."""
+def up(model: Path, *settings: str, address: str | None = None) -> Iterator[Up]:
+    """A cluster of its own name that is ready; address: of the Ray that it joins."""
     shm = lasting_names()
     command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--grpc-port", "0"]
     name = f"up-{os.getpid()}-{secrets.token_hex(3)}"  # one that a failed test leaves running is in nobody's way
-    for option in (f"name={name}", "cache.num_pages=64", "ray.num_cpus=2", *arguments):
+    for option in (f"name={name}", "cache.num_pages=64", "ray.num_cpus=2", *settings):
         command += ["--set", option]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command += [] if address is None else ["--address", address]
+    elsewhere = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}  # a Ray that nobody has asked to join
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=elsewhere)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -104,6 +106,20 @@ def test_requests_at_the_command_line(running: Up, small_model: Path) -> None:
     assert wrong.returncode == 2
     assert "999999" in wrong.stderr
     assert len(wrong.stderr.splitlines()) == 1
+
+
+@pytest.mark.timeout(240)
+def test_a_second_cluster_on_the_same_ray(running: Up, small_model: Path) -> None:
+    """Which asks for a token. Each cluster has its own end."""
+    assert running.process.stderr is not None
+    place = next(line for line in running.process.stderr if line.startswith("on the Ray at ")).split()[-1]
+    prompt = ("generate", "--token-ids", "5,6,7", "--max-tokens", "6", "--temperature", "0", "--json", "--address")
+    with up(small_model, address=place) as second:
+        assert not [one for one in second.descendants if one.name() == "raylet"]
+        answers = [json.loads(run(*prompt, each.address).stdout)["token_ids"] for each in (running, second)]
+        assert answers == [greedy(load_oracle(small_model), [5, 6, 7], 6)] * 2
+    assert second.process.returncode == 0
+    assert json.loads(run(*prompt, running.address).stdout)["token_ids"] == answers[0]
 
 
 def test_a_name_that_is_taken(running: Up, small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.crew import Crew
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_attention import AttentionPart, plan_prompts
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.plan import PageTables, TokenLayout
@@ -72,22 +73,16 @@ class NativeKernels:
     Sequences with one new token attend natively, by the threads of `crew`; prompts by torch's parts.
     """
 
-    def __init__(
-        self,
-        pool: Tensor,
-        scale: float,
-        library: ctypes.CDLL,
-        crew: Crew,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> None:
+    def __init__(self, pool: Tensor, scoring: Scoring, library: ctypes.CDLL, crew: Crew) -> None:
         _, layers, _, self._heads, page_size, self._head_dim = pool.shape
         tiles = self._heads * page_size * self._head_dim
-        self._torch = TorchKernels(pool, scale, window, softcap)
+        self._torch = TorchKernels(pool, scoring)
         self._pages = pool
         self._crew = crew
-        sizes = (self._heads, page_size, self._head_dim, window or NO_WINDOW)
-        self._pool = _Pool(pool.data_ptr(), 2 * layers * tiles, 2 * tiles, tiles, *sizes, scale, softcap or 0.0)
+        sizes = (self._heads, page_size, self._head_dim, scoring.window or NO_WINDOW)
+        self._pool = _Pool(
+            pool.data_ptr(), 2 * layers * tiles, 2 * tiles, tiles, *sizes, scoring.scale, scoring.softcap or 0.0
+        )
         self._pool_address = ctypes.addressof(self._pool)
         q, k, v, factors = (POINTER, INT64, INT32), (POINTER, INT64), (POINTER, INT64), (POINTER, POINTER, INT64, INT32)
         self._append = library.append

@@ -40,7 +40,7 @@ class PendingSamples:
         if self._copied is not None:
             self._copied.synchronize()
         token_ids = self._tokens.numpy()
-        return Samples(token_ids, split_logprobs(self._logprobs, token_ids.tolist()))
+        return Samples(token_ids, split_logprobs(self._logprobs, token_ids))
 
 
 def _to_host(tensor: Tensor) -> Tensor:

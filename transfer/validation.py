@@ -39,17 +39,17 @@ def validate_map(
 def _validate_runs(runs: SlotRuns, field: str, skipped: int, num_slots: int) -> None:
     if not runs.begins.size:
         return
-    wanted = runs.begins != SKIP
-    if runs.num_skipped != skipped or not wanted[skipped > 0 :].all():
-        count = int(runs.lengths[~wanted].sum())
+    skips, first = runs.begins == SKIP, int(skipped > 0)
+    if runs.num_skipped != skipped or np.count_nonzero(skips) != first:
+        count = int(runs.lengths[skips].sum())
         raise InvalidPositionMap(f"{field} skips {count} positions; it must skip the first {skipped} and no others")
-    runs = SlotRuns(runs.begins[wanted], runs.lengths[wanted])
-    if not runs.begins.size:
+    begins, lengths = runs.begins[first:], runs.lengths[first:]
+    if not begins.size:
         return
-    order = np.argsort(runs.begins)
-    begins = runs.begins[order].astype(np.int64)
-    ends = begins + runs.lengths[order]
-    if int(begins[0]) < 0 or int(ends.max()) > num_slots:
+    order = begins.argsort()
+    begins = begins[order].astype(np.int64)
+    ends = begins + lengths[order]
+    if int(ends.max()) > num_slots:
         raise InvalidPositionMap(
             f"{field} holds slots {int(begins[0])} … {int(ends.max()) - 1}; the pool has 0 … {num_slots - 1}"
         )

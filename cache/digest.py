@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.window import first_place
 
 DIGEST_BITS = 31
 POSITIONS_AT_A_TIME = 1024  # bounds the copies of a long sequence
@@ -11,16 +12,20 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes of an elemen
 
 
 def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int) -> int:
-    """31 bits of the KV of positions begin … end - 1 in all layers, bit for bit; runs on the pages' device.
+    """31 bits of the KV of positions begin … end - 1 in all layers, bit for bit, but for pages that a window no longer
+    shows to position `end`; runs on the pages' device.
 
     Σ word · weight(column) · weight(position) modulo 2⁶⁴, of which the upper half is taken: as quick as a sum, in any
     order, and since weights are odd and differ, one wrong word is noticed and so are two that changed places.
     """
     total: Tensor | int = 0
-    for first in range(begin, end, POSITIONS_AT_A_TIME):
-        last = min(end, first + POSITIONS_AT_A_TIME)
-        for layer, (k, v) in enumerate(cache.gather_kv(sequence, first, last)):
-            total = total + _weigh(k, first, 2 * layer) + _weigh(v, first, 2 * layer + 1)
+    size = cache.layout.page_size
+    for index, group in enumerate(cache.layout.groups):
+        seen = max(begin, first_place(group.window, end, size) * size)
+        for first in range(seen, end, POSITIONS_AT_A_TIME):
+            gathered = cache.gather_group(sequence, index, first, min(end, first + POSITIONS_AT_A_TIME))
+            for layer, (k, v) in zip(group.layers, gathered, strict=True):
+                total = total + _weigh(k, first, 2 * layer) + _weigh(v, first, 2 * layer + 1)
     return int(total) >> 32 & (1 << DIGEST_BITS) - 1
 
 

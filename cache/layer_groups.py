@@ -1,5 +1,6 @@
 """The layer groups of a cache, made from its layout: what each does in a forward, and what moves its pages."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,9 @@ class Heads:
 
     def check(self, layout: KVLayout) -> None:
         """InvalidArgument unless a cache of `layout` can have them."""
+        for name, value in (("scale", self.scale), ("softcap", self.softcap)):
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidArgument(f"{name} is {value}; None or a finite number above 0 is accepted")
         latent = self.latent
         if layout.has_latents != (latent is not None):
             raise InvalidArgument(

@@ -78,16 +78,11 @@ class PagedKVCache:
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._streams = Streams(self._table, self._rotations, layout.page_size)
         self._groups = make_groups(layout, pools, self._table.groups, writer, Heads(scale, softcap, latent), kernels)
-        of_groups = make_pages(layout, self._table.groups, self._pools, self._groups)
-        self._pages = SequencePages(self._table, self._pools, of_groups, layout.page_size)
+        pages = make_pages(layout, self._table.groups, self._pools, self._groups)
+        self._pages = SequencePages(self._table, self._pools, pages, layout.page_size)
         self._receptions = Receptions(self._table, self._pages, self._pools, self._streams, layout.page_size, pools)
-        self._trees = OpenTrees(
-            self._table,
-            self._pages,
-            self._marks,
-            [group.kernels for group in self._groups],
-            layout.page_size,
-        )
+        group_kernels = [group.kernels for group in self._groups]
+        self._trees = OpenTrees(self._table, self._pages, self._marks, group_kernels, layout.page_size)
         self._growth = Growth(
             self._table, self._pages, self._receptions, self._streams, self._trees, self._marks, max_sequence_length
         )
@@ -189,6 +184,8 @@ class PagedKVCache:
         """
         appends = np.asarray(append_lengths, np.int64)
         sequences = ids_of(seq_ids)
+        if rope_lengths is not None and len(rope_lengths) != len(sequences):
+            raise InvalidArgument(f"rope_lengths has {len(rope_lengths)} entries; seq_ids has {len(sequences)}")
         rows, tokens = self._growth.grow(sequences, appends, token_tree_parents)
         sends, sent = plan_sends(self._marks, self._table, rows, tokens, self.layout.page_size)
         rotations, streams = self._streams.plan(rows, tokens, rope_lengths)
@@ -207,7 +204,7 @@ class PagedKVCache:
         sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss).
         Call it once for each layer, in order, under torch.inference_mode.
         """
-        group, index = self._places[layer]
+        group, index = self._place(layer)
         if k.shape[0] != plan.num_tokens:
             raise InvalidArgument(f"k has {k.shape[0]} tokens; the plan has {plan.num_tokens}")
         of_group = self._groups[group]
@@ -223,7 +220,7 @@ class PagedKVCache:
         q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
         they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
         """
-        group, index = self._places[layer]
+        group, index = self._place(layer)
         of_group = self._groups[group]
         if not isinstance(of_group, LatentGroupAttention):
             raise InvalidArgument(f"layer is {layer}, which keeps no latents; attention serves it")
@@ -377,15 +374,22 @@ class PagedKVCache:
 
         begin is at least first_position(sequence), unless nothing is asked for.
         """
+        found = [self.gather_group(sequence, group, begin, end) for group in range(len(self._groups))]
+        return [found[group][index] for group, index in self._places.values()]
+
+    def gather_group(self, sequence: int, group: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """gather_kv() of one layer group's layers, for which `begin` may be as early as the group holds positions."""
         row, length = self._table.row(sequence), self.num_tokens(sequence)
         if not 0 <= begin <= end <= length:
             raise InvalidArgument(f"begin and end are {begin} and {end}; 0 ≤ begin ≤ end ≤ {length} is accepted")
-        if begin < min(self.first_position(sequence), end):
-            first = self.first_position(sequence)
-            raise InvalidArgument(f"begin is {begin}; positions before {first} have left the window of some layers")
-        indices = self._streams.indices(row, begin, end)
-        found = [
-            group.gather(range(len(members.layers)), row, indices)
-            for group, members in zip(self._groups, self.layout.groups, strict=True)
-        ]
-        return [found[group][index] for group, index in self._places.values()]
+        first = int(self._table.groups[group].begins[row]) * self.layout.page_size
+        if begin < min(first, end):
+            raise InvalidArgument(f"begin is {begin}; positions before {first} have left the window of group {group}")
+        layers = range(len(self.layout.groups[group].layers))
+        return self._groups[group].gather(layers, row, self._streams.indices(row, begin, end))
+
+    def _place(self, layer: int) -> tuple[int, int]:
+        """The group of a layer, and its index there."""
+        if layer not in self._places:
+            raise InvalidArgument(f"layer is {layer}; 0 … {len(self._places) - 1} are accepted")
+        return self._places[layer]

@@ -101,10 +101,12 @@ class PositionMap:
     """Where a receiver wants positions start_position … start_position + num_tokens - 1 of one sequence.
 
     One SlotRuns per layer group of the layout, each num_tokens long. Not an address: slots of the receiver's pools.
+    sliding: the window and sink of a sequence that slides, whose K is not rotated; None for another.
     """
 
     start_position: int
     runs: tuple[SlotRuns, ...]
+    sliding: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.start_position < 0:

@@ -66,7 +66,7 @@ class Receptions:
         device = self._memory[0].device
         if device.type == "cuda" and stored % size:  # growing may have queued the copy of a shared partial page
             torch.cuda.current_stream(device).synchronize()
-        return PositionMap(begin, self._runs(row, begin, begin + length))
+        return PositionMap(begin, self._runs(row, begin, begin + length), table.streams.sliding(row))
 
     def clear_ends(self, rows: Int64Array, lengths: Int64Array) -> None:
         """Clears what stands past `lengths` (int64 [B]) in the last pages of rows that have not been cleared yet, on

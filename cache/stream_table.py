@@ -43,6 +43,11 @@ class StreamTable:
         self.windows, self.sinks, self.holes, self.dropped = (np.zeros(max_sequences, np.int64) for _ in range(4))
         self.count = 0  # rows with a window
 
+    def sliding(self, row: int) -> tuple[int, int] | None:
+        """The window and sink of a row; None where it does not slide."""
+        window = int(self.windows[row])
+        return (window, int(self.sinks[row])) if window else None
+
     def enable(self, row: int, window: int, sink: int) -> None:
         self.count += self.windows[row] == 0
         self.windows[row], self.sinks[row] = window, sink

@@ -132,13 +132,20 @@ class Streams:
             raise InvalidArgument(f"only the last {most} positions are there; what was before has left the window")
 
     def check_map(self, row: int, position_map: PositionMap) -> None:
-        """InvalidArgument when a map asks for what the row has evicted, or does before the map's end is reached."""
+        """InvalidArgument for the map of a sequence that slides otherwise, whose K is rotated otherwise too, and when a
+        map asks for what the row has evicted, or does before the map's end is reached."""
         streams = self._table.streams
-        window, sink = int(streams.windows[row]), int(streams.sinks[row])
+        sliding = streams.sliding(row)
+        if position_map.sliding != sliding:
+            raise InvalidArgument(
+                f"the position map's (window, sink) are {position_map.sliding}; the sender's, {sliding}, are accepted: "
+                "the receiver must slide alike"
+            )
         cached = int(self._table.lengths[row] + streams.dropped[row])
         begin, end = position_map.start_position, position_map.end_position
-        if window == 0 or begin >= cached:
+        if sliding is None or begin >= cached:
             return
+        window, sink = sliding
         positions = np.arange(begin, min(end, cached))
         lost = streams.find(row, begin, min(end, cached)) < 0
         lost |= (positions >= sink) & (positions < end - (window - sink))
@@ -147,7 +154,7 @@ class Streams:
             if wanted.size:
                 raise InvalidArgument(
                     f"the position map asks for position {int(wanted[0])}, which does not stay in the sliding window "
-                    f"of {window} until position {end} is reached; the receiver must slide alike"
+                    f"of {window} until position {end} is reached"
                 )
 
     def _keep(self, slides: Slides) -> _Before:

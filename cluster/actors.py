@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tandem.cluster.actor_server import set_title
 from tandem.cluster.errors import TandemError
 from tandem.cluster.gateway import Gateway, GatewaySettings
 from tandem.cluster.membership import IslandState
@@ -48,7 +49,9 @@ class WorkerActor:
         with self._preparing():
             self._worker.leave()
 
-    def rejoin(self, config: WorkerConfig) -> None:
+    def rejoin(self, name: str, config: WorkerConfig) -> None:
+        """name: of this actor from now on."""
+        set_title(name)
         with self._preparing():
             self._worker.rejoin(config)
 

@@ -18,17 +18,21 @@ PIPE_WIDTH = 140  # columns of a table that no terminal shows
 
 
 def print_stream(updates: Iterable[GenerateUpdate]) -> None:
-    """The text as it comes; token ids for a checkpoint without a tokenizer."""
+    """The text as it comes; token ids for a checkpoint without a tokenizer. An error comes behind a whole line."""
     written = False
     token_ids: list[int] = []
-    for update in updates:
-        token_ids += update.token_ids
-        written |= bool(update.text)
-        sys.stdout.write(update.text)
-        sys.stdout.flush()
-    if not written:
-        sys.stdout.write(" ".join(map(str, token_ids)))
-    sys.stdout.write("\n")
+    try:
+        for update in updates:
+            token_ids += update.token_ids
+            written |= bool(update.text)
+            sys.stdout.write(update.text)
+            sys.stdout.flush()
+    finally:
+        if not written:
+            sys.stdout.write(" ".join(map(str, token_ids)))
+        if token_ids:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
 
 
 def print_json(updates: Iterable[GenerateUpdate]) -> None:

@@ -4,9 +4,11 @@ import difflib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
 
 from tandem.cluster.errors import (
     AttemptsExhausted,
@@ -28,6 +30,16 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 RETRY_AFTER_KEY = "retry-after-ms"
 CLIENT_ID_KEY = "client-id"
 MAX_CLIENT_ID = 128
+ACCEPTED = MappingProxyType(
+    {
+        FieldDescriptor.TYPE_UINT32: "an integer in [0, 2^32)",
+        FieldDescriptor.TYPE_INT32: "an integer in [-2^31, 2^31)",
+        FieldDescriptor.TYPE_UINT64: "an integer in [0, 2^64)",
+        FieldDescriptor.TYPE_FLOAT: "a number",
+        FieldDescriptor.TYPE_BOOL: "true or false",
+        FieldDescriptor.TYPE_STRING: "Unicode text",
+    }
+)
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.enable_http_proxy", 0),
@@ -100,7 +112,11 @@ class GenerateUpdate:
 
 def build_request(prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None) -> inference_pb2.GenerateRequest:
     """prompt: text, token ids, or chat messages with role and content. Raises InvalidRequest."""
-    request = inference_pb2.GenerateRequest(request_id=request_id or "")
+    request = inference_pb2.GenerateRequest()
+    try:
+        request.request_id = request_id or ""
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"request_id is {request_id!r:.80}; it must be Unicode text") from None
     _set_prompt(request, prompt)
     known = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     for name, value in sampling.items():
@@ -111,8 +127,10 @@ def build_request(prompt: Prompt, sampling: Mapping[str, Any], request_id: str |
         one: Any = [value] if name == "stop" and isinstance(value, str) else value
         try:
             request.sampling.MergeFrom(inference_pb2.SamplingParams(**{name: one}))
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"sampling.{name} is {value!r}: {error}") from None
+        except (TypeError, ValueError):
+            which = "each" if known[name].is_repeated else "it"
+            accepted = ACCEPTED[known[name].type]
+            raise InvalidRequest(f"sampling.{name} is {value!r:.80}; {which} must be {accepted}") from None
     return request
 
 
@@ -171,18 +189,19 @@ def _retry_after_seconds(error: grpc.RpcError) -> float:
 
 
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        request.text = prompt
-        return
     items: Any = prompt
     try:
-        if items and isinstance(items[0], Mapping):
+        if isinstance(items, str):
+            request.text = items
+        elif len(items) and isinstance(items[0], Mapping):
             request.chat.messages.extend(inference_pb2.ChatMessage(**turn) for turn in items)
         else:
             request.token_ids.SetInParent()
             request.token_ids.ids.extend(items)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"prompt is {items!r:.80}: {error}; token ids or chat messages are accepted") from None
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidRequest(
+            f"prompt is {items!r:.80}: {error}; Unicode text, token ids or a list of chat messages are accepted"
+        ) from None
 
 
 def _fields(message: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Secrets and certificates of a gateway and of its clients, read from files that only their owner can read."""
 
 import ipaddress
+import ssl
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +25,20 @@ class ServerSecurity:
     tls_key: str | None = None
     client_ca: str | None = None
 
+    def check(self) -> None:
+        """ConfigError when a file cannot be read, or is not what it should be."""
+        self.token()
+        self.credentials()
+
     def token(self) -> str | None:
         return None if self.token_file is None else read_token(Path(self.token_file))
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """None without TLS. ConfigError when a file cannot be read."""
+        """None without TLS. ConfigError as check()."""
         if self.tls_cert is None or self.tls_key is None:
             return None
-        pair = (_read_private("security.tls_key", self.tls_key), _read("security.tls_cert", self.tls_cert))
-        ca = None if self.client_ca is None else _read("security.client_ca", self.client_ca)
+        pair = _read_pair("security.", self.tls_key, self.tls_cert)
+        ca = None if self.client_ca is None else _read_ca("security.client_ca", self.client_ca)
         return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
 
 
@@ -49,7 +55,8 @@ class ClientSecurity:
     tls_key: str | None = None
 
     def credentials(self, address: str) -> grpc.ChannelCredentials | None:
-        """None without TLS. ConfigError for half a key pair, or when a token would go over a network in the clear."""
+        """None without TLS. ConfigError for half a key pair, for files that are not what they should be, or when a
+        token would go over a network in the clear."""
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key: give both or neither")
         if self.tls_ca is None:
@@ -58,11 +65,10 @@ class ClientSecurity:
             if self.token is not None and not is_loopback(address.rpartition(":")[0].strip("[]")):
                 raise ConfigError(f"tls_ca is missing; without TLS a token is not sent to {address}")
             return None
-        return grpc.ssl_channel_credentials(
-            root_certificates=_read("tls_ca", self.tls_ca),
-            private_key=None if self.tls_key is None else _read_private("tls_key", self.tls_key),
-            certificate_chain=None if self.tls_cert is None else _read("tls_cert", self.tls_cert),
-        )
+        pair = (None, None)
+        if self.tls_key is not None and self.tls_cert is not None:
+            pair = _read_pair("", self.tls_key, self.tls_cert)
+        return grpc.ssl_channel_credentials(_read_ca("tls_ca", self.tls_ca), *pair)
 
     def authorize(self, stub: StubT) -> StubT:
         return stub if self.token is None else authorized(stub, self.token)
@@ -86,16 +92,43 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def _read_pair(section: str, key: str, certificate: str) -> tuple[bytes, bytes]:
+    """The key and its certificate; gRPC would only say that it cannot open the port."""
+    pair = _read_private(f"{section}tls_key", key), _read(f"{section}tls_cert", certificate)
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(_expanded(certificate), _expanded(key), password=lambda: "")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"{section}tls_cert {certificate} and tls_key {key} must be a certificate and its key, in PEM and without "
+            f"a passphrase: {error}"
+        ) from None
+    return pair
+
+
+def _read_ca(name: str, path: str) -> bytes:
+    content = _read(name, path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(_expanded(path))
+    except ssl.SSLError as error:
+        raise ConfigError(f"{name} {path} must hold certificates, in PEM: {error}") from None
+    return content
+
+
 def _read(key: str, path: str) -> bytes:
     try:
-        return Path(path).expanduser().read_bytes()
+        return _expanded(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{key} {path} cannot be read: {error.strerror}") from None
 
 
 def _read_private(key: str, path: str) -> bytes:
     content = _read(key, path)
-    mode = stat.S_IMODE(Path(path).expanduser().stat().st_mode)
+    mode = stat.S_IMODE(_expanded(path).stat().st_mode)
     if mode & 0o077:
         raise ConfigError(f"{key} {path} has mode {mode:o}; others must not read it: chmod 600")
     return content
+
+
+def _expanded(path: str) -> Path:
+    return Path(path).expanduser()

@@ -19,19 +19,21 @@ from tandem.cluster.start_clock import phase_lines, process_age
 def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     """Starts the cluster, prints `ready grpc=HOST:PORT` and returns after SIGINT or SIGTERM, when nothing is left.
 
-    Where the time went stands on stderr then, a line a phase, and in the cluster's ClusterState.
+    Where the time went stands on stderr then, a line a phase, and in the cluster's ClusterState; then, what other
+    clusters join by ray_address.
     Raises ClusterRunning, ConfigError, StartFailed, WorkerLost; nothing is left then either.
     """
     age = process_age()
     with ClusterLock(config.name) as lock, _signals_interrupt() as catch_signals:
-        cluster = Cluster(config, RayProcesses(ray_address))
+        processes = RayProcesses(ray_address)
+        cluster = Cluster(config, processes)
         try:
             with _Loading() as loading:
                 address = cluster.start(loading.show)
             seconds = {"command, imports": age} | cluster.clock.seconds
             lock.publish(address, seconds)
             print(f"ready grpc={address}", flush=True)
-            print("\n".join(phase_lines(seconds)), file=sys.stderr, flush=True)
+            print(*phase_lines(seconds), f"on the Ray at {processes.address}", sep="\n", file=sys.stderr, flush=True)
             catch_signals()  # Ray has put its own handlers in their place
             cluster.wait()
         except KeyboardInterrupt:

@@ -21,13 +21,13 @@ from multiprocessing.connection import Connection, Pipe
 from threading import Lock
 from typing import NoReturn
 
-from tandem.cluster.actor_server import serve
+from tandem.cluster.actor_server import serve, set_title
 from tandem.cluster.errors import StartFailed
-from tandem.cluster.forked_actor import ForkedActor
+from tandem.cluster.forked_actor import EXIT_CODE_BYTES, ForkedActor
 
 PID_BYTES = 8
-TITLE_BYTES = 15  # as long as Linux keeps
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+NAME_BYTES = 255
+PR_SET_PDEATHSIG = 1
 CUDA_ERROR_NOT_INITIALIZED = 3
 
 
@@ -58,15 +58,16 @@ class ForkServer:
         with self._lock, theirs:
             self._control.settimeout(seconds)
             try:
-                socket.send_fds(self._control, [_title(name)], [theirs.fileno()])
-                pid, fds, *_ = socket.recv_fds(self._control, PID_BYTES, 1)
+                socket.send_fds(self._control, [name.encode()[-NAME_BYTES:]], [theirs.fileno()])
+                pid, fds, *_ = socket.recv_fds(self._control, PID_BYTES, 2)
             except OSError:
                 pid, fds = b"", []
                 self._process.kill()  # an answer that came later would be taken for that to the next order
         if not pid:
             pipe.close()
             raise StartFailed(f"{name} cannot be started: no answer within {seconds:g} s from what would fork it")
-        return ForkedActor(name, int.from_bytes(pid, "little"), fds[0], pipe, start)
+        pidfd, exit_code = fds
+        return ForkedActor(name, int.from_bytes(pid, "little"), pidfd, exit_code, pipe, start)
 
     def close(self) -> None:
         """Ends the server and with it all its actors; idempotent."""
@@ -88,13 +89,14 @@ def run(control: int, modules: Sequence[str]) -> NoReturn:
         os.execv(sys.executable, _command(control, ()))
     gc.collect()
     gc.freeze()  # a collection in an actor would write to, and so copy, what is shared
-    signal.signal(signal.SIGCHLD, lambda *_: _reap())
+    ends: dict[int, int] = {}  # where to write, by pid, with which exit code an actor ended
+    signal.signal(signal.SIGCHLD, lambda *_: _reap(ends))
     with socket.socket(fileno=control) as asked:
         while True:
-            title, fds, *_ = socket.recv_fds(asked, TITLE_BYTES, 1)
-            if not title:
+            name, fds, *_ = socket.recv_fds(asked, NAME_BYTES, 1)
+            if not name:
                 os._exit(0)
-            _fork(asked, title, fds[0])
+            _fork(asked, name.decode(errors="replace"), fds[0], ends)
 
 
 def _command(control: int, modules: Sequence[str]) -> list[str]:
@@ -111,34 +113,33 @@ def _has_touched_gpu() -> bool:
     return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != CUDA_ERROR_NOT_INITIALIZED
 
 
-def _title(name: str) -> bytes:
-    """What `ps -e` and `top` show of an actor: the last part of its name."""
-    return name.rpartition("/")[2].encode()[:TITLE_BYTES] or b"?"
-
-
-def _fork(asked: socket.socket, title: bytes, pipe: int) -> None:
+def _fork(asked: socket.socket, name: str, pipe: int, ends: dict[int, int]) -> None:
     server = os.getpid()
+    code, end = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # a process must not be reaped before it has a pidfd
     pid = os.fork()
     if pid == 0:
         asked.close()
-        _work(server, title, pipe)
+        for other in (code, end, *ends.values()):
+            os.close(other)
+        _work(server, name, pipe)
     os.close(pipe)
+    ends[pid] = end
     handle = os.pidfd_open(pid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     with suppress(OSError):  # whoever asked is gone: that is seen next
-        socket.send_fds(asked, [pid.to_bytes(PID_BYTES, "little")], [handle])
+        socket.send_fds(asked, [pid.to_bytes(PID_BYTES, "little")], [handle, code])
     os.close(handle)
+    os.close(code)
 
 
-def _work(server: int, title: bytes, pipe: int) -> NoReturn:
+def _work(server: int, name: str, pipe: int) -> NoReturn:
     """The actor's process."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_NAME, title)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        set_title(name)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server:  # else it ended before that was set
             serve(Connection(pipe))
     except (EOFError, OSError):
@@ -147,7 +148,11 @@ def _work(server: int, title: bytes, pipe: int) -> NoReturn:
         os._exit(0)
 
 
-def _reap() -> None:
+def _reap(ends: dict[int, int]) -> None:
     with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended
+            end = ends.pop(pid)
+            with suppress(BrokenPipeError):  # nobody wants to know
+                os.write(end, os.waitstatus_to_exitcode(status).to_bytes(EXIT_CODE_BYTES, "little", signed=True))
+            os.close(end)

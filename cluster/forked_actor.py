@@ -14,21 +14,26 @@ from tandem.cluster.actor_server import CONSTRUCTOR, pack, read, unpack, write
 from tandem.cluster.errors import ProcessEnded
 from tandem.cluster.processes import ActorProcess
 
+EXIT_CODE_BYTES = 4
+EXIT_CODE_SECONDS = 1.0  # the process is gone when its pipe breaks, or as good as gone
+
 
 class ForkedActor(ActorProcess):
     """The pipe breaks when the process ends: that is how its end is learned. `ended` is set by then."""
 
-    def __init__(self, name: str, pid: int, pidfd: int, pipe: Connection, start: bytes) -> None:
-        """Owns pidfd and pipe from now on. start: pack((kind, argument))."""
+    def __init__(self, name: str, pid: int, pidfd: int, exit_code: int, pipe: Connection, start: bytes) -> None:
+        """Owns pidfd, exit_code and pipe from now on. exit_code: a pipe that will say it, in EXIT_CODE_BYTES, negative
+        for a signal. start: pack((kind, argument))."""
         self.name = name
         self.pid = pid
         self.ended = False
         self._pidfd: int | None = pidfd
+        self._exit_code = exit_code
         self._pipe = pipe
         self._lock = threading.Lock()
         self._numbers = count(CONSTRUCTOR + 1)
         self._answers: dict[int, Future[bytes]] = {}
-        self._reason = "its process ended"
+        self._reason = ""
         with suppress(OSError):
             write(pipe, CONSTRUCTOR, start)
         self._reader = threading.Thread(target=self._read, name=f"pipe of {name}", daemon=True)
@@ -48,15 +53,14 @@ class ForkedActor(ActorProcess):
         """What `payload`, pack((method, arguments)), is answered with: for open_answer()."""
         answer: Future[bytes] = Future()
         with self._lock:
-            number = next(self._numbers)
-            self._answers[number] = answer
-            try:
-                if self.ended:
-                    raise BrokenPipeError
-                write(self._pipe, number, payload)
-            except OSError:
-                del self._answers[number]
-                answer.set_exception(ProcessEnded(self.name, self._reason))
+            ended = self.ended
+            if not ended:
+                number = next(self._numbers)
+                self._answers[number] = answer
+                with suppress(OSError):  # the process has ended: the reader answers, once it knows how
+                    write(self._pipe, number, payload)
+        if ended:
+            answer.set_exception(ProcessEnded(self.name, self._reason))
         return answer
 
     def kill(self) -> None:
@@ -78,12 +82,24 @@ class ForkedActor(ActorProcess):
                     self._reason = f"{type(error).__name__}: {error}"
                     break
                 self._answers.pop(number).set_result(payload)
+        reason = self._reason or self._how_it_ended()
         with self._lock:
-            self.ended = True
+            self.ended, self._reason = True, reason
             self._pipe.close()
         for answer in self._answers.values():
-            answer.set_exception(ProcessEnded(self.name, self._reason))
+            answer.set_exception(ProcessEnded(self.name, reason))
         self._wait_for_end()
+
+    def _how_it_ended(self) -> str:
+        code = b""
+        if select.select([self._exit_code], [], [], EXIT_CODE_SECONDS)[0]:
+            code = os.read(self._exit_code, EXIT_CODE_BYTES)
+        if not code:
+            return "its process ended"  # and so did the one that would know
+        number = int.from_bytes(code, "little", signed=True)
+        if number >= 0:
+            return f"its process ended with exit code {number}"
+        return f"its process was ended by {_signal_name(-number)}"
 
     def _wait_for_end(self) -> None:
         self.kill()  # without its pipe it is of no use
@@ -94,6 +110,11 @@ class ForkedActor(ActorProcess):
         with self._lock:
             os.close(self._pidfd)
             self._pidfd = None
+        os.close(self._exit_code)
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def open_answer(answer: Future[Any], done: Future[bytes]) -> None:

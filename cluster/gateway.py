@@ -37,10 +37,10 @@ from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.authentication import TokenRequired
 from tandem.workers.kv_scales import stores_fp8
+from tandem.workers.model_cache import kv_layout
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
 from tandem.workers.well_formed import WellFormedRequired
-from tandem.workers.worker import kv_layout
 
 Context = grpc.aio.ServicerContext
 SERVICES = (

@@ -22,7 +22,8 @@ START_SECONDS = 600.0
 STOP_SECONDS = 30.0
 RELEASE_SECONDS = 30.0
 PROGRESS_SECONDS = 2.0
-GPU_MODULES = ("tandem.transfer.nvshmem", "tandem.cache.kernels.flashinfer_preload:preload_flashinfer")
+MODULES = ("numpy.ma",)  # np.unique imports it when it is first called
+GPU_MODULES = (*MODULES, "tandem.transfer.nvshmem", "tandem.cache.kernels.flashinfer_preload:preload_flashinfer")
 
 
 LoadState = tuple[str, int, int]  # worker, bytes loaded, bytes in all
@@ -121,7 +122,9 @@ class Island:
         self._group.shrink(gone)
         kept = [(member, worker) for member, worker in zip(self._members, self._workers, strict=True)
                 if member in before._members]  # fmt: skip
-        self._results([member.call("rejoin", worker) for member, worker in kept])
+        for member, worker in kept:
+            member.name = self._spec(worker).name
+        self._results([member.call("rejoin", member.name, worker) for member, worker in kept])
         self.num_pages = before.num_pages
         self._join()
         return self._serve()
@@ -167,7 +170,7 @@ class Island:
 
     def _spec(self, worker: WorkerConfig) -> ActorSpec:
         name = f"{self._config.name}/{worker.island}.{worker.epoch}/{_name(worker)}"
-        return ActorSpec(name, WorkerActor, worker, GPU_MODULES if worker.device == "cuda" else ())
+        return ActorSpec(name, WorkerActor, worker, GPU_MODULES if worker.device == "cuda" else MODULES)
 
     def _agree(self, members: Sequence[ActorProcess], num_pages: int | None) -> int:
         """Pages in every pool, for which these members have room. StartFailed where it is less than num_pages."""

@@ -9,7 +9,9 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from tandem.cache.errors import InvalidArgument
 from tandem.cluster.config import ClusterConfig
+from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed, TandemError
 from tandem.cluster.gateway_supervisor import GatewaySupervisor
 from tandem.cluster.island import Island, LoadState
@@ -21,8 +23,11 @@ from tandem.cluster.ray_processes import RayProcesses
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
 from tandem.cluster.start_clock import StartClock
 from tandem.cluster.supervisor import Supervisor
+from tandem.workers.kv_scales import stores_fp8
 from tandem.workers.models.errors import ModelError
 from tandem.workers.models.registry import load_config
+from tandem.workers.tokenizer import Tokenizer
+from tandem.workers.weights import check_weights
 
 READY_POLL_SECONDS = 0.2
 
@@ -50,7 +55,8 @@ class Cluster:
 
     def start(self, progress: Progress | None = None) -> str:
         """HOST:PORT of the gateway. progress is called a few times a second while weights are read."""
-        max_model_len = self._max_model_len()
+        max_model_len = self._check_model()
+        ServerSecurity(**self._config.security.model_dump()).check()
         _check_port(self._config.gateway.host, self._config.gateway.port)
         try:
             with self.clock.phase("ray"):
@@ -101,11 +107,20 @@ class Cluster:
         """As Island.worker_token, of the first island."""
         return self._islands[0].island.worker_token
 
-    def _max_model_len(self) -> int:
+    def _check_model(self) -> int:
+        """max_model_len. ConfigError for what is wrong with the checkpoint, before anything is started for it."""
+        folder = Path(self._config.model.path or "")
         try:
-            model = load_config(Path(self._config.model.path or ""), self._config.model.dtype)
+            model = load_config(folder, self._config.model.dtype)
+            if self._config.model.load_format == "safetensors":
+                check_weights(folder, model)
+            Tokenizer.from_folder(folder)
         except ModelError as error:
             raise ConfigError(f"model.path: {error}") from error
+        try:
+            stores_fp8(self._config.cache.kv_cache_dtype, model)
+        except InvalidArgument as error:
+            raise ConfigError(f"cache.{error}") from error
         max_model_len = self._config.model.max_model_len or model.max_length
         if max_model_len > model.max_length:
             raise ConfigError(

@@ -24,7 +24,10 @@ class ActorSpec:
 
 
 class ActorProcess(ABC):
-    """One actor. Its process may end at any moment, and then every call's future fails with ProcessEnded."""
+    """One actor. Its process may end at any moment, and then every call's future fails with ProcessEnded.
+
+    name: what those errors call it. May be set: an actor can come to be another one's successor.
+    """
 
     name: str
 

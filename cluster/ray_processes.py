@@ -4,8 +4,6 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -24,6 +22,7 @@ from tandem.cluster.errors import ClusterRunning, ProcessEnded, StartFailed
 from tandem.cluster.fork_server import ForkServer
 from tandem.cluster.forked_actor import ForkedActor, open_answer
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
+from tandem.cluster.ray_token import hide_token
 
 NAMESPACE = "tandem"
 CPU_SHARE = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
@@ -52,6 +51,11 @@ class RayProcesses(Processes):
         if any(name.startswith(f"{cluster}/") for name in ray.util.list_named_actors()):
             raise ClusterRunning(cluster, None, None)
 
+    @property
+    def address(self) -> str:
+        """HOST:PORT by which others can join this Ray; after start()."""
+        return ray.get_runtime_context().gcs_address
+
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "RayGroup":
         share: dict[str, float] = {"CPU": CPU_SHARE, "GPU": gpus} if gpus else {"CPU": CPU_SHARE}
         with self._placing:  # islands that start at once must not count on the same room
@@ -71,6 +75,7 @@ class RayProcesses(Processes):
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
         if self._address is None:
             options |= {
+                "address": "local",  # else Ray joins one that it finds
                 "num_cpus": num_cpus or os.cpu_count(),
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
@@ -79,13 +84,16 @@ class RayProcesses(Processes):
             options["address"] = self._address
         try:
             ray.init(**options)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            where = "a local Ray" if self._address is None else f"the Ray at {self._address!r}"
-            raise StartFailed(f"{where} cannot be reached: {str(error).splitlines()[0]}") from error
+        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            reason = str(error).splitlines()[0]
+            if self._address is None:
+                raise StartFailed(f"a local Ray cannot be started: {reason}") from error
+            raise StartFailed(
+                f"the Ray at {self._address!r} cannot be joined: {reason}; it must run there, and ~/.ray/auth_token be "
+                "the token that it asks for: RAY_AUTH_MODE=token shows it, RAY_AUTH_MODE=disabled does not"
+            ) from error
         self._owns_ray = True
-        token = Path.home() / ".ray" / "auth_token"
-        with suppress(OSError):
-            token.chmod(0o600)  # Ray leaves its token readable for everybody
+        hide_token()
 
 
 class RayGroup(ProcessGroup):
@@ -203,13 +211,14 @@ class RayActor(ActorProcess):
         """place: a handle of a Place, which runs this actor or is about to."""
         self.name = name
         self.place = place
+        self._started_as = name
 
     def there(self) -> Future[None]:
         return self.place.ready.remote().future()
 
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()
-        raw = self.place.call.remote(self.name, pack((method, arguments))).future()
+        raw = self.place.call.remote(self._started_as, pack((method, arguments))).future()
         raw.add_done_callback(lambda done: open_answer(answer, _translated(done, self.name)))
         return answer
 
@@ -224,6 +233,8 @@ def _place(wanted: Sequence[Sequence[dict[str, float]]]) -> list[PlacementGroup]
     needed = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
     text = f"{needed['CPU']:.1f} CPUs" + (f" and {needed['GPU']:.0f} GPUs" if needed["GPU"] else "")
     there = ray.cluster_resources()
+    if not there:
+        raise StartFailed("Ray has no node any more: its raylet, or the whole of Ray, has ended")
     if any(there.get(name, 0) < amount for name, amount in needed.items()):
         raise StartFailed(f"{text} are needed; Ray has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs")
     placed = [placement_group(list(group), strategy="STRICT_PACK") for group in wanted]
@@ -258,7 +269,7 @@ def _translated(raw: Future[bytes], name: str) -> Future[bytes]:
     translated: Future[bytes] = Future()
     cause = getattr(error, "cause", None)
     if isinstance(cause, ProcessEnded):
-        translated.set_exception(cause)
+        translated.set_exception(ProcessEnded(name, cause.reason))
     else:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         # Where the constructor failed, the exception's own text comes last.

@@ -139,17 +139,18 @@ class Router:
                 self.in_background(_sent(prefill.announce(worker_id, request.prompt, ANNOUNCE_SECONDS)))
             prefill.awaited.add(worker_id)
             decode.load += total
+            prefill.load += len(token_ids)  # already, for the next request comes while this one waits for the answer
             reservation = None
             try:
                 reservation = await self._prepare(decode, request)
             finally:
                 if reservation is None:
                     decode.load -= total
+                    prefill.load -= len(token_ids)
                     prefill.awaited.discard(worker_id)
                     if announced:
                         self.in_background(prefill.abort(worker_id))
             if reservation is not None:
-                prefill.load += len(token_ids)
                 return Placement(worker_id, prefill, decode, reservation, len(token_ids), total)
         return None
 

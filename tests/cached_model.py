@@ -7,13 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.paged_cache import PagedKVCache
+from tandem.workers.model_cache import kv_layout, make_cache
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.registry import load_config
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.weights import load_decoder
-from tandem.workers.worker import kv_layout
 
 
 class CachedModel:
@@ -26,18 +25,7 @@ class CachedModel:
             torch.full((64, *layout.page_shape(group)), torch.nan, dtype=layout.dtype, device=device)
             for group in range(len(layout.groups))
         ]
-        local_rope = config.local_rope or config.rope
-        self.cache = PagedKVCache(
-            layout,
-            pools,
-            max_sequences=8,
-            max_sequence_length=256,
-            rope=[config.rope if group.window is None else local_rope for group in layout.groups],
-            writer=None,
-            scale=config.attn_scale,
-            softcap=config.attn_softcap,
-            latent=None if config.latent is None else config.latent.heads,
-        )
+        self.cache = make_cache(config, layout, pools, max_sequences=8, max_length=256)
         self.runner = ModelRunner(load_decoder(folder, config, device=torch.device(device)), self.cache)
 
     def step(

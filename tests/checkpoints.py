@@ -170,6 +170,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "phi3": ("phi3", {}),
+    "phi3-head-dim": ("phi3", {"head_dim": 96}),
     # Between the tests' sequences: those that are longer have other factors.
     "phi3-longrope": (
         "phi3",
@@ -231,7 +232,7 @@ def sizes_on_gpu(family: str) -> dict[str, int]:
         # transformers takes the width of RoPE from head_dim in V3, from qk_rope_head_dim in V2.
         rotated = {"qk_rope_head_dim": 64, "head_dim": 64}
         return {"kv_lora_rank": 512, **rotated, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    return {"head_dim": 64, "hidden_size": 256}
+    return {"head_dim": 96 if family == "phi3-head-dim" else 64, "hidden_size": 256}
 
 
 def save_checkpoint(case: str, folder: Path, **save_options: Any) -> Path:

@@ -4,7 +4,7 @@ Starts in a fraction of a second, so that every checkpoint can have one. What ne
 through tandem.cluster.launcher.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.client import Client
+from tandem.cluster.config import ClusterConfig
 from tandem.cluster.config import load_config as load_cluster_config
 from tandem.cluster.gateway import Gateway
 from tandem.cluster.membership import IslandState
@@ -21,6 +22,7 @@ from tandem.transfer.factory import create_transport
 from tandem.transfer.fake import FakeFabric
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
+from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.models.registry import load_config
 from tandem.workers.worker import Worker
@@ -79,8 +81,6 @@ def running_island(
     config = load_cluster_config(None, defaults | (overrides or {}))
     max_model_len = config.model.max_model_len or load_config(model).max_length
     workers = [Worker(one, transports) for one in worker_configs(config, max_model_len)]
-    events = EventLoopThread("gateway")
-    gateway: Gateway | None = None
     try:
         for worker in workers:
             worker.load()
@@ -88,20 +88,32 @@ def running_island(
         handles = [worker.open(num_pages) for worker in workers]
         for worker in workers:
             worker.join(handles)
-        addresses = tuple(
-            WorkerAddress(worker.config.role, worker.config.pe, worker.serve(), worker.config.token)
-            for worker in workers
-        )
-        gateway = Gateway(gateway_settings(config, max_model_len, num_pages))
-        address = events.run(gateway.start(), timeout=30)
-        state = IslandState(workers[0].config.island, workers[0].config.epoch, 0, addresses, version=1)
-        events.run(gateway.update_island(state), timeout=30)
+        addresses = [worker.serve() for worker in workers]
         for worker in workers:
             worker.on_step_thread(partial(poison_free_pages, worker.cache, worker.pools))
-        yield Island(address, workers, gateway)
+        with running_gateway(config, num_pages, [worker.config for worker in workers], addresses) as (address, gateway):
+            yield Island(address, workers, gateway)
     finally:
-        if gateway is not None:
-            events.run(gateway.stop(0.5), timeout=30)
-        events.stop()
         for worker in workers:
             worker.stop()
+
+
+@contextmanager
+def running_gateway(
+    config: ClusterConfig, num_pages: int, workers: Sequence[WorkerConfig], addresses: Sequence[str]
+) -> Iterator[tuple[str, Gateway]]:
+    """A gateway in this process, and where it listens. addresses: where each of the island's workers does."""
+    events = EventLoopThread("gateway")
+    gateway = Gateway(gateway_settings(config, workers[0].max_model_len, num_pages))
+    try:
+        there = tuple(
+            WorkerAddress(worker.role, worker.pe, address, worker.token)
+            for worker, address in zip(workers, addresses, strict=True)
+        )
+        address = events.run(gateway.start(), timeout=30)
+        state = IslandState(workers[0].island, workers[0].epoch, 0, there, version=1)
+        events.run(gateway.update_island(state), timeout=30)
+        yield address, gateway
+    finally:
+        events.run(gateway.stop(0.5), timeout=30)
+        events.stop()

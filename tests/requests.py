@@ -26,11 +26,16 @@ def text_of(updates: Sequence[GenerateUpdate]) -> str:
 
 def complete_all(address: str, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:
     """The tokens of many requests sent at once."""
+    return [tokens_of(updates) for updates in complete_all_updates(address, prompts, **sampling)]
 
-    async def one(client: AsyncClient, prompt: Sequence[int]) -> list[int]:
-        return tokens_of([update async for update in client.generate(prompt, timeout=120, **sampling)])
 
-    async def every() -> list[list[int]]:
+def complete_all_updates(address: str, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[GenerateUpdate]]:
+    """All messages of many requests sent at once."""
+
+    async def one(client: AsyncClient, prompt: Sequence[int]) -> list[GenerateUpdate]:
+        return [update async for update in client.generate(prompt, timeout=120, **sampling)]
+
+    async def every() -> list[list[GenerateUpdate]]:
         async with AsyncClient(address) as client:
             return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
 

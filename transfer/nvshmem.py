@@ -55,6 +55,10 @@ class EventFence:
 class NvshmemTransport(Transport):
     """One PE a process, on the CUDA device current at open(); all PEs on GPUs of one host.
 
+    PEs may share a GPU, as many on each. Without MPS, NVSHMEM then refuses its collectives but for barrier_all, which is
+    the only one that is used here, and names what PEs of a GPU share after the first of them: a host has room for one
+    such island at a time.
+
     Unlike other transports it makes its memory in join(), and join() and close() are collective: each returns once
     every PE has called it, and whoever runs the island bounds that by ending its processes. A join() that failed for
     another reason than a handle leaves NVSHMEM initialised, so the process has to end; so does a close() that finds a
@@ -79,10 +83,7 @@ class NvshmemTransport(Transport):
             raise TransportError("transport is 'nvshmem'; it needs a CUDA GPU, and torch finds none")
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._unique_id = nvshmem.core.get_unique_id(empty=self.pe != 0)
-        detail: Detail = {
-            "host": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            "gpu": str(torch.cuda.get_device_properties(self._device).uuid),
-        }
+        detail: Detail = {"host": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}
         if self.pe == 0:
             detail["unique_id"] = _bytes_of(self._unique_id).tobytes().hex()
         return make_handle(NAME, self.config, detail)
@@ -92,7 +93,7 @@ class NvshmemTransport(Transport):
         if self._unique_id is None:
             raise TransportClosed(f"PE {self.pe} is not open; join() comes after open()")
         details = read_handles(NAME, self.config, handles)
-        _check_places(details)
+        _check_hosts(details)
         _bytes_of(self._unique_id)[:] = _unique_id_of(details[0], _bytes_of(self._unique_id).size)
         torch.cuda.set_device(self._device)
         device = Device(self._device.index)
@@ -283,14 +284,11 @@ def _unique_id_of(detail: Detail, num_bytes: int) -> np.ndarray:
     return value
 
 
-def _check_places(details: Sequence[Detail]) -> None:
-    """MembershipRefused, the same on every PE, unless all are on one host, each on a GPU of its own.
+def _check_hosts(details: Sequence[Detail]) -> None:
+    """MembershipRefused, the same on every PE, unless all are on one host.
 
     Puts could reach other hosts, but have been tested within one only.
     """
-    seen: dict[object, int] = {}
     for pe, detail in enumerate(details):
         if detail.get("host") != details[0].get("host"):
             raise MembershipRefused(f"PE 0 and PE {pe} are on different hosts; an island must be on one")
-        if (other := seen.setdefault(detail.get("gpu"), pe)) != pe:
-            raise MembershipRefused(f"PE {other} and PE {pe} have the same GPU {detail.get('gpu')}; one each is needed")

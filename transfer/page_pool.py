@@ -3,13 +3,8 @@
 import torch
 from torch import Tensor
 
-from tandem.cache.kv_scales import FP8
+from tandem.cache.kernels.page_memory import movable
 from tandem.transfer.copy_plan import CopyPlan
-
-
-def movable(tensor: Tensor) -> Tensor:
-    """The same memory, as bytes where its elements are 8-bit floats, which torch and NVSHMEM cannot always move."""
-    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
 class PagePool:

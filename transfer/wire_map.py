@@ -21,6 +21,9 @@ class WireMap:
 
 
 def encode_map(position_map: PositionMap, layout: KVLayout) -> WireMap:
+    """InvalidPositionMap for the map of a sequence that slides, which no message carries."""
+    if position_map.sliding is not None:
+        raise InvalidPositionMap(f"sliding is {position_map.sliding}; only maps of sequences that do not are carried")
     return WireMap(
         start_position=position_map.start_position,
         num_tokens=position_map.num_tokens,

@@ -87,7 +87,7 @@ class DecodeLoop:
 
     def start(self, request_id: str, reservation_id: int, params: SamplingParams, stream: TokenStream) -> None:
         """Tokens of a reserved request go to `stream`, once its KV has landed."""
-        request = self._reservations.start(request_id, reservation_id)
+        request = self._reservations.start(request_id, reservation_id, params.max_tokens)
         request.params = params
         request.rule = FinishRule.of(params, self._eos_token_ids)
         request.stream = stream

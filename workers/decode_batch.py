@@ -23,7 +23,8 @@ Int64Array = NDArray[np.int64]
 class DecodeRequest:
     """One sequence on a decode worker, from its reservation to its last token.
 
-    left: it has ended; a step that was launched before that may still have a row for it, which is then ignored.
+    max_tokens: those that pages were reserved for. left: it has ended; a step that was launched before that may still
+    have a row for it, which is then ignored.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class DecodeRequest:
     prompt: Int64Array
     signal: Signal
     expected_tokens: int
+    max_tokens: int
     params: SamplingParams | None = None
     rule: FinishRule | None = None
     stream: TokenStream | None = None

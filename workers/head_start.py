@@ -23,7 +23,7 @@ LONGEST_HEAD = 8192
 class Head:
     """A prompt without a place to land, of which cached_tokens were found in the prefix index.
 
-    logits: float32 [1, vocab], behind its last token, once its forward is launched.
+    logits: [1, vocab], behind its last token, once its forward is launched.
     """
 
     request_id: str

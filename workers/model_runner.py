@@ -85,7 +85,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array | None) -> Tensor:
-        """Logits float32 [n, vocab] that follow rows last_rows (int64 [n]; None: all) of token_ids int64 [T]."""
+        """Logits [n, vocab] that follow rows last_rows (int64 [n]; None: all) of token_ids int64 [T]."""
         arrays = [token_ids] if last_rows is None else [token_ids, last_rows]
         ids, *rows = upload(arrays, self._model.device)
         return self._model.forward(ids, PlannedAttention(self._cache, plan), rows[0] if rows else None)

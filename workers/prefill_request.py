@@ -36,7 +36,7 @@ class PrefillResult:
 class PrefillRequest:
     """computed counts positions whose KV is in the cache here, or will be once the forwards launched so far are done.
 
-    logits: float32 [1, vocab], of a prompt that was computed before its reservation came. sampled is the time of the
+    logits: [1, vocab], of a prompt that was computed before its reservation came. sampled is the time of the
     first token; that and logprobs are there from then on.
     """
 

@@ -105,14 +105,17 @@ class Reservations:
             )
         if len(self._requests) + len(self._draining) >= self._max_sequences:
             raise NoRoom(f"all {self._max_sequences} places for sequences are taken")
-        request = self._reserve(request_id, token_ids, capacity)
+        request = self._reserve(request_id, token_ids, max_tokens, capacity)
         self._requests[request_id] = request
         self._offers[request_id] = self._offer(request, pages, writer_pe)
         self._leases[request_id] = Lease(self._lease_seconds, self._clock)
         return self._offers[request_id]
 
-    def start(self, request_id: str, reservation_id: int) -> DecodeRequest:
-        """The request, whose lease ends here: from now on it lives as long as its stream."""
+    def start(self, request_id: str, reservation_id: int, max_tokens: int) -> DecodeRequest:
+        """The request, whose lease ends here: from now on it lives as long as its stream.
+
+        InvalidCall when it has one already, or wants more tokens than pages were reserved for.
+        """
         request = self._requests.get(request_id)
         if request is None or request.sequence_id != reservation_id:
             self._counters.stale_calls += 1
@@ -121,6 +124,8 @@ class Reservations:
             )
         if request.stream is not None:
             raise InvalidCall(f"request {request_id!r} has a stream already")
+        if max_tokens > request.max_tokens:
+            raise InvalidCall(f"sampling.max_tokens is {max_tokens}; pages are reserved for {request.max_tokens}")
         del self._leases[request_id]
         return request
 
@@ -193,7 +198,7 @@ class Reservations:
             self._recalls.withdraw(recall)
             self._settle(self._draining.pop(recall))
 
-    def _reserve(self, request_id: str, token_ids: Int64Array, capacity: int) -> DecodeRequest:
+    def _reserve(self, request_id: str, token_ids: Int64Array, max_tokens: int, capacity: int) -> DecodeRequest:
         cache, sequence_id = self._cache, self._next_sequence
         cache.add_sequence(sequence_id)
         try:
@@ -212,6 +217,7 @@ class Reservations:
             prompt=token_ids,
             signal=signal,
             expected_tokens=len(token_ids) - matched,
+            max_tokens=max_tokens,
         )
 
     def _offer(self, request: DecodeRequest, pages: int, writer_pe: int) -> Reservation:

@@ -51,19 +51,23 @@ class SafetensorsFile:
     def __exit__(self, *exc: object) -> None:
         self._file.close()
 
-    def read_into(self, name: str, place: Tensor) -> None:
-        """Fills `place` (contiguous, of the stored shape, any device) and converts to its dtype where that differs.
-
-        Raises InvalidWeights when the element type is none of STORED_DTYPES.
-        """
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Raises InvalidWeights when the element type is none of STORED_DTYPES."""
         stored = self.tensors[name]
-        dtype = STORED_DTYPES.get(stored.dtype_name)
-        if dtype is None:
+        if stored.dtype_name not in STORED_DTYPES:
             raise InvalidWeights(
                 f"{self.path}: tensor {name} is stored as {stored.dtype_name}; "
                 f"it must be one of {', '.join(STORED_DTYPES)}"
             )
-        self._file.seek(stored.begin)
+        return STORED_DTYPES[stored.dtype_name]
+
+    def read_into(self, name: str, place: Tensor) -> None:
+        """Fills `place` (contiguous, of the stored shape, any device) and converts to its dtype where that differs.
+
+        Raises InvalidWeights as dtype_of().
+        """
+        dtype = self.dtype_of(name)
+        self._file.seek(self.tensors[name].begin)
         flat = place.view(-1)
         if dtype == place.dtype and place.device.type == "cpu":
             self._read(flat.view(torch.uint8))

@@ -12,7 +12,7 @@ from tandem.cache.kernels.upload import upload
 from tandem.workers.sample_batch import GREEDY_BELOW, NO_LOGPROBS, SampleBatch
 
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(logits float32 [n, vocab], rows, draws, temperature, top_p, min_p, top_k) -> token ids int64 [m]; see _Columns."""
+"""(logits [n, vocab], rows, draws, temperature, top_p, min_p, top_k) -> token ids int64 [m]; see _Columns."""
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
@@ -66,7 +66,8 @@ class Sampler:
     def sample(
         self, logits: Tensor, params: SampleBatch, positions: NDArray[np.int64]
     ) -> tuple[Tensor, Logprobs | None]:
-        """logits float32 [n, vocab]; positions [n]: index in its sequence of the token to draw.
+        """logits [n, vocab], of 16 bits or float32, widened only where more is asked for than the best token; positions
+        [n]: index in its sequence of the token to draw.
 
         Returns token ids int64 [n] on the logits' device, and log-probabilities if any row asked for them.
         """
@@ -78,7 +79,7 @@ class Sampler:
             if self._draw is not None:
                 tokens[columns.rows] = self._draw(logits, *columns.flat())
             else:
-                weights = _filtered(logits[columns.rows] / columns.temperature, part, columns)
+                weights = _filtered(logits[columns.rows].float() / columns.temperature, part, columns)
                 tokens[columns.rows] = _invert(weights, columns.draws)
         return tokens, _logprobs(logits, tokens, params.num_logprobs)
 
@@ -159,7 +160,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, num_logprobs: NDArray[np.int64]) -
     if rows.size == 0:
         return None
     (where,) = upload([rows], logits.device)
-    values = logits[where].log_softmax(dim=-1)
+    values = logits[where].float().log_softmax(dim=-1)
     counts = np.minimum(num_logprobs[rows], logits.shape[-1])
     top, ids = values.topk(int(counts.max()), dim=-1)
     chosen = values.gather(1, tokens[where][:, None]).squeeze(1)

@@ -121,10 +121,14 @@ def _read_chat_template(folder: Path) -> ChatTemplate | None:
         fields = Fields({}, "tokenizer_config.json")
     source = fields.raw("chat_template")
     if isinstance(source, list):
-        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+        named = [entry for entry in source if isinstance(entry, dict)]
+        source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     own_file = folder / "chat_template.jinja"
     if own_file.exists():
-        source = own_file.read_text(encoding="utf-8")
+        try:
+            source = own_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidTokenizer(f"{own_file} cannot be read: {error}") from None
     if source is None:
         return None
     if not isinstance(source, str):

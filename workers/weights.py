@@ -82,14 +82,18 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
+def check_weights(folder: Path, config: ModelConfig) -> None:
+    """Raises what load_parameters would raise for these files as they are, from their headers and sizes alone."""
+    with ExitStack() as stack:
+        _open(stack, weight_files(folder), config, allocate_parameters(config, torch.device("meta")))
+
+
 def fill_from_files(
     paths: Iterable[Path], config: ModelConfig, parameters: DecoderParameters, report: ReportBytes
 ) -> None:
     """Reads every tensor of the model from `paths`; InvalidWeights names what is missing, unknown or misshapen."""
     with ExitStack() as stack:
-        files = [stack.enter_context(SafetensorsFile(path)) for path in paths]
-        places = checkpoint_places(config, parameters, {name for file in files for name in file.tensors})
-        check_tensors(files, places, config)
+        files, places = _open(stack, paths, config, parameters)
         total, done = sum(place.nbytes for place in places.values()), 0
         report(done, total)
         for file in files:
@@ -99,8 +103,18 @@ def fill_from_files(
                 report(done, total)
 
 
+def _open(
+    stack: ExitStack, paths: Iterable[Path], config: ModelConfig, parameters: DecoderParameters
+) -> tuple[list[SafetensorsFile], dict[str, Tensor]]:
+    """The files, for as long as `stack` is open, and the places of their tensors, both checked."""
+    files = [stack.enter_context(SafetensorsFile(path)) for path in paths]
+    places = checkpoint_places(config, parameters, {name for file in files for name in file.tensors})
+    check_tensors(files, places, config)
+    return files, places
+
+
 def check_tensors(files: Iterable[SafetensorsFile], places: Mapping[str, Tensor], config: ModelConfig) -> None:
-    """Before anything is read: the files hold each tensor of the model, in its shape, and nothing that it ignores."""
+    """The files hold each tensor of the model, in its shape and of a type that can be read, and nothing unknown."""
     missing, unknown = dict(places), list[str]()
     for file in files:
         for name, stored in file.tensors.items():
@@ -112,6 +126,8 @@ def check_tensors(files: Iterable[SafetensorsFile], places: Mapping[str, Tensor]
                     f"{file.path}: tensor {name} has shape {list(stored.shape)}; "
                     f"config.json asks for {list(place.shape)}"
                 )
+            else:
+                file.dtype_of(name)  # raises where it is none that can be read
             missing.pop(name, None)
     if missing:
         raise InvalidWeights(

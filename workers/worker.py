@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.crew import load_crew
-from tandem.cache.kv_scales import KVScales
-from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.pool_sizes import PageUse, num_pages_in, pages_of_groups
 from tandem.proto import worker_pb2_grpc
@@ -27,8 +25,8 @@ from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.kv_scales import choose_scales
 from tandem.workers.memory_budget import measure_budget
+from tandem.workers.model_cache import kv_layout, make_cache
 from tandem.workers.model_runner import ModelRunner
-from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.registry import load_config
 from tandem.workers.prefill import PrefillLoop
 from tandem.workers.push_meter import PushMeter
@@ -43,24 +41,6 @@ T = TypeVar("T")
 SERVE_SECONDS = 570.0  # FlashInfer compiles what it needs at first use: two minutes, more on few cores
 PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
 RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
-
-
-def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None) -> KVLayout:
-    """A group for each kind of window among the layers, in the order of their first layers; one for latents.
-
-    scales: see KVLayout.
-    """
-    if model.latent is not None:
-        rank, width = model.latent.rank, model.latent.rank + model.latent.rotated
-        latents = LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)
-        return KVLayout((latents,), page_size, model.dtype, scales)
-    layers_of: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
-        layers_of.setdefault(window, []).append(layer)
-    groups = (
-        LayerGroup(tuple(layers), model.num_kv_heads, model.head_dim, window) for window, layers in layers_of.items()
-    )
-    return KVLayout(tuple(groups), page_size, model.dtype, scales)
 
 
 def page_uses(config: WorkerConfig) -> tuple[PageUse, ...]:
@@ -237,7 +217,14 @@ class Worker:
 
     async def _start(self) -> str:
         config = self.config
-        cache = self._cache = self._make_cache()
+        cache = self._cache = make_cache(
+            self.model_config,
+            self._layout,
+            self._transport.pools,
+            max_sequences=config.max_sequences * 2,
+            max_length=config.max_model_len,
+            writer=self._meter,
+        )
         runner = ModelRunner(self._model, cache)
         if config.role == Role.PREFILL:
             loop = PrefillLoop(
@@ -247,7 +234,7 @@ class Worker:
                 self._meter,
                 max_batch_tokens=config.max_batch_tokens,
                 sharing=self._sharing,
-                verify=self._verify,
+                verify=config.verify_kv,
                 lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
@@ -262,7 +249,7 @@ class Worker:
                 eos_token_ids=self.model_config.eos_token_ids,
                 max_sequences=config.max_sequences,
                 sharing=self._sharing,
-                verify=self._verify,
+                verify=config.verify_kv,
                 lease_seconds=config.lease_seconds,
             )
             self._step_thread = StepThread(loop, "step")
@@ -288,26 +275,6 @@ class Worker:
         model = self.model_config
         by_length = model.rope.by_length and self.config.max_model_len > (model.rope_switch or 0)
         return self.config.prefix_sharing and not by_length and model.layer_windows is None
-
-    @property
-    def _verify(self) -> bool:
-        # A digest is of all positions that were sent; with windows some have left their layers before the last is.
-        return self.config.verify_kv and self.model_config.layer_windows is None
-
-    def _make_cache(self) -> PagedKVCache:
-        model, config = self.model_config, self.config
-        local_rope = model.local_rope or model.rope
-        return PagedKVCache(
-            self._layout,
-            self._transport.pools,
-            max_sequences=config.max_sequences * 2,
-            max_sequence_length=config.max_model_len,
-            rope=[model.rope if group.window is None else local_rope for group in self._layout.groups],
-            writer=self._meter,
-            scale=model.attn_scale,
-            softcap=model.attn_softcap,
-            latent=None if model.latent is None else model.latent.heads,
-        )
 
 
 def _server_options(config: WorkerConfig) -> list[tuple[str, int]]:

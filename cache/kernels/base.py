@@ -14,6 +14,8 @@ from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes, SharingRule
 
+GPU_HEAD_DIMS = (64, 128, 256)  # of K and V of 16 bits, which FlashInfer is compiled for
+
 
 class PageKernels(Protocol):
     """Bound to one pool of pages, whatever its entries are; layer counts within the group."""

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.head_norm import HeadNorm
-from tandem.cache.kernels.base import DeviceTables, PeerPool, StepPages
+from tandem.cache.kernels.base import GPU_HEAD_DIMS, DeviceTables, PeerPool, StepPages
 from tandem.cache.kernels.flashinfer_parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
 from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.page_memory import PageMemory
 from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.triton_append import AppendTargets, append
 from tandem.cache.kernels.triton_decode import DecodeOptions, DecodePlan, decode
@@ -28,7 +28,6 @@ from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 WORKSPACE_BYTES = 256 << 20
 GRAPH_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
@@ -58,7 +57,7 @@ class FixedPlan:
     keep_k: bool = False
 
 
-class FlashInferKernels:
+class FlashInferKernels(PageMemory):
     """See SharingGraphKernels, PushingKernels and TreeKernels. float16 and bfloat16, also stored as float8_e4m3fn,
     head_dim 64, 128 or 256, pages of 8 to 64 positions; else InvalidArgument.
 
@@ -76,11 +75,11 @@ class FlashInferKernels:
     ) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         dtype = pool.dtype if fp8 is None else fp8.dtype
-        check_pool(pool, dtype, ("head_dim", pool.shape[5], HEAD_DIMS))
+        check_pool(pool, dtype, ("head_dim", pool.shape[5], GPU_HEAD_DIMS))
+        super().__init__(pool)
         flashinfer = load_flashinfer()
         self._pool = pool
         self.sharing = sharing_rule(pool, window) if fp8 is None else None
-        self._words = pool if fp8 is None else pool.view(torch.uint8)  # torch moves bytes, but not every 8-bit float
         self._fp8 = fp8
         self._dtype = dtype
         self._options = {
@@ -250,21 +249,6 @@ class FlashInferKernels:
         scales = None if self._fp8 is None else self._fp8.scales[layer]
         k, v = gather(self._pool, layer, slots, self._dtype, scales).unbind(1)
         return k, v
-
-    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
-        source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._pool.device)
-        self._words.index_copy_(0, target, self._words.index_select(0, source))
-
-    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
-        slots = np.concatenate((sources, targets)).astype(np.int64)
-        pages, offsets = upload(list(np.divmod(slots, self._pool.shape[4])), self._pool.device)
-        count = sources.size
-        moved = self._words[pages[:count], :, :, :, offsets[:count]]
-        self._words[pages[count:], :, :, :, offsets[count:]] = moved
-
-    def clear_pages(self, pages: Int32Array) -> None:
-        (index,) = upload([pages.astype(np.int64)], self._pool.device)
-        self._words.index_fill_(0, index, 0)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         return self._gather(layer, upload([slots], self._pool.device)[0])

@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.cache.kernels.base import DeviceTables, PeerPool
 from tandem.cache.kernels.flashinfer_kernels import WORKSPACE_BYTES, check_pool, load_flashinfer
 from tandem.cache.kernels.flashinfer_parts import all_slots
+from tandem.cache.kernels.page_memory import PageMemory
 from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.tree_contexts import TreeContexts
 from tandem.cache.kernels.triton_append import AppendTargets
@@ -75,7 +76,7 @@ class FixedLatentPlan:
     keep: bool = False
 
 
-class FlashInferLatentKernels:
+class FlashInferLatentKernels(PageMemory):
     """See LatentKernels, PushingKernels, TreeKernels and LatentStepKernels. float16 and bfloat16, DeepSeek's sizes,
     pages of 8 to 64 positions; else InvalidArgument.
 
@@ -92,6 +93,7 @@ class FlashInferLatentKernels:
             ("key_dim", heads.key_dim, (KEY_DIM,)),
             ("value_dim", heads.value_dim, (VALUE_DIM,)),
         )
+        super().__init__(pool)
         self._flashinfer = load_flashinfer()
         self._pool = pool
         self._heads = heads
@@ -208,21 +210,6 @@ class FlashInferLatentKernels:
     ) -> Tensor:
         q, _ = self.append(layer, q, latents, keys, rotation, plan)
         return self._attend_absorbed(plan.wrapper, layer, q, up)
-
-    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
-        source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._pool.device)
-        self._pool.index_copy_(0, target, self._pool.index_select(0, source))
-
-    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
-        slots = np.concatenate((sources, targets)).astype(np.int64)
-        pages, offsets = upload(list(np.divmod(slots, self._pool.shape[4])), self._pool.device)
-        count = sources.size
-        moved = self._pool[pages[:count], :, :, :, offsets[:count]]
-        self._pool[pages[count:], :, :, :, offsets[count:]] = moved
-
-    def clear_pages(self, pages: Int32Array) -> None:
-        (index,) = upload([pages.astype(np.int64)], self._pool.device)
-        self._pool.index_fill_(0, index, 0)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         entries = gather(self._pool, layer, upload([slots], self._pool.device)[0])[:, 0]

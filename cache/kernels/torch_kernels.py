@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.page_memory import PageMemory
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_attention import AttentionPart, plan_attention, plan_prompts
 from tandem.cache.kernels.torch_sharing import plan_shared, sharing_rule
+from tandem.cache.kernels.upload import upload
 from tandem.cache.kv_scales import FP8
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
@@ -24,7 +26,7 @@ class TorchPlan:
     parts: tuple[AttentionPart, ...]
 
 
-class TorchKernels:
+class TorchKernels(PageMemory):
     """See Kernels. The row ids that plan() makes are those of layer 0's K.
 
     Every layer reads and writes the pool through a view that begins where that layer's K or V does, so one set of ids
@@ -42,11 +44,11 @@ class TorchKernels:
         softcap: float | None = None,
         fp8: Fp8Entries | None = None,
     ) -> None:
+        super().__init__(pool)
         _, layers, _, heads, page_size, head_dim = pool.shape
         self._fp8 = fp8
         self._dtype = pool.dtype if fp8 is None else fp8.dtype
         spans = pool.view(-1, page_size * head_dim)
-        pool = pool if fp8 is None else pool.view(torch.uint8)  # torch moves bytes, but not every 8-bit float
         self._pool = pool
         self.scoring = Scoring(scale, window, softcap)
         self.sharing = sharing_rule(pool, window)
@@ -54,7 +56,7 @@ class TorchKernels:
         self._heads = heads
         self._page_rows = layers * 2 * heads  # of page_size · head_dim elements
         self._head_offsets = np.arange(heads) * page_size
-        rows = pool.view(-1, head_dim)
+        rows = self._words.view(-1, head_dim)
         value = heads * page_size
         self._key_rows = [rows[2 * value * layer :] for layer in range(layers)]
         self._value_rows = [rows[2 * value * layer + value :] for layer in range(layers)]
@@ -111,24 +113,9 @@ class TorchKernels:
         """o of the part's tokens from their q and all of k and v."""
         return part.attend(self._spans[layer], q, k, v, self.scoring, sinks)
 
-    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
-        self._pool[self._index(targets)] = self._pool[self._index(sources)]
-
-    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
-        source, target = self._index(sources), self._index(targets)
-        moved = self._pool[source // self._page_size, :, :, :, source % self._page_size]
-        self._pool[target // self._page_size, :, :, :, target % self._page_size] = moved
-
-    def clear_pages(self, pages: Int32Array) -> None:
-        self._pool.index_fill_(0, self._index(pages), 0)
-
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        index = self._index(slots)
-        both = self._pool[index // self._page_size, layer, :, :, index % self._page_size]
-        k, v = both.unbind(1)
+        pages, offsets = upload(list(np.divmod(slots.astype(np.int64), self._page_size)), self._words.device)
+        k, v = self._words[pages, layer, :, :, offsets].unbind(1)
         if self._fp8 is None:
             return k, v
         return self._fp8.dequantise(layer, k.view(FP8), v.view(FP8))
-
-    def _index(self, ids: Int32Array) -> Tensor:
-        return torch.from_numpy(ids.astype(np.int64)).to(self._pool.device)

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.kernels.page_memory import PageMemory
 from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.kernels.torch_attention import tree_masks
 from tandem.cache.latent import LatentHeads, UpProjections, absorbed_is_cheaper
@@ -39,10 +40,11 @@ class TorchLatentPlan:
     parts: tuple[LatentPart, ...]
 
 
-class TorchLatentKernels:
+class TorchLatentKernels(PageMemory):
     """See LatentKernels. Row ids are those of layer 0; a layer's entries are a view of the pool that begins there."""
 
     def __init__(self, pool: Tensor, scale: float, rank: int, heads: LatentHeads) -> None:
+        super().__init__(pool)
         _, layers, _, _, self._page_size, self._entry_size = pool.shape
         self._pool = pool
         self._rank = rank
@@ -84,17 +86,6 @@ class TorchLatentKernels:
             attend = self._attend_absorbed if part.absorbed else self._attend_expanded
             output[part.tokens] = attend(part, q.index_select(0, part.tokens), entries, up)
         return output
-
-    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
-        self._pool[self._index(targets)] = self._pool[self._index(sources)]
-
-    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
-        source, target = self._index(sources), self._index(targets)
-        moved = self._pool[source // self._page_size, :, :, :, source % self._page_size]
-        self._pool[target // self._page_size, :, :, :, target % self._page_size] = moved
-
-    def clear_pages(self, pages: Int32Array) -> None:
-        self._pool.index_fill_(0, self._index(pages), 0)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         entries = self._entries[layer].index_select(0, self._index(self._rows(slots))).unsqueeze(1)

@@ -115,51 +115,38 @@ def _append(
     if part < Q_PARTS:
         heads = part * HEADS + tl.arange(0, HEADS)[:, None]
         there = heads < num_q_heads
-        a, b, c = _load(
-            q + token * q_token + heads * q_head, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, ROTATE
-        )
+        rows = q + token * q_token + heads * q_head
+        a, b, c = _load(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, ROTATE)
         q_rows = q_out + (token * num_q_heads + heads) * HEAD_DIM
         _store(q_rows, a, b, c, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
     else:
         heads = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)[:, None]
         there = heads < num_kv_heads
-        ka, kb, kc = _load(
-            k + token * k_token + heads * k_head, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, ROTATE
-        )
-        va, vb, vc = _load(
-            v + token * v_token + heads * v_head,
-            cos,
-            sin,
-            there,
-            HEAD_DIM,
-            HALF,
-            HALF_BLOCK,
-            REST_BLOCK,
-            tl.constexpr(False),
-        )
+        rows = k + token * k_token + heads * k_head
+        ka, kb, kc = _load(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, ROTATE)
+        rows = v + token * v_token + heads * v_head
+        va, vb, vc = _load(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, tl.constexpr(False))
         if KEEP_K:
             k_rows = k_out + (token * num_kv_heads + heads) * HEAD_DIM
             _store(k_rows, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
         if FP8:
-            k_factor = tl.load(fp8_factors + heads, mask=there)
-            v_factor = tl.load(fp8_factors + num_kv_heads + heads, mask=there)
             entry: tl.constexpr = pool.dtype.element_ty
-            ka, kb, kc = quantise(ka, k_factor, entry), quantise(kb, k_factor, entry), quantise(kc, k_factor, entry)
-            va, vb, vc = quantise(va, v_factor, entry), quantise(vb, v_factor, entry), quantise(vc, v_factor, entry)
+            ka, kb, kc = _quantised(ka, kb, kc, fp8_factors + heads, there, entry)
+            va, vb, vc = _quantised(va, vb, vc, fp8_factors + num_kv_heads + heads, there, entry)
         slot = tl.load(slots + token)
         in_layer = layer_elements + heads * (PAGE_SIZE * HEAD_DIM)
-        value = num_kv_heads * (PAGE_SIZE * HEAD_DIM)
+        to_values = num_kv_heads * (PAGE_SIZE * HEAD_DIM)
         if slot >= 0:
-            rows = pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements + (slot % PAGE_SIZE) * HEAD_DIM + in_layer
-            _store(rows, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
-            _store(rows + value, va, vb, vc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+            own = pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements + (slot % PAGE_SIZE) * HEAD_DIM + in_layer
+            _store(own, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+            _store(own + to_values, va, vb, vc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
         if HAS_PEER:
             address = tl.load(peer_rows + token)
             if address != 0:
                 # Without the hint the stores would be of one element each.
-                rows = tl.multiple_of(address, 16).to(pool.dtype) + in_layer
-                _store(rows, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
-                _store(rows + value, va, vb, vc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+                peer = tl.multiple_of(address, 16).to(pool.dtype) + in_layer
+                _store(peer, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+                _store(peer + to_values, va, vb, vc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
 
 
 @triton.jit
@@ -190,6 +177,13 @@ def _load(
         last = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
         rest = tl.load(rows + last, mask=there & (last < HEAD_DIM))
     return first, second, rest
+
+
+@triton.jit
+def _quantised(first, second, rest, factor, there, entry: tl.constexpr):
+    """The parts of rows as 8-bit entries; factor: pointers [n, 1]."""
+    by = tl.load(factor, mask=there)
+    return quantise(first, by, entry), quantise(second, by, entry), quantise(rest, by, entry)
 
 
 @triton.jit

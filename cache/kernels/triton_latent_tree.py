@@ -8,7 +8,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.dependent_launch import launch_options
-from tandem.cache.kernels.triton_tree import NODES_PER_TILE, TILE_FIELDS, TreeTiles, add_keys, what_is_seen
+from tandem.cache.kernels.triton_tree import (
+    NODES_PER_TILE,
+    TILE_FIELDS,
+    TreeTiles,
+    add_keys,
+    begin_softmax,
+    end_softmax,
+    read_tile,
+    what_is_seen,
+)
 from tandem.cache.token_tree import MASK_WORDS
 
 HEADS_PER_TILE = 2  # all heads read the same entries; the sums of a row are as wide as a latent
@@ -69,9 +78,7 @@ def _attend_latent_trees(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tiles += tl.program_id(0) * FIELDS
-    first, count, first_slot = tl.load(tiles).to(tl.int64), tl.load(tiles + 1), tl.load(tiles + 2)
-    num_keys, num_before, has_context = tl.load(tiles + 3), tl.load(tiles + 4), tl.load(tiles + 5)
+    first, count, first_slot, num_keys, num_before, has_context = read_tile(tiles, FIELDS)
     row = tl.arange(0, NODES * HEADS)
     node, head = row // HEADS, (tl.program_id(1) * HEADS + row % HEADS).to(tl.int64)
     there = (node < count) & (head < num_heads)
@@ -80,11 +87,9 @@ def _attend_latent_trees(
     queries = tl.load(q_at, mask=there[:, None], other=0.0)
     rotated_at = rotated + (first + node)[:, None] * rotated_token + head[:, None] * rotated_head + narrow[None, :]
     rotated_queries = tl.load(rotated_at, mask=there[:, None], other=0.0)
-    places = (first + node)[:, None] * output_token + head[:, None] * output_head + column[None, :]
-    seen_before = there & (node < count * has_context)
-    top = tl.load(lse + (first + node) * num_heads + head, mask=seen_before, other=float("-inf"))
-    total = tl.where(seen_before, 1.0, 0.0)
-    weighted = tl.load(output + places, mask=seen_before[:, None], other=0.0).to(tl.float32)
+    output += (first + node)[:, None] * output_token + head[:, None] * output_head + column[None, :]
+    lse += (first + node) * num_heads + head
+    top, total, weighted = begin_softmax(lse, output, there & (node < count * has_context))
     for begin in range(0, num_keys, KEYS):
         key = begin + tl.arange(0, KEYS)
         inside = key < num_keys
@@ -100,5 +105,4 @@ def _attend_latent_trees(
         seen = what_is_seen(masks, edges, first + node, there, key, inside, num_before, WORDS)
         scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
         top, total, weighted = add_keys(top, total, weighted, scores, latents)
-    total = tl.where(there, total, 1.0)  # no 0 / 0 in rows that nobody has
-    tl.store(output + places, (weighted / total[:, None]).to(output.dtype.element_ty), mask=there[:, None])
+    end_softmax(output, total, weighted, there)

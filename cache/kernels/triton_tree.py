@@ -126,6 +126,15 @@ def attend_trees(
 
 
 @triton.jit
+def read_tile(tiles, FIELDS: tl.constexpr):
+    """The fields of this program's tile, in their order in TreeTiles."""
+    tile = tiles + tl.program_id(0) * FIELDS
+    first, count, first_slot = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    num_keys, num_before, has_context = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
+    return first, count, first_slot, num_keys, num_before, has_context
+
+
+@triton.jit
 def what_is_seen(masks, edges, node, there, key, inside, num_before, WORDS: tl.constexpr):
     """bool [rows, keys]: which slots `key` of a tree, those that are `inside`, the nodes `node` of the rows that are
     `there` see; the rest as in TreeTiles."""
@@ -141,14 +150,48 @@ def what_is_seen(masks, edges, node, there, key, inside, num_before, WORDS: tl.c
 
 
 @triton.jit
+def begin_softmax(lse, output, seen):
+    """A softmax of the rows that have `seen` a context: the largest score, of base 2, the sum of weights and that of
+    weighted values. lse: pointers [rows]; output: pointers [rows, columns]."""
+    top = tl.load(lse, mask=seen, other=float("-inf"))
+    weighted = tl.load(output, mask=seen[:, None], other=0.0).to(tl.float32)
+    return top, tl.where(seen, 1.0, 0.0), weighted
+
+
+@triton.jit
+def add_sink(top, total, weighted, sink):
+    """A softmax so far, and a score, natural, that has no value."""
+    sink = sink.to(tl.float32) * 1.4426950408889634
+    highest = tl.maximum(top, sink)
+    shrunk = tl.exp2(top - highest)
+    return highest, total * shrunk + tl.exp2(sink - highest), weighted * shrunk[:, None]
+
+
+@triton.jit
 def add_keys(top, total, weighted, scores, values):
-    """A softmax so far, and more keys: the largest score, of base 2, the sum of weights and that of weighted values."""
+    """A softmax so far, and more keys, with scores of base 2."""
     highest = tl.maximum(top, tl.max(scores, 1))
     finite = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen so far
     weights = tl.exp2(scores - finite[:, None])
     shrunk = tl.exp2(top - finite)
     weighted = weighted * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return highest, total * shrunk + tl.sum(weights, 1), weighted
+
+
+@triton.jit
+def end_softmax(output, total, weighted, there):
+    """Stores the rows that are `there`. output: pointers [rows, columns]."""
+    total = tl.where(there, total, 1.0)  # no 0 / 0 in rows that nobody has
+    tl.store(output, (weighted / total[:, None]).to(output.dtype.element_ty), mask=there[:, None])
+
+
+@triton.jit
+def _load_entries(places, inside, scale, dtype: tl.constexpr, FP8: tl.constexpr):
+    """K or V at pointers `places`, those that are `inside`, multiplied by what is at `scale` where they have 8 bits."""
+    entries = tl.load(places, mask=inside, other=0.0)
+    if FP8:
+        entries = (entries.to(tl.float32) * tl.load(scale)).to(dtype)
+    return entries
 
 
 @triton.jit
@@ -173,29 +216,20 @@ def _attend_trees(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tiles += tl.program_id(0) * FIELDS
-    first, count, first_slot = tl.load(tiles).to(tl.int64), tl.load(tiles + 1), tl.load(tiles + 2)
-    num_keys, num_before, has_context = tl.load(tiles + 3), tl.load(tiles + 4), tl.load(tiles + 5)
+    first, count, first_slot, num_keys, num_before, has_context = read_tile(tiles, FIELDS)
     kv_head, part = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
-    row = tl.arange(0, NODES * HEADS)
+    row, column = tl.arange(0, NODES * HEADS), tl.arange(0, HEAD_DIM)
     node, in_group = row // HEADS, part * HEADS + row % HEADS
     there = (node < count) & (in_group < GROUP)
     head = kv_head * GROUP + in_group
     q_row = (first + node) * (KV_HEADS * GROUP) + head
-    column = tl.arange(0, HEAD_DIM)
     places = q_row[:, None] * HEAD_DIM + column[None, :]
     queries = tl.load(q + places, mask=there[:, None], other=0.0)
-    seen_before = there & (node < count * has_context)
-    top = tl.load(lse + q_row, mask=seen_before, other=float("-inf"))
-    total = tl.where(seen_before, 1.0, 0.0)
-    weighted = tl.load(output + places, mask=seen_before[:, None], other=0.0).to(tl.float32)
+    top, total, weighted = begin_softmax(lse + q_row, output + places, there & (node < count * has_context))
     if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32) * 1.4426950408889634
-        highest = tl.maximum(top, sink)
-        shrunk = tl.exp2(top - highest)
-        total = total * shrunk + tl.exp2(sink - highest)
-        weighted = weighted * shrunk[:, None]
-        top = highest
+        top, total, weighted = add_sink(top, total, weighted, tl.load(sinks + head, mask=there, other=0.0))
+    k_scale = fp8_scales + kv_head if FP8 else None
+    v_scale = fp8_scales + KV_HEADS + kv_head if FP8 else None
     for begin in range(0, num_keys, KEYS):
         key = begin + tl.arange(0, KEYS)
         inside = key < num_keys
@@ -204,19 +238,13 @@ def _attend_trees(
             pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements
             + layer_elements + kv_head * (PAGE_SIZE * HEAD_DIM) + (slot % PAGE_SIZE) * HEAD_DIM
         )  # fmt: skip
-        keys = tl.load(rows[None, :] + column[:, None], mask=inside[None, :], other=0.0)
-        if FP8:
-            keys = (keys.to(tl.float32) * tl.load(fp8_scales + kv_head)).to(queries.dtype)
+        keys = _load_entries(rows[None, :] + column[:, None], inside[None, :], k_scale, queries.dtype, FP8)
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
         if SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         seen = what_is_seen(masks, edges, first + node, there, key, inside, num_before, WORDS)
         scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
-        values = tl.load(
-            rows[:, None] + KV_HEADS * PAGE_SIZE * HEAD_DIM + column[None, :], mask=inside[:, None], other=0.0
-        )
-        if FP8:
-            values = (values.to(tl.float32) * tl.load(fp8_scales + KV_HEADS + kv_head)).to(queries.dtype)
+        rows += KV_HEADS * PAGE_SIZE * HEAD_DIM
+        values = _load_entries(rows[:, None] + column[None, :], inside[:, None], v_scale, queries.dtype, FP8)
         top, total, weighted = add_keys(top, total, weighted, scores, values)
-    total = tl.where(there, total, 1.0)  # no 0 / 0 in rows that nobody has
-    tl.store(output + places, (weighted / total[:, None]).to(output.dtype.element_ty), mask=there[:, None])
+    end_softmax(output + places, total, weighted, there)

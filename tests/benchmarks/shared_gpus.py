@@ -1,10 +1,11 @@
-"""Several islands on the same GPUs: a worker has that of its PE; Ray, which hands each out once, is told of more."""
+"""More workers than GPUs: each has that of its PE, or a share of it; Ray, which hands one out once, is told of more."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 import ray
+import torch
 
 from tandem.cluster.actors import WorkerActor
 from tandem.cluster.processes import ActorSpec, ProcessGroup
@@ -13,21 +14,23 @@ from tandem.workers.config import WorkerConfig
 
 
 class SharingWorker(WorkerActor):
-    """Has the GPU of its PE, whatever Ray says: each PE of an island its own, and islands the same."""
+    """Has the GPU of its PE, whatever Ray says; PEs beyond the last GPU begin at the first again."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(config.pe)
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(config.pe % torch.cuda.device_count())
         super().__init__(config)
 
 
 class SharingProcesses(RayProcesses):
     def __init__(self, num_gpus: int) -> None:
-        """num_gpus: what all islands' workers would have of their own."""
+        """num_gpus: of all islands' workers, if each had its own."""
         super().__init__()
         self._num_gpus = num_gpus
 
     def start(self, cluster: str, num_cpus: int | None) -> None:
         ray.init(
+            address="local",
             num_cpus=num_cpus,
             num_gpus=self._num_gpus,
             include_dashboard=False,

@@ -10,7 +10,10 @@ from tandem.cache import digest
 from tandem.cache.digest import DIGEST_BITS, digest_kv
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.position_map import SKIP
 from tandem.cache.rope import RopeParameters
+from tests.cache.naive import cache_of, draw_inputs, layout_of, pools_of, run, windowed
+from tests.cache.peer_writer import PeerWriter
 
 PAGE, LENGTH = 4, 22
 SEQUENCE = 7
@@ -98,3 +101,26 @@ def test_positions_that_changed_places_change_it(one: int, other: int, group: in
     first, second = stored.bits(group, one).copy(), stored.bits(group, other).copy()
     stored.bits(group, one)[:], stored.bits(group, other)[:] = second, first
     assert (stored.digest() == before) == (one == other)
+
+
+def test_with_windows_it_is_of_what_a_later_query_sees() -> None:
+    """The sender, in chunks, still holds some that the receiver never gets; of what it gets every bit counts."""
+    layout = windowed(layout_of(1, 2), None, 6)
+    pools = [pools_of(layout, 16) for _ in range(2)]
+    sender, receiver = (cache_of(layout, pools=own, writer=PeerWriter(pe, pools)) for pe, own in enumerate(pools))
+    for cache in (sender, receiver):
+        cache.add_sequence(SEQUENCE)
+    position_map = receiver.prepare_receive(SEQUENCE, LENGTH)
+    sender.mark_send(SEQUENCE, 0, position_map, 1)
+    inputs = draw_inputs(layout, LENGTH, seed=0)
+    for begin, end in ((0, 9), (9, 16), (16, LENGTH)):
+        run(sender, [SEQUENCE], [end - begin], inputs.between(begin, end))
+    sent = digest_kv(sender, SEQUENCE, 0, LENGTH)
+    assert digest_kv(receiver, SEQUENCE, 0, LENGTH) == sent
+    for pool, runs in zip(pools[1], position_map.runs, strict=True):
+        wanted = [slot for slot in runs.slots().tolist() if slot != SKIP]
+        for slot in wanted:
+            entry = pool[slot // PAGE, -1, 1, -1, slot % PAGE]
+            entry.neg_()
+            assert digest_kv(receiver, SEQUENCE, 0, LENGTH) != sent
+            entry.neg_()

@@ -1,5 +1,7 @@
 """Growing, forking, popping and reserving: what sequences share, and that none disturbs another."""
 
+import math
+
 import pytest
 import torch
 
@@ -214,12 +216,28 @@ def test_wrong_values_are_refused() -> None:
         cache.gather_kv(0, 2, 6)
     with pytest.raises(InvalidArgument, match="k has 3 tokens; the plan has 2"):
         run(cache, [0], [2], draw_inputs(LAYOUT, 3, seed=0))
+    length, free = cache.num_tokens(0), cache.num_free_pages
+    with pytest.raises(InvalidArgument, match="rope_lengths has 2 entries; seq_ids has 1"):
+        cache.begin_forward([0], [1], rope_lengths=[9, 9])
+    assert (cache.num_tokens(0), cache.num_free_pages) == (length, free)
+    plan, (q, k, v) = cache.begin_forward([0], [1]), draw_inputs(LAYOUT, 1, seed=0).layers[0]
+    for layer in (-1, LAYOUT.num_layers):
+        with pytest.raises(InvalidArgument, match=f"layer is {layer}; 0 … {LAYOUT.num_layers - 1} are accepted"):
+            cache.attention(plan, layer, q, k, v)
     for sequence in range(1, 16):
         cache.add_sequence(sequence)
     with pytest.raises(OutOfSequences, match="max_sequences is 16"):
         cache.add_sequence(16)
     with pytest.raises(OutOfSequences):
         cache.fork_sequence(0, 16)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_heads_that_cannot_be(value: float) -> None:
+    with pytest.raises(InvalidArgument, match=f"scale is {value}; None or a finite number above 0 is accepted"):
+        cache_of(LAYOUT, scale=value)
+    with pytest.raises(InvalidArgument, match=f"softcap is {value}; None or a finite number above 0 is accepted"):
+        cache_of(LAYOUT, softcap=value)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Sliding windows with attention sinks, against a StreamingLLM that keeps its tokens in a list."""
 
+import re
 from dataclasses import dataclass, field
 from random import Random
 
@@ -325,6 +326,26 @@ def test_pages_that_a_stream_receives_into_drain_when_it_goes() -> None:
     assert cache.num_draining_pages == len(pages)
     cache.finish_receive(0)
     assert (cache.num_draining_pages, cache.num_free_pages) == (0, 12)
+
+
+def test_a_stream_is_sent_to_one_that_slides_alike_only() -> None:
+    """Where nothing is evicted yet the maps look alike, but one side stores K rotated and the other does not."""
+    pools = [pools_of(LAYOUT, 32) for _ in range(2)]
+    sender, receiver = (cache_of(LAYOUT, pools=own, writer=PeerWriter(pe, pools)) for pe, own in enumerate(pools))
+    ways = [None, (16, 4), (16, 2), (15, 4)]
+    for of in (sender, receiver):
+        for sequence, way in enumerate(ways):
+            of.add_sequence(sequence)
+            if way is not None:
+                of.enable_sliding_window(sequence, *way)
+    maps = [receiver.prepare_receive(sequence, 8) for sequence in range(len(ways))]
+    for own, way in enumerate(ways):
+        for other, theirs in enumerate(ways):
+            if way != theirs:
+                accepted = re.escape(f"(window, sink) are {theirs}; the sender's, {way}, are accepted")
+                with pytest.raises(InvalidArgument, match=accepted):
+                    sender.mark_send(own, 0, maps[other], 1)
+        sender.mark_send(own, 0, maps[own], 1)
 
 
 def test_what_a_stream_lets_go_of_is_not_sent() -> None:

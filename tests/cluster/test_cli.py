@@ -194,6 +194,11 @@ class TestGenerate:
         with serving(FakeGateway(words=(), fails=(status, "top_p is 2"))) as address:
             assert failed(capsys, "generate", "x", "--address", address)[0] == code
 
+    def test_an_error_in_the_middle_stands_on_a_line_of_its_own(self, capsys: Capture) -> None:
+        with serving(FakeGateway(fails=(grpc.StatusCode.DEADLINE_EXCEEDED, "too late"))) as address:
+            assert run("generate", "x", "--address", address) == 1
+        assert capsys.readouterr() == ("one two\n", f"tandem: {address}: too late\n")
+
     def test_nobody_there(self, capsys: Capture) -> None:
         with serving(FakeGateway()) as address:
             pass

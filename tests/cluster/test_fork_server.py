@@ -50,6 +50,9 @@ class Actor:
     def release(self) -> None:
         self._released.set()
 
+    def exit(self, code: int) -> None:
+        os._exit(code)
+
     def parent(self) -> int:
         return os.getppid()
 
@@ -123,14 +126,37 @@ def test_the_killed_are_gone_and_their_calls_told(server: ForkServer, stopped: b
     if stopped:
         os.kill(actor.pid, signal.SIGSTOP)
     actor.kill()
-    with pytest.raises(ProcessEnded):
+    with pytest.raises(ProcessEnded, match="c/worker ended: its process was ended by SIGKILL"):
         waiting.result(SECONDS)
     assert actor.join(SECONDS)
     until(lambda: ended(actor.pid))  # the server reaps it
     actor.kill()
-    with pytest.raises(ProcessEnded):
+    with pytest.raises(ProcessEnded, match="SIGKILL"):
         actor.call("say").result(SECONDS)
     assert other.call("say").result(SECONDS) == ("a",)
+    other.kill()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda actor: actor.call("exit", 3), "its process ended with exit code 3"),
+        (lambda actor: os.kill(actor.pid, signal.SIGSEGV), "its process was ended by SIGSEGV"),
+        (
+            lambda actor: os.kill(actor.pid, signal.SIGRTMIN + 1),
+            f"its process was ended by signal {signal.SIGRTMIN + 1}",
+        ),
+    ],
+    ids=["exit", "segmentation fault", "nameless"],
+)
+def test_errors_say_how_a_process_ended(server: ForkServer, end: Callable[[ForkedActor], object], reason: str) -> None:
+    actor, other = fork(server), fork(server)
+    waiting = actor.call("wait")
+    actor.call("say").result(SECONDS)
+    end(actor)
+    for answer in (waiting, actor.call("say")):
+        with pytest.raises(ProcessEnded, match=reason):
+            answer.result(SECONDS)
     other.kill()
 
 

@@ -98,12 +98,15 @@ class TestIsland:
             scale(cluster, 1, 2).result(30)
             scale(cluster, 2, 1).result(30)
             every = [arguments_of(member, "rejoin") for member in cluster.last.members]
-            roles = [[(told.role, told.pe, told.num_pes, told.epoch) for (told,) in one] for one in every]
+            roles = [[(told.role, told.pe, told.num_pes, told.epoch) for _, told in one] for one in every]
             assert roles == [
                 [(Role.PREFILL, 0, 3, 2), (Role.PREFILL, 0, 3, 3)],
                 [(Role.DECODE, 1, 3, 2), (Role.DECODE, 2, 3, 3)],
                 [(Role.PREFILL, 1, 3, 3)],
             ]
+            names = [member.name for member in cluster.last.members]
+            assert [told[-1][0] for told in every] == names
+            assert [name.rpartition("/")[2] for name in names] == ["prefill (PE 0)", "decode (PE 2)", "prefill (PE 1)"]
 
     def test_the_same_shape_disturbs_nothing(self) -> None:
         with supervised(FakeProcesses()) as cluster:

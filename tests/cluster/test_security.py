@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.cluster.cli import main
 from tandem.cluster.client import Client
-from tandem.cluster.credentials import ClientSecurity, read_token
+from tandem.cluster.credentials import ClientSecurity, ServerSecurity, read_token
 from tandem.cluster.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import HEADER, authorized
@@ -194,6 +194,27 @@ def test_bad_token_files(tmp_path: Path, content: bytes, mode: int, message: str
         read_token(path)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_token(tmp_path / "none")
+
+
+def test_files_that_are_no_certificates_are_refused(tmp_path: Path, servers: Authority, clients: Authority) -> None:
+    certificate, key = servers.issue("127.0.0.1")
+    other = clients.issue("127.0.0.1")[1]
+    garbage = private(tmp_path / "garbage.pem", b"no PEM")
+    ServerSecurity(tls_cert=certificate, tls_key=key, client_ca=clients.ca).check()
+    for refused, message in (
+        (
+            ServerSecurity(tls_cert=garbage, tls_key=key),
+            "tls_cert .*garbage.pem and tls_key .* must be a certificate",
+        ),
+        (ServerSecurity(tls_cert=certificate, tls_key=garbage), "tls_key .*garbage.pem must be a certificate and its"),
+        (ServerSecurity(tls_cert=certificate, tls_key=other), "must be a certificate and its key"),
+        (ServerSecurity(tls_cert=certificate, tls_key=key, client_ca=garbage), "security.client_ca .* must hold cert"),
+        (ServerSecurity(token_file=garbage), "token_file .* holds 6 characters"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            refused.check()
+    with pytest.raises(ConfigError, match=r"tls_ca .*garbage\.pem must hold certificates"):
+        Client("example.org:50051", ClientSecurity(tls_ca=garbage))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers import worker
+from tandem.workers.model_cache import make_cache
 from tandem.workers.model_runner import ModelRunner
 from tests.cache.table_kernels import TableKernels
 from tests.checkpoints import save_checkpoint
@@ -38,7 +38,7 @@ def island(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Island]:
         capture(runner, max_sequences, rerun)
         assert runner.runs_ahead
 
-    monkeypatch.setattr(worker, "PagedKVCache", partial(PagedKVCache, kernels=TableKernels))
+    monkeypatch.setattr(worker, "make_cache", partial(make_cache, kernels=TableKernels))
     monkeypatch.setattr(ModelRunner, "capture_steps", capture_steps)
     with running_island(folder, SETTINGS) as island:
         yield island
@@ -62,7 +62,7 @@ def test_draws_and_logprobs_equal_those_of_plain_steps(island: Island, folder: P
     together = complete_all(island.address, PROMPTS[:3], **DRAWN)
     with pytest.MonkeyPatch.context() as patch:
         patch.undo()
-        patch.setattr(worker, "PagedKVCache", PagedKVCache)
+        patch.setattr(worker, "make_cache", make_cache)
         patch.setattr(ModelRunner, "capture_steps", lambda self, count: None)
         with running_island(folder, SETTINGS) as plain:
             at_once = [complete(plain.address, prompt, **DRAWN) for prompt in PROMPTS[:3]]

@@ -1,10 +1,16 @@
 """Tokens through the gRPC door equal transformers' greedy generation, for every family and config feature."""
 
+import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier, Event
 
 import pytest
 
+from tandem.workers.config import Role
 from tests.checkpoints import CASES, save_checkpoint
 from tests.island import Island, running_island
 from tests.oracle import greedy_all, load_oracle, random_prompt
@@ -14,6 +20,32 @@ CHUNK, PAGE = 48, 8
 # One token; around a page, around a chunk, several chunks.
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
 OUTPUT = 12
+
+
+@contextmanager
+def first_tokens_held(island: Island, tokens: int) -> Iterator[None]:
+    """No prompt is computed before requests of so many tokens, those of prompts twice, have been placed."""
+    name, all_placed = island.workers[0].config.island, Event()
+    prefill = [worker for worker in island.workers if worker.config.role == Role.PREFILL]
+    stopped = Barrier(1 + len(prefill), timeout=60)
+
+    def wait_until_placed() -> None:
+        deadline = time.monotonic() + 60
+        while asyncio.run(island.gateway.placed_tokens(name)) < tokens and time.monotonic() < deadline:
+            time.sleep(0.01)
+        all_placed.set()
+
+    def hold() -> bool:
+        stopped.wait()
+        return all_placed.wait(60)
+
+    with ThreadPoolExecutor(1 + len(prefill)) as pool:
+        held = [pool.submit(worker.on_step_thread, hold, timeout=120) for worker in prefill]
+        waited = pool.submit(wait_until_placed)
+        stopped.wait()
+        yield
+        waited.result()
+        assert all(answer.result() for answer in held)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -43,7 +75,8 @@ def test_two_prefill_and_two_decode_workers(case: str, tmp_path: Path) -> None:
     expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
     two_and_two = {"island.num_prefill": 2, "island.num_decode": 2, "scheduler.max_batch_tokens": CHUNK}
     with running_island(folder, two_and_two) as island:
-        assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
+        with first_tokens_held(island, sum(2 * len(prompt) + OUTPUT for prompt in prompts)):
+            assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
         with island.client() as client:
             workers = client.cluster_info().islands[0].workers
         assert all(worker.cached_pages > 0 for worker in workers), "every worker took part"

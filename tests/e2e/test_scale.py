@@ -97,6 +97,7 @@ def test_roles_change_and_the_weights_stay(
             done = client.scale("c-0", num_prefill=2, num_decode=1)
             assert (done.epoch, done.kept, done.started, done.ended) == (3, 3, 0, 0)
             assert workers(served, "c-0") == [(P, first), (P, third), (D, second)]
+            assert [psutil.Process(pid).name() for pid in (third, second)] == ["prefill (PE 1)", "decode (PE 2)"]
             with pytest.raises(ScaleRefused, match=WEIGHTS):
                 client.scale("c-0", num_prefill=3)
         finally:

@@ -7,9 +7,9 @@ import pytest
 
 from tandem.cache import batch_prefixes
 from tandem.cache.kernels.torch_kernels import TorchKernels
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from tandem.workers import worker
+from tandem.workers.model_cache import make_cache
 from tests.cache.sharing_kernels import sharing_all
 from tests.checkpoints import save_checkpoint
 from tests.island import running_island
@@ -30,7 +30,7 @@ def test_tokens_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return shared
 
     monkeypatch.setattr(batch_prefixes, "find_shared_prefixes", find)
-    monkeypatch.setattr(worker, "PagedKVCache", partial(PagedKVCache, kernels=sharing_all(TorchKernels)))
+    monkeypatch.setattr(worker, "make_cache", partial(make_cache, kernels=sharing_all(TorchKernels)))
     folder = save_checkpoint("qwen3", tmp_path)
     expected = greedy_all(load_oracle(folder), PROMPTS, NUM_TOKENS)
     settings = {"scheduler.max_sequences": NUM_REQUESTS, "cache.num_pages": 400}

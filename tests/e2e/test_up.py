@@ -19,8 +19,10 @@ import pytest
 
 from tandem.cluster.cli import main
 from tandem.cluster.client import Client
+from tandem.cluster.ray_processes import RayProcesses
 from tandem.cluster.runtime_dir import running_cluster
 from tandem.proto import inference_pb2
+from tandem.workers.random_checkpoint import make_checkpoint
 from tests.oracle import greedy, load_oracle
 from tests.requests import GREEDY
 from tests.shm import lasting_names
@@ -49,14 +51,16 @@ class Up:
 
 
 @contextmanager
-def up(model: Path, *arguments: str) -> Iterator[Up]:
-    """A cluster of its own name that is ready."""
+def up(model: Path, *settings: str, address: str | None = None) -> Iterator[Up]:
+    """A cluster of its own name that is ready; address: of the Ray that it joins."""
     shm = lasting_names()
     command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--grpc-port", "0"]
     name = f"up-{os.getpid()}-{secrets.token_hex(3)}"  # one that a failed test leaves running is in nobody's way
-    for option in (f"name={name}", "cache.num_pages=64", "ray.num_cpus=2", *arguments):
+    for option in (f"name={name}", "cache.num_pages=64", "ray.num_cpus=2", *settings):
         command += ["--set", option]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command += [] if address is None else ["--address", address]
+    elsewhere = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}  # a Ray that nobody has asked to join
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=elsewhere)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -102,6 +106,20 @@ def test_requests_at_the_command_line(running: Up, small_model: Path) -> None:
     assert wrong.returncode == 2
     assert "999999" in wrong.stderr
     assert len(wrong.stderr.splitlines()) == 1
+
+
+@pytest.mark.timeout(240)
+def test_a_second_cluster_on_the_same_ray(running: Up, small_model: Path) -> None:
+    """Which asks for a token. Each cluster has its own end."""
+    assert running.process.stderr is not None
+    place = next(line for line in running.process.stderr if line.startswith("on the Ray at ")).split()[-1]
+    prompt = ("generate", "--token-ids", "5,6,7", "--max-tokens", "6", "--temperature", "0", "--json", "--address")
+    with up(small_model, address=place) as second:
+        assert not [one for one in second.descendants if one.name() == "raylet"]
+        answers = [json.loads(run(*prompt, each.address).stdout)["token_ids"] for each in (running, second)]
+        assert answers == [greedy(load_oracle(small_model), [5, 6, 7], 6)] * 2
+    assert second.process.returncode == 0
+    assert json.loads(run(*prompt, running.address).stdout)["token_ids"] == answers[0]
 
 
 def test_a_name_that_is_taken(running: Up, small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,21 +215,52 @@ def test_a_port_in_use(small_model: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "--grpc-port" in error
 
 
+def _named_by_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"architectures": ["LamaForCausalLM"]}')
+
+
+def _half_written(folder: Path) -> None:
+    make_checkpoint(folder)
+    os.truncate(folder / "model.safetensors", 5000)
+
+
+def _without_tokenizer(folder: Path) -> None:
+    make_checkpoint(folder)
+    (folder / "tokenizer.json").write_text("{")
+
+
+def test_security_that_cannot_be(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
+    (tmp_path / "token").write_text("short")
+    (tmp_path / "token").chmod(0o600)
+    option = f"security.token_file={tmp_path / 'token'}"
+    code, (error,) = refused(capsys, "--model", str(small_model), "--set", option, "--set", "name=no-token")
+    assert code == 2
+    assert "holds 5 characters" in error
+
+
 @pytest.mark.parametrize(
     ("prepare", "named"),
     [
         (lambda folder: None, "config.json"),
-        (
-            lambda folder: (folder / "config.json").write_text('{"architectures": ["LamaForCausalLM"]}'),
-            "LlamaForCausalLM",
-        ),
+        (_named_by_config, "LlamaForCausalLM"),
+        (_half_written, "model.safetensors is cut short: 5000 bytes"),
+        (_without_tokenizer, "tokenizer.json is not a readable tokenizer"),
     ],
-    ids=["empty", "unknown architecture"],
+    ids=["empty", "unknown architecture", "half written", "broken tokenizer"],
 )
 def test_a_model_folder_that_cannot_be_served(
-    prepare: Callable[[Path], object], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prepare: Callable[[Path], object],
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
     prepare(tmp_path)
     code, (error,) = refused(capsys, "--model", str(tmp_path), "--set", "name=bad-model")
     assert code == 2
+    assert error.startswith("tandem: model.path: ")
     assert named in error

@@ -1,4 +1,4 @@
-"""Models for a pair of workers on two GPUs, and what is asked of each pair."""
+"""Models for a pair of workers on GPUs, and what is asked of each pair."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

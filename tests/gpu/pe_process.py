@@ -1,4 +1,7 @@
-"""PEs in processes of their own, each with a GPU, as NVSHMEM needs them, and a handle on each of them for the tests."""
+"""PEs in processes of their own, as NVSHMEM needs them, and a handle on each of them for the tests.
+
+Each has a GPU, which it shares with others where there are fewer.
+"""
 
 import multiprocessing
 import traceback
@@ -24,8 +27,8 @@ class Pe:
     """What a process does on request: every public method, by name. Tensors travel as arrays of bytes."""
 
     def __init__(self, pe: int) -> None:
-        torch.cuda.set_device(pe)
-        self.device = torch.device("cuda", pe)
+        self.device = torch.device("cuda", gpu_of(pe))
+        torch.cuda.set_device(self.device)
 
     def open(self, config: TransportConfig, peer_access: bool) -> bytes:
         from tandem.transfer.nvshmem import NvshmemTransport
@@ -112,6 +115,10 @@ class Pe:
         return self.transport.layout.stored_dtype
 
 
+def gpu_of(pe: int) -> int:
+    return pe % torch.cuda.device_count()
+
+
 def as_array(values: Tensor) -> np.ndarray:
     """The bits, uint8 [..., bytes of the last extent]."""
     return values.cpu().contiguous().view(torch.uint8).numpy()
@@ -153,13 +160,26 @@ def together(processes: list[PeProcess], method: str, *arguments: Any) -> list[A
     """A collective call: all begin before one is waited for."""
     for process in processes:
         process.begin(method, *arguments)
-    return [process.finish() for process in processes]
+    return finish_all(processes)
+
+
+def finish_all(processes: list[PeProcess]) -> list[Any]:
+    """Waits for all, then raises what the first of them raised: none is left with an answer that nobody has read."""
+    results, errors = [], []
+    for process in processes:
+        try:
+            results.append(process.finish())
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
 
 
 def join(processes: list[PeProcess], config: TransportConfig, peer_access: bool) -> None:
     for process in processes:
         process.begin("open", replace(config, pe=process.pe), peer_access)
-    handles = [process.finish() for process in processes]
+    handles = finish_all(processes)
     together(processes, "call", "join", handles)
 
 

@@ -1,4 +1,7 @@
-"""The islands of deploy/ through Ray, NVSHMEM and gRPC: tokens equal transformers' in float32, and no page is lost."""
+"""The islands of deploy/ through Ray, NVSHMEM and gRPC: tokens equal transformers' in float32, and no page is lost.
+
+Where there are fewer GPUs than workers, these share them.
+"""
 
 import os
 import time
@@ -11,15 +14,21 @@ import torch
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
 from tandem.cluster.launcher import Cluster
+from tandem.cluster.ray_processes import RayProcesses
 from tandem.proto import inference_pb2
 from tandem.workers.random_checkpoint import make_checkpoint
+from tests.benchmarks.shared_gpus import SharingProcesses
 from tests.oracle import greedy, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, complete_all, tokens_of
 
 pytest.importorskip("nvshmem")
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-GPUS = {"gpu-1p1d.yaml": 2, "gpu-2p2d.yaml": 4, "gpu-1p3d.yaml": 4}
+WORKERS = {"gpu-1p1d.yaml": 2, "gpu-2p2d.yaml": 4, "gpu-1p3d.yaml": 4}
 VOCABULARY = 512
 
 
@@ -30,10 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=GPUS)
+@pytest.fixture(scope="module", params=WORKERS)
 def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[Cluster]:
-    if torch.cuda.device_count() < GPUS[request.param]:
-        pytest.skip(f"needs {GPUS[request.param]} GPUs")
+    num_workers = WORKERS[request.param]
     overrides = {
         "name": f"gpu-test-{os.getpid()}",
         "model.path": str(model),
@@ -42,7 +50,8 @@ def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[Cluster]:
         "cache.gpu_memory_utilization": None,
         "ray.num_cpus": 8,
     }
-    cluster = Cluster(load_config(DEPLOY / request.param, overrides))
+    processes = RayProcesses() if torch.cuda.device_count() >= num_workers else SharingProcesses(num_workers)
+    cluster = Cluster(load_config(DEPLOY / request.param, overrides), processes)
     cluster.start()
     yield cluster
     cluster.stop()

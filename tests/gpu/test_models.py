@@ -56,7 +56,7 @@ def test_float32_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "phi3-head-dim"])
 def test_half_precision_logits_are_as_near_to_float32_as_those_of_transformers(
     family: str, dtype: str, tmp_path: Path
 ) -> None:

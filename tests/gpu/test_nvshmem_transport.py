@@ -1,4 +1,4 @@
-"""The contract of a transport, over NVSHMEM: two processes, each with a GPU."""
+"""The contract of a transport, over NVSHMEM: two processes, each with a GPU, or with a share of the only one."""
 
 import importlib.util
 import json
@@ -22,8 +22,8 @@ from tests.transfer.layouts import PAGE_SIZE, latents_beside_kv, two_groups
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        torch.cuda.device_count() < 2 or importlib.util.find_spec("nvshmem") is None,
-        reason="needs two CUDA devices and nvshmem4py",
+        not torch.cuda.is_available() or importlib.util.find_spec("nvshmem") is None,
+        reason="needs a CUDA device and nvshmem4py",
     ),
 ]
 
@@ -267,11 +267,10 @@ def test_what_is_out_of_range_is_refused(island: list[PeProcess]) -> None:
 def test_handles_of_others_are_refused_before_anything_is_mapped(processes: list[PeProcess]) -> None:
     config = TransportConfig(0, 2, two_groups(), (NUM_PAGES,) * 2, num_signals=4, island="gpu", epoch=8)
     handles = [process.do("open", replace(config, pe=process.pe), True) for process in processes]
-    own, other = (json.loads(handle) for handle in handles)
+    other = json.loads(handles[1])
     for field, change, message in (
         ("epoch", 9, "PE 1's handle has epoch 9"),
         ("detail", {**other["detail"], "host": "elsewhere"}, "PE 0 and PE 1 are on different hosts"),
-        ("detail", own["detail"], "PE 0 and PE 1 have the same GPU"),
     ):
         changed = json.dumps({**other, field: change}).encode()
         with pytest.raises(RuntimeError, match=f"MembershipRefused: {message}"):

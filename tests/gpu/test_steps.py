@@ -11,15 +11,14 @@ import torch
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kv_scales import KVScales
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.shared_prefixes import SharedPrefixes
 from tandem.workers.kernels.row_step import CudaLaunch, StepArguments
+from tandem.workers.model_cache import kv_layout, make_cache
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.registry import load_config
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.weights import load_decoder
-from tandem.workers.worker import kv_layout
 from tests.cache.sharing_kernels import sharing_all
 from tests.checkpoints import make_model, sizes_on_gpu
 from tests.oracle import random_prompt
@@ -62,17 +61,7 @@ class Steps:
         config = load_config(folder, dtype)
         layout = kv_layout(config, 16, scales)
         pool = torch.full((200, *layout.page_shape(0)), torch.nan, device="cuda").to(layout.stored_dtype)
-        self.cache = PagedKVCache(
-            layout,
-            (pool,),
-            max_sequences=32,
-            max_sequence_length=256,
-            rope=config.rope,
-            writer=None,
-            scale=config.attn_scale,
-            latent=None if config.latent is None else config.latent.heads,
-            kernels=kernels,
-        )
+        self.cache = make_cache(config, layout, (pool,), max_sequences=32, max_length=256, kernels=kernels)
         self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
         if graphs:
             self.runner.capture_steps(2 * NUM_SEQUENCES)  # plans of more sizes than are run
@@ -150,7 +139,7 @@ def assert_alike(ours: list[Drawn], theirs: list[Drawn], tolerance: float, count
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "deepseek_v3", "phi3-head-dim"])
 def test_graphs_go_on_as_the_eager_path(family: str, params: SamplingParams, tmp_path: Path) -> None:
     make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     assert_graphs_go_on(tmp_path, params, PROGRAM)

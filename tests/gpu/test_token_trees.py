@@ -6,6 +6,7 @@ from random import Random
 import pytest
 import torch
 
+from tandem.cache.kv_scales import KVScales
 from tests.gpu.programs import Shape, run
 from tests.tolerances import assert_close
 
@@ -14,14 +15,18 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(600),
 ]
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
+PER_HEAD = KVScales(((0.02, 0.015), (0.02, 0.013)), ((0.017, 0.02), (0.031, 0.01)))
 SHAPES = {
     "bf16-128": Shape(BF16, q_heads=32, kv_heads=8, head_dim=128, page_size=16),
     "bf16-64-mqa": Shape(BF16, q_heads=12, kv_heads=1, head_dim=64, page_size=8),
     "bf16-64-group-7": Shape(BF16, q_heads=14, kv_heads=2, head_dim=64, page_size=64),
+    "bf16-256": Shape(BF16, q_heads=4, kv_heads=2, head_dim=256, page_size=16),
     "bf16-128-softcap": Shape(BF16, q_heads=8, kv_heads=8, head_dim=128, page_size=16, softcap=3.0),
     "bf16-128-window": Shape(BF16, q_heads=32, kv_heads=8, head_dim=128, page_size=16, window=50),
     "bf16-64-window": Shape(BF16, q_heads=8, kv_heads=2, head_dim=64, page_size=8, window=7),
+    "fp8-128": Shape(FP16, q_heads=32, kv_heads=8, head_dim=128, page_size=16, scales=KVScales.uniform(2, 0.02, 0.02)),
+    "fp8-64-heads": Shape(FP16, q_heads=8, kv_heads=2, head_dim=64, page_size=8, scales=PER_HEAD),
 }
 
 
@@ -61,9 +66,10 @@ def test_trees_beside_plain_sequences(shape: Shape, with_sinks: bool) -> None:
         same = [(q.float(), k.float(), v.float()) for q, k, v in inputs]
         expected = run(twin, lengths, same, sinks, parents)
         for own, other in zip(run(cache, lengths, inputs, sinks, parents), expected, strict=True):
-            assert_close(own, other)
+            # K of 16 bits and of more is at times rounded to neighbouring entries of 8.
+            assert_close(own if shape.scales is None else own.bfloat16(), other)
     for sequence in range(5):
         there = twin.first_position(sequence), twin.num_tokens(sequence)
         pairs = zip(cache.gather_kv(sequence, *there), twin.gather_kv(sequence, *there), strict=True)
         for (_, v), (_, given) in pairs:
-            assert torch.equal(v.float(), given)
+            assert torch.equal(v, given.to(v.dtype))

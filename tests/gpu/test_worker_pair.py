@@ -1,4 +1,4 @@
-"""A prefill and a decode worker on two GPUs, through gRPC: the KV that arrives is what was computed."""
+"""A prefill and a decode worker on GPUs, through gRPC: the KV that arrives is what was computed."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),  # FlashInfer compiles its kernels
     pytest.mark.skipif(
-        torch.cuda.device_count() < 2 or importlib.util.find_spec("nvshmem") is None,
-        reason="needs two CUDA devices and nvshmem4py",
+        not torch.cuda.is_available() or importlib.util.find_spec("nvshmem") is None,
+        reason="needs a CUDA device and nvshmem4py",
     ),
 ]
 

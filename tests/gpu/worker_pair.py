@@ -1,4 +1,4 @@
-"""A prefill and a decode worker in processes of their own, each with a GPU, and calls to both."""
+"""A prefill and a decode worker in processes of their own, on GPUs, and calls to both."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from tandem.transfer.codec import decode_runs
 from tandem.workers.authentication import authorized
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.messages import prompt_to_bytes
-from tests.gpu.pe_process import PeProcess, together
+from tests.gpu.pe_process import PeProcess, finish_all, together
 
 TOKEN = "a token of the workers"
 EPOCH, PAGE, NUM_PAGES = 1, 16, 64
@@ -110,16 +110,20 @@ def each(processes: list[PeProcess], method: str, configs: list[WorkerConfig], *
     """A call to every process, with its own config."""
     for process, config in zip(processes, configs, strict=True):
         process.begin(method, config, *arguments)
-    for process in processes:
-        process.finish()
+    finish_all(processes)
+
+
+def form(processes: list[PeProcess], num_pages: int) -> list[str]:
+    """Makes one island of workers, in the order of their PEs, that have loaded or rejoined; where each listens."""
+    handles = together(processes, "open", num_pages)
+    together(processes, "join", handles)
+    return together(processes, "serve")
 
 
 @contextmanager
 def serving_pair(processes: list[PeProcess], epoch: int = EPOCH) -> Iterator[Pair]:
     """Of workers, in the order of their PEs, that have loaded or rejoined; they leave at the end."""
-    handles = together(processes, "open", NUM_PAGES)
-    together(processes, "join", handles)
-    prefill, decode = together(processes, "serve")
+    prefill, decode = form(processes, NUM_PAGES)
     with grpc.insecure_channel(prefill) as one, grpc.insecure_channel(decode) as other:
         stubs = [authorized(worker_pb2_grpc.WorkerStub(channel), TOKEN) for channel in (one, other)]
         try:

@@ -1,4 +1,4 @@
-"""Whole workers in processes of their own, each with a GPU, and a look into their pages."""
+"""Whole workers in processes of their own, on GPUs, and a look into their pages."""
 
 import os
 from functools import partial
@@ -12,7 +12,8 @@ from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Transport
 from tandem.workers.config import WorkerConfig
 from tandem.workers.worker import Worker
-from tests.gpu.pe_process import as_array
+from tests.gpu.pe_process import as_array, gpu_of
+from tests.poison import poison_free_pages
 
 PROBE = 1 << 20  # a sequence id that no request has
 
@@ -21,7 +22,7 @@ class WorkerPe:
     """See Pe: every public method can be called by name."""
 
     def __init__(self, pe: int) -> None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(pe)  # as Ray does: a worker has one GPU, in all its threads
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu_of(pe))  # as Ray does: a worker has one GPU, in all its threads
 
     def load(self, config: WorkerConfig, peer_access: bool) -> None:
         """peer_access: whether its transports map other PEs."""
@@ -36,6 +37,10 @@ class WorkerPe:
 
     def serve(self) -> str:
         return self.worker.serve()
+
+    def poison(self) -> None:
+        """NaN in pages that nobody holds, from now on."""
+        self.worker.on_step_thread(lambda: poison_free_pages(self.worker.cache, self.worker.pools))
 
     def is_mapped(self, pe: int) -> bool:
         """Whether that PE's pages are."""

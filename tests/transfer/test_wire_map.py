@@ -26,6 +26,11 @@ def test_a_map_survives_the_wire() -> None:
     assert decode_map(wire, LAYOUT, num_pages=(NUM_PAGES, NUM_PAGES), expected_start=8, expected_tokens=6) == GOOD
 
 
+def test_no_message_carries_the_map_of_a_stream() -> None:
+    with pytest.raises(InvalidPositionMap, match=r"sliding is \(16, 4\); only maps of sequences that do not"):
+        encode_map(replace(GOOD, sliding=(16, 4)), LAYOUT)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -15,6 +15,7 @@ from tandem.workers.core_share import CoreShare
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.errors import WorkerError
 from tandem.workers.finish import FinishReason
+from tandem.workers.model_cache import kv_layout, make_cache
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.registry import load_config
 from tandem.workers.prefill import PrefillLoop
@@ -23,7 +24,6 @@ from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.token_stream import StreamFanout, StreamUpdate, TokenStream
 from tandem.workers.weights import load_decoder
-from tandem.workers.worker import kv_layout
 from tests.poison import poison_free_pages
 
 PAGE, CHUNK, LEASE = 8, 16, 10.0
@@ -94,14 +94,8 @@ class LoopPair:
         model = load_decoder(folder, config)
 
         def cache_over(transport: Transport, writer: PageWriter) -> PagedKVCache:
-            cache = PagedKVCache(
-                layout,
-                transport.pools,
-                max_sequences=64,
-                max_sequence_length=config.max_length,
-                rope=config.rope,
-                writer=writer,
-            )
+            pools, longest = transport.pools, config.max_length
+            cache = make_cache(config, layout, pools, max_sequences=64, max_length=longest, writer=writer)
             poison_free_pages(cache, transport.pools)
             return cache
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kv_scales import KVScales
 from tandem.cluster.config import load_config as load_cluster_config
+from tandem.cluster.errors import ConfigError
+from tandem.cluster.launcher import Cluster
 from tandem.cluster.process_settings import worker_configs
-from tandem.workers.kv_scales import choose_scales
+from tandem.workers.kv_scales import choose_scales, stores_fp8
 from tandem.workers.models.errors import InvalidWeights
 from tandem.workers.models.registry import load_config
 from tandem.workers.weights import load_parameters
@@ -73,6 +76,19 @@ def test_scales_that_do_not_fit_the_model(plain: Path, tmp_path: Path, scales: d
     folder = with_tensors(plain, tmp_path, **scales)
     with pytest.raises(InvalidWeights, match=message):
         chosen(folder, kv_cache_dtype=FP8)
+
+
+def test_latents_are_not_stored_in_8_bits(tmp_path: Path) -> None:
+    folder = save_checkpoint("deepseek_v2", tmp_path)
+    assert chosen(folder) is None
+    with pytest.raises(InvalidArgument, match=r"kv_cache_dtype is 'fp8_e4m3', .*; DeepseekV2ForCausalLM keeps latents"):
+        chosen(folder, kv_cache_dtype=FP8)
+    settings = {"model.path": str(folder), "cache.kv_cache_dtype": FP8}
+    with pytest.raises(ConfigError, match=r"cache\.kv_cache_dtype is 'fp8_e4m3'"):  # and nothing was started
+        Cluster(load_cluster_config(None, settings), Mock(spec=[])).start()
+    model = replace(load_config(folder), fp8_kv=True)
+    with pytest.raises(InvalidArgument, match="kv_cache_dtype is 'auto', which means 8 bits for this checkpoint"):
+        stores_fp8("auto", model)
 
 
 def test_another_dtype_is_refused(plain: Path) -> None:

@@ -6,13 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cache.latent import UpProjections
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.errors import GpuTooSmall
 from tandem.workers.memory_budget import RESERVED_BYTES, MemoryBudget, run_largest_forward
+from tandem.workers.model_cache import kv_layout, make_cache
 from tandem.workers.models.registry import load_config
 from tandem.workers.planned_attention import PlannedAttention
 from tandem.workers.weights import load_decoder
-from tandem.workers.worker import kv_layout
 from tests.checkpoints import save_checkpoint
 
 GIB = 1 << 30
@@ -78,8 +77,7 @@ def test_the_largest_forward_makes_as_many_keys_and_values_of_latents_as_any(
     layout, latent = kv_layout(model.config, 16), model.config.latent
     assert latent is not None
     pools = [torch.zeros(8, *layout.page_shape(group)) for group in range(len(layout.groups))]
-    rope, heads = model.config.rope, latent.heads
-    cache = PagedKVCache(layout, pools, max_sequences=1, max_sequence_length=80, rope=rope, writer=None, latent=heads)
+    cache = make_cache(model.config, layout, pools, max_sequences=1, max_length=80)
     cache.add_sequence(0)
     with torch.inference_mode():
         for _ in range(2):
@@ -94,4 +92,4 @@ def test_the_largest_forward_makes_as_many_keys_and_values_of_latents_as_any(
     monkeypatch.setattr("tandem.workers.memory_budget.EXPANDED_POSITIONS", 100)
     monkeypatch.setattr("tandem.cache.latent.EXPANDED_ROWS", 200)
     run_largest_forward(model, 40, 1, 1 << 40)
-    assert set(made) == {200 * (latent.query_dim + heads.value_dim)}
+    assert set(made) == {200 * (latent.query_dim + latent.heads.value_dim)}

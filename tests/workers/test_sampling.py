@@ -65,6 +65,20 @@ PARAMS = st.builds(
 )
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_logits_of_16_bits_are_widened(dtype: torch.dtype) -> None:
+    """Probabilities and log-probabilities of 16 bits would be off by a hundredth."""
+    params = [SamplingParams(top_p=0.9, seed=row, logprobs=2) for row in range(20)]
+    narrow, batch, positions = torch.randn(20, VOCAB).to(dtype), SampleBatch.from_params(params), np.arange(20)
+    (tokens, logprobs), (expected, of_wide) = (
+        Sampler().sample(logits, batch, positions) for logits in (narrow, narrow.float())
+    )
+    assert tokens.tolist() == expected.tolist()
+    assert logprobs is not None
+    assert of_wide is not None
+    torch.testing.assert_close(logprobs.top_logprobs, of_wide.top_logprobs, rtol=0, atol=0)
+
+
 @given(st.lists(PARAMS, min_size=1, max_size=8), st.integers(0, 2**32), st.integers(0, 100_000))
 def test_equals_the_naive_reference(params: list[SamplingParams], seed: int, position: int) -> None:
     logits = random_logits(len(params), seed)

@@ -58,14 +58,15 @@ class Pair:
         """A RemoteSend under way."""
         return self.prefill.RemoteSend.future(self.remote_send(request_id, reservation), timeout=30)
 
-    def start(self, request_id: str, reservation: worker_pb2.Reservation) -> Any:
+    def start(self, request_id: str, reservation: worker_pb2.Reservation, max_tokens: int = 4) -> Any:
         request = worker_pb2.StartGenerateRequest(
             request_id=request_id, epoch=EPOCH, reservation_id=reservation.reservation_id, sampling=GREEDY
         )
+        request.sampling.max_tokens = max_tokens
         return self.decode.StartGenerate(request, timeout=10)
 
-    def generate(self, request_id: str, reservation: worker_pb2.Reservation) -> list[int]:
-        return [token for message in self.start(request_id, reservation) for token in message.token_ids]
+    def generate(self, request_id: str, reservation: worker_pb2.Reservation, max_tokens: int = 4) -> list[int]:
+        return [token for message in self.start(request_id, reservation, max_tokens) for token in message.token_ids]
 
     def abort(self, stub: Stub, request_id: str, writer_quiet: bool = False) -> bool:
         request = worker_pb2.AbortRequest(request_id=request_id, epoch=EPOCH, writer_quiet=writer_quiet)
@@ -208,9 +209,10 @@ def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(
         pair.wait_until_free()
 
 
-def test_corrupt_kv_is_data_loss(checkpoint: Path) -> None:
+@pytest.mark.parametrize("case", ["llama", "gemma3"])  # of which most layers have a window
+def test_corrupt_kv_is_data_loss(case: str, tmp_path: Path) -> None:
     transports = FakeIsland()
-    with running_pair(checkpoint, transports=transports) as pair:
+    with running_pair(save_checkpoint(case, tmp_path), transports=transports) as pair:
         transports.fabric.corrupt_next(1)
         reservation = pair.prepare("r")
         pair.send("r", reservation)
@@ -236,6 +238,16 @@ def test_a_reader_that_goes_away_ends_the_request(pair: Pair) -> None:
         pass
     stream.cancel()
     pair.wait_until_free()
+
+
+def test_more_tokens_than_were_reserved_are_refused(pair: Pair, checkpoint: Path) -> None:
+    """They would take pages that others count on; the reservation can still be used."""
+    reservation = pair.prepare("r", max_tokens=3)
+    first = pair.send("r", reservation).first_token
+    with pytest.raises(grpc.RpcError, match=r"sampling\.max_tokens is 4; pages are reserved for 3") as caught:
+        pair.generate("r", reservation)
+    assert code_of(caught) == grpc.StatusCode.INVALID_ARGUMENT
+    assert [first, *pair.generate("r", reservation, 3)] == greedy(load_oracle(checkpoint), PROMPT, 3)
 
 
 def test_calls_of_another_epoch_are_refused(pair: Pair) -> None:

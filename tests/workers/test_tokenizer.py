@@ -191,6 +191,12 @@ def test_missing_and_broken_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 3}')
     with pytest.raises(InvalidTokenizer, match="chat_template is a int; it must be a string"):
         Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": ["text", {"name": "default", "template": 3}]}')
+    with pytest.raises(InvalidTokenizer, match="chat_template is a int; it must be a string"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InvalidTokenizer, match=r"chat_template\.jinja cannot be read: 'utf-8'"):
+        Tokenizer.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,13 @@ def test_draws_equal_those_of_torch(seed: int, block: int, monkeypatch: pytest.M
     assert actual == expected
 
 
+def test_logits_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_sampling, "BLOCK", 128)
+    params = [SamplingParams(**options, seed=row) for row, options in enumerate(PARAMS[5:])]
+    expected, actual = both(random_logits(len(params), seed=2).half(), params)
+    assert actual == expected
+
+
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.5}, {"top_p": 0.999}])
 def test_equals_and_impossible_tokens(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sampling, "BLOCK", 32)

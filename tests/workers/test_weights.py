@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, InvalidWeights
+from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, InvalidWeights, ModelError
 from tandem.workers.models.parameters import allocate_parameters
 from tandem.workers.models.places import checkpoint_places
 from tandem.workers.models.registry import load_config
 from tandem.workers.random_checkpoint import make_checkpoint
 from tandem.workers.safetensors_file import SafetensorsFile
-from tandem.workers.weights import INDEX, load_parameters
+from tandem.workers.weights import INDEX, check_weights, load_parameters
 from tests.checkpoints import make_model, save_checkpoint
 
 SINGLE = "model.safetensors"
@@ -35,8 +36,23 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def load_places(folder: Path, dtype: str = "auto", load_format: str = "safetensors") -> dict[str, Tensor]:
+    """By load_parameters. Whatever that refuses, check_weights must refuse alike, and nothing else."""
     config = load_config(folder, dtype)
+    if load_format == "safetensors":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SafetensorsFile, "read_into", None)  # it reads headers only
+            refused = _refusal(lambda: check_weights(folder, config))
+        loaded = _refusal(lambda: load_parameters(folder, config))
+        assert repr(refused) == repr(loaded)
     return checkpoint_places(config, load_parameters(folder, config, load_format=load_format))
+
+
+def _refusal(act: Callable[[], object]) -> ModelError | None:
+    try:
+        act()
+    except ModelError as error:
+        return error
+    return None
 
 
 def rewrite(folder: Path, changes: dict[str, Tensor | None]) -> None:

@@ -20,7 +20,7 @@ def draw(
 ) -> Tensor:
     """Token ids int64 [m], which Sampler's torch operations draw too, but for rounding: see Draw.
 
-    logits: float32 [n, vocab], contiguous; the others [m], where m may be less than n: rows int64, which of them; draws
+    logits: [n, vocab], contiguous; the others [m], where m may be less than n: rows int64, which of them; draws
     float64; temperature, top_p and min_p float32; top_k int64, 0 for all.
     """
     tokens = torch.empty(rows.shape[0], dtype=torch.int64, device=logits.device)
@@ -58,7 +58,8 @@ def _draw(logits, rows, draws, temperature, top_p, min_p, top_k, tokens, vocab, 
 def _load(row, begin, vocab, heat, BLOCK: tl.constexpr):
     """Scaled logits, -inf outside."""
     token = begin + tl.arange(0, BLOCK)
-    return tl.div_rn(tl.load(row + token, mask=token < vocab, other=float("-inf")), heat)
+    logits = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(logits, heat)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
@@ -58,9 +59,16 @@ class GroupedQueryAttention:
         self._qkv = Projection(parameters.qkv, parameters.qkv_bias)
         self.qk_norm = _join_qk_norm(config, parameters.q_norm, parameters.k_norm, kernels)
         self._sinks = parameters.sinks
+        self._padding = config.stored_head_dim - config.head_dim
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
-        return cached.attend(layer, *split_heads(self._config, self._qkv(x)), self._sinks, self.qk_norm).flatten(1)
+        q, k, v = split_heads(self._config, self._qkv(x))
+        if not self._padding:
+            return cached.attend(layer, q, k, v, self._sinks, self.qk_norm).flatten(1)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm.apply(q, k)
+        q, k, v = (F.pad(heads, (0, self._padding)) for heads in (q, k, v))
+        return cached.attend(layer, q, k, v, self._sinks, None)[:, :, : self._config.head_dim].flatten(1)
 
 
 class LatentAttention:

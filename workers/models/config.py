@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tandem.cache.kernels.base import GPU_HEAD_DIMS
 from tandem.cache.layout import DTYPES
 from tandem.cache.rope import RopeParameters
 from tandem.workers.models.activation import Activation, read_activation
@@ -76,6 +77,13 @@ class ModelConfig:
         """Most positions of a sequence. With dynamic RoPE max_position_embeddings is where the scaling begins."""
         stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
         return int(self.max_position_embeddings * stretch)
+
+    @property
+    def stored_head_dim(self) -> int:
+        """Of K and V in the cache: in 16 bits the least that kernels on a GPU take. What is behind head_dim is 0."""
+        if self.dtype == torch.float32:
+            return self.head_dim
+        return next((size for size in GPU_HEAD_DIMS if size >= self.head_dim), self.head_dim)
 
     @property
     def rope_switch(self) -> int | None:

@@ -73,7 +73,8 @@ class DenseDecoder:
         return self._embedding.device
 
     def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
-        """Logits float32 [n, vocab_size] that follow rows `last_rows` (int64 [n], n may be 0) of the packed tokens.
+        """Logits [n, vocab_size] that follow rows `last_rows` (int64 [n], n may be 0) of the packed tokens: in the
+        model's dtype, as the last product leaves them, or float32 where the model caps them.
 
         token_ids: int64 [T], the new tokens of all sequences of the batch one after another. last_rows None: all T.
         """
@@ -85,7 +86,7 @@ class DenseDecoder:
             o = layer.attention(kernels.add_rms_norm(x, delta, layer.input_norm, eps), index, cached)
             if last_rows is not None and index == self.config.num_layers - 1:
                 if last_rows.shape[0] == 0:  # all K and V are kept: from here on only last_rows matter
-                    return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=x.device)
+                    return x.new_empty((0, self.config.vocab_size))
                 x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
             delta = self._norm_if(layer.o(o), layer.attention_out_norm)
             delta = layer.feed_forward(kernels.add_rms_norm(x, delta, layer.post_norm, eps))
@@ -100,8 +101,8 @@ class DenseDecoder:
         return x if weight is None else self._kernels.add_rms_norm(x, None, weight, self.config.rms_norm_eps)
 
     def _cap(self, logits: Tensor) -> Tensor:
-        logits, cap = logits.float(), self.config.final_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        cap = self.config.final_softcap
+        return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
 
 def _prepare(config: ModelConfig, layer: LayerParameters, kernels: LayerKernels) -> DecoderLayer:

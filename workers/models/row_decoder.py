@@ -44,9 +44,11 @@ class RowDecoder:
 
     @staticmethod
     def fits(config: ModelConfig, layer: LayerParameters) -> bool:
-        """Whether it can compute a layer: K and V, a dense feed-forward with silu, and no norm behind a product."""
+        """Whether it can compute a layer: K and V as wide as they are stored, a dense feed-forward with silu, and no
+        norm behind a product."""
         return (
             isinstance(layer.attention, AttentionParameters)
+            and config.stored_head_dim == config.head_dim
             and isinstance(layer.feed_forward, GatedParameters)
             and isinstance(config.activation, Silu)
             and layer.attention_out_norm is None

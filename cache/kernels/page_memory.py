@@ -1,0 +1,37 @@
+"""What all backends do alike with a pool: pages and slots that are moved, whatever their entries are."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.upload import upload
+from tandem.cache.kv_scales import FP8
+from tandem.cache.position_map import Int32Array
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """The same memory, as bytes where its elements are 8-bit floats, which torch and NVSHMEM cannot always move."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+
+
+class PageMemory:
+    """Base of kernels bound to one pool `[num_pages, layers, planes, num_kv_heads, page_size, elements]`; what calls do
+    stands in PageKernels and TreeKernels."""
+
+    def __init__(self, pool: Tensor) -> None:
+        self._words = movable(pool)
+
+    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
+        source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._words.device)
+        self._words.index_copy_(0, target, self._words.index_select(0, source))
+
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        slots = np.concatenate((sources, targets)).astype(np.int64)
+        pages, offsets = upload(list(np.divmod(slots, self._words.shape[4])), self._words.device)
+        count = sources.size
+        moved = self._words[pages[:count], :, :, :, offsets[:count]]
+        self._words[pages[count:], :, :, :, offsets[count:]] = moved
+
+    def clear_pages(self, pages: Int32Array) -> None:
+        (index,) = upload([pages.astype(np.int64)], self._words.device)
+        self._words.index_fill_(0, index, 0)

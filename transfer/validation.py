@@ -53,6 +53,6 @@ def _validate_runs(runs: SlotRuns, field: str, skipped: int, num_slots: int) -> 
         raise InvalidPositionMap(
             f"{field} holds slots {int(begins[0])} … {int(ends.max()) - 1}; the pool has 0 … {num_slots - 1}"
         )
-    overlaps = np.flatnonzero(begins[1:] < ends[:-1])
+    overlaps = (begins[1:] < ends[:-1]).nonzero()[0]
     if overlaps.size:
         raise InvalidPositionMap(f"{field} holds slot {int(begins[1:][overlaps[0]])} twice; slots must be distinct")

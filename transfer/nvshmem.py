@@ -12,6 +12,7 @@ transport's own, behind what is on the current one, which never waits for it: a 
 Importing this module needs nvshmem4py and Triton.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,9 +56,9 @@ class EventFence:
 class NvshmemTransport(Transport):
     """One PE a process, on the CUDA device current at open(); all PEs on GPUs of one host.
 
-    PEs may share a GPU, as many on each. Without MPS, NVSHMEM then refuses its collectives but for barrier_all, which is
-    the only one that is used here, and names what PEs of a GPU share after the first of them: a host has room for one
-    such island at a time.
+    PEs may share a GPU, as many on each. Without MPS, NVSHMEM then refuses its collectives but for barrier_all, the
+    only one that is used here, and names what PEs of a GPU share after the first of them: a host has room for one such
+    island at a time.
 
     Unlike other transports it makes its memory in join(), and join() and close() are collective: each returns once
     every PE has called it, and whoever runs the island bounds that by ending its processes. A join() that failed for
@@ -98,6 +99,8 @@ class NvshmemTransport(Transport):
         torch.cuda.set_device(self._device)
         device = Device(self._device.index)
         device.set_current()
+        # It would load NCCL for collectives that nobody calls here: half a second of 0.7.
+        os.environ.setdefault("NVSHMEM_DISABLE_NCCL", "1")
         nvshmem.core.init(
             device=device, uid=self._unique_id, rank=self.pe, nranks=self.num_pes, initializer_method="uid"
         )

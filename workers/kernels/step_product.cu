@@ -97,6 +97,19 @@ __device__ inline uint4 finish(unsigned place) {
     return {words[0], words[1], words[2], words[3]};
 }
 
+// This warp's sums, as wgmma has them in registers, to where finish() finds them: [TOKENS, PITCH].
+template <int HEIGHT, int PITCH>
+__device__ inline void leave_sums(unsigned begin, const float (&sums)[HEIGHT / 2]) {
+    int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < HEIGHT / 2; i += 2) {
+        int token = row + i / 2 % 2 * 8, output = i / 4 * 8 + threadIdx.x % 4 * 2;
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(begin + 4 * (token * PITCH + output)), "f"(sums[i]),
+                     "f"(sums[i + 1])
+                     : "memory");
+    }
+}
+
 template <int HEIGHT, int TOKENS, int SPLITS, int ROOM, bool GATED>
 __device__ inline void multiply_rows(const CUtensorMap& weights, const CUtensorMap& inputs, Number* y, int rows,
                                      int outputs, int columns) {
@@ -114,7 +127,7 @@ __device__ inline void multiply_rows(const CUtensorMap& weights, const CUtensorM
             make_turnstile(&full[stage], 1);
             make_turnstile(&empty[stage], 4 * GROUPS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        publish_arrivals();
     }
     __syncthreads();
     launch_dependents();
@@ -124,16 +137,9 @@ __device__ inline void multiply_rows(const CUtensorMap& weights, const CUtensorM
         if constexpr (SPLITS > 1) sync_cluster(), sync_cluster();
     } else {
         float sums[HEIGHT / 2];
-        int group = threadIdx.x / 128, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-        multiply_all<HEIGHT>(ring, slabs, group, sums);
+        multiply_all<HEIGHT>(ring, slabs, threadIdx.x / 128, sums);
         sync_threads(THREADS);  // all of the ring has been read
-#pragma unroll
-        for (int i = 0; i < HEIGHT / 2; i += 2) {
-            int token = group * 64 + row + i / 2 % 2 * 8, output = i / 4 * 8 + threadIdx.x % 4 * 2;
-            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(ring.begin + 4 * (token * PITCH + output)),
-                         "f"(sums[i]), "f"(sums[i + 1])
-                         : "memory");
-        }
+        leave_sums<HEIGHT, PITCH>(ring.begin, sums);
         if constexpr (SPLITS > 1) sync_cluster();
         else sync_threads(THREADS);
         await_earlier_kernels();  // they may still read what stood in y

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from tandem.cluster.actor_server import serve, set_title
 from tandem.cluster.errors import StartFailed
-from tandem.cluster.forked_actor import EXIT_CODE_BYTES, ForkedActor
+from tandem.cluster.forked_actor import STATUS_BYTES, ForkedActor
 
 PID_BYTES = 8
 NAME_BYTES = 255
@@ -66,8 +66,8 @@ class ForkServer:
         if not pid:
             pipe.close()
             raise StartFailed(f"{name} cannot be started: no answer within {seconds:g} s from what would fork it")
-        pidfd, exit_code = fds
-        return ForkedActor(name, int.from_bytes(pid, "little"), pidfd, exit_code, pipe, start)
+        pidfd, status = fds
+        return ForkedActor(name, int.from_bytes(pid, "little"), pidfd, status, pipe, start)
 
     def close(self) -> None:
         """Ends the server and with it all its actors; idempotent."""
@@ -89,7 +89,7 @@ def run(control: int, modules: Sequence[str]) -> NoReturn:
         os.execv(sys.executable, _command(control, ()))
     gc.collect()
     gc.freeze()  # a collection in an actor would write to, and so copy, what is shared
-    ends: dict[int, int] = {}  # where to write, by pid, with which exit code an actor ended
+    ends: dict[int, int] = {}  # where to write, by pid, how an actor ended
     signal.signal(signal.SIGCHLD, lambda *_: _reap(ends))
     with socket.socket(fileno=control) as asked:
         while True:
@@ -115,12 +115,12 @@ def _has_touched_gpu() -> bool:
 
 def _fork(asked: socket.socket, name: str, pipe: int, ends: dict[int, int]) -> None:
     server = os.getpid()
-    code, end = os.pipe()
+    status, end = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # a process must not be reaped before it has a pidfd
     pid = os.fork()
     if pid == 0:
         asked.close()
-        for other in (code, end, *ends.values()):
+        for other in (status, end, *ends.values()):
             os.close(other)
         _work(server, name, pipe)
     os.close(pipe)
@@ -128,9 +128,9 @@ def _fork(asked: socket.socket, name: str, pipe: int, ends: dict[int, int]) -> N
     handle = os.pidfd_open(pid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     with suppress(OSError):  # whoever asked is gone: that is seen next
-        socket.send_fds(asked, [pid.to_bytes(PID_BYTES, "little")], [handle, code])
+        socket.send_fds(asked, [pid.to_bytes(PID_BYTES, "little")], [handle, status])
     os.close(handle)
-    os.close(code)
+    os.close(status)
 
 
 def _work(server: int, name: str, pipe: int) -> NoReturn:
@@ -154,5 +154,5 @@ def _reap(ends: dict[int, int]) -> None:
             pid, status = ended
             end = ends.pop(pid)
             with suppress(BrokenPipeError):  # nobody wants to know
-                os.write(end, os.waitstatus_to_exitcode(status).to_bytes(EXIT_CODE_BYTES, "little", signed=True))
+                os.write(end, status.to_bytes(STATUS_BYTES, "little"))
             os.close(end)

@@ -8,27 +8,28 @@ from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tandem.cluster.actor_server import CONSTRUCTOR, pack, read, unpack, write
 from tandem.cluster.errors import ProcessEnded
 from tandem.cluster.processes import ActorProcess
 
-EXIT_CODE_BYTES = 4
-EXIT_CODE_SECONDS = 1.0  # the process is gone when its pipe breaks, or as good as gone
+STATUS_BYTES = 4
+STATUS_SECONDS = 1.0
 
 
 class ForkedActor(ActorProcess):
     """The pipe breaks when the process ends: that is how its end is learned. `ended` is set by then."""
 
-    def __init__(self, name: str, pid: int, pidfd: int, exit_code: int, pipe: Connection, start: bytes) -> None:
-        """Owns pidfd, exit_code and pipe from now on. exit_code: a pipe that will say it, in EXIT_CODE_BYTES, negative
-        for a signal. start: pack((kind, argument))."""
+    def __init__(self, name: str, pid: int, pidfd: int, status: int, pipe: Connection, start: bytes) -> None:
+        """Owns pidfd, status and pipe from now on. status: a pipe that has STATUS_BYTES, as waitpid() gave them, once
+        the process was reaped. start: pack((kind, argument))."""
         self.name = name
         self.pid = pid
         self.ended = False
         self._pidfd: int | None = pidfd
-        self._exit_code = exit_code
+        self._status = status
         self._pipe = pipe
         self._lock = threading.Lock()
         self._numbers = count(CONSTRUCTOR + 1)
@@ -91,15 +92,18 @@ class ForkedActor(ActorProcess):
         self._wait_for_end()
 
     def _how_it_ended(self) -> str:
-        code = b""
-        if select.select([self._exit_code], [], [], EXIT_CODE_SECONDS)[0]:
-            code = os.read(self._exit_code, EXIT_CODE_BYTES)
-        if not code:
-            return "its process ended"  # and so did the one that would know
-        number = int.from_bytes(code, "little", signed=True)
-        if number >= 0:
-            return f"its process ended with exit code {number}"
-        return f"its process was ended by {_signal_name(-number)}"
+        try:  # it is still ending, for as long as a GPU takes to free what it held
+            status = int(Path(f"/proc/{self.pid}/stat").read_bytes().split()[-1])
+        except OSError:  # its server has reaped it, and says next what it was
+            told = select.select([self._status], [], [], STATUS_SECONDS)[0] and os.read(self._status, STATUS_BYTES)
+            if not told:
+                return "its process ended"  # and so did the server
+            status = int.from_bytes(told, "little")
+        code = os.waitstatus_to_exitcode(status)
+        if code >= 0:
+            return f"its process ended with exit code {code}"
+        hint = "; the kernel sends it when memory runs out" if code == -signal.SIGKILL else ""
+        return f"its process was ended by {_signal_name(-code)}{hint}"
 
     def _wait_for_end(self) -> None:
         self.kill()  # without its pipe it is of no use
@@ -110,7 +114,7 @@ class ForkedActor(ActorProcess):
         with self._lock:
             os.close(self._pidfd)
             self._pidfd = None
-        os.close(self._exit_code)
+        os.close(self._status)
 
 
 def _signal_name(number: int) -> str:

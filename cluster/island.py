@@ -23,7 +23,13 @@ STOP_SECONDS = 30.0
 RELEASE_SECONDS = 30.0
 PROGRESS_SECONDS = 2.0
 MODULES = ("numpy.ma",)  # np.unique imports it when it is first called
-GPU_MODULES = (*MODULES, "tandem.transfer.nvshmem", "tandem.cache.kernels.flashinfer_preload:preload_flashinfer")
+GPU_MODULES = (
+    *MODULES,
+    "tandem.transfer.nvshmem",
+    "tandem.cache.kernels.flashinfer_preload:preload_flashinfer",
+    "tandem.cache.kernels.triton_preload:preload_triton",
+    "triton.compiler.code_generator",  # the first launch imports it
+)
 
 
 LoadState = tuple[str, int, int]  # worker, bytes loaded, bytes in all

@@ -90,6 +90,6 @@ def _check_slots(field: str, runs: SlotRuns, skipped: int, num_slots: int) -> No
         raise InvalidPositionMap(
             f"{field} holds slots {int(begins[0])} … {int(ends.max()) - 1}; the pool has 0 … {num_slots - 1}"
         )
-    overlaps = np.flatnonzero(begins[1:] < ends[:-1])
+    overlaps = (begins[1:] < ends[:-1]).nonzero()[0]
     if overlaps.size:
         raise InvalidPositionMap(f"{field} holds slot {int(begins[1:][overlaps[0]])} twice; slots must be distinct")

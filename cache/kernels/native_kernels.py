@@ -57,13 +57,14 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class NativePlan:
-    """step points into indices, which the plan keeps alive; address is that of step. parts are for torch."""
+    """step points into page_ids and indices, which the plan keeps alive; address is that of step. parts: for torch."""
 
     num_tokens: int
     num_decodes: int
     parts: tuple[AttentionPart, ...]
     address: int
     step: _Step
+    page_ids: Int32Array
     indices: Int32Array
 
 
@@ -103,14 +104,14 @@ class NativeKernels:
             single = tokens.single
             queries, places, lengths = queries[single], places[single], lengths[single]
             parts = plan_prompts(tokens, tables, self._pages, self._torch.scoring.window, self._pages.dtype)
-        arrays = (tables.slot_mapping, tables.kv_indices, queries, places, lengths)
-        indices = np.concatenate(arrays, dtype=np.int32)
+        page_ids = tables.kv_indices
+        indices = np.concatenate((tables.slot_mapping, queries, places, lengths), dtype=np.int32)
         num_tokens, num_decodes = tables.slot_mapping.size, queries.size
-        page_ids = indices.ctypes.data + 4 * num_tokens
-        first_query = page_ids + 4 * tables.kv_indices.size
+        slots = indices.ctypes.data
+        first_query = slots + 4 * num_tokens
         step = _Step(
-            page_ids - 4 * num_tokens,
-            page_ids,
+            slots,
+            page_ids.ctypes.data,
             first_query,
             first_query + 4 * num_decodes,
             first_query + 8 * num_decodes,
@@ -118,7 +119,7 @@ class NativeKernels:
             num_tokens,
             num_decodes,
         )
-        return NativePlan(num_tokens, num_decodes, parts, ctypes.addressof(step), step, indices)
+        return NativePlan(num_tokens, num_decodes, parts, ctypes.addressof(step), step, page_ids, indices)
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: NativePlan

@@ -59,6 +59,11 @@ class Actor:
     def imported(self, module: str) -> bool:
         return module in sys.modules
 
+    def triton_has_hashed_itself(self) -> bool:
+        from triton.runtime.cache import triton_key
+
+        return triton_key.cache_info().currsize == 1
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
@@ -181,6 +186,14 @@ def test_what_touches_a_gpu_is_not_imported(
     actor = fork(server)
     assert actor.call("imported", "touches_gpu").result(SECONDS) == kept
     assert actor.call("parent").result(SECONDS) == server.pid
+    server.close()
+
+
+def test_triton_has_hashed_itself_before_a_fork() -> None:
+    pytest.importorskip("triton")
+    server = ForkServer(["tandem.cache.kernels.triton_preload:preload_triton", __name__])
+    actor = fork(server)
+    assert actor.call("triton_has_hashed_itself").result(SECONDS)
     server.close()
 
 

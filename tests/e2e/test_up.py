@@ -157,7 +157,8 @@ def test_what_dies_is_started_again_until_it_has_died_too_often(running: Up, sma
         os.kill(decode_worker(client), signal.SIGKILL)
     _, error = running.process.communicate(timeout=60)
     assert running.process.returncode == 1
-    assert "decode (PE 1)" in error
+    assert "decode (PE 1) ended: its process was ended by SIGKILL" in error
+    assert re.search(r"^\S+ \S+ island \S+ serves in epoch 2; seconds: ", error, re.MULTILINE)
     assert "Traceback" not in error
     assert_nothing_left(started, running.shm)
 

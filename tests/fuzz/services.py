@@ -1,10 +1,12 @@
 """The gateway and the workers of one island under bad calls, while good requests go on beside them.
 
-Every call ends in time with a status that its method may answer, INVALID_ARGUMENT naming what is wrong; good requests
-get their tokens; and in the end the island holds nothing: no page, reservation, stream, task or descriptor.
+Every call ends in time with a status that its method may answer, INVALID_ARGUMENT naming what is wrong; nothing is
+logged as an error; good requests get their tokens; and in the end the island holds nothing: no page, reservation,
+stream, task or descriptor.
 """
 
 import asyncio
+import logging
 import os
 import random
 import time
@@ -91,6 +93,18 @@ class Outcome:
     good: int = 0
 
 
+class Defects(logging.Handler):
+    """What was logged as an error: a call that is refused is none, but a forward that fails for one sequence fails for
+    all, and those may go on elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(logging.Formatter().format(record))
+
+
 class Fuzz:
     """`count` inputs drawn from `seed`, over an island that runs in this process. AssertionErrors name the input."""
 
@@ -101,10 +115,16 @@ class Fuzz:
         self.outcome = Outcome()
 
     def run(self, count: int) -> Outcome:
-        asyncio.run(self._run(range(AT_ONCE)))  # what is opened once, is now
-        before = self._open()
-        asyncio.run(self._run(range(AT_ONCE, count)))
-        self._wait_until_idle(before)
+        defects, log = Defects(), logging.getLogger("tandem")
+        log.addHandler(defects)
+        try:
+            asyncio.run(self._run(range(AT_ONCE)))  # what is opened once, is now
+            before = self._open()
+            asyncio.run(self._run(range(AT_ONCE, count)))
+            self._wait_until_idle(before)
+        finally:
+            log.removeHandler(defects)
+        assert not defects.seen, f"{len(defects.seen)} defects were logged, the first: {defects.seen[0]}"
         return self.outcome
 
     async def _run(self, numbers: Sequence[int]) -> None:

@@ -14,10 +14,11 @@ from tandem.cache.kernels.base import Kernels, PageKernels, PushingKernels, Shar
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.page_writer import PageWriter
-from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, look_up_pages, own_tables, slots_of
+from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, own_tables, slots_of
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes
+from tandem.cache.step_tables import StepTables
 from tandem.cache.stream_attention import StreamParts, no_output
 from tandem.cache.window import Int64Array
 
@@ -36,18 +37,17 @@ class GroupForward:
     ) -> None:
         self._group = group
         self.kernels = kernels
-        self._window = window
         self._table = table
         self._writer = writer
         self._page_size = page_size
         rule = kernels.sharing if isinstance(kernels, SharingKernels) else None
+        self._tables = StepTables(table, window, page_size)
         self._prefixes = BatchPrefixes(table, rule, page_size)
         self._pushing = kernels if isinstance(kernels, PushingKernels) else None  # asking for a protocol is slow
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
         """rows: int64 [B], those of the sequences that have grown by `tokens`."""
-        begins = None if self._window is None else self._table.begins[rows]
-        return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins, shared)
+        return self._tables.look_up(rows, tokens, shared)
 
     def look_up_apart(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
         """look_up() of sequences with one new token each, without the pages that segments of its `shared` cover."""

@@ -134,7 +134,15 @@ class GroupPages:
         if pages.size or growth.begins is not None:
             table.ends[rows] = growth.starts + growth.counts
         if clear and growth.opened.size:
-            self._kernels.clear_pages(table.pages[rows[growth.opened], appends.ends[growth.opened] - 1])
+            self.clear(rows[growth.opened], appends.ends[growth.opened] - 1)
+
+    def holds(self, rows: Int64Array, places: Int64Array) -> bool:
+        """Whether each row has a page at its place, both int64 [n]: one that was reserved."""
+        return not np.count_nonzero(self.table.ends[rows] <= places)
+
+    def clear(self, rows: Int64Array, places: Int64Array) -> None:
+        """Clears the pages at these places of rows, both int64 [n], as far as the kernels need it."""
+        self._kernels.clear_pages(self.table.pages[rows, places])
 
     def _leaving(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
         moved = (ends > begins).nonzero()[0]

@@ -1,7 +1,7 @@
 """Sequences that grow: what a forward is about to append is checked, gets its pages, and is laid out."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,27 @@ from tandem.cache.send_marks import SendMarks
 from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable
 from tandem.cache.streams import Streams
+
+
+@dataclass(frozen=True, eq=False)
+class LastStep:
+    """A forward of one token each of `rows` (int64 [B]), without windows. num_changes: SequenceTable's behind it.
+
+    While no row loses or exchanges a page, one that it has begun stays its own: others come to share only full ones.
+    """
+
+    rows: Int64Array
+    tokens: TokenLayout
+    num_changes: int
+
+    def is_before(self, rows: Int64Array, lengths: Int64Array, appends: Int64Array, num_changes: int) -> bool:
+        """Whether appending so to rows of `lengths`, int64 [B] each, is a step of the same sequences, and the next."""
+        return (
+            rows is self.rows  # see SequenceTable.rows
+            and num_changes == self.num_changes
+            and int(appends.max()) == 1
+            and not np.count_nonzero(lengths != self.tokens.seq_lens)
+        )
 
 
 class Growth:
@@ -35,6 +56,7 @@ class Growth:
         self._trees = trees
         self._marks = marks
         self._max_length = max_length
+        self._last_step: LastStep | None = None
 
     def grow(
         self,
@@ -53,19 +75,40 @@ class Growth:
         self._check_appends(rows, appends)
         self._streams.check_unsent(seq_ids, rows, appends, self._marks)
         trees = self._trees.extended(seq_ids, appends, parents)
-        with self._streams.slid(rows, appends) as gone:
-            lengths = self._table.lengths[rows]
-            new_lengths = lengths + appends
-            longest = int(new_lengths.argmax())
-            self.check_length(seq_ids[longest], int(new_lengths[longest]))
-            if trees:  # a root, now or after a commit, looks back from the base
-                queries = self._trees.bases(seq_ids, lengths)
-            else:
-                queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
-            self._pages.grow(rows, lengths, new_lengths, queries=queries, gone=gone)
+        before, lengths = self._last_step, self._table.lengths[rows]
+        if before is not None and not trees and before.is_before(rows, lengths, appends, self._table.num_changes):
+            new_lengths = lengths + 1
+            self._check_longest(seq_ids, new_lengths)
+            self._pages.step(rows, lengths, new_lengths)
+            tokens = before.tokens.then_one()
+        else:
+            with self._streams.slid(rows, appends) as gone:
+                lengths = self._table.lengths[rows]
+                new_lengths = lengths + appends
+                self._check_longest(seq_ids, new_lengths)
+                if trees:  # a root, now or after a commit, looks back from the base
+                    queries = self._trees.bases(seq_ids, lengths)
+                else:
+                    queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
+                self._pages.grow(rows, lengths, new_lengths, queries=queries, gone=gone)
+            tokens = lay_out_tokens(lengths, appends)
         self._receptions.clear_ends(rows, lengths)
-        tokens = lay_out_tokens(lengths, appends)
-        return rows, replace(tokens, trees=self._trees.put(trees, seq_ids, tokens.qo_indptr)) if trees else tokens
+        if trees:
+            tokens = replace(tokens, trees=self._trees.put(trees, seq_ids, tokens.qo_indptr))
+        self._last_step = self._step_of(rows, tokens)
+        return rows, tokens
+
+    def _step_of(self, rows: Int64Array, tokens: TokenLayout) -> LastStep | None:
+        """None where the forward is no step, or the next one may take pages away."""
+        streams = self._table.streams
+        sliding = self._pages.has_windows or (streams.count > 0 and streams.windows[rows].any())
+        if sliding or not tokens.each_one:
+            return None
+        return LastStep(rows, tokens, self._table.num_changes)
+
+    def _check_longest(self, seq_ids: tuple[int, ...], new_lengths: Int64Array) -> None:
+        longest = int(new_lengths.argmax())
+        self.check_length(seq_ids[longest], int(new_lengths[longest]))
 
     def check_length(self, sequence: int, length: int) -> None:
         if not 0 <= length <= self._max_length:

@@ -74,7 +74,7 @@ def make_groups(
             continue
         scoring = Scoring(heads.scale_of(group.head_dim), group.window, heads.softcap)
         fp8 = Fp8Entries.of_group(layout, index, pool.device)
-        own = kernels(pool, scoring.scale, group.window, heads.softcap, fp8)
+        own = kernels(pool, scoring, fp8)
         groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring, fp8))
     return groups
 

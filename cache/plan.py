@@ -38,6 +38,14 @@ class TokenLayout:
         """Whether every sequence has one new token."""
         return self.positions.size == self.seq_lens.size
 
+    def then_one(self) -> "TokenLayout":
+        """The next step: one more token of each sequence, of which this has one each."""
+        return TokenLayout(self.qo_indptr, self.seq_lens + np.int32(1), self.seq_lens, self.owners)
+
+    def follows(self, before: "TokenLayout") -> bool:
+        """Whether this is before.then_one(). Then no sequence has lost or exchanged a page in between; see Growth."""
+        return self.positions is before.seq_lens
+
     @property
     def in_trees(self) -> NDArray[np.bool_]:
         """bool [B]: whether a sequence's new tokens are nodes of a tree."""

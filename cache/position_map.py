@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,13 +56,15 @@ class SlotRuns:
         lengths = np.diff(np.concatenate((starts, [array.size])))
         return cls(array[starts], lengths.astype(np.int32))
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return int(self.lengths.sum(dtype=np.int64))
 
     @property
     def num_skipped(self) -> int:
         """Positions before the first that has a slot."""
+        if self.begins.size and int(self.begins[0]) != SKIP:
+            return 0
         wanted = np.flatnonzero(self.begins != SKIP)
         return int(self.lengths[: wanted[0] if wanted.size else None].sum(dtype=np.int64))
 

@@ -11,7 +11,7 @@ from tandem.cache.window import Int64Array
 IntArray = NDArray[np.signedinteger[Any]]
 
 
-def indptr_of(counts: IntArray) -> Int32Array:
+def indptr_of(counts: IntArray | NDArray[np.bool_]) -> Int32Array:
     """int32 [n + 1]: where each of n pieces begins, and where the last one ends."""
     indptr = np.zeros(counts.size + 1, np.int32)
     np.add.accumulate(counts, out=indptr[1:])
@@ -30,17 +30,22 @@ def ragged_rows(
 ) -> Int32Array:
     """Entries of rows[i] from column first_columns[i] (None: 0) on, indptr[i + 1] - indptr[i] of them, one row after
     another."""
-    total, starts = int(indptr[-1]), indptr[:-1]
+    starts = indptr[:-1]
     counts = indptr[1:] - starts
     widest = int(counts.max())
-    begins = None if first_columns is None else rows * pages.shape[1] + first_columns
-    if widest * rows.size > 2 * total:
-        begins = rows * pages.shape[1] if begins is None else begins
-        return pages.reshape(-1).take(np.arange(total) + (begins - starts).repeat(counts))
-    # Copy as much of each row, then drop what is too much (it may lie behind the table): fastest when counts are alike.
-    places = np.arange(widest, dtype=np.int32)
-    if begins is None:
-        square = pages[:, :widest][rows]
-    else:
-        square = pages.reshape(-1).take(begins[:, None] + places, mode="clip")
-    return square.reshape(-1) if widest * rows.size == total else square[places < counts[:, None]]
+    if first_columns is None and widest * rows.size == int(indptr[-1]):  # all are as wide
+        return pages[:, :widest][rows].reshape(-1)
+    begins = rows * pages.shape[1] - starts
+    places = (begins if first_columns is None else begins + first_columns).repeat(counts)
+    places += np.arange(places.size)
+    return pages.reshape(-1).take(places)
+
+
+def insert(entries: Int32Array, places: IntArray, added: Int32Array) -> Int32Array:
+    """`entries` with added[i] before the one at places[i], which ascend; both [n]. numpy's takes twice as long."""
+    at = places + np.arange(places.size)
+    result = np.empty(entries.size + added.size, np.int32)
+    old = np.ones(result.size, np.bool_)
+    old[at] = False
+    result[old], result[at] = entries, added
+    return result

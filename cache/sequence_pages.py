@@ -19,6 +19,7 @@ class SequencePages:
         self._pools = pools
         self._groups = tuple(groups)
         self._page_size = page_size
+        self.has_windows = any(group.window is not None for group in self._groups)
 
     def needed(self, num_tokens: int, longest_append: int) -> tuple[int, ...]:
         """Per group the most pages that a sequence of num_tokens positions, appended in pieces, holds at once."""
@@ -65,6 +66,20 @@ class SequencePages:
         pages = self._pools.exchange(gone, [growth.num_pages for growth in growths])
         for group, growth, ids in zip(self._groups, growths, pages, strict=True):
             group.grow(appends, growth, ids, clear=clear)
+        self._table.lengths[rows] = new_lengths
+
+    def step(self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array) -> None:
+        """As grow() by one position of rows whose partial pages are their own, where no group has a window: they need
+        something only where they begin a page."""
+        begun = (lengths % self._page_size == 0).nonzero()[0]
+        if begun.size:
+            which, began = rows[begun], lengths[begun]
+            places = began // self._page_size
+            if all(group.holds(which, places) for group in self._groups):
+                for group in self._groups:
+                    group.clear(which, places)
+            else:
+                self.grow(which, began, new_lengths[begun], queries=began, gone=self._pools.none)
         self._table.lengths[rows] = new_lengths
 
     def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:

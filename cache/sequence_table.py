@@ -69,6 +69,11 @@ class SequenceTable:
         self._vacant.append(row)
         self._last_keys, self._last_rows = (), np.empty(0, np.int64)
 
+    @property
+    def num_changes(self) -> int:
+        """That of all groups; see GroupTable."""
+        return sum(group.num_changes for group in self.groups)
+
     def row(self, sequence: int) -> int:
         try:
             return self._rows[sequence]
@@ -80,7 +85,10 @@ class SequenceTable:
         return int(self.lengths[row] + self.streams.dropped[row])
 
     def rows(self, keys: tuple[int, ...]) -> Int64Array:
-        """int64 [B], to be read only; InvalidArgument when one is unknown or stands twice."""
+        """int64 [B], to be read only; InvalidArgument when one is unknown or stands twice.
+
+        The same array stands for the same sequences, none of which has been removed since.
+        """
         if keys != self._last_keys:  # a decode batch is the same for many steps
             self._last_rows = self._look_up(keys)
             self._last_keys = keys

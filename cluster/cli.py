@@ -231,7 +231,7 @@ def scale(
 
 @app.command()
 def make_model(
-    folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint; made when missing.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint: a new folder, or an empty one.")],
     arch: Annotated[Family, typer.Option(help="The model's family.")] = "llama",
     size: Annotated[Literal["tiny", "small"], typer.Option(help="2 layers of 64 or 4 layers of 256.")] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
@@ -240,6 +240,8 @@ def make_model(
     from tandem.workers.random_checkpoint import make_checkpoint
 
     try:
+        if folder.exists() and any(folder.iterdir()):  # perhaps a checkpoint that somebody needs
+            raise UsageError(f"{folder} is not empty; it must be a new or an empty folder")
         make_checkpoint(folder, arch=arch, size=size, seed=seed)
     except OSError as error:
         raise TandemError(f"{folder}: cannot be written: {error.strerror}") from None

@@ -259,14 +259,16 @@ def load_config(path: Path | str | None, overrides: Mapping[str, Any] | Sequence
     Raises ConfigError with one line for each finding.
     """
     values = {} if path is None else _read(Path(path))
-    pairs = overrides.items() if isinstance(overrides, Mapping) else map(_parse_override, overrides)
+    pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(_parse_override, overrides))
     for key, value in pairs:
         _put(values, key, value)
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as error:
-        prefix = "" if path is None else f"{path}: "
-        raise ConfigError("\n".join(prefix + _explain(finding) for finding in error.errors())) from None
+        given = [key for key, _ in pairs]
+        raise ConfigError(
+            "\n".join(_place(finding, path, given) + _explain(finding) for finding in error.errors())
+        ) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -316,6 +318,12 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
                 f"{_cut(key)} cannot be set: {_cut('.'.join(sections[:depth]))} is {_shown(values)}, not a section"
             )
     values[name] = value
+
+
+def _place(finding: Mapping[str, Any], path: Path | str | None, overrides: Sequence[str]) -> str:
+    """Where the value stands: in the file, unless an override has given it."""
+    dotted = ".".join(map(str, finding["loc"])) + "."
+    return "" if path is None or any(dotted.startswith(f"{key}.") for key in overrides) else f"{path}: "
 
 
 def _explain(finding: Mapping[str, Any]) -> str:

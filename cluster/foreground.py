@@ -3,7 +3,7 @@
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -27,7 +27,7 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     age = process_age()
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("tandem").setLevel(logging.INFO)
-    with ClusterLock(config.name) as lock, _signals_interrupt() as catch_signals:
+    with ClusterLock(config.name) as lock, _signals_interrupt():
         processes = RayProcesses(ray_address)
         cluster = Cluster(config, processes)
         try:
@@ -37,7 +37,6 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
             lock.publish(address, seconds)
             print(f"ready grpc={address}", flush=True)
             print(*phase_lines(seconds), f"on the Ray at {processes.address}", sep="\n", file=sys.stderr, flush=True)
-            catch_signals()  # Ray has put its own handlers in their place
             cluster.wait()
         except KeyboardInterrupt:
             pass
@@ -46,13 +45,8 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[Callable[[], None]]:
-    """The first SIGINT or SIGTERM raises KeyboardInterrupt; later ones must not disturb the stopping.
-
-    Gives a function that does so again, for when somebody else has taken the signals.
-    """
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.getsignal(number) for number in numbers]
+def _signals_interrupt() -> Iterator[None]:
+    """The first SIGINT or SIGTERM raises KeyboardInterrupt; later ones must not disturb the stopping."""
     interrupted = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -61,15 +55,11 @@ def _signals_interrupt() -> Iterator[Callable[[], None]]:
             interrupted = True
             raise KeyboardInterrupt
 
-    def catch_signals() -> None:
-        for number in numbers:
-            signal.signal(number, handle)
-
-    catch_signals()
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield catch_signals
+        yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 

@@ -17,13 +17,13 @@ from tandem.cluster.gateway_supervisor import GatewaySupervisor
 from tandem.cluster.island import Island, LoadState
 from tandem.cluster.island_supervisor import IslandSupervisor
 from tandem.cluster.membership import Membership
-from tandem.cluster.process_settings import gateway_settings, island_names
+from tandem.cluster.process_settings import gateway_settings, island_names, worker_configs
 from tandem.cluster.processes import Processes
 from tandem.cluster.ray_processes import RayProcesses
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
 from tandem.cluster.start_clock import StartClock
 from tandem.cluster.supervisor import Supervisor
-from tandem.workers.kv_scales import stores_fp8
+from tandem.workers.kv_scales import choose_scales
 from tandem.workers.models.errors import ModelError
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
@@ -114,11 +114,10 @@ class Cluster:
             model = load_config(folder, self._config.model.dtype)
             if self._config.model.load_format == "safetensors":
                 check_weights(folder, model)
+            choose_scales(worker_configs(self._config, model.max_length)[0], model)
             Tokenizer.from_folder(folder)
         except ModelError as error:
             raise ConfigError(f"model.path: {error}") from error
-        try:
-            stores_fp8(self._config.cache.kv_cache_dtype, model)
         except InvalidArgument as error:
             raise ConfigError(f"cache.{error}") from error
         max_model_len = self._config.model.max_model_len or model.max_length

@@ -1,10 +1,12 @@
 """Processes that Ray places and watches. The only user of ray."""
 
 import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from threading import Lock
+from contextlib import contextmanager
+from threading import Lock, current_thread, main_thread
 from typing import Any
 
 import ray
@@ -83,7 +85,8 @@ class RayProcesses(Processes):
         else:
             options["address"] = self._address
         try:
-            ray.init(**options)
+            with _sigterm_kept():
+                ray.init(**options)
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             reason = str(error).splitlines()[0]
             if self._address is None:
@@ -225,6 +228,17 @@ class RayActor(ActorProcess):
     def kill(self) -> None:
         """With its place, for who had to be killed may have hung for a reason that the next one would find there."""
         ray.kill(self.place)
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray takes SIGTERM from whoever starts it, and aborts the process then."""
+    kept = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if current_thread() is main_thread():
+            signal.signal(signal.SIGTERM, kept)
 
 
 def _place(wanted: Sequence[Sequence[dict[str, float]]]) -> list[PlacementGroup]:

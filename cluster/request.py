@@ -80,7 +80,7 @@ class RequestValidator:
         if kind == "token_ids":
             return self._checked_ids(message.token_ids.ids)
         if self._tokenizer is None:
-            raise InvalidRequest(f"{kind}: the checkpoint has no tokenizer; send token_ids")
+            raise InvalidRequest(f"{kind}: the checkpoint has no tokenizer.json; send token_ids")
         size = len(message.text) + sum(len(turn.content) for turn in message.chat.messages)
         most = self._limits.max_model_len * self._longest_token
         if size > most:  # found out before it is tokenized, which takes seconds for millions of characters

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.cache.errors import InvalidArgument
 from tandem.cache.position_map import SlotRuns
 from tandem.transfer.errors import InvalidPositionMap
 
@@ -38,7 +37,7 @@ Int64Array = NDArray[np.int64]
 def encode_runs(runs: SlotRuns) -> bytes:
     """The wire form of `runs`. InvalidPositionMap when a run ends above the largest int32."""
     begins, lengths = runs.begins.astype(np.int64), runs.lengths.astype(np.int64)
-    _check_slots(begins, lengths)
+    _check_ends(begins + lengths)
     head = _varint(begins.size)
     for index in (0, -1)[: begins.size]:
         head += _varint(int(begins[index]) + 1) + _varint(int(lengths[index]))
@@ -75,25 +74,26 @@ def decode_runs(data: bytes, *, max_tokens: int) -> SlotRuns:
         raise InvalidPositionMap(f"the gaps flag is set with {count} runs; it needs at least 3")
     reader.finish()
     _check_slots(begins, lengths)
-    total = int(lengths.sum())
-    if total > max_tokens:
-        raise InvalidPositionMap(f"runs hold {total} positions; at most {max_tokens} are expected")
-    try:
-        return SlotRuns(begins.astype(np.int32), lengths.astype(np.int32))
-    except InvalidArgument as error:
-        raise InvalidPositionMap(str(error)) from error
+    runs = SlotRuns(begins.astype(np.int32), lengths.astype(np.int32))
+    if runs.num_tokens > max_tokens:
+        raise InvalidPositionMap(f"runs hold {runs.num_tokens} positions; at most {max_tokens} are expected")
+    return runs
 
 
 def _check_slots(begins: Int64Array, lengths: Int64Array) -> None:
+    """That they are those of SlotRuns, which holds int32."""
     if not begins.size:
         return
-    if int(begins.min()) < -1:
-        raise InvalidPositionMap(f"a run begins at {int(begins.min())}; slots are at least 0, or -1 to skip")
-    if int(lengths.min()) < 1 or int(lengths.max()) > MAX_SLOT:
-        raise InvalidPositionMap(
-            f"lengths are {int(lengths.min())} … {int(lengths.max())}; 1 … {MAX_SLOT} are accepted"
-        )
-    last = int((begins + lengths).max()) - 1
+    first, shortest, longest = int(begins.min()), int(lengths.min()), int(lengths.max())
+    if first < -1:
+        raise InvalidPositionMap(f"a run begins at {first}; slots are at least 0, or -1 to skip")
+    if shortest < 1 or longest > MAX_SLOT:
+        raise InvalidPositionMap(f"lengths are {shortest} … {longest}; 1 … {MAX_SLOT} are accepted")
+    _check_ends(begins + lengths)
+
+
+def _check_ends(ends: Int64Array) -> None:
+    last = int(ends.max()) - 1 if ends.size else 0
     if last > MAX_SLOT:
         raise InvalidPositionMap(f"a run ends at slot {last}; the largest slot is {MAX_SLOT}")
 

@@ -56,9 +56,9 @@ class EventFence:
 class NvshmemTransport(Transport):
     """One PE a process, on the CUDA device current at open(); all PEs on GPUs of one host.
 
-    PEs may share a GPU, as many on each. Without MPS, NVSHMEM then refuses its collectives but for barrier_all, which is
-    the only one that is used here, and names what PEs of a GPU share after the first of them: a host has room for one
-    such island at a time.
+    PEs may share a GPU, as many on each. Without MPS, NVSHMEM then refuses its collectives but for barrier_all, the
+    only one that is used here, and names what PEs of a GPU share after the first of them: a host has room for one such
+    island at a time.
 
     Unlike other transports it makes its memory in join(), and join() and close() are collective: each returns once
     every PE has called it, and whoever runs the island bounds that by ending its processes. A join() that failed for

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from tandem.cache.layout import KVLayout
-from tandem.cache.position_map import PositionMap, SlotRuns
+from tandem.cache.position_map import SKIP, PositionMap, SlotRuns
+from tandem.cache.window import first_place
 from tandem.transfer.codec import decode_runs, encode_runs
 from tandem.transfer.errors import InvalidPositionMap
-from tandem.transfer.validation import validate_map
 
 
 @dataclass(frozen=True)
@@ -39,35 +41,55 @@ def decode_map(
     """The map that `wire` stands for, wholly validated; InvalidPositionMap says what is wrong.
 
     num_pages: per layer group, pages in the receiver's pool; expected_start, expected_tokens: the positions that the
-    caller knows the map must cover.
+    caller knows the map must cover, each with a slot of its own. A receiver's map skips the positions of pages that are
+    behind the window of the group when all has landed, and no others.
     """
-    if wire.page_size != layout.page_size:
-        raise InvalidPositionMap(f"page_size is {wire.page_size}; this worker's is {layout.page_size}")
-    if wire.layout_fingerprint != layout.fingerprint:
-        raise InvalidPositionMap(
-            f"layout_fingerprint is {wire.layout_fingerprint:#018x}; this worker's is {layout.fingerprint:#018x}"
-        )
-    if wire.num_tokens != expected_tokens:
-        raise InvalidPositionMap(f"num_tokens is {wire.num_tokens}; {expected_tokens} is expected")
-    if wire.start_position != expected_start:
-        raise InvalidPositionMap(f"start_position is {wire.start_position}; {expected_start} is expected")
+    for field, value, expected in (
+        ("page_size", wire.page_size, layout.page_size),
+        ("layout_fingerprint", f"{wire.layout_fingerprint:#018x}", f"{layout.fingerprint:#018x}"),
+        ("start_position", wire.start_position, expected_start),
+        ("num_tokens", wire.num_tokens, expected_tokens),
+    ):
+        if value != expected:
+            raise InvalidPositionMap(f"{field} is {value}; {expected} is expected")
     if len(wire.runs) != len(layout.groups):
         raise InvalidPositionMap(f"runs holds {len(wire.runs)} layer groups; the layout has {len(layout.groups)}")
-    runs = tuple(_decode_group(group, data, expected_tokens) for group, data in enumerate(wire.runs))
+    runs = tuple(_decode_group(f"runs[{group}]", data, expected_tokens) for group, data in enumerate(wire.runs))
+    end, size = expected_start + expected_tokens, layout.page_size
     for group, decoded in enumerate(runs):
-        if decoded.num_tokens != expected_tokens:
-            raise InvalidPositionMap(
-                f"runs[{group}] holds {decoded.num_tokens} positions; {expected_tokens} are expected"
-            )
-    position_map = PositionMap(wire.start_position, runs)
-    validate_map(
-        position_map, layout, num_pages=num_pages, expected_start=expected_start, expected_tokens=expected_tokens
-    )
-    return position_map
+        needed = min(first_place(layout.groups[group].window, end, size) * size, end)
+        skipped = max(needed - expected_start, 0)
+        _check_slots(f"runs[{group}]", decoded, skipped, num_pages[group] * size)
+    return PositionMap(expected_start, runs)
 
 
-def _decode_group(group: int, data: bytes, expected_tokens: int) -> SlotRuns:
+def _decode_group(field: str, data: bytes, expected_tokens: int) -> SlotRuns:
     try:
-        return decode_runs(data, max_tokens=expected_tokens)
+        runs = decode_runs(data, max_tokens=expected_tokens)
     except InvalidPositionMap as error:
-        raise InvalidPositionMap(f"runs[{group}]: {error}") from error
+        raise InvalidPositionMap(f"{field}: {error}") from error
+    if runs.num_tokens != expected_tokens:
+        raise InvalidPositionMap(f"{field} holds {runs.num_tokens} positions; {expected_tokens} are expected")
+    return runs
+
+
+def _check_slots(field: str, runs: SlotRuns, skipped: int, num_slots: int) -> None:
+    if not runs.begins.size:
+        return
+    skips, first = runs.begins == SKIP, int(skipped > 0)
+    if runs.num_skipped != skipped or np.count_nonzero(skips) != first:
+        count = int(runs.lengths[skips].sum())
+        raise InvalidPositionMap(f"{field} skips {count} positions; it must skip the first {skipped} and no others")
+    begins, lengths = runs.begins[first:], runs.lengths[first:]
+    if not begins.size:
+        return
+    order = begins.argsort()
+    begins = begins[order].astype(np.int64)
+    ends = begins + lengths[order]
+    if int(ends.max()) > num_slots:
+        raise InvalidPositionMap(
+            f"{field} holds slots {int(begins[0])} … {int(ends.max()) - 1}; the pool has 0 … {num_slots - 1}"
+        )
+    overlaps = (begins[1:] < ends[:-1]).nonzero()[0]
+    if overlaps.size:
+        raise InvalidPositionMap(f"{field} holds slot {int(begins[1:][overlaps[0]])} twice; slots must be distinct")

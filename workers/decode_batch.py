@@ -43,32 +43,35 @@ class DecodeRequest:
 
 @dataclass(frozen=True, eq=False)
 class Flight:
-    """A step that was launched. released: sequences that ended meanwhile, whose pages it may still write to."""
+    """A step that was launched. last: bool [n], the rows that get the last token that they may. released: sequences
+    that ended meanwhile, whose pages it may still write to."""
 
     requests: list[DecodeRequest]
-    remaining: Int64Array
+    last: NDArray[np.bool_]
     stop_ids: Int64Array
     pending: PendingSamples
     released: list[int] = field(default_factory=list)
 
     def reasons(self, sampled: Int64Array) -> Int64Array:
         """The FinishReason of each row once it got the token that was sampled for it; both int64 [n]."""
-        reasons = np.where(self.remaining <= 0, int(FinishReason.LENGTH), int(FinishReason.RUNNING))
-        reasons[(self.stop_ids == sampled[:, None]).any(axis=1)] = FinishReason.STOP
+        reasons = np.where(self.last, int(FinishReason.LENGTH), int(FinishReason.RUNNING))
+        stops = self.stop_ids == sampled[:, None]
+        if np.count_nonzero(stops):  # a third of any()
+            reasons[stops.any(axis=1)] = FinishReason.STOP
         return reasons
 
 
 class DecodeBatch:
     """The rows of the next step, one a request; what a launch changes is known without the tokens it draws.
 
-    sequence_ids, lengths (positions whose KV is stored, or will be by steps launched) and remaining (output tokens
-    still allowed): int64 [n]. sources: int64 [n], the row of the last launched step that draws the next input, or
-    ON_HOST where it is tokens (int64 [n]). stop_ids: int64 [n, k], rows filled up with NO_TOKEN.
+    sequence_ids, lengths (positions whose KV is stored, or will be by steps launched) and ends (those with which a
+    request has all the tokens that it may): int64 [n]. sources: int64 [n], the row of the last launched step that draws
+    the next input, or ON_HOST where it is tokens (int64 [n]). stop_ids: int64 [n, k], rows filled up with NO_TOKEN.
     """
 
     def __init__(self) -> None:
         self.requests: list[DecodeRequest] = []
-        self.sequence_ids, self.tokens, self.lengths, self.remaining = np.zeros((4, 0), np.int64)
+        self.sequence_ids, self.tokens, self.lengths, self.ends = np.zeros((4, 0), np.int64)
         self.sources = np.zeros(0, np.int64)
         self.stop_ids = np.zeros((0, 0), np.int64)
         self.sampling = SampleBatch.from_params([])
@@ -79,14 +82,12 @@ class DecodeBatch:
     def join(self, requests: Sequence[DecodeRequest]) -> None:
         """Requests whose prompt is stored and whose last output token is on the host."""
         rules = [request.rule for request in requests if request.rule is not None]
-        outputs = np.array([len(request.output) for request in requests], np.int64)
-        lengths = np.array([len(request.prompt) for request in requests], np.int64) + outputs - 1
-        remaining = np.array([rule.max_tokens for rule in rules], np.int64) - outputs
+        before = np.array([len(request.prompt) - 1 for request in requests], np.int64)  # the first output
         self._append("sequence_ids", np.array([request.sequence_id for request in requests], np.int64))
         self._append("tokens", np.array([request.output[-1] for request in requests], np.int64))
         self._append("sources", np.full(len(requests), ON_HOST, np.int64))
-        self._append("lengths", lengths)
-        self._append("remaining", remaining)
+        self._append("lengths", before + np.array([len(request.output) for request in requests], np.int64))
+        self._append("ends", before + np.array([rule.max_tokens for rule in rules], np.int64))
         self.stop_ids = _stack(self.stop_ids, rules)
         params = [request.params for request in requests if request.params is not None]
         self.sampling = self.sampling.join(SampleBatch.from_params(params))
@@ -100,16 +101,16 @@ class DecodeBatch:
     def launched(self, pending: PendingSamples) -> Flight:
         """A step of all rows was launched. Those that it gives their last token leave."""
         self.lengths = self.lengths + 1
-        self.remaining = self.remaining - 1
         self.sources = np.arange(len(self))
-        flight = Flight(self.requests, self.remaining, self.stop_ids, pending)
-        self._keep(self.remaining > 0)
+        last = self.lengths >= self.ends
+        flight = Flight(self.requests, last, self.stop_ids, pending)
+        if np.count_nonzero(last):
+            self._keep(~last)
         return flight
 
     def learn(self, sampled: Int64Array) -> None:
         """The last launched step has drawn `sampled`, int64 [n], a token for each of its rows."""
-        drawn = self.sources != ON_HOST
-        self.tokens = np.where(drawn, sampled[self.sources * drawn], self.tokens)
+        self.tokens = np.where(self.sources == ON_HOST, self.tokens, sampled[self.sources])  # -1 takes any
         self.sources = np.full(len(self), ON_HOST, np.int64)
 
     def _append(self, name: str, values: Int64Array) -> None:
@@ -119,7 +120,7 @@ class DecodeBatch:
         if kept.all():
             return
         rows = np.flatnonzero(kept)
-        for name in ("sequence_ids", "tokens", "sources", "lengths", "remaining", "stop_ids"):
+        for name in ("sequence_ids", "tokens", "sources", "lengths", "ends", "stop_ids"):
             setattr(self, name, getattr(self, name)[rows])
         self.sampling = self.sampling.take(rows)
         self.requests = [self.requests[row] for row in rows.tolist()]

@@ -27,7 +27,7 @@ class PendingSamples:
         self._tokens = _to_host(tokens)
         self._logprobs = None if logprobs is None else logprobs.map(_to_host)
         self._copied = None
-        if tokens.device.type == "cuda":
+        if tokens.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -40,11 +40,11 @@ class PendingSamples:
         if self._copied is not None:
             self._copied.synchronize()
         token_ids = self._tokens.numpy()
-        return Samples(token_ids, split_logprobs(self._logprobs, token_ids.tolist()))
+        return Samples(token_ids, split_logprobs(self._logprobs, token_ids))
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
+    if tensor.is_cpu:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tandem.workers.sampling import Logprobs
 
 
@@ -14,13 +17,13 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-def split_logprobs(logprobs: Logprobs | None, token_ids: list[int]) -> list[TokenLogprobs | None]:
-    """One entry for each of token_ids, None where the row did not ask; logprobs on the host."""
-    entries: list[TokenLogprobs | None] = [None] * len(token_ids)
+def split_logprobs(logprobs: Logprobs | None, token_ids: NDArray[np.int64]) -> list[TokenLogprobs | None]:
+    """One entry for each of token_ids (int64 [n]), None where the row did not ask; logprobs on the host."""
+    entries: list[TokenLogprobs | None] = [None] * token_ids.size
     if logprobs is None:
         return entries
     for index, row in enumerate(logprobs.rows.tolist()):
         count = int(logprobs.counts[index])
         top = zip(logprobs.top_ids[index, :count].tolist(), logprobs.top_logprobs[index, :count].tolist(), strict=True)
-        entries[row] = TokenLogprobs(token_ids[row], float(logprobs.chosen[index]), tuple(top))
+        entries[row] = TokenLogprobs(int(token_ids[row]), float(logprobs.chosen[index]), tuple(top))
     return entries

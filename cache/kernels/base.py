@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.latent import UpProjections
 from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
@@ -88,20 +89,9 @@ class LatentKernels(PageKernels, Protocol):
 
 
 class KernelFactory(Protocol):
-    """Kernels for a pool. scale: of the scores. window: positions that a token sees, its own included; None: all.
+    """Kernels for a pool. fp8: how K and V become its elements; None: as they are."""
 
-    softcap: scaled scores become softcap · tanh(score / softcap); None: they stay. fp8: how K and V become the pool's
-    elements; None: as they are.
-    """
-
-    def __call__(
-        self,
-        pool: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        fp8: Fp8Entries | None = None,
-    ) -> Kernels: ...
+    def __call__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> Kernels: ...
 
 
 @runtime_checkable

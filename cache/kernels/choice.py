@@ -8,18 +8,13 @@ from tandem.cache.kernels.crew import load_crew
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.native_build import load_library
 from tandem.cache.kernels.native_kernels import SOURCE, NativeKernels
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.kernels.torch_latent import TorchLatentKernels
 from tandem.cache.latent import LatentHeads
 
 
-def choose_kernels(
-    pool: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    fp8: Fp8Entries | None = None,
-) -> Kernels:
+def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> Kernels:
     """Native ones for float32 on a CPU where they can be built, FlashInfer's for 16 bits on a GPU, also stored in 8,
     else torch's.
 
@@ -29,13 +24,13 @@ def choose_kernels(
     if pool.device.type == "cuda" and dtype != torch.float32:
         from tandem.cache.kernels.flashinfer_kernels import FlashInferKernels  # needs triton
 
-        return FlashInferKernels(pool, scale, window, softcap, fp8)
+        return FlashInferKernels(pool, scoring, fp8)
     if pool.device.type == "cpu" and pool.dtype == torch.float32 and NativeKernels.takes_head_dim(pool.shape[-1]):
         library = load_library(SOURCE)
         crew = None if library is None else load_crew()
         if library is not None and crew is not None:
-            return NativeKernels(pool, scale, library, crew, window, softcap)
-    return TorchKernels(pool, scale, window, softcap, fp8)
+            return NativeKernels(pool, scoring, library, crew)
+    return TorchKernels(pool, scoring, fp8)
 
 
 def choose_latent_kernels(pool: Tensor, scale: float, rank: int, heads: LatentHeads) -> LatentKernels:

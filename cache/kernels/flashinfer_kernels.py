@@ -16,8 +16,9 @@ from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedPart, sh
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.page_memory import PageMemory
 from tandem.cache.kernels.peer_rows import peer_rows
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton_append import AppendTargets, append
-from tandem.cache.kernels.triton_decode import DecodeOptions, DecodePlan, decode
+from tandem.cache.kernels.triton_decode import DecodePlan, decode
 from tandem.cache.kernels.triton_gather import gather
 from tandem.cache.kernels.triton_merge import merge_parts
 from tandem.cache.kernels.triton_tree import attend_trees
@@ -65,30 +66,23 @@ class FlashInferKernels(PageMemory):
     forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
     """
 
-    def __init__(
-        self,
-        pool: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        fp8: Fp8Entries | None = None,
-    ) -> None:
+    def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         dtype = pool.dtype if fp8 is None else fp8.dtype
         check_pool(pool, dtype, ("head_dim", pool.shape[5], GPU_HEAD_DIMS))
         super().__init__(pool)
         flashinfer = load_flashinfer()
         self._pool = pool
-        self.sharing = sharing_rule(pool, window) if fp8 is None else None
+        self.sharing = sharing_rule(pool, scoring.window) if fp8 is None else None
         self._fp8 = fp8
         self._dtype = dtype
         self._options = {
             "q_data_type": dtype,
-            "sm_scale": scale,
-            "window_left": -1 if window is None else window - 1,  # without the token itself
-            "logits_soft_cap": softcap,
+            "sm_scale": scoring.scale,
+            "window_left": -1 if scoring.window is None else scoring.window - 1,  # without the token itself
+            "logits_soft_cap": scoring.softcap,
         }
-        self._step_options = DecodeOptions(scale, window, softcap)
+        self._scoring = scoring
         # FlashInfer widens 8 bits to float16, which holds each of them, in less time than to bfloat16.
         self._paged_dtype = dtype if fp8 is None else torch.float16
         self._paged_options = {**self._options, "q_data_type": self._paged_dtype, "kv_data_type": pool.dtype}
@@ -111,8 +105,8 @@ class FlashInferKernels(PageMemory):
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> FlashInferPlan:
         gather_from = GATHER_FROM if self._fp8 is None else GATHER_FP8_FROM
-        window = self._step_options.window
-        slots, parts = plan_parts(tokens, tables, self._pool.shape[4], self._pool.device, gather_from, window)
+        page_size, window = self._pool.shape[4], self._scoring.window
+        slots, parts = plan_parts(tokens, tables, page_size, self._pool.device, gather_from, window)
         return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
 
     def push_with_append(
@@ -168,18 +162,17 @@ class FlashInferKernels(PageMemory):
         norm: HeadNorm | None,
     ) -> Tensor:
         if isinstance(plan, DecodePlan):
-            return decode(self._pool, layer, q, k, v, rotation, plan, self._step_options, sinks, norm, self._fp8)
+            return decode(self._pool, layer, q, k, v, rotation, plan, self._scoring, sinks, norm, self._fp8)
         if norm is not None:
             q, k = norm.apply(q, k)
         q, _ = self.append(layer, q, k, v, rotation, plan)
         return self._attend_shared(plan.wrapper, plan.sharing.wrapper, plan.sharing.part, layer, q, sinks)
 
     def step_pages(self, plan: DecodePlan | FixedPlan, rotation: Rotation | None) -> StepPages | None:
-        options = self._step_options
-        plain = options.window is None and options.softcap is None and self._fp8 is None
+        plain = self._scoring == Scoring(self._scoring.scale) and self._fp8 is None
         if not plain or rotation is None or not isinstance(plan, DecodePlan):
             return None
-        return StepPages(self._pool, plan.tables, rotation, options.scale)
+        return StepPages(self._pool, plan.tables, rotation, self._scoring.scale)
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan | FixedPlan
@@ -212,7 +205,7 @@ class FlashInferKernels(PageMemory):
         if part.trees is not None:
             context, lse = self._run_pages(self._before_trees, layer, q, with_lse=True)
             assert lse is not None
-            scale, softcap = self._options["sm_scale"], self._options["logits_soft_cap"]
+            scale, softcap = self._scoring.scale, self._scoring.softcap
             scales = None if self._fp8 is None else self._fp8.scales[layer]
             return attend_trees(self._pool, layer, q, context, lse, part.trees, scale, softcap, sinks, scales)
         if part.kv_slots is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.crew import Crew
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_attention import AttentionPart, plan_prompts
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.plan import PageTables, TokenLayout
@@ -56,13 +57,14 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class NativePlan:
-    """step points into indices, which the plan keeps alive; address is that of step. parts are for torch."""
+    """step points into page_ids and indices, which the plan keeps alive; address is that of step. parts: for torch."""
 
     num_tokens: int
     num_decodes: int
     parts: tuple[AttentionPart, ...]
     address: int
     step: _Step
+    page_ids: Int32Array
     indices: Int32Array
 
 
@@ -72,22 +74,16 @@ class NativeKernels:
     Sequences with one new token attend natively, by the threads of `crew`; prompts by torch's parts.
     """
 
-    def __init__(
-        self,
-        pool: Tensor,
-        scale: float,
-        library: ctypes.CDLL,
-        crew: Crew,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> None:
+    def __init__(self, pool: Tensor, scoring: Scoring, library: ctypes.CDLL, crew: Crew) -> None:
         _, layers, _, self._heads, page_size, self._head_dim = pool.shape
         tiles = self._heads * page_size * self._head_dim
-        self._torch = TorchKernels(pool, scale, window, softcap)
+        self._torch = TorchKernels(pool, scoring)
         self._pages = pool
         self._crew = crew
-        sizes = (self._heads, page_size, self._head_dim, window or NO_WINDOW)
-        self._pool = _Pool(pool.data_ptr(), 2 * layers * tiles, 2 * tiles, tiles, *sizes, scale, softcap or 0.0)
+        sizes = (self._heads, page_size, self._head_dim, scoring.window or NO_WINDOW)
+        self._pool = _Pool(
+            pool.data_ptr(), 2 * layers * tiles, 2 * tiles, tiles, *sizes, scoring.scale, scoring.softcap or 0.0
+        )
         self._pool_address = ctypes.addressof(self._pool)
         q, k, v, factors = (POINTER, INT64, INT32), (POINTER, INT64), (POINTER, INT64), (POINTER, POINTER, INT64, INT32)
         self._append = library.append
@@ -108,14 +104,14 @@ class NativeKernels:
             single = tokens.single
             queries, places, lengths = queries[single], places[single], lengths[single]
             parts = plan_prompts(tokens, tables, self._pages, self._torch.scoring.window, self._pages.dtype)
-        arrays = (tables.slot_mapping, tables.kv_indices, queries, places, lengths)
-        indices = np.concatenate(arrays, dtype=np.int32)
+        page_ids = tables.kv_indices
+        indices = np.concatenate((tables.slot_mapping, queries, places, lengths), dtype=np.int32)
         num_tokens, num_decodes = tables.slot_mapping.size, queries.size
-        page_ids = indices.ctypes.data + 4 * num_tokens
-        first_query = page_ids + 4 * tables.kv_indices.size
+        slots = indices.ctypes.data
+        first_query = slots + 4 * num_tokens
         step = _Step(
-            page_ids - 4 * num_tokens,
-            page_ids,
+            slots,
+            page_ids.ctypes.data,
             first_query,
             first_query + 4 * num_decodes,
             first_query + 8 * num_decodes,
@@ -123,7 +119,7 @@ class NativeKernels:
             num_tokens,
             num_decodes,
         )
-        return NativePlan(num_tokens, num_decodes, parts, ctypes.addressof(step), step, indices)
+        return NativePlan(num_tokens, num_decodes, parts, ctypes.addressof(step), step, page_ids, indices)
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: NativePlan

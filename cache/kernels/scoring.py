@@ -14,7 +14,10 @@ ROWS_AT_ONCE = 256  # queries whose scores are in memory together
 
 @dataclass(frozen=True)
 class Scoring:
-    """How scores are made of q · k. window and softcap: see KernelFactory."""
+    """How scores are made of q · k, times scale. window: positions that a token sees, its own included; None: all.
+
+    softcap: scaled scores become softcap · tanh(score / softcap); None: they stay.
+    """
 
     scale: float
     window: int | None = None

@@ -36,22 +36,15 @@ class TorchKernels(PageMemory):
         view of layer 1's V:                               └─ row 0
     """
 
-    def __init__(
-        self,
-        pool: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        fp8: Fp8Entries | None = None,
-    ) -> None:
+    def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
         super().__init__(pool)
         _, layers, _, heads, page_size, head_dim = pool.shape
         self._fp8 = fp8
         self._dtype = pool.dtype if fp8 is None else fp8.dtype
         spans = pool.view(-1, page_size * head_dim)
         self._pool = pool
-        self.scoring = Scoring(scale, window, softcap)
-        self.sharing = sharing_rule(pool, window)
+        self.scoring = scoring
+        self.sharing = sharing_rule(pool, scoring.window)
         self._page_size = page_size
         self._heads = heads
         self._page_rows = layers * 2 * heads  # of page_size · head_dim elements

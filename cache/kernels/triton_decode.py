@@ -19,6 +19,7 @@ from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.dependent_launch import launch_options
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton_fp8 import quantise, widen_pairs
 from tandem.cache.rope import Rotation
 
@@ -67,15 +68,6 @@ class DecodePlan:
         return cls(tables, splits, rows * num_kv_heads * splits <= FEW_UP_TO, partial, counters)
 
 
-@dataclass(frozen=True)
-class DecodeOptions:
-    """scale, window and softcap: see KernelFactory."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-
-
 def decode(
     pool: Tensor,
     layer: int,
@@ -84,7 +76,7 @@ def decode(
     v: Tensor,
     rotation: Rotation | None,
     plan: DecodePlan,
-    options: DecodeOptions,
+    scoring: Scoring,
     sinks: Tensor | None,
     norm: HeadNorm | None,
     fp8: Fp8Entries | None = None,
@@ -113,8 +105,8 @@ def decode(
         *(q.stride(0), k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)),
         layers * 2 * num_kv_heads * page_size * head_dim,
         layer * 2 * num_kv_heads * page_size * head_dim,
-        options.scale,
-        options.softcap or 0.0,
+        scoring.scale,
+        scoring.softcap or 0.0,
         0.0 if norm is None else norm.eps,
         KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -125,8 +117,8 @@ def decode(
         PAGE_SIZE=page_size,
         BLOCK=tiling.block,
         SPLITS=plan.splits,
-        WINDOW=options.window or 0,
-        CAPPED=options.softcap is not None,
+        WINDOW=scoring.window or 0,
+        CAPPED=scoring.softcap is not None,
         SINKS=sinks is not None,
         NORM=norm is not None,
         ROUND=norm is not None and norm.weight.dtype == q.dtype,

@@ -2,7 +2,8 @@
 
 map_bytes       PositionMap message of 32K tokens, page 16: fresh pages, and 2048 random pages of 65,536
 codec_us        encode + decode of the fresh map, median
-decode_step_us  scheduler and plan of a decode step of 256 sequences at context 1K, median
+decode_step_us  scheduler and plan of a decode step of 256 sequences at context 1K, median; spread: at contexts of which
+                16 begin a page at every step
 calls           seconds of the control messages of one request (Announce, PrepareReceive, RemoteSend, StartGenerate, as
                 the gateway sends them, answered at once) ÷ as many bare grpc.aio calls of the same kinds, same run
 """
@@ -91,7 +92,7 @@ def map_costs() -> dict[str, Any]:
     }
 
 
-def decode_step_us(batch_size: int = 256, context: int = 1024) -> float:
+def decode_step_us(batch_size: int = 256, context: int = 1024, *, spread: bool = False) -> float:
     layout = KVLayout((LayerGroup((0,), 1, 8),), PAGE, torch.float32)
     num_pages = batch_size * (context // PAGE + 8)
     cache = PagedKVCache(
@@ -107,10 +108,12 @@ def decode_step_us(batch_size: int = 256, context: int = 1024) -> float:
     requests = []
     for sequence in range(batch_size):
         cache.add_sequence(sequence)
-        cache.prepare_receive(sequence, context)
+        length = context - (sequence * 7 % (4 * PAGE) if spread else 0)
+        cache.prepare_receive(sequence, length)
         cache.finish_receive(sequence)
-        prompt = np.ones(context, np.int64)
-        request = DecodeRequest(str(sequence), sequence, prompt, Signal(0, 1), context, params.max_tokens)
+        cache.reserve(sequence, context + 8 * PAGE)
+        prompt = np.ones(length, np.int64)
+        request = DecodeRequest(str(sequence), sequence, prompt, Signal(0, 1), length, params.max_tokens)
         request.params, request.rule, request.stream = params, FinishRule.of(params, (2,)), TokenStream()
         request.output.append(5)
         requests.append(request)
@@ -222,7 +225,7 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
 
 
 def main() -> None:
-    maps, step, calls = map_costs(), decode_step_us(), asyncio.run(call_costs())
+    maps, step, spread, calls = map_costs(), decode_step_us(), decode_step_us(spread=True), asyncio.run(call_costs())
     targets = [
         at_most("map of 32K tokens on fresh pages, bytes", maps["fresh_bytes"], 64),
         at_most("map of 32K tokens on random pages ÷ raw ids", maps["random_ratio_to_raw"], 1 / 30),
@@ -230,7 +233,8 @@ def main() -> None:
         at_most("decode step of 256 sequences, µs", step, 200),
         at_most("control messages of a request ÷ bare calls", calls["ratio"], 1.3),
     ]
-    print_result({"map": maps, "decode_step_256_us": step, "calls": calls, "targets": targets})
+    steps = {"decode_step_256_us": step, "decode_step_256_spread_us": spread}
+    print_result({"map": maps, **steps, "calls": calls, "targets": targets})
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables, Kernels, StepKernels
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.upload import upload
 from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
@@ -51,7 +52,7 @@ def prepare(kind: str, sequences: int, cached: int, new: int) -> tuple[Kernels, 
     tokens = lay_out_tokens(np.full(sequences, cached), np.full(sequences, new))
     tables = look_up_pages(table, np.arange(sequences), tokens, PAGE_SIZE)
     pool = random_pool((table.size, *layout.page_shape(0)), layout.stored_dtype)
-    kernels = choose_kernels(pool, HEAD_DIM**-0.5, fp8=Fp8Entries.of_group(layout, 0, device))
+    kernels = choose_kernels(pool, Scoring(HEAD_DIM**-0.5), fp8=Fp8Entries.of_group(layout, 0, device))
     rows = torch.randn(sequences * new, Q_HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     q, k, v = rows.split((Q_HEADS, KV_HEADS, KV_HEADS), 1)
     return kernels, tokens, tables, (q, k, v)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan import lay_out_tokens, look_up_pages
 from tandem.cache.rope import RopeParameters, RotaryEmbedding
 from tests.benchmarks.results import at_least
@@ -48,7 +49,7 @@ class Case:
         self.tokens = lay_out_tokens(np.full(sequences, cached), np.full(sequences, new))
         self.tables = look_up_pages(table, np.arange(sequences), self.tokens, PAGE_SIZE)
         self.pool = torch.randn((table.size, LAYERS, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM), dtype=DTYPE, device="cuda")
-        self.kernels = choose_kernels(self.pool, HEAD_DIM**-0.5)
+        self.kernels = choose_kernels(self.pool, Scoring(HEAD_DIM**-0.5))
         self.plan = self.kernels.plan(self.tokens, self.tables)
         rows = torch.randn(sequences * new, Q_HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
         self.q, self.k, self.v = rows.split((Q_HEADS, KV_HEADS, KV_HEADS), 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem.cache.kernels.base import Kernels
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import Int32Array, PositionMap, SlotRuns
@@ -50,12 +51,10 @@ class Nowhere:
     ) -> None: ...
 
 
-def looking_for_prefixes(
-    pool: Tensor, scale: float, window: int | None = None, softcap: float | None = None, fp8: Fp8Entries | None = None
-) -> Kernels:
+def looking_for_prefixes(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> Kernels:
     """Kernels that do not share, but for which is found what could be."""
-    kernels = choose_kernels(pool, scale, window, softcap, fp8)
-    if window is None:
+    kernels = choose_kernels(pool, scoring, fp8)
+    if scoring.window is None:
         vars(kernels)["sharing"] = SharingRule(16, 64)
     return kernels
 

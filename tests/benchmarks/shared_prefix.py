@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan import lay_out_tokens, look_up_pages
 from tandem.cache.shared_prefixes import SharingRule, find_shared_prefixes
 from tandem.workers.sample_batch import SampleBatch
@@ -52,7 +53,7 @@ class Case:
         limits = np.full(batch, (common + own) // PAGE_SIZE)
         self.shared = replace(self.plain, shared=find_shared_prefixes(table, rows, limits, ALWAYS))
         pool = torch.randn((ids.size, LAYERS, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM), dtype=DTYPE, device="cuda")
-        self.kernels = choose_kernels(pool, HEAD_DIM**-0.5)
+        self.kernels = choose_kernels(pool, Scoring(HEAD_DIM**-0.5))
         rows_of_all = torch.randn(batch, Q_HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
         self.qkv = rows_of_all.split((Q_HEADS, KV_HEADS, KV_HEADS), 1)
 

@@ -69,6 +69,7 @@ VLLM_DECODE_MS = {
 VLLM_PREFILL_MS = {"Qwen3-8B": (26.6, 216, 1244), "Qwen3-0.6B": (12.3, 32.1, 272)}
 CHUNK = 8192
 PAGE_SIZE = 16
+WARM_STEPS = 5
 STEPS = 40
 RECORDED_STEPS = 8
 FLOOR_TARGETS = {"Qwen3-8B": (1, 64, 256), "Qwen3-0.6B": (1,)}  # batches at the first context
@@ -137,16 +138,16 @@ class Bench:
         self.capture_seconds = time.perf_counter() - began - self.warm_up_seconds
 
     def decode(self, batch: int, context: int, params: SamplingParams) -> tuple[float, Idle]:
-        """Seconds of a step, and the idle time of one; `context` positions are stored before the first."""
-        sequences = np.arange(batch)
+        """Seconds of a step, and the idle time of one; `context` positions are stored before the middle one timed."""
+        sequences, stored = np.arange(batch), context - WARM_STEPS - STEPS // 2
         for sequence in range(batch):
             self.cache.add_sequence(sequence)
-            self.cache.prepare_receive(sequence, context)
+            self.cache.prepare_receive(sequence, stored)
             self.cache.finish_receive(sequence)
         sampling = SampleBatch.from_params([params] * batch)
 
         def run(steps: int) -> None:
-            tokens, positions = np.ones(batch, np.int64), np.full(batch, context)
+            tokens, positions = np.ones(batch, np.int64), np.full(batch, stored)
             flight = self.runner.step(sequences, tokens, np.full(batch, -1), sampling, positions)
             for step in range(1, steps):
                 following = self.runner.step(sequences, tokens, sequences, sampling, positions + step)
@@ -154,7 +155,7 @@ class Bench:
                 flight = following
             flight.wait()
 
-        run(5)
+        run(WARM_STEPS)
         began = time.perf_counter()
         run(STEPS)
         seconds = (time.perf_counter() - began) / STEPS

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan import TokenLayout, lay_out_tokens, look_up_pages
 from tandem.cache.rope import RopeParameters, RotaryEmbedding
 from tandem.cache.token_tree import lay_out_trees
@@ -45,7 +46,7 @@ class Case:
         self.parents = parents
         self.tokens = plain if parents is None else with_trees(plain, parents)
         self.tables = look_up_pages(table, np.arange(BATCH), self.tokens, PAGE_SIZE)
-        self.kernels = choose_kernels(pool, HEAD_DIM**-0.5)
+        self.kernels = choose_kernels(pool, Scoring(HEAD_DIM**-0.5))
         self.plan = self.kernels.plan(self.tokens, self.tables)
         rows = torch.randn(BATCH * NODES, Q_HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
         self.q, self.k, self.v = rows.split((Q_HEADS, KV_HEADS, KV_HEADS), 1)

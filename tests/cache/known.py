@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan import ForwardPlan, lay_out_tokens, look_up_pages
 from tests.cache.naive import run_layer
 from tests.cache.oracle import NUM_PLACES
+
+LONGEST, LONGEST_STREAM = 30, 300
 
 
 @dataclass
@@ -30,6 +34,11 @@ class Known:
     @property
     def length(self) -> int:
         return len(self.ids) + len(self.nodes)
+
+    @property
+    def longest(self) -> int:
+        """How long it may become."""
+        return LONGEST if self.stream is None else LONGEST_STREAM
 
     def path(self, node: int) -> list[int]:
         """Ids from a root to a node."""
@@ -76,10 +85,13 @@ class Transfer:
 
 @dataclass
 class Side:
-    """One cache, and what a caller of it knows."""
+    """One cache, and what a caller of it knows. batch, plan: of the last forward; stepped: it was a step."""
 
     cache: PagedKVCache
     known: dict[int, Known] = field(default_factory=dict)
+    batch: list[int] = field(default_factory=list)
+    plan: ForwardPlan | None = None
+    stepped: bool = False
     published: list[list[int]] = field(default_factory=list)
     incoming: dict[int, Transfer] = field(default_factory=dict)
     draining: dict[int, int] = field(default_factory=dict)  # what was removed → who still may write it
@@ -87,6 +99,10 @@ class Side:
     def resting(self, *, trees: bool = False) -> list[int]:
         """Sequences that are not being received; those with open trees only on demand."""
         return [of for of, known in self.known.items() if of not in self.incoming and (trees or not known.nodes)]
+
+    def growing(self, *, trees: bool = False) -> list[int]:
+        """Of those, the ones that may become longer."""
+        return [of for of in self.resting(trees=trees) if self.known[of].length < self.known[of].longest]
 
     def remove(self, sequence: int) -> None:
         self.cache.remove_sequence(sequence)
@@ -106,6 +122,9 @@ class Side:
         """o of each layer. parents: of each sequence's new tokens, None for plain ones."""
         trees = parents if any(of is not None for of in parents) else None
         plan = self.cache.begin_forward(batch, counts, token_tree_parents=trees)
+        check_tables(self.cache, plan)
+        self.stepped = self.plan is not None and plan.tokens.follows(self.plan.tokens)
+        self.batch, self.plan = batch, plan
         outputs = [run_layer(self.cache, plan, layer, *of_layer, sinks) for layer, of_layer in enumerate(inputs)]
         self.cache.end_forward(plan)
         return outputs
@@ -147,3 +166,24 @@ class Side:
             return self.first_places(length) == self.first_places(max(length, known.queries))
         least = known.stream[1] if len(known.kept) < len(known.ids) else 0
         return len(known.kept) - (len(known.ids) - length) >= least
+
+
+def check_tables(cache: PagedKVCache, plan: ForwardPlan) -> None:
+    """What was just planned is what it would be without a forward before it, and writes to no shared page."""
+    table, size = cache._table, cache.layout.page_size
+    rows = np.array([table.row(sequence) for sequence in plan.seq_ids])
+    appends = np.diff(plan.qo_indptr).astype(np.int64)
+    tokens = lay_out_tokens(table.lengths[rows] - appends, appends)
+    for name in ("qo_indptr", "seq_lens", "positions", "owners"):
+        assert_same(getattr(plan.tokens, name), getattr(tokens, name))
+    for index, (group, planned) in enumerate(zip(table.groups, plan.groups, strict=True)):
+        begins = None if cache.layout.groups[index].window is None else group.begins[rows]
+        tables = look_up_pages(group.pages, rows, tokens, size, begins)
+        for name in ("slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_lens"):
+            assert_same(getattr(planned.tables, name), getattr(tables, name))
+        assert not cache._pools.are_shared(index, planned.tables.slot_mapping // size).any()
+
+
+def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert actual.dtype == expected.dtype
+    assert np.array_equal(actual, expected)

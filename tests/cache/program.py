@@ -12,12 +12,12 @@ import torch
 
 from tandem.cache.errors import InvalidArgument, OutOfPages
 from tests.cache.inspection import assert_close, check_contents, check_held, check_pages
-from tests.cache.known import Known, Side, Transfer
+from tests.cache.known import LONGEST, Known, Side, Transfer
 from tests.cache.naive import pools_of
 from tests.cache.oracle import NUM_TOKENS, Oracle, Setting, cache_of
 from tests.cache.peer_writer import PeerWriter
 
-QUERY_HEADS, MOST_SEQUENCES, LONGEST, LONGEST_STREAM = 4, 5, 30, 300
+QUERY_HEADS, MOST_SEQUENCES = 4, 5
 STREAMS = [(8, 2), (12, 0), (9, 4), (3, 2)]  # windows and sinks
 NO_TREE = "has an open token tree"
 
@@ -40,6 +40,7 @@ class Program:
         self._operations: dict[Callable[[int], None], float] = {
             self.add: 2.0,
             self.append: 8.0,
+            self.step: 3.0,
             self.fork: 2.0,
             self.pop: 3.0,
             self.reserve: 1.0,
@@ -204,21 +205,23 @@ class Program:
 
     def append(self, pe: int) -> None:
         side = self.sides[pe]
-        growing = [
-            of
-            for of in side.resting(trees=True)
-            if side.known[of].length < (LONGEST_STREAM if side.known[of].stream else LONGEST)
-        ]
+        growing = side.growing(trees=True)
         if not growing:
             return
         batch = self.random.sample(growing, self.random.randint(1, len(growing)))
         most = self.random.choice([1, 9])
-        counts, parents = [], []
-        for of in batch:
-            known = side.known[of]
-            limit = (LONGEST_STREAM if known.stream else LONGEST) - known.length
-            counts.append(min(self.random.randint(1, most), limit))
-            parents.append(self.draw_parents(side, of, counts[-1]))
+        counts = [min(self.random.randint(1, most), side.known[of].longest - side.known[of].length) for of in batch]
+        parents = [self.draw_parents(side, of, count) for of, count in zip(batch, counts, strict=True)]
+        self.forward(pe, batch, counts, parents)
+
+    def step(self, pe: int) -> None:
+        """One more token of each sequence of the last forward."""
+        side = self.sides[pe]
+        if side.batch and set(side.batch) <= set(side.growing()):
+            self.forward(pe, side.batch, [1] * len(side.batch), [None] * len(side.batch))
+
+    def forward(self, pe: int, batch: list[int], counts: list[int], parents: list[list[int] | None]) -> None:
+        side = self.sides[pe]
         added = [self.draw_ids(count) for count in counts]
         inputs = self.oracle.inputs([id_ for ids in added for id_ in ids])
         free = side.cache.num_free_pages
@@ -233,6 +236,7 @@ class Program:
             assert free < sum(map(side.pages_for, batch, counts))
             assert not all(map(side.is_promised, batch, counts))
             return
+        self.count("steps" if side.stepped else "forwards")
         texts = [
             text
             for of, ids, tree in zip(batch, added, parents, strict=True)
@@ -318,10 +322,10 @@ class Program:
         if target is None:
             return
         into = other.known[target]
-        begin, held, longest = len(into.ids), len(own.ids), LONGEST if own.stream is None else LONGEST_STREAM
-        if max(begin, held) >= longest:
+        begin, held = len(into.ids), len(own.ids)
+        if max(begin, held) >= own.longest:
             return
-        end = min(max(begin, held) + self.random.choice([1, 2, 9]), longest)
+        end = min(max(begin, held) + self.random.choice([1, 2, 9]), own.longest)
         if self.layout.has_windows and not other.cache.sends_done(target):
             with pytest.raises(InvalidArgument, match="is marked to be sent"):
                 other.cache.prepare_receive(target, end - begin)

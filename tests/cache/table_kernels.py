@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_kernels import TorchKernels, TorchPlan
 from tandem.cache.plan import PageTables, lay_out_tokens
 from tandem.cache.ragged import indptr_of
@@ -22,15 +23,8 @@ MOST_SEGMENTS = 3
 class TableKernels(TorchKernels):
     """SharingGraphKernels. What a padding row attends to is NaN, so that nobody can have used it."""
 
-    def __init__(
-        self,
-        pool: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        fp8: Fp8Entries | None = None,
-    ) -> None:
-        super().__init__(pool, scale, window, softcap, fp8)
+    def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
+        super().__init__(pool, scoring, fp8)
         self._shared: dict[int, SharedPrefixes | None] = {}  # by sharing plan, which its batch keeps
 
     def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DeviceTables:

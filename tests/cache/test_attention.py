@@ -8,6 +8,7 @@ import torch
 
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_attention import ChunkPart, DecodePart, FreshPart, plan_attention
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.layout import KVLayout
@@ -187,7 +188,7 @@ def test_copied_pages_match_bit_for_bit() -> None:
     layout = layout_of(2)
     pool = torch.randn(8, *layout.page_shape(0))
     before = pool.clone()
-    TorchKernels(pool, 1.0).copy_pages(np.array([1, 5], np.int32), np.array([2, 0], np.int32))
+    TorchKernels(pool, Scoring(1.0)).copy_pages(np.array([1, 5], np.int32), np.array([2, 0], np.int32))
     expected = before.clone()
     expected[2], expected[0] = before[1], before[5]
     assert torch.equal(pool, expected)

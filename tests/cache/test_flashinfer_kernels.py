@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.kernels.scoring import Scoring
 
 pytest.importorskip("triton")
 
@@ -25,7 +26,7 @@ from tandem.cache.latent import LatentHeads
 )
 def test_refused(dtype: torch.dtype, head_dim: int, page_size: int, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        FlashInferKernels(torch.empty(1, 1, 2, 1, page_size, head_dim, dtype=dtype), 1.0)
+        FlashInferKernels(torch.empty(1, 1, 2, 1, page_size, head_dim, dtype=dtype), Scoring(1.0))
 
 
 def test_slots_of_all_positions() -> None:

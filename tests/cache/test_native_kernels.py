@@ -21,6 +21,7 @@ from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.crew import load_crew
 from tandem.cache.kernels.native_build import build_library, load_library
 from tandem.cache.kernels.native_kernels import SOURCE, NativeKernels
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.plan import PageTables, TokenLayout, lay_out_tokens, look_up_pages
 from tandem.cache.rope import RopeParameters, RotaryEmbedding, Rotation
@@ -44,7 +45,7 @@ def set_threads(threads: int) -> None:
 
 
 def native(pool: Tensor) -> NativeKernels:
-    kernels = choose_kernels(pool, pool.shape[-1] ** -0.5)
+    kernels = choose_kernels(pool, Scoring(pool.shape[-1] ** -0.5))
     assert isinstance(kernels, NativeKernels), "the tests need a C compiler"
     return kernels
 
@@ -245,7 +246,7 @@ def test_heads_of_q_must_divide() -> None:
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 32), (torch.float32, 20), (torch.float32, 264)])
 def test_torch_serves_what_native_code_does_not(dtype: torch.dtype, head_dim: int) -> None:
     pool = torch.zeros(2, LAYERS, 2, 1, 4, head_dim, dtype=dtype)
-    assert isinstance(choose_kernels(pool, 1.0), TorchKernels)
+    assert isinstance(choose_kernels(pool, Scoring(1.0)), TorchKernels)
 
 
 # Building
@@ -275,7 +276,7 @@ def assert_torch_serves(caplog: pytest.LogCaptureFixture, reason: str) -> None:
     case = case_of([4, 5], [1, 1], rotary_dim=32)
     case.pool.nan_to_num_()
     with caplog.at_level(logging.WARNING):
-        chosen = [choose_kernels(case.pool, 1.0) for _ in range(2)]
+        chosen = [choose_kernels(case.pool, Scoring(1.0)) for _ in range(2)]
     assert all(isinstance(kernels, TorchKernels) for kernels in chosen)
     assert [reason in record.getMessage() for record in caplog.records] == [True]
     assert not list(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.so"))

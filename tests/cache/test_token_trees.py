@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.cache.errors import InvalidArgument, OutOfPages
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout
@@ -326,7 +327,7 @@ def test_slots_are_moved_at_once(seed: int) -> None:
     before = pool.clone()
     slots = np.random.default_rng(seed).permutation(32).astype(np.int32)
     sources, targets = np.sort(slots[:20]), np.arange(20, dtype=np.int32)
-    TorchKernels(pool, 1.0).move_slots(sources, targets)
+    TorchKernels(pool, Scoring(1.0)).move_slots(sources, targets)
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
         before_at, after_at = before[source // 4, ..., source % 4, :], pool[target // 4, ..., target % 4, :]
         assert torch.equal(after_at, before_at)

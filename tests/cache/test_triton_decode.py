@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kv_scales import FP8, FP8_MAX
 from tandem.cache.rope import Rotation
 from tests.tolerances import assert_close
@@ -17,7 +18,7 @@ from tests.tolerances import assert_close
 pytest.importorskip("triton")
 
 from tandem.cache.kernels import triton_decode
-from tandem.cache.kernels.triton_decode import DecodeOptions, DecodePlan, decode
+from tandem.cache.kernels.triton_decode import DecodePlan, decode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGES, LAYERS, LAYER = 90, 2, 1
@@ -137,9 +138,9 @@ class Step:
         return DeviceTables(*(torch.tensor(one, dtype=torch.int32, device=DEVICE) for one in arrays))
 
     def run(self, plan: DecodePlan) -> Tensor:
-        options = DecodeOptions(0.3, self.case.window, self.case.softcap)
+        scoring = Scoring(0.3, self.case.window, self.case.softcap)
         new = (self.q, self.k, self.v, self.rotation)
-        return decode(self.pool, LAYER, *new, plan, options, self.sinks, self.norm, self.fp8)
+        return decode(self.pool, LAYER, *new, plan, scoring, self.sinks, self.norm, self.fp8)
 
     def normed(self, heads: Tensor, weight: Tensor) -> Tensor:
         exact = heads.double()

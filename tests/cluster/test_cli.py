@@ -233,6 +233,13 @@ class TestMakeModel:
         assert config["architectures"] == ["Qwen3ForCausalLM"]
         assert (tmp_path / "m" / "model.safetensors").exists()
 
+    def test_overwrites_nothing(self, tmp_path: Path, capsys: Capture) -> None:
+        (tmp_path / "config.json").write_text("somebody's")
+        code, line = failed(capsys, "make-model", str(tmp_path))
+        assert code == 2
+        assert "is not empty" in line
+        assert [path.read_text() for path in tmp_path.iterdir()] == ["somebody's"]
+
     @pytest.mark.parametrize("option", [("--arch", "gpt2"), ("--size", "huge"), ("--seed", "-1")])
     def test_bad_choices(self, tmp_path: Path, capsys: Capture, option: tuple[str, str]) -> None:
         assert run("make-model", str(tmp_path / "m"), *option) == 2

@@ -46,6 +46,18 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path)
     assert load_config(path, {"cache.num_pages": 9}).cache.num_pages == 9
 
 
+def test_errors_say_whether_file_or_override_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("cache: {page_size: 12}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["gateway.port=70000", "scheduler={max_sequence: 3}"])
+    assert [line.split(" ")[:3] for line in str(caught.value).splitlines()] == [
+        [f"{path}:", "cache.page_size", "is"],
+        ["unknown", "key", "scheduler.max_sequence;"],
+        ["gateway.port", "is", "70000;"],
+    ]
+
+
 def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,16 @@ VOCABULARY = 512
 
 
 @pytest.fixture(scope="module")
-def cluster(small_model: Path) -> Iterator[Cluster]:
+def terminations() -> Iterator[list[int]]:
+    """The SIGTERMs that have come."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="module")
+def cluster(small_model: Path, terminations: list[int]) -> Iterator[Cluster]:
     """Two decode and two prefill processes."""
     overrides = {
         "name": f"test-{os.getpid()}",
@@ -92,8 +102,17 @@ def test_a_worker_more_and_one_less(cluster: Cluster) -> None:
         time.sleep(0.1)
 
 
-def test_a_model_folder_without_weights(cluster: Cluster, small_model: Path, tmp_path: Path) -> None:
-    """What a worker finds wrong is what its launcher says. The second cluster is on the Ray of the first."""
+def test_signals_are_whose_they_were(cluster: Cluster, terminations: list[int]) -> None:
+    """`tandem up` stops in order at SIGTERM, also while it starts. Ray would abort the process."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert terminations == [signal.SIGTERM]
+
+
+def test_what_only_a_worker_finds_wrong(
+    cluster: Cluster, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher says it. The second cluster is on the Ray of the first."""
+    monkeypatch.setattr("tandem.cluster.launcher.check_weights", lambda *_: None)
     (tmp_path / "config.json").write_bytes((small_model / "config.json").read_bytes())
     overrides = {"name": f"no-weights-{os.getpid()}", "model.path": str(tmp_path), "gateway.port": 0}
     with pytest.raises(StartFailed, match=r"has no weights; it must have model\.safetensors"):

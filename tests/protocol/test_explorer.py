@@ -131,11 +131,11 @@ def leases_do_not_end(patch: pytest.MonkeyPatch) -> None:
 def streams_may_be_two(patch: pytest.MonkeyPatch) -> None:
     start = Reservations.start
 
-    def started(self: Reservations, request_id: str, reservation_id: int) -> Any:
+    def started(self: Reservations, request_id: str, reservation_id: int, max_tokens: int) -> Any:
         request = self._requests.get(request_id)
         if request is not None and request.stream is not None:
             return request
-        return start(self, request_id, reservation_id)
+        return start(self, request_id, reservation_id, max_tokens)
 
     patch.setattr(Reservations, "start", started)
 
@@ -154,8 +154,8 @@ def pages_are_not_held_for_writers(patch: pytest.MonkeyPatch) -> None:
 def a_prefix_is_shared_before_it_landed(patch: pytest.MonkeyPatch) -> None:
     reserve = Reservations._reserve
 
-    def reserved(self: Reservations, request_id: str, token_ids: Any, capacity: int) -> Any:
-        request = reserve(self, request_id, token_ids, capacity)
+    def reserved(self: Reservations, request_id: str, token_ids: Any, max_tokens: int, capacity: int) -> Any:
+        request = reserve(self, request_id, token_ids, max_tokens, capacity)
         cache = self._cache
         position_map = cache.prepare_receive(request.sequence_id, request.expected_tokens)
         pages = cache._table.held_pages(cache._table.row(request.sequence_id), 0, len(token_ids))

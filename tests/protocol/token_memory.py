@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan import PageTables, TokenLayout
 from tandem.cache.position_map import Int32Array
 
@@ -20,7 +21,7 @@ class TokenMemory:
         self._name = name
         self._findings = findings
 
-    def bound(self, pool: Tensor, scale: float, *rest: Any, **options: Any) -> "TokenMemory":
+    def bound(self, pool: Tensor, scoring: Scoring, fp8: Any = None) -> "TokenMemory":
         """A KernelFactory."""
         return self
 

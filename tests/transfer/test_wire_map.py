@@ -34,7 +34,7 @@ def test_no_message_carries_the_map_of_a_stream() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"page_size": 8}, "page_size is 8; this worker's is 4"),
+        ({"page_size": 8}, "page_size is 8; 4 is expected"),
         ({"layout_fingerprint": 7}, "layout_fingerprint is 0x0000000000000007"),
         ({"num_tokens": 7}, "num_tokens is 7; 6 is expected"),
         ({"start_position": 9}, "start_position is 9; 8 is expected"),

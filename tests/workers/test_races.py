@@ -14,6 +14,7 @@ from tandem.workers.errors import (
     StaleEpoch,
     StaleReservation,
 )
+from tandem.workers.token_stream import TokenStream
 from tests.checkpoints import save_checkpoint
 from tests.oracle import greedy, load_oracle, random_prompt
 from tests.workers.loop_pair import CHUNK, DECODE, LEASE, PREFILL, LoopPair
@@ -178,6 +179,31 @@ def test_a_doubled_send_writes_nothing_into_the_next_owners_pages(pair: LoopPair
     assert pair.bytes_written == written
     assert pair.finish("b", OTHER, other) == expected(oracle, OTHER)
     assert pair.prefill.counters.stale_calls == 1
+
+
+def test_a_send_that_comes_after_its_abort_writes_nothing(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
+    """The receiver was told that the writer is quiet: its pages are another's."""
+    reservation = pair.prepare("a", PROMPT)
+    assert not pair.prefill.abort("a").result(0)
+    pair.decode.abort("a", writer_quiet=True)
+    other = pair.prepare("b", OTHER)
+    assert other.wire_map == reservation.wire_map, "b has the pages that a had"
+    with pytest.raises(Aborted):
+        pair.send("a", PROMPT, reservation)
+    pair.run_prefill()
+    assert pair.bytes_written == 0
+    assert pair.finish("b", OTHER, other) == expected(oracle, OTHER)
+
+
+def test_a_second_stream_is_refused(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
+    reservation = pair.prepare("a", PROMPT)
+    pair.start("a", reservation)
+    with pytest.raises(InvalidCall, match="has a stream already"):
+        pair.decode.start("a", reservation.reservation_id, pair.params(4), TokenStream())
+    pair.send("a", PROMPT, reservation)
+    pair.run_prefill()
+    pair.run_decode()
+    assert pair.tokens("a") == expected(oracle, PROMPT)[1:]
 
 
 def test_an_abort_between_chunks_leaves_nothing_in_flight(pair: LoopPair, oracle: dict[int, list[int]]) -> None:

@@ -22,7 +22,7 @@ from tests.checkpoints import make_model
 
 pytest.importorskip("triton")
 
-from tandem.cache.kernels.triton_decode import DecodeOptions, DecodePlan, decode
+from tandem.cache.kernels.triton_decode import DecodePlan, decode
 
 LENGTHS = (5, 12)
 
@@ -48,8 +48,7 @@ class StepKernels(TorchKernels):
         sinks: Tensor | None,
         norm: HeadNorm | None,
     ) -> Tensor:
-        options = DecodeOptions(self.scoring.scale, self.scoring.window, self.scoring.softcap)
-        return decode(self._pool, layer, q, k, v, rotation, plan, options, sinks, norm)
+        return decode(self._pool, layer, q, k, v, rotation, plan, self.scoring, sinks, norm)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_steps.py runs there")

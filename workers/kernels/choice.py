@@ -1,10 +1,12 @@
 """Which layer kernels serve a device."""
 
 import torch
+from torch import Tensor
 
 from tandem.workers.kernels.base import LayerKernels, RowKernels
 from tandem.workers.kernels.native_layer import NativeLayerKernels, load_native_layer
 from tandem.workers.kernels.row_step import Launch, RowStepShape, load_launch
+from tandem.workers.kernels.step_product import StepProduct, load_step_products
 from tandem.workers.kernels.torch_layer import TorchLayerKernels
 from tandem.workers.sampling import Draw
 
@@ -30,6 +32,12 @@ def choose_row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels |
     from tandem.workers.kernels.triton_gemv import TritonRowKernels  # triton may be missing elsewhere
 
     return TritonRowKernels()
+
+
+def choose_step_product(weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> StepProduct | None:
+    """What multiplies a weight [out, in] with the rows of a decode step faster than torch does; None: nothing."""
+    products = None if bias is not None else load_step_products(weight.device, weight.dtype)
+    return None if products is None else products.prepare(weight, gated=gated)
 
 
 def choose_row_launch(shape: RowStepShape, device: torch.device) -> Launch | None:

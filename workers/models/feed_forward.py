@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.workers.kernels.base import LayerKernels
-from tandem.workers.models.activation import Activate
+from tandem.workers.kernels.choice import choose_step_product
+from tandem.workers.kernels.step_product import StepProduct
+from tandem.workers.models.activation import Activation, Silu
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.experts import Experts, prepare_experts
 from tandem.workers.models.moe import MoeConfig
@@ -20,24 +22,31 @@ FeedForward = Callable[[Tensor], Tensor]
 class GatedFeedForward:
     """down(activate(gate_up(x)))."""
 
-    def __init__(self, parameters: GatedParameters, activate: Activate) -> None:
+    def __init__(self, parameters: GatedParameters, activation: Activation, kernels: LayerKernels) -> None:
         self._gate_up = Projection(parameters.gate_up, parameters.gate_up_bias)
-        self._activate = activate
+        self._activate = activation.bind(kernels)
         self._down = Projection(parameters.down, parameters.down_bias)
+        self._gated_product: StepProduct | None = None
+        if isinstance(activation, Silu):
+            self._gated_product = choose_step_product(parameters.gate_up, parameters.gate_up_bias, gated=True)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._gated_product is not None and self._gated_product.takes(x):
+            return self._down(self._gated_product(x))
         return self._down(self._activate(self._gate_up(x)))
 
 
 class MixtureOfExperts:
     """The weighted sum of the chosen experts' gated feed-forwards, and that of the one that all tokens share."""
 
-    def __init__(self, moe: MoeConfig, parameters: MoeParameters, activate: Activate) -> None:
+    def __init__(
+        self, moe: MoeConfig, parameters: MoeParameters, activation: Activation, kernels: LayerKernels
+    ) -> None:
         self._routing = moe.routing
         self._router, self._router_bias = parameters.router, parameters.router_bias
         self._correction = parameters.correction
-        self._shared = None if parameters.shared is None else GatedFeedForward(parameters.shared, activate)
-        self._experts: Experts = prepare_experts(parameters, activate)
+        self._shared = None if parameters.shared is None else GatedFeedForward(parameters.shared, activation, kernels)
+        self._experts: Experts = prepare_experts(parameters, activation.bind(kernels))
 
     def __call__(self, x: Tensor) -> Tensor:
         logits = F.linear(x.to(self._router.dtype), self._router, self._router_bias)
@@ -48,8 +57,7 @@ class MixtureOfExperts:
 def prepare_feed_forward(
     config: ModelConfig, parameters: GatedParameters | MoeParameters, kernels: LayerKernels
 ) -> FeedForward:
-    activate = config.activation.bind(kernels)
     if isinstance(parameters, GatedParameters):
-        return GatedFeedForward(parameters, activate)
+        return GatedFeedForward(parameters, config.activation, kernels)
     assert config.moe is not None  # parameters of experts come from it
-    return MixtureOfExperts(config.moe, parameters, activate)
+    return MixtureOfExperts(config.moe, parameters, config.activation, kernels)

@@ -1,0 +1,169 @@
+"""Forwards made of the one before are those that would be made anew, whatever is done between two of them."""
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+
+from tandem.cache.errors import OutOfPages
+from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.rope import RopeParameters
+from tests.cache.known import check_tables
+
+PAGE, LONGEST, BATCH, STEPS = 4, 60, 6, 400
+PLAIN = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 2, 8)), PAGE, torch.float32)
+WINDOWED = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, 9)), PAGE, torch.float32)
+
+
+class Stepping:
+    """A batch that is stepped again and again; now and then something else happens to one of its sequences."""
+
+    def __init__(self, seed: int, layout: KVLayout) -> None:
+        self.random, self.counts = Random(seed), Counter[str]()
+        self.layout = layout
+        self.cache = PagedKVCache(
+            layout,
+            [torch.zeros(200, *layout.page_shape(group)) for group in range(2)],
+            max_sequences=2 * BATCH,
+            max_sequence_length=LONGEST,
+            rope=RopeParameters("default", 8),
+            writer=None,
+        )
+        self.batch = list(range(BATCH))
+        for sequence in self.batch:
+            self.renew(sequence)
+        self.events: list[Callable[[int], None]] = [
+            self.renew,
+            self.pop,
+            self.replace,
+            self.append,
+            self.receive,
+            self.grow_tree,
+            self.reserve,
+        ]
+        if not layout.has_windows:
+            self.events += [self.fork, self.publish]
+
+    def renew(self, sequence: int) -> None:
+        """Another sequence of the same name, received as decode workers do or, where it can be, of published pages."""
+        self.cache.remove_sequence(sequence)
+        self.cache.add_sequence(sequence)
+        length = self.random.randint(1, LONGEST // 2)
+        if not self.layout.has_windows:
+            self.cache.match_prefix(sequence, [0] * length)
+        self.cache.prepare_receive(sequence, length)
+        self.cache.finish_receive(sequence)
+        if self.random.random() < 0.5:
+            self.reserve(sequence)
+
+    def pop(self, sequence: int) -> None:
+        """And as many appended again, or not."""
+        count = self.random.randint(0, min(self.cache.num_tokens(sequence), 1 if self.layout.has_windows else 9))
+        self.cache.pop(sequence, count)
+        if count and self.random.random() < 0.5:
+            self.cache.begin_forward([sequence], [count])
+
+    def replace(self, sequence: int) -> None:
+        """As many positions in other pages; a child keeps its own."""
+        length, child = self.cache.num_tokens(sequence), self.forget_child(sequence)
+        self.cache.fork_sequence(sequence, child)
+        count = self.random.randint(1, 1 if self.layout.has_windows else length)
+        if self.random.random() < 0.5:
+            self.cache.pop(sequence, count)
+        else:
+            count = length
+            self.cache.remove_sequence(sequence)
+            self.cache.add_sequence(sequence)
+        self.cache.prepare_receive(sequence, count)
+        self.cache.finish_receive(sequence)
+
+    def forget_child(self, sequence: int) -> int:
+        """The id for another, once there is none."""
+        self.cache.remove_sequence(sequence + BATCH)
+        return sequence + BATCH
+
+    def append(self, sequence: int) -> None:
+        self.cache.begin_forward([sequence], [1])
+        if self.random.random() < 0.5:
+            self.cache.pop(sequence, 1)
+
+    def receive(self, sequence: int) -> None:
+        self.cache.prepare_receive(sequence, 1)
+        self.cache.finish_receive(sequence)
+
+    def grow_tree(self, sequence: int) -> None:
+        check_tables(self.cache, self.cache.begin_forward([sequence], [3], None, [[-1, 0, 0]]))
+        self.cache.commit_token_tree([sequence], [self.random.choice([-1, 0, 2])])
+
+    def reserve(self, sequence: int) -> None:
+        self.cache.reserve(sequence, self.random.randint(0, LONGEST), 3)
+
+    def fork(self, sequence: int) -> None:
+        """Once it has a child, the sequence may become one of it."""
+        child = self.forget_child(sequence)
+        self.cache.fork_sequence(sequence, child, self.random.randint(1, self.cache.num_tokens(sequence)))
+        if self.random.random() < 0.5:
+            self.cache.begin_forward([child], [1])
+        if self.random.random() < 0.5:
+            self.cache.remove_sequence(sequence)
+            self.cache.fork_sequence(child, sequence)
+
+    def publish(self, sequence: int) -> None:
+        self.cache.publish_prefix(sequence, [0] * self.cache.num_tokens(sequence))
+
+    def run(self) -> None:
+        before = None
+        for _ in range(STEPS):
+            for sequence in self.batch:
+                if self.cache.num_tokens(sequence) > LONGEST - 6:
+                    self.renew(sequence)
+            count = self.random.choice([1] * 30 + [2])
+            plan = self.cache.begin_forward(self.batch, [count] * BATCH)
+            assert plan.num_tokens == count * BATCH
+            check_tables(self.cache, plan)
+            follows = before is not None and plan.tokens.follows(before.tokens)
+            begun = (plan.positions % PAGE == 0).any()
+            self.counts["steps that begin pages" if follows and begun else "steps" if follows else "others"] += 1
+            before = plan
+            if self.random.random() < 0.2:
+                event = self.random.choice(self.events)
+                event(self.random.choice(self.batch))
+                self.counts[event.__name__] += 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_are_as_if_planned_anew(seed: int) -> None:
+    stepping = Stepping(seed, PLAIN)
+    stepping.run()
+    assert len(stepping.counts) == 3 + len(stepping.events)
+
+
+def test_with_windows() -> None:
+    stepping = Stepping(0, WINDOWED)
+    stepping.run()
+    assert len(stepping.counts) == 1 + len(stepping.events)
+
+
+def test_no_room_changes_nothing() -> None:
+    layout = KVLayout((LayerGroup((0,), 1, 8),), PAGE, torch.float32)
+    cache = PagedKVCache(
+        layout,
+        [torch.zeros(3, *layout.page_shape(0))],
+        max_sequences=2,
+        max_sequence_length=LONGEST,
+        rope=RopeParameters("default", 8),
+        writer=None,
+    )
+    for sequence, length in enumerate((PAGE - 1, PAGE)):
+        cache.add_sequence(sequence)
+        cache.begin_forward([sequence], [length])
+    cache.begin_forward([0, 1], [1, 1])  # takes the last page
+    for _ in range(2):
+        with pytest.raises(OutOfPages):
+            cache.begin_forward([0, 1], [1, 1])
+        assert (cache.num_tokens(0), cache.num_tokens(1), cache.num_free_pages) == (PAGE, PAGE + 1, 0)
+    cache.pop(0, 1)
+    check_tables(cache, cache.begin_forward([0, 1], [1, 1]))

@@ -1,0 +1,128 @@
+"""step_product.cu against torch's products: alone, in chains that overlap, and in a decoder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.cache.head_norm import HeadNorm
+from tandem.workers.kernels.step_product import StepProduct, load_step_products
+from tandem.workers.memory_budget import WithoutPages
+from tandem.workers.models import feed_forward, projection
+from tandem.workers.models.registry import load_config
+from tandem.workers.weights import load_decoder
+from tests.benchmarks.steps import COMMON, MODELS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+    if torch.cuda.is_available()
+    else pytest.mark.skip,
+]
+HIDDEN, INNER = 4096, 12288
+# Rows and columns of weights: what a Qwen3-8B has, and what does not fill its last tile.
+PLAIN = [(6144, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, INNER), (4016, 4224)]
+GATED = [(2 * INNER, HIDDEN), (24416, 4160)]
+ERROR_RATIO = 1.05  # ours to torch's, both to float32
+
+
+def prepared(weight: Tensor, *, gated: bool) -> StepProduct:
+    products = load_step_products(weight.device, weight.dtype)
+    assert products is not None, "nvcc is needed"
+    product = products.prepare(weight, gated=gated)
+    assert product is not None
+    return product
+
+
+def random_weight(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(rows, columns, device="cuda", dtype=dtype) / columns**0.5
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.float() - exact).norm() / exact.norm())
+
+
+class NoPages(WithoutPages):
+    """Its output is a tensor of its own, as that of kernels is."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
+    ) -> Tensor:
+        return super().attend(layer, q, k, v, sinks, norm).contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*PLAIN, *GATED], ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_products_are_as_exact_as_those_of_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, gated = random_weight(*shape, dtype), shape in GATED
+    product = prepared(weight, gated=gated)
+    after = silu_mul if gated else torch.nn.Identity()
+    for rows in (2, 7, 33, 64):
+        x = torch.randn(rows, shape[1], device="cuda", dtype=dtype)
+        torch.full((rows, shape[0]), torch.nan, device="cuda", dtype=dtype)  # what the result's memory has before
+        ours, exact = product(x), after(F.linear(x.float(), weight.float()))
+        assert error(ours, exact) < ERROR_RATIO * error(after(F.linear(x, weight)), exact)
+
+
+def test_a_chain_in_a_graph_repeats_itself() -> None:
+    """Each product starts while the one before runs: whoever read too early would read other numbers."""
+    ups = [random_weight(2 * INNER, HIDDEN) for _ in range(4)]
+    downs = [random_weight(HIDDEN, INNER) for _ in range(4)]
+    chain: list[StepProduct] = []
+    for up, down in zip(ups, downs, strict=True):
+        chain += [prepared(up, gated=True), prepared(down, gated=False)]
+    x = torch.randn(64, HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> Tensor:
+        y = x
+        for product in chain:
+            y = product(y)
+        return y
+
+    expected = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    for _ in range(50):
+        result.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(result, expected)
+    y = x.float()
+    for up, down in zip(ups, downs, strict=True):
+        y = F.linear(silu_mul(F.linear(y, up.float())), down.float())
+    assert error(expected, y) < 0.02
+
+
+def test_a_decoder_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = COMMON | MODELS["Qwen3-8B"] | {"num_hidden_layers": 2, "vocab_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = load_config(tmp_path, "bfloat16")
+    tokens = torch.arange(40, device="cuda")
+    logits: list[Tensor] = []
+    calls: list[StepProduct] = []
+    call = StepProduct.__call__
+
+    def count(product: StepProduct, x: Tensor) -> Tensor:
+        calls.append(product)
+        return call(product, x)
+
+    monkeypatch.setattr(StepProduct, "__call__", count)
+    for of in (True, False):
+        if not of:
+            for module in (projection, feed_forward):
+                monkeypatch.setattr(module, "choose_step_product", lambda *_, **__: None)
+        model = load_decoder(tmp_path, config, load_format="dummy", device="cuda")
+        with torch.inference_mode():
+            logits.append(model.forward(tokens, NoPages(64), None))
+    assert len(calls) == 2 * 4
+    assert error(logits[0], logits[1].float()) < 0.03

@@ -1,0 +1,160 @@
+// y = x · Wᵀ for the few rows of a decode step, where all that takes time is to read W: memory is never to be idle.
+//
+// A block has HEIGHT rows of W and all rows of x, TOKENS at most. One warp fetches both, 64 columns at a time, into a
+// ring in shared memory; the others multiply, 64 rows of x a warpgroup. Weights do not wait for the
+// kernels before, only x does: a ring is full when the norm before it is done. SPLITS blocks of a cluster share the
+// columns, and add up each other's sums.
+//
+// GATED: y = silu(gate) · up, rounded where LayerKernels.silu_mul rounds. Blocks of 16 rows then are 8 of gate and the
+// same 8 of up, as the map of W gathers them.
+#include "wgmma.cuh"
+
+template <int HEIGHT, int TOKENS, int ROOM>
+struct Ring {
+    static constexpr int BYTES = (HEIGHT + TOKENS) * SLAB_BYTES, STAGES = ROOM / BYTES;
+    unsigned begin;
+    unsigned long long *full, *empty;  // [STAGES]
+
+    __device__ unsigned weights(int stage) const { return begin + stage * BYTES; }
+    __device__ unsigned inputs(int stage) const { return weights(stage) + HEIGHT * SLAB_BYTES; }
+};
+
+struct Share {  // a block's part of the product
+    int tile, split, first_slab, slabs;
+};
+
+template <int HEIGHT, class R>
+__device__ inline void fetch_all(const R& ring, const Share& share, const CUtensorMap& weights,
+                                 const CUtensorMap& inputs) {
+    unsigned long long policy = streaming_policy();
+    int early = share.slabs < R::STAGES ? share.slabs : R::STAGES;
+    auto fetch_slab = [&](int slab) {
+        expect_bytes(&ring.full[slab % R::STAGES], R::BYTES);
+        fetch_weights(ring.weights(slab % R::STAGES), weights, (share.first_slab + slab) * SLAB,
+                      share.tile * (HEIGHT / 16), &ring.full[slab % R::STAGES], policy);
+    };
+    auto fetch_rows = [&](int slab) {
+        fetch_inputs(ring.inputs(slab % R::STAGES), inputs, (share.first_slab + slab) * SLAB,
+                     &ring.full[slab % R::STAGES]);
+    };
+    for (int slab = 0; slab < early; slab++) fetch_slab(slab);
+    await_earlier_kernels();
+    for (int slab = 0; slab < early; slab++) fetch_rows(slab);
+    for (int slab = early; slab < share.slabs; slab++) {
+        wait_for(&ring.empty[slab % R::STAGES], slab / R::STAGES - 1 & 1);
+        fetch_slab(slab);
+        fetch_rows(slab);
+    }
+}
+
+template <int HEIGHT, class R>
+__device__ inline void multiply_all(const R& ring, int slabs, int group, float (&sums)[HEIGHT / 2]) {
+#pragma unroll
+    for (int i = 0; i < HEIGHT / 2; i++) sums[i] = 0;
+    for (int slab = 0; slab < slabs; slab++) {
+        wait_for(&ring.full[slab % R::STAGES], slab / R::STAGES & 1);
+        unsigned long long b = matrix(ring.weights(slab % R::STAGES));
+        unsigned long long a = matrix(ring.inputs(slab % R::STAGES) + group * 64 * SLAB_BYTES);
+        hold(sums);
+        start_products();
+#pragma unroll
+        for (int k = 0; k < SLAB / 16; k++) multiply<HEIGHT>(sums, a + 2 * k, b + 2 * k);
+        commit_products();
+        hold(sums);
+        await_products<1>();  // the slab before has been read
+        if (slab > 0 && threadIdx.x % 32 == 0) pass(&ring.empty[(slab - 1) % R::STAGES]);
+    }
+    await_products<0>();
+    hold(sums);
+}
+
+// Eight numbers of y from the sums of all blocks of the cluster, which stand at `place` in each.
+template <int SPLITS, bool GATED>
+__device__ inline uint4 finish(unsigned place) {
+    float values[16];
+#pragma unroll
+    for (int i = 0; i < (GATED ? 16 : 8); i += 4) {
+        float4 total = {0, 0, 0, 0};
+#pragma unroll
+        for (int block = 0; block < SPLITS; block++) {
+            float4 one = SPLITS > 1 ? read_block(place + 4 * i, block)
+                                    : *reinterpret_cast<float4*>(__cvta_shared_to_generic(place + 4 * i));
+            total.x += one.x, total.y += one.y, total.z += one.z, total.w += one.w;
+        }
+        values[i] = total.x, values[i + 1] = total.y, values[i + 2] = total.z, values[i + 3] = total.w;
+    }
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+        float2 pair = {values[i], values[i + 1]};
+        if constexpr (GATED) {
+            float2 gate = rounded(pair), up = rounded({values[i + 8], values[i + 9]});
+            float2 active = rounded({gate.x / (1 + __expf(-gate.x)), gate.y / (1 + __expf(-gate.y))});
+            pair = {active.x * up.x, active.y * up.y};
+        }
+        words[i / 2] = pack(pair.x, pair.y);
+    }
+    return {words[0], words[1], words[2], words[3]};
+}
+
+template <int HEIGHT, int TOKENS, int SPLITS, int ROOM, bool GATED>
+__device__ inline void multiply_rows(const CUtensorMap& weights, const CUtensorMap& inputs, Number* y, int rows,
+                                     int outputs, int columns) {
+    using R = Ring<HEIGHT, TOKENS, ROOM>;
+    constexpr int GROUPS = TOKENS / 64, THREADS = 128 * GROUPS;
+    constexpr int PITCH = HEIGHT + 4, OCTETS = HEIGHT / (GATED ? 16 : 8), TURN = (TOKENS + SPLITS - 1) / SPLITS;
+    static_assert(4 * PITCH * TOKENS <= R::STAGES * R::BYTES, "sums take the place of the ring");
+    SHARED_MEMORY(shared);
+    __shared__ unsigned long long full[R::STAGES], empty[R::STAGES];
+    R ring{(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
+    int slabs = columns / SLAB / SPLITS, split = blockIdx.x % SPLITS;
+    Share share{(int)blockIdx.x / SPLITS, split, split * slabs, slabs};
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < R::STAGES; stage++) {
+            make_turnstile(&full[stage], 1);
+            make_turnstile(&empty[stage], 4 * GROUPS);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    launch_dependents();
+    if (threadIdx.x >= THREADS) {
+        if (threadIdx.x == THREADS) fetch_all<HEIGHT>(ring, share, weights, inputs);
+        __syncwarp();
+        if constexpr (SPLITS > 1) sync_cluster(), sync_cluster();
+    } else {
+        float sums[HEIGHT / 2];
+        int group = threadIdx.x / 128, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        multiply_all<HEIGHT>(ring, slabs, group, sums);
+        sync_threads(THREADS);  // all of the ring has been read
+#pragma unroll
+        for (int i = 0; i < HEIGHT / 2; i += 2) {
+            int token = group * 64 + row + i / 2 % 2 * 8, output = i / 4 * 8 + threadIdx.x % 4 * 2;
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(ring.begin + 4 * (token * PITCH + output)),
+                         "f"(sums[i]), "f"(sums[i + 1])
+                         : "memory");
+        }
+        if constexpr (SPLITS > 1) sync_cluster();
+        else sync_threads(THREADS);
+        await_earlier_kernels();  // they may still read what stood in y
+        for (int item = threadIdx.x; item < TURN * OCTETS; item += THREADS) {
+            int token = split * TURN + item / OCTETS, octet = item % OCTETS, output = (share.tile * OCTETS + octet) * 8;
+            if (token < rows && output < outputs)
+                *reinterpret_cast<uint4*>(y + (long long)token * outputs + output) =
+                    finish<SPLITS, GATED>(ring.begin + 4 * (token * PITCH + octet * (GATED ? 16 : 8)));
+        }
+        if constexpr (SPLITS > 1) sync_cluster();  // others read these sums
+    }
+}
+
+// One for each of TILINGS in step_product.py; room: KiB.
+#define KERNEL(height, tokens, splits, room, gated) \
+    extern "C" __global__ void __launch_bounds__(2 * tokens + 32, 1) \
+        step_product_##height##_##tokens##_##splits##_##gated(const __grid_constant__ CUtensorMap weights, \
+                                                             const __grid_constant__ CUtensorMap inputs, Number* y, \
+                                                             int rows, int outputs, int columns) { \
+        multiply_rows<height, tokens, splits, room * 1024, gated>(weights, inputs, y, rows, outputs, columns); \
+    }
+KERNEL(192, 64, 1, 224, 1)
+KERNEL(96, 64, 2, 160, 0)
+KERNEL(64, 64, 2, 128, 0)

@@ -73,10 +73,8 @@ class OpenTrees:
         trees = (self._parents.get(sequence, NO_NODES) for sequence in seq_ids)
         return lengths - np.fromiter((tree.size for tree in trees), np.int64, lengths.size)
 
-    def put(self, trees: dict[int, Int64Array], seq_ids: tuple[int, ...], qo_indptr: np.ndarray) -> TokenTrees | None:
-        """These are open from now on; how their new nodes are laid out in the forward of seq_ids."""
-        if not trees:
-            return None
+    def put(self, trees: dict[int, Int64Array], seq_ids: tuple[int, ...], qo_indptr: np.ndarray) -> TokenTrees:
+        """These, at least one, are open from now on; how their new nodes are laid out in the forward of seq_ids."""
         self._parents.update(trees)
         there = np.array([index for index, sequence in enumerate(seq_ids) if sequence in trees])
         return lay_out_trees(there, [trees[seq_ids[index]] for index in there], qo_indptr)

@@ -168,6 +168,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     async def update_island(self, state: IslandState) -> None:
         """What the island's supervisor says of it."""
         await self._islands.update(state)
+        self._router.look_again()
 
     async def placed_tokens(self, island: str) -> int:
         """Tokens of requests that the island's workers have not yet ended."""

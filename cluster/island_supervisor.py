@@ -17,7 +17,7 @@ from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape
 from tandem.cluster.supervisor import Supervisor
 
 GATEWAY_SECONDS = 2.0  # longest wait for the gateway to answer
-DRAIN_POLL_SECONDS = 0.1
+DRAIN_POLL_SECONDS = 0.02
 log = logging.getLogger(__name__)
 
 

@@ -87,8 +87,8 @@ class RayProcesses(Processes):
         try:
             with _sigterm_kept():
                 ray.init(**options)
-        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            reason = str(error).splitlines()[0]
+        except Exception as error:  # Ray raises bare ones, where its own processes are too slow to start
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             if self._address is None:
                 raise StartFailed(f"a local Ray cannot be started: {reason}") from error
             raise StartFailed(

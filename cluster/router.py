@@ -103,6 +103,10 @@ class Router:
             if await placement.prefill.abort(request_id):
                 await placement.decode.abort(request_id, writer_quiet=True)
 
+    def look_again(self) -> None:
+        """An island has come or gone: who waits for a place may have one now."""
+        self._given_back.set()
+
     async def close(self) -> None:
         """Waits for clean-ups under way."""
         await asyncio.gather(*self._cleanup, return_exceptions=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from tandem.cluster.cli import main
 from tandem.cluster.client import Client
@@ -228,6 +229,20 @@ def _half_written(folder: Path) -> None:
 def _without_tokenizer(folder: Path) -> None:
     make_checkpoint(folder)
     (folder / "tokenizer.json").write_text("{")
+
+
+def test_a_ray_that_does_not_start(
+    small_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray raises Exception itself where its processes are too slow."""
+
+    def init(**options: object) -> None:
+        raise Exception("The current node timed out during startup.\nMore of it.")
+
+    monkeypatch.setattr(ray, "init", init)
+    code, (error,) = refused(capsys, "--model", str(small_model), "--grpc-port", "0", "--set", "name=no-ray")
+    assert code == 1
+    assert error == "tandem: a local Ray cannot be started: The current node timed out during startup."
 
 
 def test_security_that_cannot_be(

@@ -1,22 +1,24 @@
 """Every family through the gRPC door: a prefill and a decode worker in processes of their own, KV pushed by NVSHMEM."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from tandem.cluster.client_messages import GenerateUpdate
 from tandem.cluster.config import load_config
 from tandem.cluster.process_settings import worker_configs
-from tests.checkpoints import COMMON, FAMILIES, make_model
+from tests.checkpoints import COMMON, FAMILIES, make_model, sizes_on_gpu
 from tests.gpu.pe_process import PeProcess, pe_processes, together
 from tests.gpu.worker_pair import each, form
 from tests.gpu.worker_process import WorkerPe
 from tests.island import running_gateway
 from tests.oracle import greedy_all, load_oracle, random_prompt
-from tests.requests import GREEDY, complete_all
+from tests.requests import GREEDY, complete_all, complete_all_updates, tokens_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,10 +29,11 @@ pytestmark = [
     ),
 ]
 CHUNK, PAGE, NUM_PAGES = 48, 16, 256
-# One token; around a page, around a chunk, several chunks and windows.
-LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
-PROMPTS = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS * 2)]
+# One token; a page, around a chunk, several chunks and windows.
+LENGTHS = (1, PAGE, CHUNK - 1, CHUNK + 1, 3 * CHUNK + 5)
+PROMPTS = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS * 3)]
 OUTPUT = 56  # more than two windows
+ERROR_RATIO = 1.5  # as in test_models
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +76,37 @@ def test_tokens_equal_transformers_in_float32(family: str, processes: list[PePro
     expected = greedy_all(load_oracle(tmp_path, device="cuda"), PROMPTS, OUTPUT)
     with running_workers(processes, tmp_path, "float32") as address:
         assert complete_all(address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_in_bfloat16_are_as_near_to_float32_as_those_of_transformers(
+    family: str, processes: list[PeProcess], tmp_path: Path
+) -> None:
+    """Along the tokens that come; by FlashInfer's kernels, and CUDA graphs where the family has them."""
+    make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
+    with running_workers(processes, tmp_path, "bfloat16") as address:
+        answers = complete_all_updates(address, PROMPTS, max_tokens=OUTPUT, logprobs=5, **GREEDY)
+    exact, theirs = (logprobs_of(tmp_path, dtype, answers) for dtype in (torch.float32, torch.bfloat16))
+    ours = np.array([logprob for updates in answers for _, _, logprob in entries_of(updates)])
+    assert ours.size == len(PROMPTS) * OUTPUT * 6
+    assert np.median(np.abs(ours - exact)) < ERROR_RATIO * np.median(np.abs(theirs - exact))
+
+
+def entries_of(updates: Sequence[GenerateUpdate]) -> Iterator[tuple[int, int, float]]:
+    """The place of each token among those that came, and it and the best ones with their log-probabilities."""
+    entries = [entry for update in updates for entry in update.logprobs]
+    for place, entry in enumerate(entries):
+        for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+            yield place, token, logprob
+
+
+@torch.inference_mode()
+def logprobs_of(folder: Path, dtype: torch.dtype, answers: Sequence[Sequence[GenerateUpdate]]) -> np.ndarray:
+    """What transformers gives for all entries of the answers, in their order."""
+    model = load_oracle(folder, dtype, "cuda")
+    found: list[float] = []
+    for prompt, updates in zip(PROMPTS, answers, strict=True):
+        ids = torch.tensor([prompt + tokens_of(updates)], device="cuda")
+        logprobs = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).cpu()
+        found += [float(logprobs[place, token]) for place, token, _ in entries_of(updates)]
+    return np.array(found)

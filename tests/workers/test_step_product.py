@@ -54,6 +54,7 @@ def test_no_multiprocessor_has_much_more_than_its_share(
 def test_every_tiling_is_compiled() -> None:
     source = SOURCE.read_text()
     for one in TILINGS:
+        assert 0 < one.tokens - one.least < one.tokens
         assert f"KERNEL({one.height}, {one.tokens}, {one.splits}, {one.room}, {int(one.gated)})" in source
 
 

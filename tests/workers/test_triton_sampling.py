@@ -68,6 +68,13 @@ def test_equals_and_impossible_tokens(options: dict[str, Any], monkeypatch: pyte
     assert actual == expected
 
 
+def test_more_equals_than_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_sampling, "BLOCK", 32)
+    row = torch.cat((torch.zeros(20), torch.ones(90), -torch.ones(10)))
+    expected, actual = both(row.repeat(6, 1), [SamplingParams(top_k=20, seed=seed) for seed in range(6)])
+    assert actual == expected
+
+
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
 def test_the_extreme_draws(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.workers.sampling.uniform", lambda seeds, positions: np.full(seeds.size, number))

@@ -158,3 +158,5 @@ __device__ inline void multiply_rows(const CUtensorMap& weights, const CUtensorM
 KERNEL(192, 64, 1, 224, 1)
 KERNEL(96, 64, 2, 160, 0)
 KERNEL(64, 64, 2, 128, 0)
+KERNEL(192, 128, 1, 200, 1)
+KERNEL(64, 128, 2, 192, 0)

@@ -27,12 +27,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """A block multiplies `height` rows of weights with up to `tokens` rows; `splits` of them share the columns.
+    """A block multiplies `height` rows of weights with `least` to `tokens` rows; `splits` of them share the columns.
 
     room: KiB of shared memory for its ring. gated: rows of weights are gates, then as many ups.
     """
 
     height: int
+    least: int
     tokens: int
     splits: int
     room: int
@@ -62,9 +63,11 @@ class Tiling:
 # By measurement, see LOG.md. Rooms of more than half a multiprocessor's: two blocks there while another has none cost
 # more than fetching ahead brings.
 TILINGS = (
-    Tiling(192, 64, 1, 224, gated=True),
-    Tiling(96, 64, 2, 160, gated=False),
-    Tiling(64, 64, 2, 128, gated=False),
+    Tiling(192, 33, 64, 1, 224, gated=True),
+    Tiling(96, 33, 64, 2, 160, gated=False),
+    Tiling(64, 33, 64, 2, 128, gated=False),
+    Tiling(192, 97, 128, 1, 200, gated=True),
+    Tiling(64, 97, 128, 2, 192, gated=False),
 )
 
 TOKENS = sorted({tiling.tokens for tiling in TILINGS})
@@ -124,7 +127,7 @@ class StepProduct:
         self._maps = [self._map_weight(tiling) for tiling in tilings]
 
     def takes(self, x: Tensor) -> bool:
-        return 1 < x.shape[0] <= self._tilings[-1].tokens and x.is_contiguous()
+        return x.is_contiguous() and any(one.least <= x.shape[0] <= one.tokens for one in self._tilings)
 
     def __call__(self, x: Tensor) -> Tensor:
         place = next(place for place, one in enumerate(self._tilings) if x.shape[0] <= one.tokens)

@@ -3,6 +3,9 @@
 Top_k and top_p keep what is not below some logit, so they ask for the largest logit at which a sum over what lies below
 is small enough. Floats are ordered as the integers that their bits make; each pass over a row cuts an interval of these
 to a quarter, and ends early when a single token is left in it.
+
+Those passes are short where top_k is small: each lane's best token is known from the first pass, and the k-th best of
+these is at most the k-th best of all. What is not below it is gathered, a few hundred tokens, and the rest forgotten.
 """
 
 from typing import Any
@@ -23,14 +26,20 @@ def draw(
     logits: [n, vocab], contiguous; the others [m], where m may be less than n: rows int64, which of them; draws
     float64; temperature, top_p and min_p float32; top_k int64, 0 for all.
     """
-    tokens = torch.empty(rows.shape[0], dtype=torch.int64, device=logits.device)
-    kernel: Any = _draw[(rows.shape[0],)]
-    kernel(logits, rows, draws, temperature, top_p, min_p, top_k, tokens, logits.shape[1], BLOCK=BLOCK, num_warps=WARPS)
+    count, vocab = rows.shape[0], logits.shape[1]
+    tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
+    gathered = torch.empty((count, BLOCK), dtype=logits.dtype, device=logits.device)
+    places = torch.empty((count, BLOCK), dtype=torch.int32, device=logits.device)
+    kernel: Any = _draw[(count,)]
+    arrays = (logits, rows, draws, temperature, top_p, min_p, top_k, gathered, places, tokens)
+    kernel(*arrays, vocab, BLOCK=BLOCK, num_warps=WARPS)
     return tokens
 
 
 @triton.jit
-def _draw(logits, rows, draws, temperature, top_p, min_p, top_k, tokens, vocab, BLOCK: tl.constexpr):
+def _draw(
+    logits, rows, draws, temperature, top_p, min_p, top_k, gathered, places, tokens, vocab, BLOCK: tl.constexpr
+):  # fmt: skip
     """A program a row. A token's weight is its probability ÷ that of the best."""
     one = tl.program_id(0)
     row = logits + tl.load(rows + one) * vocab
@@ -43,6 +52,13 @@ def _draw(logits, rows, draws, temperature, top_p, min_p, top_k, tokens, vocab, 
     best = tl.max(most, 0)
     above = _order(best).to(tl.int64) + 1  # nothing has an order this high
     low = tl.full((), -(1 << 31), tl.int64)
+    gathered += one * BLOCK
+    places += one * BLOCK
+    few = False
+    if k > 0 and k < tl.minimum(vocab, BLOCK):
+        few = _gather(row, vocab, heat, _best(_order(most), k), gathered, places, BLOCK)
+    # Not by an `if`: the compiler is to know that both are multiples of 16, or it loads number by number.
+    row, vocab = tl.where(few, gathered, row), tl.where(few, BLOCK, vocab)
     if k > 0 and k < vocab:
         low = _search(row, vocab, heat, best, 0.0, low, above, (vocab - k).to(tl.float64), tl.constexpr(False), BLOCK)
     if share < 1:
@@ -51,7 +67,42 @@ def _draw(logits, rows, draws, temperature, top_p, min_p, top_k, tokens, vocab, 
             row, vocab, heat, best, least, low, above, (1 - share.to(tl.float64)) * total, tl.constexpr(True), BLOCK
         )
     total = _total(row, vocab, heat, best, least, low, BLOCK)
-    tl.store(tokens + one, _invert(row, vocab, heat, best, least, low, tl.load(draws + one) * total, BLOCK))
+    token = _invert(row, vocab, heat, best, least, low, tl.load(draws + one) * total, BLOCK)
+    if few:
+        token = tl.load(places + token).to(tl.int64)
+    tl.store(tokens + one, token)
+
+
+@triton.jit
+def _best(orders, k):
+    """The k-th largest of orders [BLOCK], which has at least k."""
+    low, above = tl.full((), -(1 << 31), tl.int64), tl.full((), 1 << 31, tl.int64)
+    while above - low > 1:
+        middle = (low + above) // 2
+        enough = tl.sum((orders >= middle.to(tl.int32)).to(tl.int32), 0) >= k
+        low, above = tl.where(enough, middle, low), tl.where(enough, above, middle)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _gather(row, vocab, heat, least, gathered, places, BLOCK: tl.constexpr):
+    """Whether at most BLOCK tokens have an order of at least `least`. If so, `places` has them in ascending order, and
+    `gathered` their logits and -inf behind them."""
+    count = tl.full((), 0, tl.int32)
+    for begin in range(0, vocab, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        here = (_order(_load(row, begin, vocab, heat, BLOCK)) >= least) & (token < vocab)
+        number = tl.sum(here.to(tl.int32), 0)
+        if number != 0:
+            place = count + tl.cumsum(here.to(tl.int32), 0) - 1
+            fits = here & (place < BLOCK)
+            tl.store(gathered + place, tl.load(row + token, mask=fits), mask=fits)
+            tl.store(places + place, token, mask=fits)
+        count += number
+    lane = tl.arange(0, BLOCK)
+    tl.store(gathered + lane, float("-inf"), mask=lane >= count)
+    tl.debug_barrier()  # all threads have stored before any reads
+    return count <= BLOCK
 
 
 @triton.jit

@@ -79,7 +79,7 @@ class DecodeGraphs:
 
     def _compute(self, batch: FixedBatch) -> Tensor:
         tokens, sources = batch.inputs
-        inputs = torch.where(sources < 0, tokens, self._last[sources.clamp(min=0)])
+        inputs = torch.where(sources < 0, tokens, self._last[sources])  # at -1 is some number
         logits = self._model.forward(inputs, batch.attention(), None)
         self._last[: batch.size].copy_(logits.argmax(-1))
         return logits

@@ -1,6 +1,7 @@
 """What both clients share: requests from Python values, Python values from responses, errors from status codes."""
 
 import difflib
+import struct
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -196,9 +197,8 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
         elif len(items) and isinstance(items[0], Mapping):
             request.chat.messages.extend(inference_pb2.ChatMessage(**turn) for turn in items)
         else:
-            request.token_ids.SetInParent()
-            request.token_ids.ids.extend(items)
-    except (TypeError, ValueError, KeyError) as error:
+            request.token_bytes = struct.pack(f"<{len(items)}I", *items)
+    except (TypeError, ValueError, KeyError, struct.error) as error:
         raise InvalidRequest(
             f"prompt is {items!r:.80}: {error}; Unicode text, token ids or a list of chat messages are accepted"
         ) from None

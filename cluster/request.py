@@ -2,7 +2,6 @@
 
 import secrets
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +10,8 @@ from tandem.cache.window import Int64Array
 from tandem.cluster.errors import InvalidRequest
 from tandem.proto import inference_pb2
 from tandem.workers.chat_template import ChatTemplateError
-from tandem.workers.messages import sampling_from_proto
+from tandem.workers.errors import InvalidCall
+from tandem.workers.messages import prompt_from_bytes, sampling_from_proto
 from tandem.workers.sampling_params import SamplingParams, validate
 from tandem.workers.tokenizer import Tokenizer
 
@@ -76,11 +76,11 @@ class RequestValidator:
     def _prompt(self, message: inference_pb2.GenerateRequest) -> Int64Array:
         kind = message.WhichOneof("input")
         if kind is None:
-            raise InvalidRequest("input is missing; set text, token_ids or chat")
-        if kind == "token_ids":
-            return self._checked_ids(message.token_ids.ids)
+            raise InvalidRequest("input is missing; set text, token_ids, token_bytes or chat")
+        if kind in ("token_ids", "token_bytes"):
+            return self._given_ids(message)
         if self._tokenizer is None:
-            raise InvalidRequest(f"{kind}: the checkpoint has no tokenizer.json; send token_ids")
+            raise InvalidRequest(f"{kind}: the checkpoint has no tokenizer.json; send token_bytes or token_ids")
         size = len(message.text) + sum(len(turn.content) for turn in message.chat.messages)
         most = self._limits.max_model_len * self._longest_token
         if size > most:  # found out before it is tokenized, which takes seconds for millions of characters
@@ -100,12 +100,19 @@ class RequestValidator:
             raise InvalidRequest(f"{kind} is empty; at least one token is needed")
         return np.array(token_ids, np.int64)
 
-    def _checked_ids(self, ids: Sequence[int]) -> Int64Array:
-        if not ids:
-            raise InvalidRequest("token_ids.ids is empty; at least one token id is needed")
-        checked = np.array(ids[:], np.int64)  # a slice is a list: numpy takes thrice as long for what protobuf has
-        self._check_vocabulary("token_ids.ids", checked)
-        return checked
+    def _given_ids(self, message: inference_pb2.GenerateRequest) -> Int64Array:
+        if message.HasField("token_ids"):
+            if not message.token_ids.ids:
+                raise InvalidRequest("token_ids.ids is empty; at least one token id is needed")
+            # A slice is a list: numpy takes thrice as long for what protobuf has.
+            field, ids = "token_ids.ids", np.array(message.token_ids.ids[:], np.int64)
+        else:
+            try:
+                field, ids = "token_bytes", prompt_from_bytes(message.token_bytes)
+            except InvalidCall as error:
+                raise InvalidRequest(f"token_bytes: {error}") from error
+        self._check_vocabulary(field, ids)
+        return ids
 
     def _check_vocabulary(self, field: str, ids: Int64Array) -> None:
         largest = int(ids.max(initial=0))

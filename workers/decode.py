@@ -24,6 +24,7 @@ from tandem.workers.token_stream import StreamFanout, StreamUpdate, TokenStream
 log = logging.getLogger(__name__)
 
 LANDING_POLL_SECONDS = 0.0003
+IDLE_POLL_SECONDS = 0.00003  # of a landing where a device computes, and leaves this thread a core of its own
 STEP_POLL_SECONDS = 0.0001
 
 
@@ -127,7 +128,8 @@ class DecodeLoop:
                 self._take_landed()
             self._cores.take(alone=self.num_waiting == 0)
             if not len(self._batch) and self._flight is None:
-                return LANDING_POLL_SECONDS if self._landing else reap_again
+                poll = IDLE_POLL_SECONDS if self._runner.runs_ahead else LANDING_POLL_SECONDS
+                return poll if self._landing else reap_again
         try:
             return self._forward()
         except Exception as error:

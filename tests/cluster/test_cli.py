@@ -2,6 +2,7 @@ import io
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -147,7 +148,7 @@ class TestGenerate:
         with serving(gateway) as address:
             assert run("generate", "--token-ids", "1, 2,3", "--address", address) == 0
         assert capsys.readouterr().out == "0 1\n"
-        assert list(gateway.requests[0].token_ids.ids) == [1, 2, 3]
+        assert struct.unpack("<3I", gateway.requests[0].token_bytes) == (1, 2, 3)
 
     def test_json(self, capsys: Capture) -> None:
         with serving(FakeGateway()) as address:

@@ -1,4 +1,5 @@
 import asyncio
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -70,8 +71,8 @@ def test_requests_carry_what_was_asked(generate: Generate) -> None:
     assert not text.sampling.HasField("top_p")
     assert list(text.sampling.stop) == ["END"]
     assert list(text.sampling.stop_token_ids) == [4]
-    assert list(ids.token_ids.ids) == [1, 2, 3]
-    assert empty.WhichOneof("input") == "token_ids"
+    assert struct.unpack("<3I", ids.token_bytes) == (1, 2, 3)
+    assert empty.WhichOneof("input") == "token_bytes"
     assert (chat.chat.messages[0].role, chat.chat.messages[0].content) == ("user", "hi")
     assert chat.sampling.ignore_eos
 

@@ -6,6 +6,34 @@ from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.request import ModelLimits, RequestValidator
 from tandem.proto import inference_pb2
 
+LIMITS = ModelLimits(vocab_size=9, max_model_len=100, pool_tokens=100)
+
+
+def test_token_ids_come_as_numbers_or_as_bytes() -> None:
+    validator = RequestValidator(LIMITS, None)
+    numbers, packed = inference_pb2.GenerateRequest(), inference_pb2.GenerateRequest()
+    numbers.token_ids.ids.extend([8, 0, 5])
+    packed.token_bytes = bytes([8, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0])
+    for message in (numbers, packed):
+        message.sampling.max_tokens = 1
+        assert validator.validate(message).token_ids.tolist() == [8, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("token_bytes", "reason"),
+    [
+        (b"", "token_bytes: prompt has 0 bytes; token ids of 4 each"),
+        (bytes(6), "token_bytes: prompt has 6 bytes"),
+        (bytes([1, 0, 0, 0, 9, 0, 0, 0]), r"token_bytes\[1\] is 9; the vocabulary has 9"),
+        (bytes([255] * 4), r"token_bytes\[0\] is 4294967295"),
+    ],
+)
+def test_bytes_that_are_no_token_ids_are_refused(token_bytes: bytes, reason: str) -> None:
+    message = inference_pb2.GenerateRequest(token_bytes=token_bytes)
+    message.sampling.max_tokens = 1
+    with pytest.raises(InvalidRequest, match=reason):
+        RequestValidator(LIMITS, None).validate(message)
+
 
 def validate(prompt: int, max_tokens: int) -> int:
     """The number of tokens that a model may make that changes its RoPE beyond 32 tokens."""

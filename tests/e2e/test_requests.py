@@ -135,10 +135,10 @@ def test_logprobs(island: Island, folder: Path) -> None:
 
 
 ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
-    ([], {}, ["token_ids.ids", "empty"]),
+    ([], {}, ["token_bytes", "0 bytes"]),
     ("", {}, ["text", "empty"]),
     ("a" * 1_000_000, {}, ["text has 1000000 characters; at most"]),
-    ([3, 512], {}, ["token_ids.ids[1]", "512", "511"]),
+    ([3, 512], {}, ["token_bytes[1]", "512", "511"]),
     ([3] * 512, {}, ["512", "511"]),
     ([3] * 500, {"max_tokens": 13}, ["sampling.max_tokens", "13", "12"]),
     (PROMPT, {"max_tokens": 0}, ["sampling.max_tokens", "0", "at least 1"]),
@@ -185,7 +185,7 @@ def test_missing_input(island: Island) -> None:
         stub = inference_pb2_grpc.InferenceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
             list(stub.Generate(inference_pb2.GenerateRequest(), timeout=5))
-    assert "text, token_ids or chat" in str(caught.value.details())
+    assert "text, token_ids, token_bytes or chat" in str(caught.value.details())
 
 
 def test_request_id_in_use(island: Island) -> None:

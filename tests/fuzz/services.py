@@ -251,10 +251,13 @@ class Fuzz:
         message = method.kind(
             **{name: value for name, value in values.items() if name in method.kind.DESCRIPTOR.fields_by_name}
         )
-        if isinstance(message, inference_pb2.GenerateRequest) and rng.random() < 0.4:
-            if rng.random() < 0.5:
+        if isinstance(message, inference_pb2.GenerateRequest):
+            chosen = rng.random()
+            if chosen < 0.2:
                 message.text = rng.choice(TEXT)
-            else:
+            elif chosen < 0.6:
+                message.token_bytes = values["prompt"]
+            elif chosen < 0.8:
                 message.chat.messages.add(role=rng.choice(("user", "system", "x", "")), content=rng.choice(TEXT))
         return message
 

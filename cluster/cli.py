@@ -3,6 +3,7 @@
 Everything heavy is imported by the command that needs it, so that `tandem --help` is quick.
 """
 
+import io
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tandem.cluster.credentials import ClientSecurity
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+WILDCARDS = ("0.0.0.0", "[::]")
 BENCH_FOLDER = Path("build", "bench")
 
 app = typer.Typer(
@@ -71,6 +73,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line (sys.argv when None) and exits."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal's encoding lacks
     try:
         app(args=arguments, prog_name="tandem")
     except (TandemError, ModelError) as error:
@@ -339,7 +343,9 @@ def _running_address() -> str:
     addresses = {state.name: state.grpc_address for state in running_clusters() if state.grpc_address}
     if len(addresses) > 1 and "local" not in addresses:
         raise UsageError(f"give --address; several clusters run: {addresses}")
-    return addresses.get("local") or next(iter(addresses.values()), DEFAULT_ADDRESS)
+    host, _, port = (addresses.get("local") or next(iter(addresses.values()), DEFAULT_ADDRESS)).rpartition(":")
+    # A certificate names no wildcard, and a token is not sent to one.
+    return f"{'localhost' if host in WILDCARDS else host}:{port}"
 
 
 def _only_running() -> str:

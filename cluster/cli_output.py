@@ -47,7 +47,7 @@ def print_json(updates: Iterable[GenerateUpdate]) -> None:
     result["text"] = "".join(part.text for part in parts)
     for name in ("token_ids", "logprobs"):
         result[name] = [item for part in map(asdict, parts) for item in part[name]]
-    print(json.dumps(result | {"token_seconds": seconds}, ensure_ascii=False))
+    print(json.dumps(result | {"token_seconds": seconds}))  # ASCII: whole in any encoding
 
 
 def print_findings(findings: Iterable[Finding]) -> None:

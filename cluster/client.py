@@ -97,7 +97,7 @@ class Client:
         try:
             answer = call(request, timeout=timeout)
         except grpc.RpcError as error:
-            raise call_error(self.address, error) from None
+            raise call_error(self.address, error, request, timeout) from None
         self._answered = True
         return answer
 
@@ -116,7 +116,7 @@ class Client:
                     return
                 pause = resumption.pause(error, self._answered)
                 if pause is None:
-                    raise call_error(self.address, error) from None
+                    raise call_error(self.address, error, request, timeout) from None
             finally:
                 call.cancel()
             time.sleep(pause)
@@ -196,7 +196,7 @@ class AsyncClient:
         try:
             answer = await call(request, timeout=timeout)
         except grpc.RpcError as error:
-            raise call_error(self.address, error) from None
+            raise call_error(self.address, error, request, timeout) from None
         self._answered = True
         return answer
 
@@ -217,7 +217,7 @@ class AsyncClient:
                     return
                 pause = resumption.pause(error, self._answered)
                 if pause is None:
-                    raise call_error(self.address, error) from None
+                    raise call_error(self.address, error, request, timeout) from None
             finally:
                 call.cancel()
             await asyncio.sleep(pause)

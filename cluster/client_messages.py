@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 import grpc
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from tandem.cluster.errors import (
     AttemptsExhausted,
@@ -31,6 +32,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 RETRY_AFTER_KEY = "retry-after-ms"
 CLIENT_ID_KEY = "client-id"
 MAX_CLIENT_ID = 128
+TIMED_OUT = "Deadline Exceeded"  # gRPC's own words, which do not say after how long
 ACCEPTED = MappingProxyType(
     {
         FieldDescriptor.TYPE_UINT32: "an integer in [0, 2^32)",
@@ -163,9 +165,11 @@ def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
     )
 
 
-def call_error(address: str, error: grpc.RpcError) -> CallError:
-    """The typed error for a failed call; `raise call_error(address, error) from None`."""
+def call_error(address: str, error: grpc.RpcError, request: Message, timeout: float) -> CallError:
+    """The typed error for a failed call, to be raised `from None`. timeout: seconds that the whole call had."""
     code, details = error.code(), error.details() or ""
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED and TIMED_OUT in details:
+        details += f"; the timeout of {request.DESCRIPTOR.name.removesuffix('Request')} was {timeout:g} s"
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return Overloaded(f"{address}: {details}", _retry_after_seconds(error))
     kinds: dict[grpc.StatusCode, type[CallError]] = {

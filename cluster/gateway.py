@@ -137,8 +137,9 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        address = f"{host}:{settings.port}"
         try:
-            address = f"{settings.host}:{settings.port}"
             port = (
                 self._server.add_insecure_port(address)
                 if credentials is None
@@ -152,7 +153,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         await self._server.start()
         for service in ("", *SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        return f"{settings.host}:{port}"
+        return f"{host}:{port}"
 
     async def stop(self, grace: float) -> None:
         """No new calls; calls under way have `grace` seconds, then they are cancelled and their pages given back."""

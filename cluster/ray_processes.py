@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ PLACEMENT_SECONDS = 30
 NODE_SHARE = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
 IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
+CONNECT_SECONDS = 5.0
 END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store
 
@@ -83,6 +85,7 @@ class RayProcesses(Processes):
                 "object_store_memory": OBJECT_STORE_BYTES,
             }
         else:
+            _check_listens(self._address)
             options["address"] = self._address
         try:
             with _sigterm_kept():
@@ -228,6 +231,19 @@ class RayActor(ActorProcess):
     def kill(self) -> None:
         """With its place, for who had to be killed may have hung for a reason that the next one would find there."""
         ray.kill(self.place)
+
+
+def _check_listens(address: str) -> None:
+    """StartFailed where nothing takes a connection: Ray itself would try for more than a minute."""
+    if address == "auto":  # Ray finds it
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise StartFailed(
+            f"--address is {address!r}: {error}; HOST:PORT of a Ray that runs is accepted, or auto for this machine's"
+        ) from error
 
 
 @contextmanager

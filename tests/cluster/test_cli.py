@@ -143,6 +143,17 @@ class TestGenerate:
         assert request.sampling.HasField("seed")  # so that it can be resumed with the same draws
         assert request.request_id
 
+    @pytest.mark.parametrize("options", [(), ("--json",)])
+    def test_what_the_terminal_cannot_show(self, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
+        """It does not end the output; JSON has it whole."""
+        written = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+        with serving(FakeGateway(words=("caf\u00e9", " \u4f60"))) as address:
+            assert run("generate", "x", "--address", address, *options) == 0
+        sys.stdout.flush()
+        text = written.getvalue().decode("ascii")
+        assert (json.loads(text)["text"] if options else text) == ("caf\u00e9 \u4f60" if options else "caf? ?\n")
+
     def test_prints_token_ids_without_a_tokenizer(self, capsys: Capture) -> None:
         gateway = FakeGateway(words=("", ""))
         with serving(gateway) as address:

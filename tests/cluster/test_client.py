@@ -101,7 +101,9 @@ def test_status_codes_are_typed_errors(generate: Generate, code: grpc.StatusCode
 
 @both
 def test_the_deadline_is_kept(generate: Generate) -> None:
-    with serving(FakeGateway(hangs=True)) as address, pytest.raises(DeadlineExceeded, match=address):
+    """And told, with what it was for."""
+    message = "Deadline Exceeded.*; the timeout of Generate was 0.2 s$"
+    with serving(FakeGateway(hangs=True)) as address, pytest.raises(DeadlineExceeded, match=f"^{address}: .*{message}"):
         generate(address, "x", timeout=0.2)
 
 

@@ -14,6 +14,7 @@ from tandem.cluster.cli import main
 from tandem.cluster.client import Client
 from tandem.cluster.credentials import ClientSecurity, ServerSecurity, read_token
 from tandem.cluster.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
+from tandem.cluster.runtime_dir import ClusterLock
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import HEADER, authorized
 from tests.checkpoints import save_checkpoint
@@ -164,6 +165,22 @@ def test_the_command_line_takes_token_and_certificates(
     options = ["--token-file", token_file, "--tls-ca", servers.ca, "--tls-cert", certificate, "--tls-key", key]
     with pytest.raises(SystemExit) as ended:
         main(["status", "--address", mutual.address, *options])
+    assert ended.value.code == 0
+    assert "prefill" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+@pytest.mark.usefixtures("runtime_folder")
+def test_a_gateway_that_listens_everywhere_is_found_by_a_name(
+    checkpoint: Path, token_file: str, servers: Authority, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    """Its certificate cannot name where it listens."""
+    certificate, key = servers.issue("localhost")
+    security = {"security.token_file": token_file, "security.tls_cert": certificate, "security.tls_key": key}
+    with running_island(checkpoint, {"gateway.host": host, **security}) as island, ClusterLock("mine") as lock:
+        lock.publish(island.address, {})
+        with pytest.raises(SystemExit) as ended:
+            main(["status", "--token-file", token_file, "--tls-ca", servers.ca])
     assert ended.value.code == 0
     assert "prefill" in capsys.readouterr().out
 

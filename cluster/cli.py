@@ -106,12 +106,12 @@ def up(
     if loaded.model.path is None:
         raise ConfigError("model.path is null; it must be a checkpoint folder: give --model DIR or set it in the YAML")
 
-    from tandem.cluster.ray_token import show_token
+    from tandem.cluster.ray_token import token_shown
 
-    show_token()
-    from tandem.cluster.foreground import run_cluster
+    with token_shown():
+        from tandem.cluster.foreground import run_cluster
 
-    run_cluster(loaded, address)
+        run_cluster(loaded, address)
 
 
 @app.command()

@@ -60,6 +60,7 @@ class TestUp:
     def test_overrides_reach_the_launcher(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[tuple[ClusterConfig, str | None]] = []
         launcher = SimpleNamespace(run_cluster=lambda *values: seen.append(values))
+        before = dict(os.environ)
         monkeypatch.setitem(sys.modules, "tandem.cluster.foreground", launcher)
         path = tmp_path / "c.yaml"
         path.write_text("name: mine\n")
@@ -71,6 +72,7 @@ class TestUp:
         assert config.model.path == str(model)
         assert config.island.verify_kv
         assert address == "10.0.0.1:6379"
+        assert dict(os.environ) == before
 
     def test_a_model_is_needed(self, tmp_path: Path, capsys: Capture) -> None:
         path = tmp_path / "c.yaml"

@@ -284,7 +284,7 @@ def test_a_map_of_another_epoch_is_refused(pair: Pair) -> None:
         ("signal_slot", 256, "signal_slot is 256; 0 … 255"),
         ("signal_slot", 100_000, "signal_slot"),
         ("matched_tokens", 37, "matched_tokens"),
-        ("matched_tokens", 5, "num_tokens"),
+        ("matched_tokens", 5, "start_position is 0; 5 is expected"),
     ],
 )
 def test_a_bad_reservation_fails_its_request_only(pair: Pair, field: str, value: int, named: str) -> None:

@@ -6,6 +6,7 @@ What supervises them, and what runs in them, is what runs under Ray.
 import atexit
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Generic, TypeVar
 
 from tandem.cluster.actor_server import pack
 from tandem.cluster.fork_server import ForkServer
@@ -13,6 +14,7 @@ from tandem.cluster.forked_actor import ForkedActor
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 
 FORK_SECONDS = 120.0
+Member = TypeVar("Member", bound=ActorProcess)
 
 
 @cache
@@ -37,7 +39,7 @@ class LocalProcesses(Processes):
     def start(self, cluster: str, num_cpus: int | None) -> None:
         pass
 
-    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "LocalGroup":
+    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "LocalGroup[ForkedActor]":
         assert not gpus
         return LocalGroup(self._start(specs), self._start)
 
@@ -56,16 +58,18 @@ class LocalProcesses(Processes):
             assert actor.join(10)
 
 
-class LocalGroup(ProcessGroup):
-    def __init__(self, members: list[ForkedActor], start: Callable[[Sequence[ActorSpec]], list[ForkedActor]]) -> None:
+class LocalGroup(ProcessGroup, Generic[Member]):
+    """Of members that `start` makes, with nothing set aside for them."""
+
+    def __init__(self, members: list[Member], start: Callable[[Sequence[ActorSpec]], list[Member]]) -> None:
         self._members = members
         self._start = start
 
     @property
-    def members(self) -> list[ForkedActor]:
+    def members(self) -> list[Member]:
         return self._members
 
-    def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list[ForkedActor]:
+    def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list[Member]:
         started = self._start(specs)
         self._members += started
         return started
@@ -77,8 +81,9 @@ class LocalGroup(ProcessGroup):
 
     def restart(self, specs: Sequence[ActorSpec]) -> None:
         assert len(specs) <= len(self._members)
-        self.shrink(self._members)
-        self._members += self._start(specs)
+        self.end()
+        self._members = self._start(specs)
 
     def end(self) -> None:
-        self.shrink(self._members)
+        for member in self._members:
+            member.kill()

@@ -31,7 +31,7 @@ from tandem.cache.shared_prefixes import SharedPrefixes
 DTYPES = (torch.float16, torch.bfloat16)
 PAGE_SIZES = (8, 16, 32, 64)
 WORKSPACE_BYTES = 256 << 20
-GRAPH_WORKSPACE_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
+PLAN_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class FlashInferKernels(PageMemory):
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._flashinfer = flashinfer
         self._workspace = workspace
-        self._graph_workspace = torch.empty(GRAPH_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        self._graph_workspace = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=pool.device)
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         # For a few tokens of each sequence fa2 is faster than fa3: 438 instead of 571 µs for 32 × 64 behind 4096.
         self._before_trees: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")

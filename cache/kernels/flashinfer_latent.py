@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.base import DeviceTables, PeerPool
-from tandem.cache.kernels.flashinfer_kernels import WORKSPACE_BYTES, check_pool, load_flashinfer
+from tandem.cache.kernels.flashinfer_kernels import PLAN_BYTES, WORKSPACE_BYTES, check_pool, load_flashinfer
 from tandem.cache.kernels.flashinfer_parts import all_slots
 from tandem.cache.kernels.page_memory import PageMemory
 from tandem.cache.kernels.peer_rows import peer_rows
@@ -29,7 +29,6 @@ from tandem.cache.ragged import indptr_of, ragged_range
 from tandem.cache.rope import Rotation
 
 RANK, ROTATED, KEY_DIM, VALUE_DIM = 512, 64, 128, 128  # what FlashInfer's kernels are compiled for
-PLAN_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,15 +1,15 @@
 """Compiles C sources with the system's compiler, once per machine and user, and loads them."""
 
 import ctypes
-import hashlib
 import logging
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
+
+from tandem.cache.kernels.build_once import build_once
 
 HEADERS = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
@@ -43,16 +43,12 @@ def build_library(source: Path, folder: Path) -> ctypes.CDLL:
         raise FileNotFoundError(f"no C compiler on PATH; one of {', '.join(COMPILERS)} is needed")
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(HEADERS.glob("*.h")))]
     parts = (*texts, *FLAGS, compiler, _run([compiler, "--version"]), _processor())
-    library = folder / f"{source.stem}-{hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()}.so"
-    if library.exists():
-        return ctypes.CDLL(str(library))
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        made = Path(own) / library.name
-        _run([compiler, *FLAGS, "-I", str(HEADERS), str(source), "-o", str(made)])
-        loaded = ctypes.CDLL(str(made))
-        made.replace(library)  # only what can be loaded
-    return loaded
+
+    def make(library: Path) -> None:
+        _run([compiler, *FLAGS, "-I", str(HEADERS), str(source), "-o", str(library)])
+        ctypes.CDLL(str(library))  # only what can be loaded is kept
+
+    return ctypes.CDLL(str(build_once(folder, f"{source.stem}.so", repr(parts).encode(), make)))
 
 
 def _run(command: list[str]) -> str:

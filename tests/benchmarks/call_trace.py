@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.actors import GatewayActor, WorkerActor
+from tandem.cluster.forked_actor import ForkedActor
 from tandem.cluster.processes import ActorSpec
 from tandem.cluster.worker_link import WorkerLink
 from tandem.workers import head_start
@@ -98,7 +99,7 @@ class TracedProcesses(LocalProcesses):
         for actor in self._actors.values():
             actor.call("longest_head", tokens).result(10)
 
-    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> LocalGroup:
+    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> LocalGroup[ForkedActor]:
         kinds: dict[type, type] = {GatewayActor: TracedGateway, WorkerActor: TracedWorker}
         traced = [ActorSpec(spec.name, kinds[spec.kind], _Traced(spec.argument, self._log)) for spec in specs]
         return super().start_group(traced, gpus=0, threads=threads)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.cluster.errors import ProcessEnded, StartFailed
-from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
+from tandem.cluster.processes import ActorProcess, ActorSpec, Processes
+from tests.local_processes import LocalGroup
 
 ANSWERS: dict[str, Any] = {"progress": (1, 2), "open": b"handle", "serve": "127.0.0.1:1", "placed_tokens": 0}
 
@@ -50,41 +51,13 @@ class FakeProcess(ActorProcess):
                 answer.set_exception(ProcessEnded(self.name, "killed"))
 
 
-class FakeGroup(ProcessGroup):
-    def __init__(
-        self,
-        members: list[FakeProcess],
-        start: Callable[[Sequence[ActorSpec]], list[FakeProcess]],
-        keeps_places: bool = False,
-    ) -> None:
-        self._members = members
-        self._start = start
-        self._keeps_places = keeps_places
-
-    @property
-    def members(self) -> list[FakeProcess]:
-        return self._members
-
-    def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list[FakeProcess]:
-        started = self._start(specs)
-        self._members += started
-        return started
-
-    def shrink(self, members: Sequence[ActorProcess]) -> None:
-        for member in [member for member in self._members if member in members]:
-            member.kill()
-            self._members.remove(member)
+class FakeGroup(LocalGroup[FakeProcess]):
+    keeps_places = False  # see FakeProcesses
 
     def restart(self, specs: Sequence[ActorSpec]) -> None:
-        assert len(specs) <= len(self._members)
-        if not self._keeps_places:
+        if not self.keeps_places:
             raise StartFailed("a place is gone")
-        self.end()
-        self._members = self._start(specs)
-
-    def end(self) -> None:
-        for member in self._members:
-            member.kill()
+        super().restart(specs)
 
 
 @dataclass
@@ -102,8 +75,10 @@ class FakeProcesses(Processes):
         pass
 
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> FakeGroup:
-        self.groups.append(FakeGroup(self._start(specs), self._start, self.keeps_places))
-        return self.groups[-1]
+        group = FakeGroup(self._start(specs), self._start)
+        group.keeps_places = self.keeps_places
+        self.groups.append(group)
+        return group
 
     def _start(self, specs: Sequence[ActorSpec]) -> list[FakeProcess]:
         if len(specs) > self.room:

@@ -1,12 +1,11 @@
 """Compiles device_puts.cu with nvcc against NVSHMEM's device library, once per machine, user and kind of GPU."""
 
-import hashlib
 import shutil
 import subprocess
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from tandem.cache.kernels.build_once import build_once
 from tandem.transfer.errors import TransportError
 
 SOURCE = Path(__file__).with_name("device_puts.cu")
@@ -28,17 +27,14 @@ def build_device_puts(folder: Path, capability: tuple[int, int]) -> Path:
     target = f"-gencode=arch=compute_{arch},code=sm_{arch}"
     version = _run([nvcc, "--version"])
     parts = (SOURCE.read_bytes(), (home / LIBRARY).read_bytes(), repr((FLAGS, target, version)).encode())
-    cubin = folder / f"device-puts-{hashlib.blake2b(b'/'.join(parts), digest_size=12).hexdigest()}.cubin"
-    if cubin.exists():
-        return cubin
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        compiled, linked = Path(own) / "device_puts.o", Path(own) / cubin.name
+
+    def make(linked: Path) -> None:
+        compiled = linked.with_suffix(".o")
         _run([nvcc, *FLAGS, target, f"-I{home / HEADER.parent}", "-dc", str(SOURCE), "-o", str(compiled)])
         libraries = [f"-L{home / LIBRARY.parent}", "-lnvshmem_device"]
         _run([nvcc, target, "-dlink", "-cubin", str(compiled), *libraries, "-o", str(linked)])
-        linked.replace(cubin)
-    return cubin
+
+    return build_once(folder, "device-puts.cubin", b"/".join(parts), make)
 
 
 def find_nvcc() -> str:

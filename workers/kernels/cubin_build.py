@@ -1,10 +1,9 @@
 """Compiles a CUDA file of this folder with nvcc, once per machine, user, kind of GPU and options."""
 
-import hashlib
 import subprocess
-import tempfile
 from pathlib import Path
 
+from tandem.cache.kernels.build_once import build_once
 from tandem.transfer.kernels.device_build import find_nvcc
 
 FLAGS = ("-std=c++17", "-O3")
@@ -22,15 +21,8 @@ def build_cubin(source: Path, folder: Path, defines: tuple[str, ...], arch: str)
     options = (*FLAGS, *defines, f"-gencode=arch=compute_{arch},code=sm_{arch}")
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.cuh")))]
     parts = (*texts, *options, _run([nvcc, "--version"]))
-    name = f"{source.stem.replace('_', '-')}-{hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()}.cubin"
-    cubin = folder / name
-    if not cubin.exists():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            made = Path(own) / name
-            _run([nvcc, *options, "-cubin", str(source), "-o", str(made)])
-            made.replace(cubin)
-    return cubin.read_bytes()
+    name, command = f"{source.stem.replace('_', '-')}.cubin", [nvcc, *options, "-cubin", str(source), "-o"]
+    return build_once(folder, name, repr(parts).encode(), lambda made: _run([*command, str(made)])).read_bytes()
 
 
 def _run(command: list[str]) -> str:

@@ -3,6 +3,7 @@
 Each has a GPU, which it shares with others where there are fewer.
 """
 
+import importlib.util
 import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,6 +22,10 @@ from tandem.cache.position_map import Int32Array
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Fence
 
+NEEDS_NVSHMEM = pytest.mark.skipif(
+    not torch.cuda.is_available() or importlib.util.find_spec("nvshmem") is None,
+    reason="needs a CUDA device and nvshmem4py",
+)
 ANSWER_SECONDS = 300.0  # a worker's first kernels are compiled
 
 

@@ -1,6 +1,5 @@
 """Every family through the gRPC door: a prefill and a decode worker in processes of their own, KV pushed by NVSHMEM."""
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from tandem.cluster.client_messages import GenerateUpdate
 from tandem.cluster.config import load_config
 from tandem.cluster.process_settings import worker_configs
 from tests.checkpoints import COMMON, FAMILIES, make_model, sizes_on_gpu
-from tests.gpu.pe_process import PeProcess, pe_processes, together
+from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, pe_processes, together
 from tests.gpu.worker_pair import each, form
 from tests.gpu.worker_process import WorkerPe
 from tests.island import running_gateway
@@ -23,10 +22,7 @@ from tests.requests import GREEDY, complete_all, complete_all_updates, tokens_of
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),  # FlashInfer compiles its kernels
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or importlib.util.find_spec("nvshmem") is None,
-        reason="needs a CUDA device and nvshmem4py",
-    ),
+    NEEDS_NVSHMEM,
 ]
 CHUNK, PAGE, NUM_PAGES = 48, 16, 256
 # One token; a page, around a chunk, several chunks and windows.

@@ -1,16 +1,14 @@
 """Leases and recalls between workers on GPUs: pages are taken back without a gateway, by one-sided writes."""
 
-import importlib.util
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
-import torch
 
 from tests.checkpoints import make_model
-from tests.gpu.pe_process import pe_processes
+from tests.gpu.pe_process import NEEDS_NVSHMEM, pe_processes
 from tests.gpu.worker_pair import MAX_TOKENS, NUM_PAGES, PAGE, Pair, running_pair
 from tests.gpu.worker_process import WorkerPe
 from tests.oracle import greedy, load_oracle, random_prompt
@@ -18,10 +16,7 @@ from tests.oracle import greedy, load_oracle, random_prompt
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or importlib.util.find_spec("nvshmem") is None,
-        reason="needs a CUDA device and nvshmem4py",
-    ),
+    NEEDS_NVSHMEM,
 ]
 
 LEASE_SECONDS = 3.0

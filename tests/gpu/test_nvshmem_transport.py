@@ -1,6 +1,5 @@
 """The contract of a transport, over NVSHMEM: two processes, each with a GPU, or with a share of the only one."""
 
-import importlib.util
 import json
 import time
 from collections.abc import Iterator
@@ -16,15 +15,12 @@ from tandem.cache.position_map import Int32Array
 from tandem.transfer.completion import SignalBoard, pack_signal
 from tandem.transfer.copy_plan import plan_copy
 from tandem.transfer.membership import TransportConfig
-from tests.gpu.pe_process import PeProcess, join, pe_processes, together
+from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, join, pe_processes, together
 from tests.transfer.layouts import PAGE_SIZE, latents_beside_kv, two_groups
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or importlib.util.find_spec("nvshmem") is None,
-        reason="needs a CUDA device and nvshmem4py",
-    ),
+    NEEDS_NVSHMEM,
 ]
 
 NUM_PAGES = 12

@@ -1,23 +1,18 @@
 """Processes on GPUs leave their island and form its next epoch, as they do when a cluster gets another shape."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.gpu.pair_cases import CASES, check_push, tokens_after
-from tests.gpu.pe_process import pe_processes, together
+from tests.gpu.pe_process import NEEDS_NVSHMEM, pe_processes, together
 from tests.gpu.worker_pair import EPOCH, NUM_PAGES, each, pair_configs, serving_pair
 from tests.gpu.worker_process import WorkerPe
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or importlib.util.find_spec("nvshmem") is None,
-        reason="needs a CUDA device and nvshmem4py",
-    ),
+    NEEDS_NVSHMEM,
 ]
 
 

@@ -1,23 +1,18 @@
 """A prefill and a decode worker on GPUs, through gRPC: the KV that arrives is what was computed."""
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.gpu.pair_cases import CASES, check_announced, check_push, tokens_after
-from tests.gpu.pe_process import PeProcess, pe_processes
+from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, pe_processes
 from tests.gpu.worker_pair import NUM_PAGES, Pair, running_pair
 from tests.gpu.worker_process import WorkerPe
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),  # FlashInfer compiles its kernels
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or importlib.util.find_spec("nvshmem") is None,
-        reason="needs a CUDA device and nvshmem4py",
-    ),
+    NEEDS_NVSHMEM,
 ]
 
 # Whether the decode worker's pages are mapped; the other way is by puts.

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tandem.cache.plan import ForwardPlan
 from tandem.workers.errors import Aborted
-from tests.checkpoints import save_checkpoint
 from tests.oracle import greedy, load_oracle, random_prompt
 from tests.workers.loop_pair import CHUNK, DECODE, LEASE, PAGE, PREFILL, LoopPair
 
@@ -32,16 +31,6 @@ class CountedForwards:
             raise RuntimeError("as the test says")
         self.counts.append(len(token_ids))
         return self._forward(token_ids, plan, last_rows)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("llama", tmp_path_factory.mktemp("head_start"))
-
-
-@pytest.fixture
-def pair(folder: Path) -> LoopPair:
-    return LoopPair(folder)
 
 
 def announce(pair: LoopPair, request_id: str, prompt: list[int]) -> None:

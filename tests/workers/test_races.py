@@ -7,7 +7,6 @@ import pytest
 
 from tandem.workers.errors import (
     Aborted,
-    CorruptKV,
     InvalidCall,
     LeaseExpired,
     NoRoom,
@@ -15,7 +14,6 @@ from tandem.workers.errors import (
     StaleReservation,
 )
 from tandem.workers.token_stream import TokenStream
-from tests.checkpoints import save_checkpoint
 from tests.oracle import greedy, load_oracle, random_prompt
 from tests.workers.loop_pair import CHUNK, DECODE, LEASE, PREFILL, LoopPair
 
@@ -24,19 +22,9 @@ PROMPT, OTHER = random_prompt(37, 0), random_prompt(37, 1)  # 5 pages of 8, thre
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("llama", tmp_path_factory.mktemp("races"))
-
-
-@pytest.fixture(scope="module")
 def oracle(folder: Path) -> dict[int, list[int]]:
     model = load_oracle(folder)
     return {len(prompt) * 1000 + prompt[0]: greedy(model, prompt, 4) for prompt in (PROMPT, OTHER)}
-
-
-@pytest.fixture
-def pair(folder: Path) -> LoopPair:
-    return LoopPair(folder)
 
 
 def expected(oracle: dict[int, list[int]], prompt: list[int]) -> list[int]:
@@ -390,32 +378,3 @@ def test_the_gateways_word_frees_pages_while_their_recall_is_under_way(
     pair.heed_recalls()
     pair.heed_recalls()
     pair.assert_free()
-
-
-def test_one_wrong_bit_fails_the_request(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
-    reservation = pair.prepare("a", PROMPT)
-    pair.send("a", PROMPT, reservation)
-    pair.start("a", reservation)
-    pair.prefill.step()
-    pair.fabric.corrupt_next(DECODE)
-    pair.run_prefill()
-    pair.run_decode()
-    assert isinstance(pair.ended("a"), CorruptKV)
-    assert pair.tokens("a") == []
-    assert pair.decode.counters.corrupt == 1
-    pair.assert_free()
-    assert pair.complete("b", PROMPT) == expected(oracle, PROMPT)
-
-
-def test_a_wrong_bit_in_a_page_that_was_sent_from_the_cache_fails_the_request(folder: Path) -> None:
-    pair = LoopPair(folder, sharing=True)
-    pair.complete("a", PROMPT)
-    pair.caches[DECODE].clear_prefixes()
-    reservation = pair.prepare("b", PROMPT)
-    pair.send("b", PROMPT, reservation)
-    pair.start("b", reservation)
-    pair.fabric.corrupt_next(DECODE)
-    pair.run_prefill()
-    pair.run_decode()
-    assert isinstance(pair.ended("b"), CorruptKV)
-    assert pair.prepare("c", PROMPT).matched_tokens == 0

@@ -14,7 +14,6 @@ from tandem.workers.errors import Aborted, InvalidCall, NoRoom, Stale
 from tandem.workers.finish import FinishReason
 from tandem.workers.lease import Lease
 from tandem.workers.reservation import Reservation
-from tests.checkpoints import save_checkpoint
 from tests.oracle import greedy, load_oracle, random_prompt
 from tests.workers.loop_pair import DECODE, LEASE, PAGE, PREFILL, LoopPair
 
@@ -129,11 +128,6 @@ class Gateway:
             self.pair.clock.now += LEASE
             self.pair.prefill.step()
             self.pair.decode.step()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("llama", tmp_path_factory.mktemp("programs"))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ transport's own, behind what is on the current one, which never waits for it: a 
 Importing this module needs nvshmem4py and Triton.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,8 +98,6 @@ class NvshmemTransport(Transport):
         torch.cuda.set_device(self._device)
         device = Device(self._device.index)
         device.set_current()
-        # It would load NCCL for collectives that nobody calls here: half a second of 0.7.
-        os.environ.setdefault("NVSHMEM_DISABLE_NCCL", "1")
         nvshmem.core.init(
             device=device, uid=self._unique_id, rank=self.pe, nranks=self.num_pes, initializer_method="uid"
         )

@@ -285,7 +285,7 @@ class Fuzz:
         gateway: Any = self._island.gateway
         links = [link for island in gateway._islands._current.values() for link in island.links]
         of_gateway = {
-            "calls": len(gateway._active),
+            "calls": gateway._intake.running,
             "queued": gateway._router.queued,
             "clean-ups": len(gateway._router._cleanup),
             "orders": len(gateway._admin._outcomes),

@@ -10,7 +10,7 @@ from tandem.cluster.gateway import Doors
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes
 from tests.local_processes import LocalGroup
 
-ANSWERS: dict[str, Any] = {"progress": (1, 2), "open": b"handle", "placed_tokens": 0}
+ANSWERS: dict[str, Any] = {"progress": ("weights", 1, 2), "open": b"handle", "placed_tokens": 0}
 ADDRESS = "127.0.0.1:1"
 
 

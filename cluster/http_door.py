@@ -66,9 +66,13 @@ class HttpDoor:
         """A socket of our own: uvicorn would end the process where the port is in use."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            return socket.create_server((self._host, self._port), family=family, dualstack_ipv6=self._host == "::")
+            both = self._host == "::"
+            listener = socket.create_server((self._host, self._port), family=family, dualstack_ipv6=both)
         except OSError as error:
             raise StartFailed(
                 f"gateway.http_port {self._port} on {self._host} cannot be opened ({os.strerror(error.errno or 0)}); "
                 "choose a free one, or 0 for any free one"
             ) from error
+        # Connections inherit it; asyncio sets it itself only for sockets that it made. Else events wait 40 ms for ACKs.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener

@@ -8,6 +8,7 @@ from typing import Any
 
 from tandem.cluster.http_errors import HttpError
 
+EVENTS = "text/event-stream; charset=utf-8"
 LAST_SECONDS = 60.0  # how long a client may take to read what ends its answer
 
 Scope = MutableMapping[str, Any]
@@ -32,7 +33,7 @@ class Reply:
         """Returns when the client's connection takes more; without bound when it never does."""
         if not self._begun:
             # Proxies that hold an answer back until it is whole are told not to.
-            await self._begin(200, "text/event-stream", {"cache-control": "no-cache", "x-accel-buffering": "no"})
+            await self._begin(200, EVENTS, {"cache-control": "no-cache", "x-accel-buffering": "no"})
         await self._write(_event(value))
 
     async def done(self, value: object | None = None) -> None:
@@ -61,7 +62,8 @@ class Reply:
 
 
 def _json(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    # In ASCII: some clients take other characters of a text, U+2028 say, for the end of a line.
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _event(value: object) -> bytes:

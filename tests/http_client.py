@@ -48,7 +48,7 @@ def streaming(address: str, path: str, **body: Any) -> Iterator[Iterator[str]]:
         "POST", f"http://{address}{path}", json={**body, "stream": True}, timeout=SECONDS, trust_env=False
     ) as response:
         assert response.status_code == 200, response.read()
-        assert response.headers["content-type"] == "text/event-stream"
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         yield response.iter_lines()
 
 

@@ -335,6 +335,12 @@ class TestPorts:
         with Client(quiet.gateway._doors.grpc) as client:
             assert client.cluster_info().http_address == quiet.http
 
+    def test_small_events_are_sent_at_once(self, quiet: Door) -> None:
+        """Connections have the options of the socket that they come through."""
+        assert quiet.gateway._http is not None
+        (listener,) = quiet.gateway._http._server.servers[0].sockets
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
     def test_over_ipv6(self, model: Path) -> None:
         with door(model, {"gateway.host": "::1"}) as opened:
             assert opened.http.startswith("[::1]:")

@@ -288,21 +288,21 @@ class TestStop:
             assert tokens_of(answers) == TOKENS
             stopping.join(30)
 
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_but_no_longer(self, model: Path, stream: bool) -> None:
-        with door(model, fails={"StartGenerate": ["hang"]}) as opened:
+    def test_but_no_longer(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+        with door(model, fails={"StartGenerate": ["hang"] * 2}) as opened:
             answers: list[httpx.Response] = []
-            body = {**BODY, "stream": stream}
-            asked = threading.Thread(target=lambda: answers.append(post(opened.http, COMPLETIONS, body)))
+            asked = threading.Thread(target=lambda: answers.append(post(opened.http, COMPLETIONS, BODY)))
             asked.start()
-            until(lambda: bool(opened.worker.sent))
-            time.sleep(0.2)  # for the first token to come
-            opened.events.run(opened.gateway.stop(0.05), timeout=30)
+            with streaming(opened.http, COMPLETIONS, **BODY) as lines:
+                assert "choices" in next(lines)
+                until(lambda: len(opened.worker.sent) == 2)
+                opened.events.run(opened.gateway.stop(0.05), timeout=30)
+                *_, last = [line for line in lines if line]
+            assert last.startswith('data: {"error":{"message":"the gateway is stopping"')
             asked.join(20)
-            (response,) = answers
-            assert "the gateway is stopping" in response.text
-            assert response.status_code == (200 if stream else 503)
-            assert len(opened.worker.ended) == 2
+            assert "stopping" in refused(answers[0], 503)["message"]
+            assert len(opened.worker.ended) == 4  # both workers of both
+            assert not caplog.records  # uvicorn has cancelled nothing
 
 
 class TestPorts:

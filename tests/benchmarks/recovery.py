@@ -315,10 +315,15 @@ def main() -> None:
             cluster = Cluster(load_config(config, settings(folder, options.shape, num_gpus > 0, islands)), processes)
             kills = found.setdefault(f"islands {islands}", {})
             measure(cluster, cases, list(options.targets) * options.rounds, options.clients, kills)
-    result = {islands: {role: summary(kills) for role, kills in roles.items()} for islands, roles in found.items()}
-    detected = [one.detected or 0.0 for roles in found.values() for kills in roles.values() for one in kills]
-    target = at_most("kill to admission stopped, worst, s", max(detected, default=0.0), DETECTION_TARGET_SECONDS)
-    print_result(result | {"targets": [target]})
+    result: dict[str, Any] = {
+        islands: {role: summary(kills) for role, kills in roles.items()} for islands, roles in found.items()
+    }
+    kills = [one for roles in found.values() for kills in roles.values() for one in kills]
+    detected = [one.detected for one in kills if one.detected is not None]
+    targets = (
+        [at_most("kill to admission stopped, worst, s", max(detected), DETECTION_TARGET_SECONDS)] if detected else []
+    )
+    print_result(result | {"targets": targets})
 
 
 if __name__ == "__main__":

@@ -166,8 +166,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
                 f"gateway.port {settings.port} on {settings.host} cannot be opened; "
                 "choose a free one, or 0 for any free one"
             ) from error
-        await self._server.start()
         self._doors = Doors(f"{host}:{port}", None if self._http is None else await self._http.start())
+        await self._server.start()
         for service in ("", *SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         return self._doors

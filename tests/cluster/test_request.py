@@ -35,13 +35,14 @@ def test_bytes_that_are_no_token_ids_are_refused(token_bytes: bytes, reason: str
         RequestValidator(LIMITS, None).validate(message)
 
 
-def validate(prompt: int, max_tokens: int) -> int:
+def validate(prompt: int, max_tokens: int | None, open_ended: int | None = None) -> int:
     """The number of tokens that a model may make that changes its RoPE beyond 32 tokens."""
     validator = RequestValidator(ModelLimits(vocab_size=9, max_model_len=100, pool_tokens=100, rope_switch=32), None)
     message = inference_pb2.GenerateRequest()
     message.token_ids.ids.extend([1] * prompt)
-    message.sampling.max_tokens = max_tokens
-    return validator.validate(message).params.max_tokens
+    if max_tokens is not None:
+        message.sampling.max_tokens = max_tokens
+    return validator.validate(message, open_ended).params.max_tokens
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [(1, 32), (30, 3), (32, 1), (33, 1), (33, 60)])
@@ -54,3 +55,16 @@ def test_one_that_would_grow_over_it_is_refused(prompt: int, max_tokens: int, mo
     message = f"max_tokens is {max_tokens} after a prompt of {prompt} .*: at most {most}, or a prompt of more than 32"
     with pytest.raises(InvalidRequest, match=message):
         validate(prompt, max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "open_ended", "most"), [(1, 20, 20), (1, 50, 32), (30, 50, 3), (32, 50, 1), (33, 80, 67), (99, 50, 1)]
+)
+def test_an_open_end_takes_what_room_there_is(prompt: int, open_ended: int, most: int) -> None:
+    assert validate(prompt, None, open_ended) == most
+    assert validate(prompt, 1, open_ended) == 1
+
+
+def test_an_open_end_makes_no_room() -> None:
+    with pytest.raises(InvalidRequest, match="the prompt has 100 tokens"):
+        validate(100, None, 50)

@@ -11,6 +11,7 @@ from tandem.cluster.membership import IslandState
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.gpu_room import GpuRoom
 from tandem.workers.worker import Worker
 
 
@@ -29,7 +30,7 @@ class WorkerActor:
     def progress(self) -> tuple[int, int]:
         return self._worker.loaded_bytes, self._worker.total_bytes
 
-    def pages_that_fit(self, utilization: float) -> int:
+    def pages_that_fit(self, utilization: float) -> GpuRoom:
         with self._preparing():
             return self._worker.pages_that_fit(utilization)
 

@@ -280,3 +280,28 @@ def test_a_model_folder_that_cannot_be_served(
     assert code == 2
     assert error.startswith("tandem: model.path: ")
     assert named in error
+
+
+@pytest.mark.parametrize(
+    ("arch", "page_size", "named"),
+    [
+        ("llama", 128, "page_size is 128; on a GPU it must be one of 8, 16, 32, 64"),
+        ("deepseek_v2", 16, "on a GPU it must be one of 512"),
+    ],
+)
+def test_what_no_kernel_of_a_gpu_serves(
+    arch: str,
+    page_size: int,
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
+    make_checkpoint(tmp_path / "model", arch=arch, size="tiny", seed=3)
+    settings = ["name=bad-sizes", "island.device=cuda", "island.transport=nvshmem", f"cache.page_size={page_size}"]
+    options = [part for setting in (*settings, "model.dtype=bfloat16") for part in ("--set", setting)]
+    code, (error,) = refused(capsys, "--model", str(tmp_path / "model"), *options)
+    assert code == 2
+    assert error.startswith("tandem: island.device is cuda, which model.path and cache.page_size do not fit: ")
+    assert error.endswith(named)

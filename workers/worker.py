@@ -226,35 +226,12 @@ class Worker:
             writer=self._meter,
         )
         runner = ModelRunner(self._model, cache)
-        if config.role == Role.PREFILL:
-            loop = PrefillLoop(
-                runner,
-                cache,
-                self._transport,
-                self._meter,
-                max_batch_tokens=config.max_batch_tokens,
-                sharing=self._sharing,
-                verify=config.verify_kv,
-                lease_seconds=config.lease_seconds,
-            )
-            self._step_thread = StepThread(loop, "step")
-            service = PrefillService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
-        else:
-            loop = DecodeLoop(
-                runner,
-                cache,
-                self._transport,
-                StreamFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second),
-                self._cores,
-                eos_token_ids=self.model_config.eos_token_ids,
-                max_sequences=config.max_sequences,
-                sharing=self._sharing,
-                verify=config.verify_kv,
-                lease_seconds=config.lease_seconds,
-            )
-            self._step_thread = StepThread(loop, "step")
-            service = DecodeService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
-        self._loop = loop
+        loop = self._loop = self._make_loop(runner, cache)
+        self._step_thread = StepThread(loop, "step")
+        parts = (config, self.model_config.vocab_size, self._step_thread)
+        service = (
+            DecodeService(*parts, loop, cache) if isinstance(loop, DecodeLoop) else PrefillService(*parts, loop, cache)
+        )
         self._step_thread.start()
         self._prepared += 1
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
@@ -268,6 +245,33 @@ class Worker:
         port = self._server.add_insecure_port(f"{config.host}:0")
         await self._server.start()
         return f"{config.host}:{port}"
+
+    def _make_loop(self, runner: ModelRunner, cache: PagedKVCache) -> PrefillLoop | DecodeLoop:
+        """On the event loop, which a decode worker's tokens go through."""
+        config = self.config
+        if config.role == Role.PREFILL:
+            return PrefillLoop(
+                runner,
+                cache,
+                self._transport,
+                self._meter,
+                max_batch_tokens=config.max_batch_tokens,
+                sharing=self._sharing,
+                verify=config.verify_kv,
+                lease_seconds=config.lease_seconds,
+            )
+        return DecodeLoop(
+            runner,
+            cache,
+            self._transport,
+            StreamFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second),
+            self._cores,
+            eos_token_ids=self.model_config.eos_token_ids,
+            max_sequences=config.max_sequences,
+            sharing=self._sharing,
+            verify=config.verify_kv,
+            lease_seconds=config.lease_seconds,
+        )
 
     @property
     def _sharing(self) -> bool:

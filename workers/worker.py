@@ -19,7 +19,7 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
 from tandem.workers.authentication import TokenRequired
-from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.config import Role, WorkerConfig, max_message_bytes
 from tandem.workers.core_share import CoreShare
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
@@ -284,10 +284,10 @@ class Worker:
 def _server_options(config: WorkerConfig) -> list[tuple[str, int]]:
     """A peer that hangs keeps its connection, so it is asked for a sign of life: without one its calls end as if it
     had gone, at the latest after a lease, or after two seconds where a lease is shorter."""
-    half_lease_ms = max(1000, int(config.lease_seconds * 500))
+    half_lease_ms, limit = max(1000, int(config.lease_seconds * 500)), max_message_bytes(config.max_model_len)
     return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", limit),
+        ("grpc.max_send_message_length", limit),
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", half_lease_ms),
         ("grpc.keepalive_timeout_ms", half_lease_ms),

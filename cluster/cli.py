@@ -120,12 +120,16 @@ def down(
     timeout: Annotated[float, typer.Option(min=0, help="Longest wait for its end, in seconds.")] = 60.0,
 ) -> None:
     """Stop a cluster that runs on this machine."""
-    from tandem.cluster.runtime_dir import running_cluster
+    from tandem.cluster.runtime_dir import running_cluster, running_clusters
 
-    name = name or _only_running()
+    names = [state.name for state in running_clusters()]
+    running = f"running: {', '.join(names) or 'none'}"
+    if name is None and len(names) > 1:
+        raise UsageError(f"give the name of one; {running}")
+    name = name or next(iter(names), "local")
     state = running_cluster(name)
     if state is None:
-        raise ClusterNotRunning(f"name is {name!r}: no such cluster runs here; {_running()}")
+        raise ClusterNotRunning(f"name is {name!r}: no such cluster runs here; {running}")
     if state.pid is None:
         raise StopTimedOut(f"cluster {name!r} is only just starting; try again")
     with suppress(ProcessLookupError):
@@ -294,19 +298,6 @@ def bench(
 def version() -> None:
     """Print tandem's version."""
     print(f"tandem {package_version('tandem')}")
-
-
-def _only_running() -> str:
-    from tandem.cluster.runtime_dir import running_clusters
-
-    names = [state.name for state in running_clusters()]
-    return names[0] if len(names) == 1 else "local"
-
-
-def _running() -> str:
-    from tandem.cluster.runtime_dir import running_clusters
-
-    return f"running: {', '.join(state.name for state in running_clusters()) or 'none'}"
 
 
 def _yaml_string(text: str) -> str:

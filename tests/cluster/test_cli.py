@@ -104,6 +104,12 @@ class TestDown:
         assert code == 1
         assert "running: mine" in line
 
+    def test_which_of_several_must_be_said(self, capsys: Capture) -> None:
+        with ClusterLock("local"), ClusterLock("mine"):
+            code, line = failed(capsys, "down")
+        assert code == 2
+        assert line == "tandem: give the name of one; running: local, mine"
+
     def test_stops_the_only_one(self, capsys: Capture) -> None:
         script = (
             "import signal, tandem.cluster.runtime_dir as r\n"

@@ -46,7 +46,6 @@ class WorkerConfig:
     verify_kv: bool = False
     threads: int | None = None
     threads_alone: int | None = None
-    host: str = "127.0.0.1"
     max_stream_messages_per_second: float = 2000.0
 
 

@@ -38,8 +38,10 @@ from tandem.workers.weights import load_decoder
 from tandem.workers.well_formed import WellFormedRequired
 
 T = TypeVar("T")
+HOST = "127.0.0.1"
 SERVE_SECONDS = 570.0  # FlashInfer compiles what it needs at first use: two minutes, more on few cores
 PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
+COMMAND_SECONDS = 30.0
 RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
 
@@ -146,10 +148,10 @@ class Worker:
         """The symmetric pages, one tensor per layer group; valid between join() and stop()."""
         return self._transport.pools
 
-    def on_step_thread(self, command: Callable[[], T], timeout: float = 30.0) -> T:
-        """Runs `command` where cache and transport may be touched, between two steps."""
+    def on_step_thread(self, command: Callable[[], T]) -> T:
+        """Runs `command` where cache and transport may be touched, between two steps. TimeoutError when it hangs."""
         assert self._step_thread is not None, "serve() comes first"
-        return self._step_thread.call(command).result(timeout)
+        return self._step_thread.call(command).result(COMMAND_SECONDS)
 
     @property
     def prepared(self) -> int:
@@ -242,9 +244,9 @@ class Worker:
             options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
-        port = self._server.add_insecure_port(f"{config.host}:0")
+        port = self._server.add_insecure_port(f"{HOST}:0")
         await self._server.start()
-        return f"{config.host}:{port}"
+        return f"{HOST}:{port}"
 
     def _make_loop(self, runner: ModelRunner, cache: PagedKVCache) -> PrefillLoop | DecodeLoop:
         """On the event loop, which a decode worker's tokens go through."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,7 +101,7 @@ def test_workers_get_longer_messages_than_clients_may_send(tmp_path: Path) -> No
             pass
         assert len(worker.prompts[0]) * 4 > 1 << 20
 
-    options = {"gateway.max_message_mib": 1, "gateway.queue_seconds": 0.1}
+    options: dict[str, Any] = {"gateway.max_message_mib": 1, "gateway.queue_seconds": 0.1}
     with_gateway(tmp_path / "model", FakeWorker(lambda sequence: 7), body, max_model_len=1 << 19, **options)
 
 
@@ -197,7 +198,8 @@ def test_no_island_takes_requests_for_a_while(model: Path) -> None:
         await gateway.update_island(worker.state("i", epoch=2, version=3))
         assert tokens_of(await asked) == TOKENS
 
-    with_gateway(model, FakeWorker(say), body, **{"gateway.queue_seconds": 0.3})
+    options: dict[str, Any] = {"gateway.queue_seconds": 0.3}
+    with_gateway(model, FakeWorker(say), body, **options)
 
 
 @pytest.mark.parametrize("fails", [[], ["UNIMPLEMENTED"], ["UNAVAILABLE"], ["hang"]])

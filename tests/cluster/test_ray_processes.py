@@ -1,5 +1,9 @@
-import pytest
+import socket
 
+import pytest
+import ray.util
+
+from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import StartFailed
 from tandem.cluster.ray_processes import RayProcesses
 
@@ -8,3 +12,12 @@ from tandem.cluster.ray_processes import RayProcesses
 def test_an_address_without_a_ray_is_refused_before_ray_tries_it(address: str) -> None:
     with pytest.raises(StartFailed, match=f"^--address is '{address}': .*; HOST:PORT of a Ray that runs is accepted"):
         RayProcesses(address).start("c", None)
+
+
+@pytest.mark.skipif(is_loopback(ray.util.get_node_ip_address()), reason="this machine has no other address")
+def test_a_service_of_this_machine_alone_is_no_ray() -> None:
+    """Such as a gateway: Ray would ask at the address that other machines know, for two minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        address = f"127.0.0.1:{service.getsockname()[1]}"
+        with pytest.raises(StartFailed, match="a Ray that runs is accepted"):
+            RayProcesses(address).start("c", None)

@@ -38,6 +38,7 @@ LEASE_SHARE = 0.8  # the writer stops before the receiver's own lease is over
 # A push is nearly always through when its last token is sampled: its answer should not wait for another's forward.
 PATIENCE_SECONDS = 0.002
 POLL_SECONDS = 0.001
+PART_POLL_SECONDS = 0.0003  # of layers that are computed
 
 
 class PrefillLoop:
@@ -188,6 +189,8 @@ class PrefillLoop:
         self._attempt([request for request, _ in chunks], lambda: self._forward(chunks))
         if not chunks and not heads:
             self._head_start.step()
+        if heads and heads == self._running:
+            return PART_POLL_SECONDS
         if self._running or ((chunks or heads) and self._waiting):
             return 0
         return POLL_SECONDS if self._landing else RECALL_POLL_SECONDS
@@ -262,7 +265,6 @@ class PrefillLoop:
         if self._sharing:
             request.cached_tokens = request.computed = cache.match_prefix(request.sequence_id, request.token_ids)
         cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
-        cache.mark_send(request.sequence_id, *request.destination)
         request.started = time.perf_counter()
         self._running.append(request)
 
@@ -270,6 +272,8 @@ class PrefillLoop:
         budget, chunks = self._max_batch_tokens, []
         for request in self._running:
             length = min(budget, request.num_tokens - request.computed)
+            if length == 0:
+                continue  # it is being sent
             chunks.append((request, length))
             budget -= length
             if budget == 0:
@@ -279,6 +283,10 @@ class PrefillLoop:
     def _forward(self, chunks: list[tuple[PrefillRequest, int]]) -> list[PrefillRequest]:
         """Computes, or at least launches, one chunk of each; the requests that have come to their end."""
         cache, seconds_before = self._cache, self._meter.seconds
+        for request, _ in chunks:
+            if not request.marked:
+                cache.mark_send(request.sequence_id, *request.destination)
+                request.marked = True
         plan = cache.begin_forward(
             [request.sequence_id for request, _ in chunks],
             [length for _, length in chunks],
@@ -300,14 +308,27 @@ class PrefillLoop:
         return ending
 
     def _send_heads(self, heads: list[PrefillRequest]) -> list[PrefillRequest]:
-        """Prompts that were computed before it was known where to."""
+        """Prompts that were launched before it was known where to. While there is nothing else to do, layers are sent
+        that are stored while others are computed; the requests that have come to their end."""
+        ended = []
         for request in heads:
             seconds_before = self._meter.seconds
-            self._cache.send_cached(request.sequence_id, *request.destination)
-            self._count_pushed([request], self._meter.seconds - seconds_before)
+            if request.sending is None:
+                request.sending = self._cache.send_cached(request.sequence_id, *request.destination)
+            stored = None
+            if request.progress is not None and not self._waiting and heads == self._running:
+                stored = request.progress.layers_stored()
+            if stored is None:
+                request.sending.write_rest()
+                ended.append(request)
+            else:
+                request.sending.write_stored(stored)
+            request.push_seconds += self._meter.seconds - seconds_before
+            request.bytes_pushed = self._cache.bytes_sent(request.sequence_id)
+        for request in ended:
             assert request.logits is not None
             self._finish([request], request.logits)
-        return heads
+        return ended
 
     def _finish(self, requests: list[PrefillRequest], logits: Tensor) -> None:
         """Draws the first tokens of requests of which all is computed and sent. Waits for the device."""

@@ -139,11 +139,11 @@ class RotaryEmbedding:
         if parameters.rope_type == "longrope":  # first the rows of short sequences, then those of long ones
             positions = positions.repeat(2)
             lengths = torch.cat((lengths, lengths + self._switch_length + 1))
-        # [rows, 2, 1, rotary_dim]; the last row rotates nothing.
+        # [rows, 2, rotary_dim]; the last row rotates nothing.
         factors = self._factors(positions, lengths)
         still = torch.stack((torch.ones_like(factors[:1, 0]), torch.zeros_like(factors[:1, 0])), 1)
         self._table = torch.cat((factors, still))
-        self.of_places = Rotation(*self._table[:max_positions].unbind(1))  # of positions 0, 1, …, not by_length
+        self.of_places = _rotation_by(self._table[:max_positions])  # of positions 0, 1, …, not by_length
 
     def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Rotation:
         """What cos_sin returns, as factors in the dtype and on the device given at construction; arguments on any.
@@ -156,8 +156,8 @@ class RotaryEmbedding:
             if self._parameters.rope_type == "longrope":
                 positions = positions + (lengths > self._switch_length) * self._max_positions
             elif int(lengths.max()) > self._trained_length:
-                return Rotation(*self._factors(positions.to(device), lengths.to(device)).unbind(1))
-        return Rotation(*self._table.index_select(0, positions.to(device)).unbind(1))
+                return _rotation_by(self._factors(positions.to(device), lengths.to(device)))
+        return _rotation_by(self._table.index_select(0, positions.to(device)))
 
     def cos_sin(self, positions: Tensor, rope_lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [T, rotary_dim] each, both halves alike, as transformers' rotary modules return them.
@@ -190,10 +190,16 @@ class RotaryEmbedding:
         return self._parameters.original_max_position_embeddings
 
     def _factors(self, positions: Tensor, rope_lengths: Tensor) -> Tensor:
-        """[T, 2, 1, rotary_dim]: cos and signed sin."""
+        """[T, 2, rotary_dim]: cos and signed sin."""
         cos, sin = self.cos_sin(positions, rope_lengths)
         sin[:, : sin.shape[1] // 2].neg_()
-        return torch.stack((cos, sin), 1).unsqueeze(2).to(self._dtype)
+        return torch.stack((cos, sin), 1).to(self._dtype)
+
+
+def _rotation_by(factors: Tensor) -> Rotation:
+    """factors: [T, 2, rotary_dim], cos and signed sin."""
+    cos, signed_sin = factors.split_with_sizes((1, 1), 1)  # half of what unbind takes
+    return Rotation(cos, signed_sin)
 
 
 def inverse_frequencies(parameters: RopeParameters) -> tuple[Tensor, float]:

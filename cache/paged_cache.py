@@ -272,6 +272,11 @@ class PagedKVCache:
         """
         self._fixed_steps.begin(batch, ids_of(seq_ids), inputs)
 
+    def foresee(self, seq_ids: Sequence[int] | Int64Array) -> None:
+        """Sequences that are being received are to step together once that is over: makes ready what their first step
+        needs, unless they or their pages change before."""
+        self._fixed_steps.foresee(ids_of(seq_ids))
+
     # Transfers
 
     def prepare_receive(self, sequence: int, length: int) -> PositionMap:

@@ -79,6 +79,10 @@ class ModelRunner:
         self._cache.end_forward(plan)
         return self._draw(logits, sampling, positions)
 
+    def foresee(self, sequence_ids: Int64Array) -> None:
+        """They are being received, and will be what step() is called with next: then it is quicker."""
+        self._cache.foresee(sequence_ids)
+
     def drain(self) -> None:
         """Waits until nothing that was launched is under way; raises what the device reports."""
         if self._model.device.type == "cuda":

@@ -56,7 +56,8 @@ def check_push(pair: Pair, token_bytes: int) -> None:
 
 def check_announced(pair: Pair, token_bytes: int) -> None:
     """Prompts that the sender has begun before it knows where they go."""
-    for length in (PAGE + 4, 2 * PAGE - 1, 6 * PAGE + 3):  # the last token of a prompt is never found in the prefix index
+    # The last token of a prompt is never found in the prefix index.
+    for length in (PAGE + 4, 2 * PAGE - 1, 6 * PAGE + 3):
         prompt = random_prompt(length, length)
         answer, slots = pair.push(f"announced {length}", prompt, announced=True)
         assert answer.bytes_pushed == length * token_bytes

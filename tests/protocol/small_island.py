@@ -126,6 +126,9 @@ class CountingModel:
             self.drain()
         return Drawn(self, step)
 
+    def foresee(self, sequence_ids: Int64Array) -> None:
+        self._cache.foresee(sequence_ids)
+
     def compute_next(self) -> None:
         step = self.launched.popleft()
         drawn = self._last[step.sources] if self._last.size else step.tokens

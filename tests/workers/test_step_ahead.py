@@ -72,6 +72,9 @@ class ScriptedRunner:
         self.log.append(f"launch {step}: {sequence_ids.tolist()}")
         return cast(PendingSamples, ScriptedSamples(self, step, list(self._last)))
 
+    def foresee(self, sequence_ids: np.ndarray) -> None:
+        self._cache.foresee(sequence_ids)
+
     def drain(self) -> None:
         self.log.append("drain")
 

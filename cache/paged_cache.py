@@ -273,8 +273,7 @@ class PagedKVCache:
         self._fixed_steps.begin(batch, ids_of(seq_ids), inputs)
 
     def foresee(self, seq_ids: Sequence[int] | Int64Array) -> None:
-        """Sequences that are being received are to step together once that is over: makes ready what their first step
-        needs, unless they or their pages change before."""
+        """Makes ready what the first step of sequences needs that are being received, to be stepped together."""
         self._fixed_steps.foresee(ids_of(seq_ids))
 
     # Transfers
@@ -307,8 +306,8 @@ class PagedKVCache:
         self._transmissions.mark(sequence, begin, position_map, target_pe)
 
     def send_cached(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> CachedSend:
-        """As mark_send, of a sequence that has all positions of the map, or will have once the forwards launched so far
-        are done: they go page to page, when the caller says so."""
+        """As mark_send, of a sequence that has all positions of the map once the forwards launched so far are done:
+        they go page to page, when the caller says so."""
         return self._transmissions.send_cached(sequence, begin, position_map, target_pe)
 
     def num_sent(self, sequence: int) -> int:

@@ -32,8 +32,7 @@ class Head:
     computed: int = 0
     logits: Tensor | None = None
     progress: LayerProgress | None = None
-    arrived: float = field(default_factory=time.perf_counter)
-    started: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
 
 
 class HeadStart:
@@ -67,7 +66,10 @@ class HeadStart:
         return None if self._head is None else self._head.request_id
 
     def take(self, request_id: str, sequence_id: int, token_ids: Int64Array) -> None:
-        """Nothing happens when there is one already, or no room."""
+        """Launches the prompt's first forward; nothing happens when there is a prompt already, or no room.
+
+        Where the forward fails, the prompt is computed with its place known.
+        """
         cache = self._cache
         if self._head is not None or not cache.has_room(len(token_ids), self._max_batch_tokens):
             return
@@ -77,13 +79,6 @@ class HeadStart:
             head.cached_tokens = cache.match_prefix(sequence_id, token_ids)
         cache.reserve(sequence_id, len(token_ids), self._max_batch_tokens)
         self._head = head
-
-    def step(self) -> None:
-        """Launches its forward, unless that was done. Where it fails, the prompt is computed with its place known."""
-        head = self._head
-        if head is None or head.computed:
-            return
-        head.started = time.perf_counter()
         try:
             self._compute(head)
         except Exception:
@@ -91,11 +86,11 @@ class HeadStart:
             self.drop()
 
     def claim(self, request_id: str, token_ids: Int64Array) -> Head | None:
-        """The prompt, whose sequence is the caller's from now on; None where it is another, or not computed."""
+        """The prompt, whose sequence is the caller's from now on; None where it is another."""
         head = self._head
         if head is None or head.request_id != request_id:
             return None
-        if not head.computed or not np.array_equal(head.token_ids, token_ids):
+        if not np.array_equal(head.token_ids, token_ids):
             self.drop()
             return None
         self._head = None

@@ -95,8 +95,8 @@ class PrefillLoop:
     def announce(self, request_id: str, token_ids: Int64Array) -> None:
         """A prompt that submit() is to come for, unless its room is not found: abort() then ends it, or its lease.
 
-        A short one is computed meanwhile, where there is nothing else to do; one prompt at a time, and others are not
-        heeded, nor is one that has ended or came before.
+        Its first forward is launched where there is nothing else to do. One prompt at a time: others are not heeded,
+        nor is one that has ended or came before.
         """
         ended = self._ended.is_aborted(request_id) or self._ended.result(request_id) is not None
         if ended or request_id in self._by_id or self._waiting or self._running:
@@ -187,8 +187,6 @@ class PrefillLoop:
         self._attempt(heads, lambda: self._send_heads(heads))
         chunks = self._next_chunks()
         self._attempt([request for request, _ in chunks], lambda: self._forward(chunks))
-        if not chunks and not heads:
-            self._head_start.step()
         if heads and heads == self._running:
             return PART_POLL_SECONDS
         if self._running or ((chunks or heads) and self._waiting):
@@ -270,10 +268,8 @@ class PrefillLoop:
 
     def _next_chunks(self) -> list[tuple[PrefillRequest, int]]:
         budget, chunks = self._max_batch_tokens, []
-        for request in self._running:
+        for request in [request for request in self._running if request.logits is None]:
             length = min(budget, request.num_tokens - request.computed)
-            if length == 0:
-                continue  # it is being sent
             chunks.append((request, length))
             budget -= length
             if budget == 0:
@@ -308,26 +304,23 @@ class PrefillLoop:
         return ending
 
     def _send_heads(self, heads: list[PrefillRequest]) -> list[PrefillRequest]:
-        """Prompts that were launched before it was known where to. While there is nothing else to do, layers are sent
-        that are stored while others are computed; the requests that have come to their end."""
-        ended = []
+        """Prompts that were launched before it was known where to: layers that are stored, while others are computed
+        and nobody waits, then the rest. The requests that have come to their end."""
+        others, ended = bool(self._waiting) or heads != self._running, []
         for request in heads:
             seconds_before = self._meter.seconds
             if request.sending is None:
                 request.sending = self._cache.send_cached(request.sequence_id, *request.destination)
-            stored = None
-            if request.progress is not None and not self._waiting and heads == self._running:
-                stored = request.progress.layers_stored()
+            stored = None if others or request.progress is None else request.progress.layers_stored()
             if stored is None:
                 request.sending.write_rest()
-                ended.append(request)
             else:
                 request.sending.write_stored(stored)
             request.push_seconds += self._meter.seconds - seconds_before
             request.bytes_pushed = self._cache.bytes_sent(request.sequence_id)
-        for request in ended:
-            assert request.logits is not None
-            self._finish([request], request.logits)
+            if stored is None and request.logits is not None:
+                self._finish([request], request.logits)
+                ended.append(request)
         return ended
 
     def _finish(self, requests: list[PrefillRequest], logits: Tensor) -> None:

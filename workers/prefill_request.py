@@ -78,7 +78,7 @@ class PrefillRequest:
         """Goes on from a prompt that is begun."""
         self.sequence_id, self.logits, self.progress = head.sequence_id, head.logits, head.progress
         self.computed, self.cached_tokens = head.computed, head.cached_tokens
-        self.arrived, self.started = head.arrived, head.started
+        self.arrived = self.started = head.started
 
     def landed(self) -> PrefillResult:
         """The result, now that all KV has landed."""

@@ -174,13 +174,6 @@ def test_another_prompt_than_was_announced_is_computed_anew(pair: LoopPair, fold
     pair.assert_free()
 
 
-def test_an_announcement_that_was_not_begun_is_none(pair: LoopPair, folder: Path) -> None:
-    prompt = random_prompt(CHUNK, 1)
-    pair.prefill.announce("r", np.array(prompt))
-    assert pair.complete("r", prompt, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
-    pair.assert_free()
-
-
 def abort(pair: LoopPair) -> None:
     assert pair.prefill.abort("gw/r").result(0)
     assert not pair.prefill.abort("gw/r").result(0)

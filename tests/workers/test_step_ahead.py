@@ -17,7 +17,7 @@ from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.fake import FakeFabric, FakeTransport
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.core_share import CoreShare
-from tandem.workers.decode import DecodeLoop
+from tandem.workers.decode import DELIVERY_SECONDS, DecodeLoop
 from tandem.workers.decode_batch import ON_HOST
 from tandem.workers.errors import WorkerError
 from tandem.workers.finish import FinishReason
@@ -252,7 +252,7 @@ def test_calls_are_answered_while_a_step_computes() -> None:
     assert bench.collector.ends[last] == FinishReason.ABORT
     assert bench.cache.num_free_pages == free
     bench.runner.done_until = 1
-    assert bench.loop.step() == 0
+    assert bench.loop.step() == DELIVERY_SECONDS
     assert bench.runner.log[-1] == "read 0"
     assert bench.cache.num_free_pages == free + pages
     bench.runner.done_until = 1000

@@ -97,7 +97,7 @@ class DecodeLoop:
         request.stream = stream
         self._landing.append(request)
         if self._runner.runs_ahead and len(self._reservations) == 1:  # there is time
-            self._runner.foresee(np.array([request.sequence_id]))
+            self._runner.foresee((request.sequence_id,))
 
     def abort(self, request_id: str, writer_quiet: bool) -> bool:
         """Ends a request; its pages return now if no write can come any more, else they drain. Idempotent."""

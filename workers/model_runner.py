@@ -79,7 +79,7 @@ class ModelRunner:
         self._cache.end_forward(plan)
         return self._draw(logits, sampling, positions)
 
-    def foresee(self, sequence_ids: Int64Array) -> None:
+    def foresee(self, sequence_ids: tuple[int, ...]) -> None:
         """They are being received, and will be what step() is called with next: then it is quicker."""
         self._cache.foresee(sequence_ids)
 

@@ -126,7 +126,7 @@ class CountingModel:
             self.drain()
         return Drawn(self, step)
 
-    def foresee(self, sequence_ids: Int64Array) -> None:
+    def foresee(self, sequence_ids: tuple[int, ...]) -> None:
         self._cache.foresee(sequence_ids)
 
     def compute_next(self) -> None:

@@ -72,7 +72,7 @@ class ScriptedRunner:
         self.log.append(f"launch {step}: {list(sequence_ids)}")
         return cast(PendingSamples, ScriptedSamples(self, step, list(self._last)))
 
-    def foresee(self, sequence_ids: np.ndarray) -> None:
+    def foresee(self, sequence_ids: tuple[int, ...]) -> None:
         self._cache.foresee(sequence_ids)
 
     def drain(self) -> None:

@@ -1,10 +1,24 @@
+from pathlib import Path
+
 import pytest
 
 from tandem.cluster.errors import StartFailed
 from tandem.cluster.ray_processes import RayProcesses
+from tandem.cluster.ray_token import hide_token
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "127.0.0.1:ray", "127.0.0.1:70000", "ray://x:1"])
 def test_an_address_without_a_ray_is_refused_before_ray_tries_it(address: str) -> None:
     with pytest.raises(StartFailed, match=f"^--address is '{address}': .*; HOST:PORT of a Ray that runs is accepted"):
         RayProcesses(address).start("c", None)
+
+
+def test_the_token_that_ray_leaves_readable_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    hide_token()  # where there is none, nothing comes of it
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("secret")
+    token.chmod(0o644)
+    hide_token()
+    assert token.stat().st_mode & 0o777 == 0o600

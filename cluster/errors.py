@@ -17,7 +17,7 @@ TandemError
     ├── InvalidRequest      the request can never succeed as it is
     ├── Overloaded          the queue is full; the same call may succeed later
     ├── DeadlineExceeded    the call's deadline passed
-    ├── Unavailable         nothing answers there, or no worker is alive
+    ├── Unavailable         no gateway answers there
     ├── Unauthenticated     the gateway asks for a token, and got none or another
     ├── Cancelled           the call was cancelled
     ├── AttemptsExhausted   the request was placed as often as it may be, and its workers were lost each time
@@ -115,7 +115,7 @@ class DeadlineExceeded(CallError, TimeoutError):
 
 
 class Unavailable(CallError):
-    """Nothing answers there, or no worker is alive."""
+    """No gateway answers there."""
 
 
 class Unauthenticated(CallError):

@@ -37,6 +37,7 @@ from tandem.cluster.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.authentication import TokenRequired
+from tandem.workers.config import max_message_bytes
 from tandem.workers.kv_scales import stores_fp8
 from tandem.workers.model_cache import kv_layout
 from tandem.workers.models.registry import load_config
@@ -123,7 +124,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     async def start(self) -> Doors:
         """Opens the ports. StartFailed when one cannot be had."""
         settings = self._settings
-        self._islands = Islands(settings.max_message_bytes)
+        self._islands = Islands(max_message_bytes(settings.max_model_len))
         self._router = Router(
             self._islands,
             AdmissionQueue(settings.max_queued, settings.max_queued_tokens),

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.kernels.gpu_limits import check_layout
+from tandem.cache.layout import KVLayout
 from tandem.cluster.config import ClusterConfig, GatewaySection
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed, TandemError
@@ -26,6 +28,8 @@ from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
 from tandem.cluster.start_clock import StartClock
 from tandem.cluster.supervisor import Supervisor
 from tandem.workers.kv_scales import choose_scales
+from tandem.workers.model_cache import kv_layout
+from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.errors import ModelError
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
@@ -118,12 +122,15 @@ class Cluster:
             model = load_config(folder, self._config.model.dtype)
             if self._config.model.load_format == "safetensors":
                 check_weights(folder, model)
-            choose_scales(worker_configs(self._config, model.max_length)[0], model)
+            scales = choose_scales(worker_configs(self._config, model.max_length)[0], model)
+            layout = kv_layout(model, self._config.cache.page_size, scales)
             Tokenizer.from_folder(folder)
         except ModelError as error:
             raise ConfigError(f"model.path: {error}") from error
         except InvalidArgument as error:
             raise ConfigError(f"cache.{error}") from error
+        if self._config.island.device == "cuda":
+            _check_gpu(layout, model)
         max_model_len = self._config.model.max_model_len or model.max_length
         if max_model_len > model.max_length:
             raise ConfigError(
@@ -182,6 +189,14 @@ class Cluster:
 
 def _sum(seconds: Mapping[str, float]) -> float:
     return sum(seconds.values())
+
+
+def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
+    """ConfigError unless the kernels of a GPU serve the cache of a model, whose layout this is."""
+    try:
+        check_layout(layout, None if model.latent is None else model.latent.heads)
+    except InvalidArgument as error:
+        raise ConfigError(f"island.device is cuda, which model.path and cache.page_size do not fit: {error}") from error
 
 
 def _check_doors(section: GatewaySection) -> None:

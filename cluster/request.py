@@ -112,9 +112,9 @@ class RequestValidator:
             field, ids = "token_ids.ids", np.array(message.token_ids.ids[:], np.int64)
         else:
             try:
-                field, ids = "token_bytes", prompt_from_bytes(message.token_bytes)
+                field, ids = "token_bytes", prompt_from_bytes(message.token_bytes, "token_bytes")
             except InvalidCall as error:
-                raise InvalidRequest(f"token_bytes: {error}") from error
+                raise InvalidRequest(str(error)) from error
         self._check_vocabulary(field, ids)
         return ids
 

@@ -1,6 +1,7 @@
 """Processes that are no processes: a test says when they answer, fail and end."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from tandem.cluster.errors import ProcessEnded, StartFailed
 from tandem.cluster.gateway import Doors
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes
+from tandem.workers.gpu_room import GpuRoom
 from tests.local_processes import LocalGroup
 
 ANSWERS: dict[str, Any] = {"progress": ("weights", 1, 2), "open": b"handle", "placed_tokens": 0}
@@ -16,6 +18,12 @@ ADDRESS = "127.0.0.1:1"
 
 def no_answer(method: str) -> None:
     """What most methods return."""
+
+
+def room_of_each(pages: Iterator[int]) -> Callable[[str], Any]:
+    """What processes answer that have room for so many pages, one after another, each on a GPU of its own."""
+    gpus = map(str, itertools.count())
+    return lambda method: GpuRoom(next(gpus), next(pages)) if method == "pages_that_fit" else None
 
 
 class FakeProcess(ActorProcess):

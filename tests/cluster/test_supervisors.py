@@ -21,7 +21,7 @@ from tandem.cluster.process_settings import gateway_settings, island_names
 from tandem.cluster.restart_budget import RestartBudget
 from tandem.cluster.scaling import Shape
 from tandem.cluster.stop_signal import Stopping, StopSignal
-from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses
+from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses, room_of_each
 
 PATIENT = RecoverySection()
 RECOVERY = RecoverySection(unresponsive_seconds=0.3, stalled_seconds=0.5, max_restarts=2, drain_seconds=0.5)
@@ -286,7 +286,7 @@ class TestIsland:
         """A lost process may still hold memory of its GPU when the next one asks how much is free."""
         cluster = Cluster(FakeProcesses(), device="cuda")
         rooms = iter([64, 64, 40, 64, 90, 90])
-        cluster.processes.answers = lambda method: next(rooms) if method == "pages_that_fit" else None
+        cluster.processes.answers = room_of_each(rooms)
         cluster.supervisor.start()
         cluster.supervisor.ready.result(30)
         cluster.last.members[0].kill()

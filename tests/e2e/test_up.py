@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 import ray
@@ -118,9 +119,11 @@ def test_requests_at_the_command_line(running: Up, small_model: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_second_cluster_on_the_same_ray(running: Up, small_model: Path) -> None:
-    """Which asks for a token. Each cluster has its own end."""
+    """Which asks for a token that only its user can read. Each cluster has its own end."""
     assert running.process.stderr is not None
     place = next(line for line in running.process.stderr if line.startswith("on the Ray at ")).split()[-1]
+    assert ray_says_without_token(place) == grpc.StatusCode.UNAUTHENTICATED
+    assert (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
     prompt = ("generate", "--token-ids", "5,6,7", "--max-tokens", "6", "--temperature", "0", "--json", "--address")
     with up(small_model, address=place) as second:
         assert not [one for one in second.descendants if one.name() == "raylet"]
@@ -128,6 +131,12 @@ def test_a_second_cluster_on_the_same_ray(running: Up, small_model: Path) -> Non
         assert answers == [greedy(load_oracle(small_model), [5, 6, 7], 6)] * 2
     assert second.process.returncode == 0
     assert json.loads(run(*prompt, running.address).stdout)["token_ids"] == answers[0]
+
+
+def ray_says_without_token(address: str) -> grpc.StatusCode:
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")(b"", timeout=30)
+    return refused.value.code()  # type: ignore[attr-defined]
 
 
 def test_a_name_that_is_taken(running: Up, small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,3 +298,28 @@ def test_a_model_folder_that_cannot_be_served(
     assert code == 2
     assert error.startswith("tandem: model.path: ")
     assert named in error
+
+
+@pytest.mark.parametrize(
+    ("arch", "page_size", "named"),
+    [
+        ("llama", 128, "page_size is 128; on a GPU it must be one of 8, 16, 32, 64"),
+        ("deepseek_v2", 16, "on a GPU it must be one of 512"),
+    ],
+)
+def test_what_no_kernel_of_a_gpu_serves(
+    arch: str,
+    page_size: int,
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
+    make_checkpoint(tmp_path / "model", arch=arch, size="tiny", seed=3)
+    settings = ["name=bad-sizes", "island.device=cuda", "island.transport=nvshmem", f"cache.page_size={page_size}"]
+    options = [part for setting in (*settings, "model.dtype=bfloat16") for part in ("--set", setting)]
+    code, (error,) = refused(capsys, "--model", str(tmp_path / "model"), *options)
+    assert code == 2
+    assert error.startswith("tandem: island.device is cuda, which model.path and cache.page_size do not fit: ")
+    assert error.endswith(named)

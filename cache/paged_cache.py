@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tandem.cache.cached_send import CachedSend
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
 from tandem.cache.fixed_steps import FixedSteps
@@ -268,6 +269,10 @@ class PagedKVCache:
         """
         self._fixed_steps.begin(batch, ids_of(seq_ids), inputs)
 
+    def foresee(self, seq_ids: Sequence[int] | Int64Array) -> None:
+        """Makes ready what the first step of sequences needs that are being received, to be stepped together."""
+        self._fixed_steps.foresee(ids_of(seq_ids))
+
     # Transfers
 
     def prepare_receive(self, sequence: int, length: int) -> PositionMap:
@@ -296,10 +301,10 @@ class PagedKVCache:
         """
         self._transmissions.mark(sequence, begin, position_map, target_pe)
 
-    def send_cached(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
-        """As mark_send, of a sequence that has all positions of the map: they go page to page now, behind the forwards
-        that were launched so far, and count as issued."""
-        self._transmissions.send_cached(sequence, begin, position_map, target_pe)
+    def send_cached(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> CachedSend:
+        """As mark_send, of a sequence that has all positions of the map once the forwards launched so far are done:
+        they go page to page, when the caller says so."""
+        return self._transmissions.send_cached(sequence, begin, position_map, target_pe)
 
     def num_sent(self, sequence: int) -> int:
         """Positions of its map that forwards have issued; less again after pop."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from tandem.cluster.actor_server import set_title
 from tandem.cluster.errors import TandemError
-from tandem.cluster.gateway import Gateway, GatewaySettings
+from tandem.cluster.gateway import Doors, Gateway, GatewaySettings
 from tandem.cluster.heartbeat import MEETING
 from tandem.cluster.membership import IslandState
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
@@ -92,7 +92,7 @@ class GatewayActor:
         self._events = EventLoopThread("gateway")
         self._gateway = Gateway(settings)
 
-    def serve(self) -> str:
+    def serve(self) -> Doors:
         return self._events.run(self._gateway.start(), timeout=30)
 
     def ping(self) -> None:

@@ -110,13 +110,11 @@ def agreed_pages(config: ClusterConfig, rooms: Sequence[GpuRoom], max_model_len:
     return num_pages
 
 
-def gateway_settings(
-    config: ClusterConfig, max_model_len: int, num_pages: int, incarnation: int = 1
-) -> GatewaySettings:
-    """incarnation counts the gateway's starts: it keeps apart what two of them have asked of the workers."""
+def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) -> GatewaySettings:
+    """Of the first gateway; for each later one the incarnation is one more."""
     return GatewaySettings(
         cluster=config.name,
-        incarnation=incarnation,
+        incarnation=1,
         transport=config.island.transport,
         model_path=config.model.path or "",
         dtype=config.model.dtype,
@@ -126,6 +124,7 @@ def gateway_settings(
         num_pages=num_pages,
         host=config.gateway.host,
         port=config.gateway.port,
+        http_port=config.gateway.http_port,
         max_queued=config.gateway.max_queued,
         max_queued_tokens=config.gateway.max_queued_tokens,
         max_attempts=config.gateway.max_attempts,

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -317,9 +318,9 @@ class TestIsland:
 
 class TestGateway:
     @pytest.mark.parametrize("keeps_places", [False, True])
-    def test_the_next_has_the_port_and_hears_of_the_islands(self, keeps_places: bool) -> None:
+    def test_the_next_has_the_ports_and_hears_of_the_islands(self, keeps_places: bool) -> None:
         processes, membership, released = FakeProcesses(keeps_places=keeps_places), Membership(), []
-        config = load_config(None, {"model.path": ".", "gateway.port": 0})
+        config = load_config(None, {"model.path": ".", "gateway.port": 0, "gateway.http_port": 0})
         failure: Future[TandemError] = Future()
         supervisor = GatewaySupervisor(
             processes,
@@ -340,7 +341,8 @@ class TestGateway:
         (gateway,) = processes.groups[-1].members
         gateway.fails["stop"] = AttributeError("it was never started whole")
         ((spec,),) = processes.specs[1:]
-        assert (spec.argument.port, spec.argument.incarnation) == (1, 2)  # type: ignore[attr-defined]
+        settings: Any = spec.argument
+        assert (settings.port, settings.http_port, settings.incarnation) == (1, 2, 2)
         assert released == ["1."]
         supervisor.stop()
         supervisor.join()

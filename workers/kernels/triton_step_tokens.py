@@ -51,5 +51,4 @@ def _keep_best(logits, last, pitch, vocab, BLOCK: tl.constexpr):
         logit = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         better = logit > best
         best, where = tl.where(better, logit, best), tl.where(better, token, where)
-    first = tl.min(tl.where(best == tl.max(best, 0), where, vocab - 1), 0)
-    tl.store(last + row, first.to(tl.int64))
+    tl.store(last + row, tl.min(tl.where(best == tl.max(best, 0), where, vocab - 1), 0))

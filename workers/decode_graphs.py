@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.cache.fixed_batch import FixedBatch
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.batch_buckets import LEAST_TO_SHARE, bucket_of
-from tandem.workers.kernels.choice import choose_draw
+from tandem.workers.kernels.choice import choose_draw, choose_step_tokens
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.pending_samples import PendingSamples
 from tandem.workers.sample_batch import GREEDY_BELOW, NO_LOGPROBS, SampleBatch
@@ -43,6 +43,7 @@ class DecodeGraphs:
         self._sizes = [batch.size for batch in self._batches]
         self._sharing_sizes = [batch.size for batch in self._sharing]
         self._sampler = Sampler(choose_draw(model.device))
+        self._tokens = choose_step_tokens(model.device)
         self._last = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)  # what the last step drew
         self._replays: dict[FixedBatch, Replay] = {}
         for batch in sorted(batches, key=lambda batch: -batch.size):  # the smaller ones fit into the larger's memory
@@ -79,9 +80,9 @@ class DecodeGraphs:
 
     def _compute(self, batch: FixedBatch) -> Tensor:
         tokens, sources = batch.inputs
-        inputs = torch.where(sources < 0, tokens, self._last[sources])  # at -1 is some number
+        inputs = self._tokens.inputs(tokens, sources, self._last)
         logits = self._model.forward(inputs, batch.attention(), None)
-        self._last[: batch.size].copy_(logits.argmax(-1))
+        self._tokens.keep_best(logits, self._last[: batch.size])
         return logits
 
 

@@ -50,3 +50,16 @@ class RowKernels(Protocol):
     def add_linear(self, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """total [1, out] += x · weightᵀ + bias."""
         ...
+
+
+class StepTokens(Protocol):
+    """Token ids of a step's n rows, int64, from one step to the next without a word to the host."""
+
+    def inputs(self, tokens: Tensor, sources: Tensor, last: Tensor) -> Tensor:
+        """[n]: tokens [n] where sources [n] is negative, elsewhere last[sources]."""
+        ...
+
+    def keep_best(self, logits: Tensor, last: Tensor) -> None:
+        """Into last [n] the first of the best of each row of logits [n, vocab], whose rows are contiguous; some token
+        where a row has NaN."""
+        ...

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.base import LayerKernels, RowKernels
+from tandem.workers.kernels.base import LayerKernels, RowKernels, StepTokens
 from tandem.workers.kernels.native_layer import NativeLayerKernels, load_native_layer
 from tandem.workers.kernels.row_step import Launch, RowStepShape, load_launch
 from tandem.workers.kernels.step_product import StepProduct, load_step_products
 from tandem.workers.kernels.torch_layer import TorchLayerKernels
+from tandem.workers.kernels.torch_step_tokens import TorchStepTokens
 from tandem.workers.sampling import Draw
 
 
@@ -52,3 +53,12 @@ def choose_draw(device: torch.device) -> Draw | None:
     from tandem.workers.kernels.triton_sampling import draw  # triton may be missing elsewhere
 
     return draw
+
+
+def choose_step_tokens(device: torch.device) -> StepTokens:
+    """Triton's on a GPU, else torch's."""
+    if device.type != "cuda":
+        return TorchStepTokens()
+    from tandem.workers.kernels.triton_step_tokens import TritonStepTokens  # triton may be missing elsewhere
+
+    return TritonStepTokens()

@@ -51,7 +51,7 @@ __device__ void prepare_heads(Warp& warp, int layer, unsigned tag) {
 // Scores, weights and sums of a warp's positions. A lane has DIMS dimensions of all heads' sums, and the scores of one
 // position and head: lane = 4 * position + head.
 struct Softmax {
-    float query[4 * HEAD_SETS][DIMS], sums[4 * HEAD_SETS][DIMS];
+    float query[GROUP][DIMS], sums[GROUP][DIMS];
     float most[HEAD_SETS], total[HEAD_SETS];
 };
 
@@ -72,11 +72,11 @@ __device__ void begin_softmax(Softmax& softmax, Warp& warp) {
     auto heads = reinterpret_cast<const float(*)[HEAD_DIM]>(warp.block.state.work);
     bool with_new = blockIdx.x % SPLITS == 0 && warp.warp == 0;
     for (int set = 0; set < HEAD_SETS; set++) softmax.most[set] = -INFINITY, softmax.total[set] = 0;
-    for (int head = 0; head < 4 * HEAD_SETS; head++) {
+    for (int head = 0; head < GROUP; head++) {
         float score = 0;
         for (int dim = 0; dim < DIMS; dim++) {
             int at = warp.lane * DIMS + dim;
-            softmax.query[head][dim] = head < GROUP ? heads[head][at] : 0;
+            softmax.query[head][dim] = heads[head][at];
             softmax.sums[head][dim] = with_new ? heads[GROUP + 1][at] : 0;
             score += softmax.query[head][dim] * heads[GROUP][at];
         }
@@ -95,6 +95,7 @@ __device__ inline float transposed_sum(float* numbers, int lane) {
     bool upper = lane & HALF_OF;
 #pragma unroll
     for (int place = 0; place < HALF_OF; place++) {
+        if (HALF_OF >= 4 && place % 4 >= GROUP) continue;  // zeros
         float kept = upper ? numbers[place + HALF_OF] : numbers[place];
         float sent = upper ? numbers[place] : numbers[place + HALF_OF];
         numbers[place] = kept + __shfl_xor_sync(~0u, sent, HALF_OF);
@@ -116,7 +117,7 @@ __device__ void attend_to(Softmax& softmax, const Number* keys, const Number* va
             for (int head = 0; head < 4; head++) {
                 float product = 0;
 #pragma unroll
-                for (int dim = 0; dim < DIMS; dim++)
+                for (int dim = 0; dim < DIMS && 4 * set + head < GROUP; dim++)
                     product = fmaf(softmax.query[4 * set + head][dim], key[dim], product);
                 products[4 * position + head] = product;
             }
@@ -129,7 +130,7 @@ __device__ void attend_to(Softmax& softmax, const Number* keys, const Number* va
         softmax.most[set] = most;
         softmax.total[set] = softmax.total[set] * kept + weight;
 #pragma unroll
-        for (int head = 0; head < 4; head++) {
+        for (int head = 0; head < 4 && 4 * set + head < GROUP; head++) {
             float kept_of_head = __shfl_sync(~0u, kept, head);
 #pragma unroll
             for (int dim = 0; dim < DIMS; dim++) softmax.sums[4 * set + head][dim] *= kept_of_head;
@@ -140,7 +141,7 @@ __device__ void attend_to(Softmax& softmax, const Number* keys, const Number* va
             float value[DIMS];
             load_dims(values + position * HEAD_DIM, lane, value);
 #pragma unroll
-            for (int head = 0; head < 4; head++) {
+            for (int head = 0; head < 4 && 4 * set + head < GROUP; head++) {
                 float by = __shfl_sync(~0u, weight, 4 * position + head);
 #pragma unroll
                 for (int dim = 0; dim < DIMS; dim++)

@@ -189,7 +189,7 @@ class NativeKernels:
 
 def _address(array: Int32Array) -> int:
     """Of a writable array that is not empty; a third of what array.ctypes takes."""
-    return ctypes.addressof(INT32.from_buffer(array))
+    return ctypes.addressof(INT32.from_buffer(array.data))
 
 
 def _sink_logits(sinks: Tensor, num_q_heads: int) -> Tensor:

@@ -84,6 +84,9 @@ def up(
     config: Annotated[Path, typer.Argument(help="The cluster's YAML; deploy/ has some.")],
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder; overrides model.path.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Overrides gateway.port; 0 takes any free port.")] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="Opens the OpenAI-compatible door; overrides gateway.http_port, 0 as there.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, dotted; repeatable.")
     ] = None,
@@ -100,6 +103,8 @@ def up(
         values.append(f"model.path={_yaml_string(str(model))}")
     if grpc_port is not None:
         values.append(f"gateway.port={grpc_port}")
+    if http_port is not None:
+        values.append(f"gateway.http_port={http_port}")
     if verify_kv:
         values.append("island.verify_kv=true")
     loaded = load_config(config, values)

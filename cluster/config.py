@@ -144,6 +144,12 @@ class IslandSection(Section):
 class GatewaySection(Section):
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=50051, ge=0, le=65535, description="gRPC port; 0 takes any free one")
+    http_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="port of the OpenAI-compatible door; 0 takes any free one, null has none",
+    )
     max_queued: Count = Field(default=1024, le=1 << 20, description="most requests that wait for room")
     max_queued_tokens: Count = Field(
         default=1 << 22, le=1 << 40, description="most tokens, prompts and outputs, that wait for room"
@@ -154,7 +160,16 @@ class GatewaySection(Section):
     queue_seconds: float = Field(default=60.0, gt=0, le=86400, description="longest wait for room")
     request_seconds: float = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
     max_message_mib: Count = Field(default=16, le=1024, description="largest message that the gateway takes, in MiB")
-    max_calls: Count = Field(default=4096, le=1 << 20, description="most calls at a time, waiting ones included")
+    max_calls: Count = Field(
+        default=4096, le=1 << 20, description="most calls at a time through either door, waiting ones included"
+    )
+
+    @field_validator("http_port")
+    @classmethod
+    def _another_port(cls, http_port: int | None, info: ValidationInfo) -> int | None:
+        if http_port and http_port == info.data.get("port"):
+            raise ValueError("must be another one than gateway.port")
+        return http_port
 
 
 class SecuritySection(Section):

@@ -21,6 +21,7 @@ TandemError
     ├── Unauthenticated     the gateway asks for a token, and got none or another
     ├── Cancelled           the call was cancelled
     ├── AttemptsExhausted   the request was placed as often as it may be, and its workers were lost each time
+    ├── Superseded          a later call has taken the request over
     ├── ScaleRefused        an island cannot be given that shape, and serves on as it was
     └── ServerError         a worker or the gateway failed while it served the request
 """
@@ -127,6 +128,10 @@ class Cancelled(CallError):
 
 class AttemptsExhausted(CallError):
     """The request was placed as often as it may be, and its workers were lost each time."""
+
+
+class Superseded(CallError):
+    """A later call has taken the request over."""
 
 
 class ScaleRefused(CallError):

@@ -18,6 +18,7 @@ MAX_LINES = 400
 # Heavy dependencies and the files that are their home.
 HOMES = {
     "ray": {"cluster/ray_processes.py"},
+    "uvicorn": {"cluster/http_door.py"},
     "grpc": {
         "cluster/admin.py",
         "cluster/attempts.py",
@@ -25,6 +26,7 @@ HOMES = {
         "cluster/client_messages.py",
         "cluster/gateway.py",
         "cluster/generation.py",
+        "cluster/intake.py",
         "cluster/resumption.py",
         "cluster/router.py",
         "cluster/worker_link.py",

@@ -23,6 +23,7 @@ from tandem.workers.config import Role, WorkerConfig, max_message_bytes
 from tandem.workers.core_share import CoreShare
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.gpu_room import GpuRoom
 from tandem.workers.kv_scales import choose_scales
 from tandem.workers.memory_budget import measure_budget
 from tandem.workers.model_cache import kv_layout, make_cache
@@ -94,7 +95,7 @@ class Worker:
             report=progress,
         )
 
-    def pages_that_fit(self, utilization: float) -> int:
+    def pages_that_fit(self, utilization: float) -> GpuRoom:
         """Between load() and open(), on a GPU: how many pages this part of its memory has room for; or GpuTooSmall."""
         config = self.config
         budget = measure_budget(
@@ -105,7 +106,8 @@ class Worker:
             max_positions=config.max_batch_tokens // 2 * config.max_model_len,  # sequences of two new tokens and more
         )
         room = budget.room(self._layout.token_bytes * config.page_size)
-        return num_pages_in(self._layout, room, page_uses(config))
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        return GpuRoom(gpu, num_pages_in(self._layout, room, page_uses(config)))
 
     def open(self, num_pages: int) -> bytes:
         """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric.

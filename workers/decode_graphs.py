@@ -53,7 +53,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def step(
         self,
-        sequence_ids: tuple[int, ...],
+        sequence_ids: Sequence[int] | Int64Array,
         tokens: Int64Array,
         sources: Int64Array,
         sampling: SampleBatch,
@@ -70,7 +70,7 @@ class DecodeGraphs:
         self._last[:rows].copy_(drawn)
         return PendingSamples(drawn, logprobs)
 
-    def _choose(self, sequence_ids: tuple[int, ...]) -> FixedBatch:
+    def _choose(self, sequence_ids: Sequence[int] | Int64Array) -> FixedBatch:
         rows = len(sequence_ids)
         if self._sharing and LEAST_TO_SHARE <= rows <= self._sharing_sizes[-1]:
             batch = self._sharing[bucket_of(self._sharing_sizes, rows)]

@@ -178,4 +178,4 @@ class NativeKernels:
 
 def _address(array: Int32Array) -> int:
     """Of a writable array that is not empty; a third of what array.ctypes takes."""
-    return ctypes.addressof(INT32.from_buffer(array))  # type: ignore[arg-type]  # arrays are buffers
+    return ctypes.addressof(INT32.from_buffer(array.data))

@@ -25,7 +25,7 @@ from tandem.workers.head_start import HeadStart
 from tandem.workers.landing import Landing
 from tandem.workers.lease import Clock, Lease
 from tandem.workers.model_runner import ModelRunner
-from tandem.workers.prefill_request import PrefillRequest, PrefillResult, count_pushed
+from tandem.workers.prefill_request import PrefillRequest, PrefillResult
 from tandem.workers.push_meter import PushMeter
 from tandem.workers.reservation import Reservation
 from tandem.workers.sample_batch import SampleBatch
@@ -183,13 +183,13 @@ class PrefillLoop:
         self._stop_expired()
         self._settle()
         self._admit()
-        launched = [request for request in self._running if request.logits is not None]
-        self._attempt(launched, lambda: self._send_pages(launched))
+        heads = [request for request in self._running if request.logits is not None]
+        self._attempt(heads, lambda: self._send_heads(heads))
         chunks = self._next_chunks()
         self._attempt([request for request, _ in chunks], lambda: self._forward(chunks))
-        if launched and launched == self._running:
+        if heads and heads == self._running:
             return PART_POLL_SECONDS
-        if self._running or ((chunks or launched) and self._waiting):
+        if self._running or ((chunks or heads) and self._waiting):
             return 0
         return POLL_SECONDS if self._landing else RECALL_POLL_SECONDS
 
@@ -277,23 +277,16 @@ class PrefillLoop:
         return chunks
 
     def _forward(self, chunks: list[tuple[PrefillRequest, int]]) -> list[PrefillRequest]:
-        """Computes, or at least launches, one chunk of each; the requests that have come to their end.
-
-        What is computed beside others is sent with the forward, token by token. A request that is alone goes page to
-        page, where that can be done beside its last chunk: stores to a peer slow a forward.
-        """
-        cache, seconds_before, requests = self._cache, self._meter.seconds, [request for request, _ in chunks]
-        progress = None
-        if requests == self._running and len(requests) == 1 and not self._waiting and not requests[0].marked:
-            progress = self._runner.progress()
-        for request in requests if progress is None else ():
+        """Computes, or at least launches, one chunk of each; the requests that have come to their end."""
+        cache, seconds_before = self._cache, self._meter.seconds
+        for request, _ in chunks:
             if not request.marked:
                 cache.mark_send(request.sequence_id, *request.destination)
                 request.marked = True
         plan = cache.begin_forward(
-            [request.sequence_id for request in requests],
+            [request.sequence_id for request, _ in chunks],
             [length for _, length in chunks],
-            [request.num_tokens for request in requests],
+            [request.num_tokens for request, _ in chunks],
         )
         tokens, num_rows, last_rows, ending = [], 0, [], []
         for request, length in chunks:
@@ -303,21 +296,18 @@ class PrefillLoop:
             if request.computed == request.num_tokens:
                 last_rows.append(num_rows - 1)
                 ending.append(request)
-        logits = self._runner.forward(np.concatenate(tokens), plan, np.array(last_rows, np.int64), progress)
+        logits = self._runner.forward(np.concatenate(tokens), plan, np.array(last_rows, np.int64))
         cache.end_forward(plan)
-        count_pushed(cache, requests, self._meter.seconds - seconds_before)
-        if ending and progress is not None:
-            ending[0].logits, ending[0].progress = logits, progress
-            return []
+        self._count_pushed([request for request, _ in chunks], self._meter.seconds - seconds_before)
         if ending:  # sampling waits for the device; without it the next chunk is launched while this one computes
             self._finish(ending, logits)
         return ending
 
-    def _send_pages(self, launched: list[PrefillRequest]) -> list[PrefillRequest]:
-        """Of prompts that are launched as a whole: layers that are stored, while others are computed and nobody waits,
-        then the rest. The requests that have come to their end."""
-        others, ended = bool(self._waiting) or launched != self._running, []
-        for request in launched:
+    def _send_heads(self, heads: list[PrefillRequest]) -> list[PrefillRequest]:
+        """Prompts that were launched before it was known where to: layers that are stored, while others are computed
+        and nobody waits, then the rest. The requests that have come to their end."""
+        others, ended = bool(self._waiting) or heads != self._running, []
+        for request in heads:
             seconds_before = self._meter.seconds
             if request.sending is None:
                 request.sending = self._cache.send_cached(request.sequence_id, *request.destination)
@@ -326,7 +316,8 @@ class PrefillLoop:
                 request.sending.write_rest()
             else:
                 request.sending.write_stored(stored)
-            count_pushed(self._cache, [request], self._meter.seconds - seconds_before)
+            request.push_seconds += self._meter.seconds - seconds_before
+            request.bytes_pushed = self._cache.bytes_sent(request.sequence_id)
             if stored is None and request.logits is not None:
                 self._finish([request], request.logits)
                 ended.append(request)
@@ -346,6 +337,15 @@ class PrefillLoop:
             request.sampled = time.perf_counter()
             request.first_token, request.logprobs = int(samples.token_ids[row]), samples.logprobs[row]
             self._end(request)
+
+    def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
+        """Shares out, by bytes, the seconds that a forward spent in calls that write."""
+        sent = [self._cache.bytes_sent(request.sequence_id) for request in requests]
+        pushed = sum(sent) - sum(request.bytes_pushed for request in requests)
+        for request, total in zip(requests, sent, strict=True):
+            if pushed:
+                request.push_seconds += seconds * (total - request.bytes_pushed) / pushed
+            request.bytes_pushed = total
 
     def _end(self, request: PrefillRequest) -> None:
         reservation, digest = request.reservation, 0

@@ -1,14 +1,12 @@
 """One prompt on its way through a prefill worker, and what comes of it."""
 
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from tandem.cache.cached_send import CachedSend
-from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import PositionMap
 from tandem.cache.window import Int64Array
 from tandem.workers.head_start import Head
@@ -40,8 +38,8 @@ class PrefillResult:
 class PrefillRequest:
     """computed counts positions whose KV is in the cache here, or will be once the forwards launched so far are done.
 
-    marked: its forwards send what they compute. Others go page to page once all is launched: then logits are there
-    ([1, vocab]), progress is the last forward's, and sending is what goes to the receiver, once that has begun.
+    marked: its forwards send what they compute. Not so where all was launched before the reservation came: then logits
+    are there ([1, vocab]), progress is that forward's, and sending is what goes to the receiver, once that has begun.
     sampled is the time of the first token; that and logprobs are there from then on.
     """
 
@@ -94,14 +92,3 @@ class PrefillRequest:
             push_seconds=self.push_seconds + now - self.sampled,
             bytes_pushed=self.bytes_pushed,
         )
-
-
-def count_pushed(cache: PagedKVCache, requests: Sequence[PrefillRequest], seconds: float) -> None:
-    """Shares out the seconds that were spent in calls that write for them: by the bytes that count as sent since the
-    last time, alike where none do."""
-    sent = [cache.bytes_sent(request.sequence_id) for request in requests]
-    pushed = sum(sent) - sum(request.bytes_pushed for request in requests)
-    for request, total in zip(requests, sent, strict=True):
-        share = (total - request.bytes_pushed) / pushed if pushed else 1 / len(requests)
-        request.push_seconds += seconds * share
-        request.bytes_pushed = total

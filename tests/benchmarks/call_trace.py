@@ -33,7 +33,7 @@ TRACED: dict[str, Sequence[tuple[str, str, str]]] = {
         ("tandem.workers.service", "PrefillService", "RemoteSend"),
         ("tandem.workers.prefill", "PrefillLoop", "submit"),
         ("tandem.workers.prefill", "PrefillLoop", "_forward"),
-        ("tandem.workers.prefill", "PrefillLoop", "_send_pages"),
+        ("tandem.workers.prefill", "PrefillLoop", "_send_heads"),
         ("tandem.workers.landing", "Landing", "finish"),
     ),
     "decode": (

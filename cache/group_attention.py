@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.attention_inputs import AttentionInputs
 from tandem.cache.batch_prefixes import BatchPrefixes, able_to_share
 from tandem.cache.group_table import GroupTable
 from tandem.cache.kernels.base import Kernels, PageKernels, PushingKernels, SharingKernels
@@ -125,13 +126,16 @@ class GroupAttention(GroupForward):
         page_size: int,
         scoring: Scoring,
         fp8: Fp8Entries | None,
+        inputs: AttentionInputs,
     ) -> None:
         super().__init__(group, kernels, scoring.window, table, writer, page_size)
+        self._inputs = inputs
         self._scoring = scoring
         self._fp8 = fp8
 
     def attend(self, plan: GroupPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """See PagedKVCache.attention; layer counts within the group."""
+        self._inputs.check(plan.tables.slot_mapping.size, q, k, v, sinks)
         q, k = self.kernels.append(layer, q, k, v, plan.rotation, plan.kernel_plan)
         if self._fp8 is None:
             self.push(plan, layer, k, v)

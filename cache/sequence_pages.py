@@ -120,6 +120,7 @@ class SequencePages:
         ends = [max(used, change.end) for change in owned]
         self._pools.release(tuple(group.cut(row, end) for group, end in zip(self._groups, ends, strict=True)))
         self._table.lengths[row] = length
+        self._table.count_cut(row)
 
     def fork(self, parent: int, child: int, length: int) -> None:
         """Gives the empty row `child` the first `length` positions of row `parent`; OutOfPages changes nothing."""

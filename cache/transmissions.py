@@ -8,6 +8,7 @@ import numpy as np
 from tandem.cache.cached_send import CachedSend
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.group_attention import GroupForward
+from tandem.cache.integers import integer
 from tandem.cache.layout import KVLayout
 from tandem.cache.open_trees import OpenTrees
 from tandem.cache.page_writer import PageWriter
@@ -78,4 +79,4 @@ class Transmissions:
             raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
         held = [int(group.begins[row]) * self._layout.page_size for group in self._table.groups]
         self._streams.check_map(row, position_map)
-        self._marks.add(sequence, row, position_map, target_pe, held)
+        self._marks.add(sequence, row, position_map, integer("target_pe", target_pe), held)

@@ -8,7 +8,9 @@ from tandem.cluster.config import RecoverySection
 from tandem.cluster.processes import ActorProcess
 
 POLL_SECONDS = 0.25
-TOLD_SECONDS = 5.0  # who has been silent, or has not got on, for so long is named in the log, and whenever that doubles
+TOLD_SECONDS = (
+    15.0  # who has been silent, or has not got on, for so long is named in the log, and whenever that doubles
+)
 IMPORTS = "imports"
 MEETING = "island"  # the phase in which workers wait for each other
 MEETING_SECONDS = 60.0  # it takes a second or two, and twenty more where nvcc compiles in it

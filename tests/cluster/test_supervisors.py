@@ -80,18 +80,17 @@ class TestHeartbeat:
         process.silent.add("ping")
         heartbeat.tick(0.5)
         assert [record.message for record in caplog.records] == [
-            f"p has not got on for {seconds} s in phase 'kernels' of its start"
-            for seconds in ("5.0", "10.0", "20.0", "40.0")
+            f"p has not got on for {seconds} s in phase 'kernels' of its start" for seconds in (15.0, 30.0)
         ]
 
     def test_who_is_silent_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
         process = FakeProcess("p")
         heartbeat = Heartbeat(process)
         process.silent.add("ping")
-        for _ in range(12):
+        for _ in range(40):
             heartbeat.tick(0.5)
             heartbeat.tell()
-        assert [record.message for record in caplog.records] == ["p has not answered for 5.0 s"]
+        assert [record.message for record in caplog.records] == ["p has not answered for 15.0 s"]
 
     def test_workers_that_wait_for_each_other_have_less_time(self) -> None:
         """The other phases may compile kernels, for minutes."""

@@ -1,22 +1,16 @@
 """Tokens through the gRPC door equal transformers' greedy generation, for every family and config feature."""
 
-import asyncio
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Barrier, Event
 
 import pytest
 
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
-from tandem.workers.config import Role
 from tests.checkpoints import CASES, save_checkpoint
-from tests.island import Island, running_island
+from tests.held_prefill import prefill_held
+from tests.island import running_island
 from tests.oracle import greedy_all, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, complete_all, tokens_of
 
@@ -53,33 +47,6 @@ class RecordedPosts:
         return transport
 
 
-@contextmanager
-def first_tokens_held(island: Island, tokens: int) -> Iterator[None]:
-    """No prompt is computed before requests of so many tokens, those of prompts twice, have been placed."""
-    name, all_placed = island.workers[0].config.island, Event()
-    prefill = [worker for worker in island.workers if worker.config.role == Role.PREFILL]
-    stopped = Barrier(1 + len(prefill), timeout=60)
-
-    def wait_until_placed() -> bool:
-        deadline = time.monotonic() + 60
-        while (waits := asyncio.run(island.gateway.placed_tokens(name)) != tokens) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        all_placed.set()
-        return not waits
-
-    def hold() -> bool:
-        stopped.wait()
-        return all_placed.wait(60)
-
-    with ThreadPoolExecutor(1 + len(prefill)) as pool:
-        held = [pool.submit(worker.on_step_thread, hold, timeout=120) for worker in prefill]
-        stopped.wait()
-        placed = pool.submit(wait_until_placed)
-        yield
-        assert placed.result(), "all requests were placed at once"
-        assert all(answer.result() for answer in held)
-
-
 @pytest.fixture(scope="module", params=CASES)
 def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Known:
     folder = save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
@@ -96,7 +63,7 @@ def test_alone_and_sixteen_at_once(known: Known, each: int) -> None:
         for prompt, tokens in zip(known.prompts[:alone], known.tokens[:alone], strict=True):
             assert tokens_of(complete(island.address, prompt, max_tokens=OUTPUT, **GREEDY)) == tokens
         posts.pairs.clear()
-        with first_tokens_held(island, sum(2 * len(prompt) + OUTPUT for prompt in known.prompts)):
+        with prefill_held(island, len(known.prompts)):
             assert complete_all(island.address, known.prompts, max_tokens=OUTPUT, **GREEDY) == known.tokens
     assert {pe for pair in posts.pairs for pe in pair} == set(range(2 * each)), "every worker took part"
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tandem.cache.plan import ForwardPlan
 from tandem.workers.worker import Worker
 from tests.checkpoints import save_checkpoint
+from tests.held_prefill import prefill_held
 from tests.island import Island, running_island
 from tests.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, complete_all, tokens_of
@@ -46,6 +49,19 @@ def forget(worker: Worker) -> None:
     worker.on_step_thread(worker.cache.clear_prefixes)
 
 
+def recorded_forwards(worker: Worker) -> list[list[int]]:
+    """From now on, how many tokens of each sequence every forward of the worker computes, ascending."""
+    forwards: list[list[int]] = []
+    begin = worker.cache.begin_forward
+
+    def record(sequences: Sequence[int], lengths: Sequence[int], *more: Any) -> ForwardPlan:
+        forwards.append(sorted(lengths))
+        return begin(sequences, lengths, *more)
+
+    worker.cache.begin_forward = record  # type: ignore[method-assign]
+    return forwards
+
+
 def holder(island: Island, prompt: Sequence[int]) -> Worker:
     """The decode worker that served the prompt."""
     (found,) = [worker for worker in island.workers[1:] if held_kv(worker, prompt)[0][0].shape[0]]
@@ -65,7 +81,8 @@ def assert_same_kv(island: Island, prompts: Sequence[Sequence[int]]) -> None:
 
 def test_token_push(island: Island) -> None:
     prompt = random_prompt(61, 0)
-    updates = complete(island.address, prompt, max_tokens=2, **GREEDY)
+    with prefill_held(island, 1):  # not computed ahead of its reservation: that would go page to page
+        updates = complete(island.address, prompt, max_tokens=2, **GREEDY)
     assert_same_kv(island, [prompt])
     timings, usage = updates[-1].timings, updates[-1].usage
     assert timings is not None
@@ -110,17 +127,25 @@ def test_both_kinds_in_one_forward_for_several_receivers(checkpoint: Path, islan
         forget(worker)
     prompts = [prompt + random_prompt(9, 20) for prompt in old] + [random_prompt(33, seed) for seed in range(30, 34)]
     expected = greedy_all(load_oracle(checkpoint), prompts, 5)
-    assert complete_all(island.address, prompts, max_tokens=5, **GREEDY) == expected
+    forwards = recorded_forwards(island.workers[0])
+    with prefill_held(island, len(prompts)):
+        assert complete_all(island.address, prompts, max_tokens=5, **GREEDY) == expected
+    assert forwards == [[15] * 4 + [33] * 4], "what was not known of each prompt"
     assert_same_kv(island, prompts)
     assert len({id(holder(island, prompt)) for prompt in prompts}) == 3
 
 
-def test_kv_equals_a_local_computation(checkpoint: Path, island: Island) -> None:
+@pytest.mark.parametrize("chunk", [1, 13, 512])
+def test_kv_equals_a_local_computation(checkpoint: Path, chunk: int) -> None:
+    """In however many chunks it was computed."""
     prompt = random_prompt(57, 40)
-    complete(island.address, prompt, max_tokens=2, **GREEDY)
+    with running_island(checkpoint, {"scheduler.max_batch_tokens": chunk}) as island:
+        complete(island.address, prompt, max_tokens=2, **GREEDY)
+        landed = held_kv(holder(island, prompt), prompt)
     with torch.inference_mode():
         cache = load_oracle(checkpoint)(torch.tensor([prompt]), use_cache=True).past_key_values
-    for layer, (k, v) in enumerate(held_kv(holder(island, prompt), prompt)):
+    assert len(landed) == 2
+    for layer, (k, v) in enumerate(landed):
         assert k.shape[0] == 56
         torch.testing.assert_close(k, cache.layers[layer].keys[0, :, :56].transpose(0, 1), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(v, cache.layers[layer].values[0, :, :56].transpose(0, 1), rtol=1e-4, atol=1e-5)

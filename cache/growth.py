@@ -62,7 +62,7 @@ class Growth:
         each_one = self._check_appends(rows, appends)
         self._streams.check_unsent(seq_ids, rows, appends, self._marks)
         trees = self._trees.extended(seq_ids, appends, parents)
-        before = self._last_step if each_one and not trees else None
+        before = self._last_step
         with self._streams.slid(rows, appends) as gone:
             lengths = self._table.lengths[rows]
             new_lengths = lengths + appends
@@ -71,7 +71,7 @@ class Growth:
                 queries = self._trees.bases(seq_ids, lengths)
             else:
                 queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
-            if before is not None and before.is_before(rows, lengths, self._table.num_changes):
+            if each_one and before is not None and before.is_before(rows, lengths, self._table.num_changes):
                 self._pages.step(rows, lengths, new_lengths, queries)
                 tokens = before.tokens.then_one()
             else:

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.fixed_batch import FixedBatch
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.window import Int64Array
 from tandem.workers.batch_buckets import LEAST_TO_SHARE, bucket_of
 from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.models.decoder import DenseDecoder
@@ -17,7 +16,6 @@ from tandem.workers.pending_samples import PendingSamples
 from tandem.workers.sample_batch import GREEDY_BELOW, NO_LOGPROBS, SampleBatch
 from tandem.workers.sampling import Sampler
 
-Int64Array = NDArray[np.int64]
 Replay = Callable[[], Tensor]
 Capture = Callable[[Callable[[], Tensor]], Replay]
 """Takes a computation on fixed memory; returns what repeats it, and gives its result's memory."""
@@ -52,7 +50,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def step(
         self,
-        sequence_ids: tuple[int, ...],
+        sequence_ids: Sequence[int] | Int64Array,
         tokens: Int64Array,
         sources: Int64Array,
         sampling: SampleBatch,
@@ -69,7 +67,7 @@ class DecodeGraphs:
         self._last[:rows].copy_(drawn)
         return PendingSamples(drawn, logprobs)
 
-    def _choose(self, sequence_ids: tuple[int, ...]) -> FixedBatch:
+    def _choose(self, sequence_ids: Sequence[int] | Int64Array) -> FixedBatch:
         rows = len(sequence_ids)
         if self._sharing and LEAST_TO_SHARE <= rows <= self._sharing_sizes[-1]:
             batch = self._sharing[bucket_of(self._sharing_sizes, rows)]

@@ -1,5 +1,7 @@
 """From token ids and a plan to sampled tokens."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -58,7 +60,7 @@ class ModelRunner:
 
     def step(
         self,
-        sequence_ids: tuple[int, ...],
+        sequence_ids: Sequence[int] | Int64Array,
         tokens: Int64Array,
         sources: Int64Array,
         sampling: SampleBatch,

@@ -74,7 +74,7 @@ def test_what_was_in_a_reserved_page_reaches_no_output(window: int | None) -> No
     """A step begins it, so that only one of its positions is written."""
     _, cache, _ = two_caches(window)
     naive, lengths = NaiveCache(cache.layout), {0: 2, 7: 19}
-    for sequence, length in lengths.items():
+    for sequence in lengths:
         cache.add_sequence(sequence)
         naive.add(sequence)
         cache.reserve(sequence, 30)

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ MAX_LINES = 400
 # Heavy dependencies and the files that are their home.
 HOMES = {
     "ray": {"cluster/ray_processes.py"},
+    "uvicorn": {"cluster/http_door.py"},
     "grpc": {
         "cluster/admin.py",
         "cluster/attempts.py",
@@ -24,6 +26,7 @@ HOMES = {
         "cluster/client_messages.py",
         "cluster/gateway.py",
         "cluster/generation.py",
+        "cluster/intake.py",
         "cluster/resumption.py",
         "cluster/router.py",
         "cluster/worker_link.py",
@@ -102,12 +105,23 @@ def test_files_are_short(file: str) -> None:
     assert len((ROOT / file).read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
+def test_everything_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packages = {f"tandem.{Path(file).parent}".replace("/", ".") for file in sources()}
+    assert set(listed["packages"]) == packages
+    for package in packages:
+        folder = ROOT / package.removeprefix("tandem.").replace(".", "/")
+        for path in folder.iterdir():
+            patterns = ("*.py", *listed["package-data"].get(package, ()))
+            assert path.is_dir() or any(path.match(pattern) for pattern in patterns), f"{path} is in no wheel"
+
+
 def test_import_touches_no_device_and_starts_no_thread() -> None:
     elsewhere = importers("nvshmem")
     modules = [
         f"tandem.{file.removesuffix('.py').replace('/', '.').removesuffix('.__init__')}"
         for file in sources()
-        if file.startswith(("cache/", "transfer/")) and file not in elsewhere
+        if file.startswith(("cache/", "transfer/", "workers/")) and file not in elsewhere
     ]
     script = "\n".join(
         [

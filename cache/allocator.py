@@ -77,15 +77,17 @@ class PageAllocator:
     def _lower(self, counts: NDArray[np.int32], pages: Int32Array, verb: str) -> None:
         if pages.size == 0:
             return
-        draining_before = self._count_draining(pages)
+        held = bool(self._writers[pages].any())  # else none of them drains, before or after
+        draining_before = self._count_draining(pages) if held else 0
         np.subtract.at(counts, pages, 1)
         if int(counts[pages].min()) < 0:
             np.add.at(counts, pages, 1)
             raise InvalidArgument(f"pages {pages.tolist()[:8]} … are {verb} more often than they were taken")
         idle = pages[(self._references[pages] == 0) & (self._writers[pages] == 0)]
-        self.num_draining += self._count_draining(pages) - draining_before
+        if held:
+            self.num_draining += self._count_draining(pages) - draining_before
         self._free[idle] = True
-        self.num_free += np.unique(idle).size
+        self.num_free = int(np.count_nonzero(self._free))
 
     def _count_draining(self, pages: Int32Array) -> int:
         draining = pages[(self._references[pages] == 0) & (self._writers[pages] > 0)]

@@ -7,20 +7,16 @@ import numpy as np
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch
 from tandem.cache.growth import Growth
-from tandem.cache.layer_groups import LayerGroups
-from tandem.cache.send_marks import SendMarks
-from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.store import Store
 from tandem.cache.window import Int64Array
 
 
 class FixedSteps:
     """Owned by a PagedKVCache, whose parts it works on and whose docstrings say what its calls do."""
 
-    def __init__(self, table: SequenceTable, growth: Growth, marks: SendMarks, groups: LayerGroups) -> None:
-        self._table = table
+    def __init__(self, store: Store, growth: Growth) -> None:
+        self._table, self._marks, self._groups = store.table, store.marks, store.groups
         self._growth = growth
-        self._marks = marks
-        self._groups = groups
 
     def pays_to_share(self, batch: FixedBatch, seq_ids: tuple[int, ...]) -> bool:
         rows = self._table.rows(seq_ids)

@@ -46,7 +46,7 @@ def lay_out_appends(
 
 
 @dataclass(frozen=True, eq=False)
-class Growth:
+class PlaceGrowth:
     """Places that the rows of some appends are to hold: from begins on, counts of them new, from starts on; int64 [B].
 
     gone: pages that leave the window. copied, opened: which of the rows get a copy of their shared partial page, and
@@ -102,7 +102,7 @@ class GroupPages:
 
     # Many rows
 
-    def plan_growth(self, appends: Appends) -> Growth:
+    def plan_growth(self, appends: Appends) -> PlaceGrowth:
         """What it takes to append."""
         table, rows = self.table, appends.rows
         starts, wanted, partial, opened = table.ends[rows], appends.wanted, appends.partial, appends.opened
@@ -118,9 +118,9 @@ class GroupPages:
         tails = table.pages[rows[partial], appends.places[partial]]
         copied = partial[self._pools.are_shared(self._group, tails)]
         counts = np.maximum(wanted - starts, 0)  # a stream gives pages back before it takes some
-        return Growth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
+        return PlaceGrowth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
 
-    def grow(self, appends: Appends, growth: Growth, pages: Int32Array, *, clear: bool) -> None:
+    def grow(self, appends: Appends, growth: PlaceGrowth, pages: Int32Array, *, clear: bool) -> None:
         """Carries a growth out with growth.num_pages pages; `gone` is released.
 
         clear: what stands past a sequence's end in its last page is read, though masked: a new last page is cleared.

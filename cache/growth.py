@@ -9,10 +9,7 @@ from tandem.cache.errors import InvalidArgument
 from tandem.cache.open_trees import OpenTrees, Parents
 from tandem.cache.plan import Int64Array, TokenLayout, lay_out_tokens
 from tandem.cache.receptions import Receptions
-from tandem.cache.send_marks import SendMarks
-from tandem.cache.sequence_pages import SequencePages
-from tandem.cache.sequence_table import SequenceTable
-from tandem.cache.streams import Streams
+from tandem.cache.store import Store
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,23 +39,11 @@ class LastStep:
 class Growth:
     """Owned by a PagedKVCache, whose parts it works on."""
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        pages: SequencePages,
-        receptions: Receptions,
-        streams: Streams,
-        trees: OpenTrees,
-        marks: SendMarks,
-        max_length: int,
-    ) -> None:
-        self._table = table
-        self._pages = pages
+    def __init__(self, store: Store, receptions: Receptions, trees: OpenTrees) -> None:
+        self._table, self._pages, self._streams, self._marks = store.table, store.pages, store.streams, store.marks
+        self._max_length = store.max_length
         self._receptions = receptions
-        self._streams = streams
         self._trees = trees
-        self._marks = marks
-        self._max_length = max_length
         self._last_step: LastStep | None = None
 
     def grow(

@@ -20,6 +20,8 @@ from tandem.cache.latent_attention import LatentGroupAttention
 from tandem.cache.layout import KVLayout
 from tandem.cache.page_pools import PagePools
 from tandem.cache.page_writer import PageWriter
+from tandem.cache.sequence_pages import SequencePages
+from tandem.cache.sequence_table import SequenceTable
 
 LayerGroups = list[GroupAttention | LatentGroupAttention]
 
@@ -82,11 +84,10 @@ def make_groups(
     return groups
 
 
-def make_pages(
-    layout: KVLayout, tables: Sequence[GroupTable], pools: PagePools, groups: LayerGroups
-) -> list[GroupPages]:
-    """What moves the pages of each of these groups."""
-    return [
-        GroupPages(index, group.window, table, pools, groups[index].kernels, layout.page_size)
-        for index, (group, table) in enumerate(zip(layout.groups, tables, strict=True))
+def make_pages(layout: KVLayout, table: SequenceTable, pools: PagePools, groups: LayerGroups) -> SequencePages:
+    """What moves the pages of these groups."""
+    of_groups = [
+        GroupPages(index, group.window, of_group, pools, groups[index].kernels, layout.page_size)
+        for index, (group, of_group) in enumerate(zip(layout.groups, table.groups, strict=True))
     ]
+    return SequencePages(table, pools, of_groups, layout.page_size)

@@ -6,11 +6,9 @@ import numpy as np
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.integers import integers
-from tandem.cache.kernels.base import PageKernels, TreeKernels
+from tandem.cache.kernels.base import TreeKernels
 from tandem.cache.plan import slots_of
-from tandem.cache.send_marks import SendMarks
-from tandem.cache.sequence_pages import SequencePages
-from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.store import Store
 from tandem.cache.token_tree import TokenTrees, extend_tree, lay_out_trees, path_to
 from tandem.cache.window import Int64Array
 
@@ -21,20 +19,10 @@ NO_NODES = np.empty(0, np.int64)
 class OpenTrees:
     """Per sequence the parents of its nodes, which are its last positions. See PagedKVCache for what calls do."""
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        pages: SequencePages,
-        marks: SendMarks,
-        kernels: Sequence[PageKernels],
-        page_size: int,
-    ) -> None:
-        """kernels: of each layer group."""
-        self._table = table
-        self._pages = pages
-        self._marks = marks
-        self._kernels = kernels
-        self._page_size = page_size
+    def __init__(self, store: Store) -> None:
+        self._table, self._pages, self._marks = store.table, store.pages, store.marks
+        self._kernels = [group.kernels for group in store.groups]
+        self._page_size = store.layout.page_size
         self._parents: dict[int, Int64Array] = {}
 
     def check_closed(self, sequence: int) -> None:

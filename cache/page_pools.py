@@ -45,6 +45,16 @@ class PagePools:
         """Releases `gone`, then allocates. OutOfPages changes nothing: `gone` is still the caller's."""
         if not any(counts) and not any(ids.size for ids in gone):
             return self.none
+        if any(count > allocator.num_free for allocator, count in zip(self._allocators, counts, strict=True)):
+            self._make_room(gone, counts)
+        self.release(gone)
+        return tuple(
+            allocator.allocate(count) if count else none
+            for allocator, count, none in zip(self._allocators, counts, self.none, strict=True)
+        )
+
+    def _make_room(self, gone: PageIds, counts: Sequence[int]) -> None:
+        """Evicts prefixes until there is room for counts[i] pages of group i once `gone` is released, or OutOfPages."""
         missing, needed = max(
             (count - allocator.num_free - allocator.count_freed(ids), count)
             for allocator, ids, count in zip(self._allocators, gone, counts, strict=True)
@@ -54,11 +64,6 @@ class PagePools:
             if missing > evictable:
                 raise OutOfPages(needed, needed - missing + evictable)
             self.prefixes.evict(missing)
-        self.release(gone)
-        return tuple(
-            allocator.allocate(count) if count else none
-            for allocator, count, none in zip(self._allocators, counts, self.none, strict=True)
-        )
 
     def are_shared(self, group: int, pages: Int32Array) -> NDArray[np.bool_]:
         """Whether each of these pages of a group has another user than the one who asks."""

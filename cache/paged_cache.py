@@ -27,9 +27,9 @@ from tandem.cache.rope import RopeParameters
 from tandem.cache.rotations import Rotations
 from tandem.cache.send_marks import SendMarks
 from tandem.cache.send_plan import plan_sends
-from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable, ids_of
 from tandem.cache.sequences import Sequences
+from tandem.cache.store import Store
 from tandem.cache.streams import Streams
 from tandem.cache.transmissions import Transmissions
 from tandem.cache.window import Int64Array
@@ -71,33 +71,22 @@ class PagedKVCache:
         """
         layout.check_pools(pools)
         integer("max_sequence_length", max_sequence_length, least=1)
-        self.layout = layout
+        self.layout, self._places = layout, layout.places
         self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
         self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
         self._marks = SendMarks(len(pools), max_sequences)
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._streams = Streams(self._table, self._rotations, layout.page_size)
         self._groups = make_groups(layout, pools, self._table.groups, writer, Heads(scale, softcap, latent), kernels)
-        pages = make_pages(layout, self._table.groups, self._pools, self._groups)
-        self._pages = SequencePages(self._table, self._pools, pages, layout.page_size)
-        self._receptions = Receptions(self._table, self._pages, self._pools, self._streams, layout.page_size, pools)
-        group_kernels = [group.kernels for group in self._groups]
-        self._trees = OpenTrees(self._table, self._pages, self._marks, group_kernels, layout.page_size)
-        self._growth = Growth(
-            self._table, self._pages, self._receptions, self._streams, self._trees, self._marks, max_sequence_length
-        )
-        self._transmissions = Transmissions(
-            self._table, self._marks, self._streams, self._trees, self._groups, writer, layout
-        )
-        self._sequences = Sequences(
-            *(self._table, self._pages, self._pools, self._receptions, self._streams, self._marks, self._trees),
-            self._growth,
-            page_size=layout.page_size,
-            max_length=max_sequence_length,
-            layout=layout,
-        )
-        self._fixed_steps = FixedSteps(self._table, self._growth, self._marks, self._groups)
-        self._places = layout.places
+        self._pages = make_pages(layout, self._table, self._pools, self._groups)
+        parts = self._pools, self._table, self._marks, self._streams, self._groups, self._pages
+        store = Store(layout, max_sequence_length, *parts)
+        self._receptions = Receptions(store, pools)
+        self._trees = OpenTrees(store)
+        self._growth = Growth(store, self._receptions, self._trees)
+        self._transmissions = Transmissions(store, self._trees, writer)
+        self._sequences = Sequences(store, self._receptions, self._trees, self._growth)
+        self._fixed_steps = FixedSteps(store, self._growth)
 
     # Sequences
 

@@ -44,7 +44,8 @@ class TokenLayout:
         return TokenLayout(self.qo_indptr, self.seq_lens + np.int32(1), self.seq_lens, self.owners)
 
     def follows(self, before: "TokenLayout") -> bool:
-        """Whether this is before.then_one(). Then no sequence has lost or exchanged a page in between; see Growth."""
+        """Whether this is before.then_one(). Then no sequence has lost or exchanged a page in between, but by a window;
+        see Growth."""
         return self.positions is before.seq_lens
 
     @property

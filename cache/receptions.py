@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
-from tandem.cache.page_pools import PageIds, PagePools
+from tandem.cache.page_pools import PageIds
 from tandem.cache.plan import runs_of, slots_of
 from tandem.cache.position_map import SKIP, PositionMap, SlotRuns
-from tandem.cache.sequence_pages import SequencePages
-from tandem.cache.sequence_table import SequenceTable
-from tandem.cache.streams import Streams
+from tandem.cache.store import Store
 from tandem.cache.window import Int64Array
 
 
@@ -24,21 +22,10 @@ class Receptions:
     the first forward that reads it.
     """
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        pages: SequencePages,
-        pools: PagePools,
-        streams: Streams,
-        page_size: int,
-        memory: Sequence[Tensor],
-    ) -> None:
+    def __init__(self, store: Store, memory: Sequence[Tensor]) -> None:
         """memory: per layer group the pages, [num_pages, …, page_size, elements]."""
-        self._table = table
-        self._pages = pages
-        self._pools = pools
-        self._streams = streams
-        self._page_size = page_size
+        self._table, self._pages, self._pools, self._streams = store.table, store.pages, store.pools, store.streams
+        self._page_size = store.layout.page_size
         self._memory = tuple(memory)
         self._incoming: dict[int, PageIds] = {}
 

@@ -5,46 +5,22 @@ from collections.abc import Sequence
 from tandem.cache.errors import CacheError, InvalidArgument
 from tandem.cache.growth import Growth
 from tandem.cache.integers import checked_reach, integer
-from tandem.cache.layout import KVLayout
 from tandem.cache.open_trees import OpenTrees
-from tandem.cache.page_pools import PagePools
 from tandem.cache.receptions import Receptions
-from tandem.cache.send_marks import SendMarks
-from tandem.cache.sequence_pages import SequencePages
-from tandem.cache.sequence_table import SequenceTable
-from tandem.cache.streams import Streams
+from tandem.cache.store import Store
 from tandem.cache.window import Int64Array
 
 
 class Sequences:
     """Owned by a PagedKVCache, whose parts it works on and whose docstrings say what its calls do."""
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        pages: SequencePages,
-        pools: PagePools,
-        receptions: Receptions,
-        streams: Streams,
-        marks: SendMarks,
-        trees: OpenTrees,
-        growth: Growth,
-        *,
-        page_size: int,
-        max_length: int,
-        layout: KVLayout,
-    ) -> None:
-        self._table = table
-        self._pages = pages
-        self._pools = pools
+    def __init__(self, store: Store, receptions: Receptions, trees: OpenTrees, growth: Growth) -> None:
+        self._table, self._pages, self._pools = store.table, store.pages, store.pools
+        self._streams, self._marks, self._layout = store.streams, store.marks, store.layout
+        self._max_length = store.max_length
         self._receptions = receptions
-        self._streams = streams
-        self._marks = marks
         self._trees = trees
         self._growth = growth
-        self._page_size = page_size
-        self._max_length = max_length
-        self._layout = layout
 
     def settled_row(self, sequence: int) -> int:
         """The row of a sequence that is not being received and has no open tree; else InvalidArgument."""
@@ -118,9 +94,9 @@ class Sequences:
         row = self._table.row(sequence)
         if any(pages.size for pages in self._table.held_pages(row)):
             raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
-        pages = self._pools.prefixes.match(token_ids, max(len(token_ids) - 1, 0) // self._page_size)
+        pages = self._pools.prefixes.match(token_ids, max(len(token_ids) - 1, 0) // self._layout.page_size)
         self._pages.share(row, pages)
-        return pages[0].size * self._page_size
+        return pages[0].size * self._layout.page_size
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> None:
         self._check_sharing(sequence)
@@ -128,7 +104,7 @@ class Sequences:
         length = int(self._table.lengths[row])
         if len(token_ids) > length:
             raise InvalidArgument(f"token_ids has {len(token_ids)} tokens; sequence {sequence} holds {length}")
-        pages = self._table.held_pages(row, 0, len(token_ids) // self._page_size)
+        pages = self._table.held_pages(row, 0, len(token_ids) // self._layout.page_size)
         self._pools.prefixes.publish(token_ids, pages)
 
     def _check_sharing(self, sequence: int) -> None:

@@ -18,16 +18,18 @@ from tandem.cache.window import Int64Array
 
 @dataclass(frozen=True, eq=False)
 class Slides:
-    """What some rows (distinct) let go of, int64 [n] each: places firsts … ends - 1, and how they are afterwards.
+    """What some rows (distinct) let go of, and how they are afterwards: holes, int64 [n] both; `moved`, those that lose
+    places firsts … ends - 1, and their lengths and dropped, int64 [m] each.
 
     lengths: the index from which a row is written then.
     """
 
     rows: Int64Array
+    holes: Int64Array
+    moved: Int64Array
     firsts: Int64Array
     ends: Int64Array
     lengths: Int64Array
-    holes: Int64Array
     dropped: Int64Array
 
 
@@ -69,20 +71,25 @@ class StreamTable:
 
         receive: of those appended too, only what later forwards can see is to be stored.
         """
-        windows = self.windows[rows]
-        stored = lengths - self.holes[rows]
-        excess = stored + appends - windows
-        evicted = excess if receive else np.minimum(excess, stored - self.sinks[rows])
-        sliding = ((windows > 0) & (evicted > 0)).nonzero()[0]
+        sliding = self.windows[rows].nonzero()[0]
         if sliding.size == 0:
             return None
         rows, lengths, size = rows[sliding], lengths[sliding], self._page_size
-        sinks, holes = self.sinks[rows], self.holes[rows] + evicted[sliding]
-        firsts = -(-sinks // size)
-        ends = np.maximum((sinks + holes) // size, firsts)
+        holes, sinks = self.holes[rows], self.sinks[rows]
+        stored = lengths - holes
+        evicted = stored + appends[sliding] - self.windows[rows]
+        if not receive:
+            evicted = np.minimum(evicted, stored - sinks)
+        holes = holes + np.maximum(evicted, 0)
+        firsts, ends = -(-sinks // size), (sinks + holes) // size
+        moving = (ends > firsts).nonzero()[0]
+        if moving.size == 0:
+            return Slides(rows, holes, *[moving] * 5)
+        moved, firsts, ends, lengths = rows[moving], firsts[moving], ends[moving], lengths[moving]
         gone = (ends - firsts) * size
+        holes[moving] -= gone
         kept = np.minimum(lengths, np.maximum(lengths - gone, firsts * size))
-        return Slides(rows, firsts, ends, kept, holes - gone, self.dropped[rows] + gone)
+        return Slides(rows, holes, moved, firsts, ends, kept, self.dropped[moved] + gone)
 
     def find(self, row: int, begin: int, end: int) -> Int64Array:
         """The indices of positions begin … end - 1 of a row; -1 for those evicted."""

@@ -23,13 +23,14 @@ from tandem.cache.window import Int64Array
 
 @dataclass(frozen=True, eq=False)
 class _Before:
-    """Rows as they were, int64 [n] each; of those in `moved`, per group their ends and their rows of pages too."""
+    """The holes of rows as they were, int64 [n]; of those in `moved`, lengths and dropped, int64 [m], and per group
+    their ends and their rows of pages."""
 
     rows: Int64Array
-    lengths: Int64Array
     holes: Int64Array
-    dropped: Int64Array
     moved: Int64Array
+    lengths: Int64Array
+    dropped: Int64Array
     tables: list[tuple[Int64Array, Int32Array]]
 
 
@@ -80,10 +81,13 @@ class Streams:
         streams = self._table.streams
         if streams.count == 0 or marks.count == 0:
             return
-        lengths = self._table.lengths[rows] + streams.dropped[rows]
         ends = marks.ends[rows]
-        unsent = marks.planned[rows] < np.minimum(lengths, ends)
-        beyond = (unsent & (lengths + appends > ends) & (streams.windows[rows] > 0)).nonzero()[0]
+        sending = (marks.planned[rows] < ends) & (streams.windows[rows] > 0)
+        if not np.count_nonzero(sending):
+            return
+        lengths = self._table.lengths[rows] + streams.dropped[rows]
+        unsent = sending & (marks.planned[rows] < lengths)
+        beyond = (unsent & (lengths + appends > ends)).nonzero()[0]
         if beyond.size:
             first = int(beyond[0])
             raise InvalidArgument(
@@ -160,30 +164,28 @@ class Streams:
                 )
 
     def _keep(self, slides: Slides) -> _Before:
-        table, rows = self._table, slides.rows
-        moved = rows[slides.ends > slides.firsts]
+        table, rows, moved = self._table, slides.rows, slides.moved
         return _Before(
             rows,
-            table.lengths[rows],
             table.streams.holes[rows],
-            table.streams.dropped[rows],
             moved,
+            table.lengths[moved],
+            table.streams.dropped[moved],
             [(group.ends[moved], group.pages[moved]) for group in table.groups] if moved.size else [],
         )
 
     def _apply(self, slides: Slides) -> PageIds:
         """The pages that are gone."""
-        table, rows = self._table, slides.rows
-        table.lengths[rows], table.streams.holes[rows] = slides.lengths, slides.holes
-        table.streams.dropped[rows] = slides.dropped
-        moved = (slides.ends > slides.firsts).nonzero()[0]
+        table, moved = self._table, slides.moved
+        table.streams.holes[slides.rows] = slides.holes
         if moved.size == 0:
             return self._nothing
-        return tuple(group.take_out(rows[moved], slides.firsts[moved], slides.ends[moved]) for group in table.groups)
+        table.lengths[moved], table.streams.dropped[moved] = slides.lengths, slides.dropped
+        return tuple(group.take_out(moved, slides.firsts, slides.ends) for group in table.groups)
 
     def _restore(self, before: _Before) -> None:
-        table, rows = self._table, before.rows
-        table.lengths[rows], table.streams.holes[rows] = before.lengths, before.holes
-        table.streams.dropped[rows] = before.dropped
+        table, moved = self._table, before.moved
+        table.streams.holes[before.rows] = before.holes
+        table.lengths[moved], table.streams.dropped[moved] = before.lengths, before.dropped
         for group, (ends, pages) in zip(table.groups, before.tables, strict=False):
-            group.ends[before.moved], group.pages[before.moved] = ends, pages
+            group.ends[moved], group.pages[moved] = ends, pages

@@ -1,45 +1,28 @@
 """Sequences that are sent to another worker: with the forwards that compute them, or afterwards."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
 from tandem.cache.cached_send import CachedSend
 from tandem.cache.errors import InvalidArgument
-from tandem.cache.group_attention import GroupForward
 from tandem.cache.integers import integer
-from tandem.cache.layout import KVLayout
 from tandem.cache.open_trees import OpenTrees
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.plan import lay_out_tokens
 from tandem.cache.position_map import PositionMap
-from tandem.cache.send_marks import SendMarks
 from tandem.cache.send_plan import plan_sends
-from tandem.cache.sequence_table import SequenceTable
-from tandem.cache.streams import Streams
+from tandem.cache.store import Store
 
 
 class Transmissions:
     """The sending end of a transfer; calls as PagedKVCache has them."""
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        marks: SendMarks,
-        streams: Streams,
-        trees: OpenTrees,
-        groups: Sequence[GroupForward],
-        writer: PageWriter | None,
-        layout: KVLayout,
-    ) -> None:
-        self._table = table
-        self._marks = marks
-        self._streams = streams
+    def __init__(self, store: Store, trees: OpenTrees, writer: PageWriter | None) -> None:
+        self._table, self._marks, self._streams = store.table, store.marks, store.streams
+        self._groups, self._layout = store.groups, store.layout
         self._trees = trees
-        self._groups = groups
         self._writer = writer
-        self._layout = layout
 
     def mark(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
         length = self._length(sequence)

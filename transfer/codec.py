@@ -19,9 +19,9 @@ reference with a common unit and patched outliers: Zukowski et al., "Super-Scala
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tandem.cache.position_map import SlotRuns
+from tandem.cache.window import Int64Array
 from tandem.transfer.errors import InvalidPositionMap
 
 VERSION = 1
@@ -30,8 +30,6 @@ PATCHED = 0x80
 MAX_WIDTH = 32
 MAX_SLOT = 2**31 - 1
 VALUE_LIMIT = 2**34  # no honest begin, length or gap is larger in magnitude
-
-Int64Array = NDArray[np.int64]
 
 
 def encode_runs(runs: SlotRuns) -> bytes:

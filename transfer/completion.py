@@ -10,9 +10,9 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.window import Int64Array
 from tandem.transfer.errors import NoFreeSignal
 
 GENERATION_BITS = 23  # the sign bit of the int64 word stays clear
@@ -21,8 +21,6 @@ TOKEN_ID_BITS = 32
 DIGEST_BITS = 31
 MAX_GENERATION = 2**GENERATION_BITS - 1
 MAX_TOKENS = 2**TOKEN_BITS - 1
-
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,8 @@ copies is handed over in parts that grow.
 import ctypes
 from functools import cache
 
-import numpy as np
-from numpy.typing import NDArray
-
+from tandem.cache.window import Int64Array
 from tandem.transfer.errors import TransportError
-
-Int64Array = NDArray[np.int64]
 
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, not multiprocessors

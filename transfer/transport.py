@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.position_map import Int32Array
+from tandem.cache.window import Int64Array
 from tandem.transfer.errors import TransportClosed, TransportTimeout
 from tandem.transfer.membership import TransportConfig
-
-Int64Array = NDArray[np.int64]
 
 
 class Fence(Protocol):

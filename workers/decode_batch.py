@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.cache.window import Int64Array
 from tandem.transfer.completion import Signal
 from tandem.workers.finish import FinishReason, FinishRule
 from tandem.workers.pending_samples import PendingSamples
@@ -15,8 +16,6 @@ from tandem.workers.token_stream import TokenStream
 
 NO_TOKEN = -1
 ON_HOST = -1
-
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(eq=False)

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.fixed_batch import FixedBatch
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.window import Int64Array
 from tandem.workers.batch_buckets import LEAST_TO_SHARE, bucket_of
 from tandem.workers.kernels.choice import choose_draw, choose_step_tokens
 from tandem.workers.models.decoder import DenseDecoder
@@ -17,7 +16,6 @@ from tandem.workers.pending_samples import PendingSamples
 from tandem.workers.sample_batch import GREEDY_BELOW, NO_LOGPROBS, SampleBatch
 from tandem.workers.sampling import Sampler
 
-Int64Array = NDArray[np.int64]
 Replay = Callable[[], Tensor]
 Capture = Callable[[Callable[[], Tensor]], Replay]
 """Takes a computation on fixed memory; returns what repeats it, and gives its result's memory."""

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import ForwardPlan
+from tandem.cache.window import Int64Array
 from tandem.workers.batch_buckets import bucket_sizes, sharing_sizes
 from tandem.workers.decode_graphs import Capture, DecodeGraphs, GraphCapture
 from tandem.workers.kernels.choice import choose_draw
@@ -20,8 +20,6 @@ from tandem.workers.planned_attention import PlannedAttention
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling import Sampler
 from tandem.workers.sampling_params import SamplingParams
-
-Int64Array = NDArray[np.int64]
 
 
 class ModelRunner:

@@ -3,7 +3,8 @@
 Processor time in µs: the least of 200 steps, which neighbours on the machine disturb least, and their median.
 windows: a second layer group, with a window. shared: groups of 16 sequences that have 512 positions in common. sends:
 16 sequences are being sent. streams: 8 sequences slide. The native kernels' own planning is in it. kept: the same
-sequences step after step; changed: other ones at each step, so that what they share is found anew.
+sequences step after step; spread: the same at unlike contexts, so that at every step 16 begin a page and some lose one;
+changed: other ones at each step, so that what they share is found anew.
 """
 
 import statistics
@@ -68,7 +69,7 @@ def looking_for_prefixes(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None 
     return kernels
 
 
-def make_cache(features: tuple[str, ...]) -> PagedKVCache:
+def make_cache(features: tuple[str, ...], *, spread: bool = False) -> PagedKVCache:
     groups = [LayerGroup((0,), 1, 8)] + [LayerGroup((1,), 1, 8, 128)] * ("windows" in features)
     layout = KVLayout(tuple(groups), PAGE, torch.float32)
     cache = PagedKVCache(
@@ -91,16 +92,17 @@ def make_cache(features: tuple[str, ...]) -> PagedKVCache:
         cache.prepare_receive(sequence, COMMON)
         cache.finish_receive(sequence)
     for sequence in range(BATCH):
-        cache.prepare_receive(sequence, CONTEXT - COMMON)
+        context = CONTEXT - (sequence * 7 % (4 * PAGE) if spread else 0)
+        cache.prepare_receive(sequence, context - COMMON)
         cache.finish_receive(sequence)
         if "sends" in features and sequence < 16:
             runs = SlotRuns(np.array([PAGE * sequence], np.int32), np.array([CONTEXT // 2], np.int32))
-            cache.mark_send(sequence, CONTEXT, PositionMap(CONTEXT, (runs,) * len(groups)), 1)
+            cache.mark_send(sequence, context, PositionMap(context, (runs,) * len(groups)), 1)
     return cache
 
 
-def measure(features: tuple[str, ...], batches: list[np.ndarray]) -> dict[str, float]:
-    cache, turns = make_cache(features), cycle(batches)
+def measure(features: tuple[str, ...], batches: list[np.ndarray], *, spread: bool = False) -> dict[str, float]:
+    cache, turns = make_cache(features, spread=spread), cycle(batches)
 
     def plan() -> None:
         sequences = next(turns)
@@ -121,11 +123,13 @@ def main() -> None:
     everybody = np.arange(BATCH)
     names = ["+".join(features) or "plain" for features in CASES]
     kept = {name: measure(features, [everybody]) for name, features in zip(names, CASES, strict=True)}
+    spread = {name: measure(features, [everybody], spread=True) for name, features in zip(names, CASES, strict=True)}
     others = [everybody, everybody[::-1].copy()]
     changed = {name: measure(features, others) for name, features in zip(names, CASES, strict=True)}
     print_result(
         {
             "kept_us": kept,
+            "spread_us": spread,
             "changed_us": changed,
             "targets": [at_most(f"plan of {name}, µs", kept[name]["median"], 300) for name in names[-2:]],
         }

@@ -67,3 +67,18 @@ def test_what_was_there_before_reaches_no_output(length: int, window: int | None
         batch = (sequences, [1] * len(sequences), draw_inputs(LAYOUT, len(sequences), seed=step))
         for actual, expected in zip(run(receiver, *batch), naive.run(*batch), strict=True):
             assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_what_was_in_a_reserved_page_reaches_no_output(window: int | None) -> None:
+    """A step begins it, so that only one of its positions is written."""
+    _, cache, _ = two_caches(window)
+    naive, lengths = NaiveCache(cache.layout), {0: 2, 7: 19}
+    for sequence in lengths:
+        cache.add_sequence(sequence)
+        naive.add(sequence)
+        cache.reserve(sequence, 30)
+    for step, counts in enumerate([list(lengths.values())] + [[1, 1]] * 6):
+        batch = (list(lengths), counts, draw_inputs(LAYOUT, sum(counts), seed=step))
+        for actual, expected in zip(run(cache, *batch), naive.run(*batch), strict=True):
+            assert_close(actual, expected)

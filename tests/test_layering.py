@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -100,6 +101,16 @@ def test_nothing_unpickles(module: str) -> None:
 @pytest.mark.parametrize("file", sources())
 def test_files_are_short(file: str) -> None:
     assert len((ROOT / file).read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def test_the_wheel_has_every_file() -> None:
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = {name: ROOT.joinpath(*name.split(".")[1:]) for name in setup["packages"]}
+    packed = {path for folder in folders.values() for path in folder.glob("*.py")}
+    for name, patterns in setup["package-data"].items():
+        packed |= {path for pattern in patterns for path in folders[name].glob(pattern)}
+    files = {path for package in PACKAGES for path in (ROOT / package).rglob("*.*") if path.suffix != ".pyc"}
+    assert packed == {path for path in files if path.is_file()}
 
 
 def test_import_touches_no_device_and_starts_no_thread() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tandem.cache.group_table import GroupTable
 from tandem.cache.kernels.base import PageKernels
@@ -135,6 +136,11 @@ class GroupPages:
             table.ends[rows] = growth.starts + growth.counts
         if clear and growth.opened.size:
             self.clear(rows[growth.opened], appends.ends[growth.opened] - 1)
+
+    def are_leaving(self, rows: Int64Array, queries: Int64Array) -> NDArray[np.bool_]:
+        """bool [B]: which rows hold a page that no query at `queries` (int64 [B]) or later sees; with a window."""
+        assert self.window is not None
+        return (queries - (self.window - 1)) // self._page_size > self.table.begins[rows]
 
     def holds(self, rows: Int64Array, places: Int64Array) -> bool:
         """Whether each row has a page at its place, both int64 [n]: one that was reserved."""

@@ -17,22 +17,24 @@ from tandem.cache.streams import Streams
 
 @dataclass(frozen=True, eq=False)
 class LastStep:
-    """A forward of one token each of `rows` (int64 [B]), without windows. num_changes: SequenceTable's behind it.
+    """A forward of one token each of `rows`, `lengths` long with it (int64 [B] each). num_changes: SequenceTable's
+    behind it.
 
-    While no row loses or exchanges a page, one that it has begun stays its own: others come to share only full ones.
+    While no row loses or exchanges a page but by a window, one that it has begun stays its own: others come to share
+    only full ones.
     """
 
     rows: Int64Array
+    lengths: Int64Array
     tokens: TokenLayout
     num_changes: int
 
-    def is_before(self, rows: Int64Array, lengths: Int64Array, appends: Int64Array, num_changes: int) -> bool:
-        """Whether appending so to rows of `lengths`, int64 [B] each, is a step of the same sequences, and the next."""
+    def is_before(self, rows: Int64Array, lengths: Int64Array, num_changes: int) -> bool:
+        """Whether one more token each of rows of `lengths` (int64 [B] each) is the next step of the same sequences."""
         return (
             rows is self.rows  # see SequenceTable.rows
             and num_changes == self.num_changes
-            and int(appends.max()) == 1
-            and not np.count_nonzero(lengths != self.tokens.seq_lens)
+            and not np.count_nonzero(lengths != self.lengths)
         )
 
 
@@ -72,39 +74,30 @@ class Growth:
         in_flight: positions of each that a forward still running computes; pages that it sees are not taken away yet.
         """
         rows = self._table.rows(seq_ids)
-        self._check_appends(rows, appends)
+        each_one = self._check_appends(rows, appends)
         self._streams.check_unsent(seq_ids, rows, appends, self._marks)
         trees = self._trees.extended(seq_ids, appends, parents)
-        before, lengths = self._last_step, self._table.lengths[rows]
-        if before is not None and not trees and before.is_before(rows, lengths, appends, self._table.num_changes):
-            new_lengths = lengths + 1
+        before = self._last_step if each_one and not trees else None
+        with self._streams.slid(rows, appends) as gone:
+            lengths = self._table.lengths[rows]
+            new_lengths = lengths + appends
             self._check_longest(seq_ids, new_lengths)
-            self._pages.step(rows, lengths, new_lengths)
-            tokens = before.tokens.then_one()
-        else:
-            with self._streams.slid(rows, appends) as gone:
-                lengths = self._table.lengths[rows]
-                new_lengths = lengths + appends
-                self._check_longest(seq_ids, new_lengths)
-                if trees:  # a root, now or after a commit, looks back from the base
-                    queries = self._trees.bases(seq_ids, lengths)
-                else:
-                    queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
-                self._pages.grow(rows, lengths, new_lengths, queries=queries, gone=gone)
-            tokens = lay_out_tokens(lengths, appends)
-        self._receptions.clear_ends(rows, lengths)
+            if trees:  # a root, now or after a commit, looks back from the base
+                queries = self._trees.bases(seq_ids, lengths)
+            else:
+                queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
+            if before is not None and before.is_before(rows, lengths, self._table.num_changes):
+                self._pages.step(rows, lengths, new_lengths, queries)
+                tokens = before.tokens.then_one()
+            else:
+                self._pages.grow(rows, lengths, new_lengths, queries, gone)
+                self._receptions.clear_ends(rows, lengths)
+                tokens = lay_out_tokens(lengths, appends)
         if trees:
             tokens = replace(tokens, trees=self._trees.put(trees, seq_ids, tokens.qo_indptr))
-        self._last_step = self._step_of(rows, tokens)
+        step = each_one and not trees
+        self._last_step = LastStep(rows, new_lengths, tokens, self._table.num_changes) if step else None
         return rows, tokens
-
-    def _step_of(self, rows: Int64Array, tokens: TokenLayout) -> LastStep | None:
-        """None where the forward is no step, or the next one may take pages away."""
-        streams = self._table.streams
-        sliding = self._pages.has_windows or (streams.count > 0 and streams.windows[rows].any())
-        if sliding or not tokens.each_one:
-            return None
-        return LastStep(rows, tokens, self._table.num_changes)
 
     def _check_longest(self, seq_ids: tuple[int, ...], new_lengths: Int64Array) -> None:
         longest = int(new_lengths.argmax())
@@ -114,10 +107,13 @@ class Growth:
         if not 0 <= length <= self._max_length:
             raise InvalidArgument(f"sequence {sequence} would have {length} positions; 0 … {self._max_length} fit")
 
-    def _check_appends(self, rows: Int64Array, appends: Int64Array) -> None:
+    def _check_appends(self, rows: Int64Array, appends: Int64Array) -> bool:
+        """Whether each row gets one position."""
         if rows.size == 0 or appends.shape != rows.shape:
             raise InvalidArgument(f"append_lengths has shape {appends.shape}; it must be [B], B = {rows.size} ≥ 1")
-        if int(appends.min()) < 1:
+        each_one = not np.count_nonzero(appends != 1)
+        if not each_one and int(appends.min()) < 1:
             raise InvalidArgument(f"append_lengths has {int(appends.min())}; lengths must be at least 1")
         if len(self._receptions) and self._table.receiving[rows].any():
             self._receptions.check_settled_rows(rows)
+        return each_one

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -87,15 +88,31 @@ class RopeParameters:
 class Rotation:
     """Factors of the rotation of T tokens: x · cos + roll(x, rotary_dim / 2) · signed_sin.
 
-    cos, signed_sin: [T, 1, rotary_dim] in the dtype of q and k. The first half of signed_sin is −sin.
+    table: [n, 2, rotary_dim] in the dtype of q and k, cos and signed_sin, the first half of which is −sin. rows: int64
+    [T], that of each token; None: token t's is row t. Kernels that look up by themselves spare a step the copies.
     """
 
-    cos: Tensor
-    signed_sin: Tensor
+    table: Tensor
+    rows: Tensor | None = None
+
+    @cached_property
+    def factors(self) -> Tensor:
+        """[T, 2, rotary_dim]: those of each token."""
+        return self.table if self.rows is None else self.table.index_select(0, self.rows)
+
+    @cached_property
+    def cos(self) -> Tensor:
+        """[T, 1, rotary_dim]."""
+        return self.factors[:, :1]
+
+    @cached_property
+    def signed_sin(self) -> Tensor:
+        """[T, 1, rotary_dim]."""
+        return self.factors[:, 1:]
 
     def between(self, begin: int, end: int) -> "Rotation":
         """The rotation of tokens begin … end - 1."""
-        return Rotation(self.cos[begin:end], self.signed_sin[begin:end])
+        return Rotation(self.factors[begin:end])
 
     def apply(self, x: Tensor) -> Tensor:
         """x [T, heads, head_dim] rotated; the elements from rotary_dim on are kept."""
@@ -139,11 +156,11 @@ class RotaryEmbedding:
         if parameters.rope_type == "longrope":  # first the rows of short sequences, then those of long ones
             positions = positions.repeat(2)
             lengths = torch.cat((lengths, lengths + self._switch_length + 1))
-        # [rows, 2, 1, rotary_dim]; the last row rotates nothing.
+        # [rows, 2, rotary_dim]; the last row rotates nothing.
         factors = self._factors(positions, lengths)
         still = torch.stack((torch.ones_like(factors[:1, 0]), torch.zeros_like(factors[:1, 0])), 1)
         self._table = torch.cat((factors, still))
-        self.of_places = Rotation(*self._table[:max_positions].unbind(1))  # of positions 0, 1, …, not by_length
+        self.of_places = Rotation(self._table[:max_positions])  # of positions 0, 1, …, not by_length
 
     def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Rotation:
         """What cos_sin returns, as factors in the dtype and on the device given at construction; arguments on any.
@@ -156,8 +173,8 @@ class RotaryEmbedding:
             if self._parameters.rope_type == "longrope":
                 positions = positions + (lengths > self._switch_length) * self._max_positions
             elif int(lengths.max()) > self._trained_length:
-                return Rotation(*self._factors(positions.to(device), lengths.to(device)).unbind(1))
-        return Rotation(*self._table.index_select(0, positions.to(device)).unbind(1))
+                return Rotation(self._factors(positions.to(device), lengths.to(device)))
+        return Rotation(self._table, positions.to(device))
 
     def cos_sin(self, positions: Tensor, rope_lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [T, rotary_dim] each, both halves alike, as transformers' rotary modules return them.
@@ -190,10 +207,10 @@ class RotaryEmbedding:
         return self._parameters.original_max_position_embeddings
 
     def _factors(self, positions: Tensor, rope_lengths: Tensor) -> Tensor:
-        """[T, 2, 1, rotary_dim]: cos and signed sin."""
+        """[T, 2, rotary_dim]: cos and signed sin."""
         cos, sin = self.cos_sin(positions, rope_lengths)
         sin[:, : sin.shape[1] // 2].neg_()
-        return torch.stack((cos, sin), 1).unsqueeze(2).to(self._dtype)
+        return torch.stack((cos, sin), 1).to(self._dtype)
 
 
 def inverse_frequencies(parameters: RopeParameters) -> tuple[Tensor, float]:

@@ -19,7 +19,7 @@ class SequencePages:
         self._pools = pools
         self._groups = tuple(groups)
         self._page_size = page_size
-        self.has_windows = any(group.window is not None for group in self._groups)
+        self._windowed = [group for group in self._groups if group.window is not None]
 
     def needed(self, num_tokens: int, longest_append: int) -> tuple[int, ...]:
         """Per group the most pages that a sequence of num_tokens positions, appended in pieces, holds at once."""
@@ -68,18 +68,21 @@ class SequencePages:
             group.grow(appends, growth, ids, clear=clear)
         self._table.lengths[rows] = new_lengths
 
-    def step(self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array) -> None:
-        """As grow() by one position of rows whose partial pages are their own, where no group has a window: they need
-        something only where they begin a page."""
-        begun = (lengths % self._page_size == 0).nonzero()[0]
-        if begun.size:
-            which, began = rows[begun], lengths[begun]
+    def step(self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array) -> None:
+        """As grow() by one position of rows whose partial pages are their own: something changes only where one begins
+        a page, or a page leaves a window."""
+        changing = lengths % self._page_size == 0
+        for group in self._windowed:
+            changing |= group.are_leaving(rows, queries)
+        changed = changing.nonzero()[0]
+        if changed.size:
+            which, began = rows[changed], lengths[changed]
             places = began // self._page_size
-            if all(group.holds(which, places) for group in self._groups):
+            if not self._windowed and all(group.holds(which, places) for group in self._groups):
                 for group in self._groups:
                     group.clear(which, places)
             else:
-                self.grow(which, began, new_lengths[begun], queries=began, gone=self._pools.none)
+                self.grow(which, began, new_lengths[changed], queries[changed], self._pools.none)
         self._table.lengths[rows] = new_lengths
 
     def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:

@@ -89,7 +89,7 @@ class SequenceTable:
 
         The same array stands for the same sequences, none of which has been removed since.
         """
-        if keys != self._last_keys:  # a decode batch is the same for many steps
+        if keys is not self._last_keys and keys != self._last_keys:  # a decode batch is the same for many steps
             self._last_rows = self._look_up(keys)
             self._last_keys = keys
         return self._last_rows

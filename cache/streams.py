@@ -1,7 +1,7 @@
 """Sequences with a sliding window in a forward: evicting before it, undoing that when it cannot be, planning it."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,7 @@ class Streams:
         self._rotations = rotations
         self._page_size = page_size
         self._nothing: PageIds = tuple(np.empty(0, np.int32) for _ in table.groups)
+        self._unslid = nullcontext(self._nothing)
         self._no_parts: list[StreamParts | None] = [None] * len(table.groups)
 
     def check_window(self, window: int, sink: int, max_length: int) -> None:
@@ -53,19 +54,19 @@ class Streams:
                 "RoPE is dynamic or longrope, by the length of a sequence; those with a sliding window need another"
             )
 
-    @contextmanager
-    def slid(self, rows: Int64Array, appends: Int64Array, *, receive: bool = False) -> Iterator[PageIds]:
+    def slid(self, rows: Int64Array, appends: Int64Array, *, receive: bool = False) -> AbstractContextManager[PageIds]:
         """Evicts what rows (distinct) let go of before `appends` more; undone when the caller's block raises.
 
-        Yields per group the pages that are gone, for the caller to release.
+        Gives per group the pages that are gone, for the caller to release.
         """
-        table = self._table
+        streams = self._table.streams
         slides = None
-        if table.streams.count:
-            slides = table.streams.plan_slides(rows, table.lengths[rows], appends, receive=receive)
-        if slides is None:
-            yield self._nothing
-            return
+        if streams.count:
+            slides = streams.plan_slides(rows, self._table.lengths[rows], appends, receive=receive)
+        return self._unslid if slides is None else self._sliding(slides)
+
+    @contextmanager
+    def _sliding(self, slides: Slides) -> Iterator[PageIds]:
         before = self._keep(slides)
         try:
             yield self._apply(slides)

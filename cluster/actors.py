@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from tandem.cluster.actor_server import set_title
 from tandem.cluster.errors import TandemError
 from tandem.cluster.gateway import Gateway, GatewaySettings
+from tandem.cluster.heartbeat import MEETING
 from tandem.cluster.membership import IslandState
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.workers.config import WorkerConfig
@@ -19,54 +20,56 @@ class WorkerActor:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._stopped = threading.Event()
-        self._prepares = False
+        self._phase = ""  # of what prepares it right now
         self._worker = Worker(config)
 
     def load(self) -> None:
-        with self._preparing():
+        with self._preparing("weights"):
             self._worker.load()
 
-    def progress(self) -> tuple[int, int]:
-        return self._worker.loaded_bytes, self._worker.total_bytes
+    def progress(self) -> tuple[str, int, int]:
+        """Phase of its start, bytes of weights that were read, bytes in all."""
+        return self._phase, self._worker.loaded_bytes, self._worker.total_bytes
 
     def pages_that_fit(self, utilization: float) -> int:
-        with self._preparing():
+        with self._preparing("memory"):
             return self._worker.pages_that_fit(utilization)
 
     def open(self, num_pages: int) -> bytes:
-        with self._preparing():
+        with self._preparing(MEETING):
             return self._worker.open(num_pages)
 
     def join(self, handles: list[bytes]) -> None:
-        with self._preparing():
+        with self._preparing(MEETING):
             self._worker.join(handles)
 
     def serve(self) -> str:
-        with self._preparing():
+        with self._preparing("kernels"):
             return self._worker.serve()
 
     def leave(self) -> None:
-        with self._preparing():
+        with self._preparing(MEETING):
             self._worker.leave()
 
     def rejoin(self, name: str, config: WorkerConfig) -> None:
         """name: of this actor from now on."""
         set_title(name)
-        with self._preparing():
+        with self._preparing(MEETING):
             self._worker.rejoin(config)
 
-    def ping(self) -> int | None:
+    def ping(self) -> tuple[str, int] | None:
         """Returns when the worker can still take a command: one that hangs in a step does not. See Heartbeat."""
         self._worker.ping()
-        return self._worker.prepared if self._prepares else None
+        phase = self._phase
+        return (phase, self._worker.prepared) if phase else None
 
     @contextmanager
-    def _preparing(self) -> Iterator[None]:
-        self._prepares = True
+    def _preparing(self, phase: str) -> Iterator[None]:
+        self._phase = phase
         try:
             yield
         finally:
-            self._prepares = False
+            self._phase = ""
 
     def release(self, prefix: str, writer_quiet: bool = False) -> None:
         self._worker.release(prefix, writer_quiet)

@@ -46,7 +46,8 @@ ACCEPTED = MappingProxyType(
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.max_reconnect_backoff_ms", 1000),  # a gateway that is started again is back within seconds
+    ("grpc.initial_reconnect_backoff_ms", 100),  # a gateway that is started again is back within a second
+    ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
 

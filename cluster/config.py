@@ -194,7 +194,7 @@ class RecoverySection(Section):
         gt=0,
         le=86400,
         description="the same for one that does not get on with its start, be it imports, weights or kernels: longer "
-        "than it takes to compile one",
+        "than it takes to compile one; where workers wait for each other, 60 if that is less",
     )
     drain_seconds: float = Field(
         default=10.0, ge=0, le=86400, description="longest wait for what a broken island's other workers can finish"

@@ -15,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
-from tandem.transfer.errors import TransportError
 from tandem.transfer.kernels.device_build import find_nvshmem
 
 COMMAND_SECONDS = 20.0
@@ -123,7 +122,7 @@ def _device_library() -> Finding:
     """What device_puts.cu is linked with."""
     try:
         return Finding("nvshmem library", True, str(find_nvshmem()))
-    except (TransportError, ImportError, ValueError):  # the last two: a parent package that is broken
+    except (FileNotFoundError, ImportError, ValueError):  # the last two: a parent package that is broken
         advice = "for GPUs that are not peer to peer: pip install nvidia-nvshmem-cu13, or -cu12 for CUDA 12"
         return Finding("nvshmem library", False, "missing", advice)
 

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
 from tandem.cluster.config import ClusterConfig
+from tandem.cluster.island import LoadState
 from tandem.cluster.launcher import Cluster
 from tandem.cluster.ray_processes import RayProcesses
 from tandem.cluster.runtime_dir import ClusterLock
@@ -64,18 +65,18 @@ def _signals_interrupt() -> Iterator[None]:
 
 
 class _Loading:
-    """A bar for each worker on a terminal, nothing elsewhere."""
+    """A bar for each worker on a terminal, with the phase of its start; nothing elsewhere."""
 
     def __init__(self) -> None:
         self._progress = Progress(
-            TextColumn("weights of {task.description}"),
+            TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(),
             console=Console(stderr=True),
             disable=not sys.stderr.isatty(),
             transient=True,
         )
-        self._tasks: dict[str, int] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> "_Loading":
         self._progress.start()
@@ -84,8 +85,9 @@ class _Loading:
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
-    def show(self, states: Sequence[tuple[str, int, int]]) -> None:
-        for name, done, total in states:
+    def show(self, states: Sequence[LoadState]) -> None:
+        for name, phase, done, total in states:
             if name not in self._tasks:
                 self._tasks[name] = self._progress.add_task(name, total=None)
-            self._progress.update(self._tasks[name], completed=done, total=total or None)  # type: ignore[arg-type]
+            text = f"{name}: {phase}" if phase else name
+            self._progress.update(self._tasks[name], description=text, completed=done, total=total or None)

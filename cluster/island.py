@@ -32,7 +32,7 @@ GPU_MODULES = (
 )
 
 
-LoadState = tuple[str, int, int]  # worker, bytes loaded, bytes in all
+LoadState = tuple[str, str, int, int]  # worker, phase of its start, bytes loaded, bytes in all
 
 
 class Island:
@@ -140,7 +140,7 @@ class Island:
         self._liveness.results([event], math.inf)
 
     def progress(self) -> list[LoadState]:
-        """How far each worker has loaded; empty when they do not tell. From any thread."""
+        """How far each worker is; empty when they do not tell. From any thread."""
         calls = [member.call("progress") for member in self._members]
         try:
             states = StopSignal().results(calls, PROGRESS_SECONDS)

@@ -54,7 +54,7 @@ class Cluster:
         self.clock = StartClock()  # of several islands, the slowest one's phases
 
     def start(self, progress: Progress | None = None) -> str:
-        """HOST:PORT of the gateway. progress is called a few times a second while weights are read."""
+        """HOST:PORT of the gateway. progress is called a few times a second until all islands serve."""
         max_model_len = self._check_model()
         ServerSecurity(**self._config.security.model_dump()).check()
         _check_port(self._config.gateway.host, self._config.gateway.port)

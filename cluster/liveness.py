@@ -1,51 +1,15 @@
-"""Whether processes live: their end is told at once; their silence, and how long they have not got on, is measured."""
+"""Watches the processes of a group: the end of one is told at once, its silence is measured."""
 
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any
 
 from tandem.cluster.config import RecoverySection
 from tandem.cluster.errors import ProcessEnded
+from tandem.cluster.heartbeat import POLL_SECONDS, Heartbeat
 from tandem.cluster.processes import ActorProcess
 from tandem.cluster.stop_signal import StopSignal
-
-POLL_SECONDS = 0.25
-
-
-class Heartbeat:
-    """One question at a time to one process: ping(). It answers None, or, while it prepares something, a number that
-    changes when it has got on with that.
-
-    Only what this process has seen counts: when it was itself stopped for a while, nobody was silent meanwhile.
-    silent_seconds: without an answer, since the process was there or had answered. stalled_seconds: how long it has
-    prepared something and not got on; until it is there, its imports are that.
-    """
-
-    def __init__(self, process: ActorProcess) -> None:
-        self.process = process
-        self.silent_seconds = 0.0
-        self.stalled_seconds = 0.0
-        self._there = process.there()
-        self._answer = process.call("ping")
-        self._got_to: int | None = None
-
-    def tick(self, seconds: float) -> None:
-        """seconds have passed since the last tick."""
-        seconds = min(seconds, 2 * POLL_SECONDS)
-        if not self._there.done():
-            self.stalled_seconds += seconds
-            return
-        answered = self._answer.done()
-        if answered and self._answer.exception() is None:
-            got_to = self._answer.result()
-            gets_on = got_to is None or got_to != self._got_to
-            self.stalled_seconds = 0.0 if gets_on else self.stalled_seconds + seconds
-            self.silent_seconds, self._got_to = 0.0, got_to
-        else:
-            self.silent_seconds += seconds
-        if answered:
-            self._answer = self.process.call("ping")
 
 
 class Liveness:
@@ -82,7 +46,7 @@ class Liveness:
                 call.result()
             pending -= done
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no answer within {seconds:g} s")
+                raise TimeoutError(f"no answer within {seconds:g} s{self._phases()}")
         return [call.result() for call in calls]
 
     def _wait(self, calls: Iterable[Future[Any]]) -> set[Future[Any]]:
@@ -94,14 +58,14 @@ class Liveness:
         now = time.monotonic()
         for heartbeat in self._heartbeats:
             heartbeat.tick(now - self._ticked)
-            if heartbeat.silent_seconds > self._recovery.unresponsive_seconds:
-                self._give_up(heartbeat, f"it was silent for {heartbeat.silent_seconds:.1f} s")
-            if heartbeat.stalled_seconds > self._recovery.stalled_seconds:
-                self._give_up(heartbeat, f"its start has not got on for {heartbeat.stalled_seconds:.1f} s")
+            heartbeat.tell()
+            if why := heartbeat.excess(self._recovery):
+                heartbeat.process.kill()
+                raise ProcessEnded(heartbeat.process.name, why)
         self._ticked = now
         return done
 
-    @staticmethod
-    def _give_up(heartbeat: Heartbeat, why: str) -> NoReturn:
-        heartbeat.process.kill()
-        raise ProcessEnded(heartbeat.process.name, why)
+    def _phases(self) -> str:
+        """Which members still prepare what."""
+        preparing = [heartbeat for heartbeat in self._heartbeats if heartbeat.phase]
+        return "".join(f"; {heartbeat.process.name} is in phase {heartbeat.phase!r}" for heartbeat in preparing)

@@ -10,6 +10,8 @@ import grpc
 from tandem.proto import inference_pb2
 
 RETRY_SECONDS = 0.2
+# How gRPC's account of a connection begins that stood and broke; of one that did not come about it begins otherwise.
+BROKEN = ("Stream removed", "Socket closed", "Connection reset", "recvmsg:", "GOAWAY")
 
 
 class Resumption:
@@ -25,6 +27,7 @@ class Resumption:
         self._resume_seconds = resume_seconds
         self._broken_since: float | None = None
         self._tokens: list[int] = []
+        self._reached = False
         self.finished = False  # the last message has come; the status that follows it adds nothing
         request.request_id = request.request_id or uuid.uuid4().hex
         if not request.sampling.HasField("seed"):
@@ -42,12 +45,13 @@ class Resumption:
     def pause(self, error: grpc.RpcError, answered: bool) -> float | None:
         """Seconds to wait before the request, by then changed to resume, is sent again; None when it has failed.
 
-        UNAVAILABLE is the connection's word, never the gateway's. A gateway that has not once `answered` this client is
-        taken to be no gateway.
+        UNAVAILABLE is the connection's word, never the gateway's. A gateway that has not once `answered` this client,
+        and to which it had no connection either, is taken to be no gateway.
         """
         now = time.monotonic()
         self._broken_since = now if self._broken_since is None else self._broken_since
-        if error.code() != grpc.StatusCode.UNAVAILABLE or not answered:
+        self._reached |= answered or (error.details() or "").startswith(BROKEN)
+        if error.code() != grpc.StatusCode.UNAVAILABLE or not self._reached:
             return None
         if now - self._broken_since >= self._resume_seconds or self.seconds_left <= RETRY_SECONDS:
             return None

@@ -36,14 +36,17 @@ Int64Array = NDArray[np.int64]
 
 def encode_runs(runs: SlotRuns) -> bytes:
     """The wire form of `runs`. InvalidPositionMap when a run ends above the largest int32."""
-    begins, lengths = runs.begins.astype(np.int64), runs.lengths.astype(np.int64)
-    _check_ends(begins + lengths)
-    head = _varint(begins.size)
-    for index in (0, -1)[: begins.size]:
-        head += _varint(int(begins[index]) + 1) + _varint(int(lengths[index]))
-    if begins.size <= 2:
+    count = runs.begins.size
+    head = _varint(count)
+    for index in (0, -1)[:count]:
+        begin, length = int(runs.begins[index]), int(runs.lengths[index])
+        _check_end(begin + length)
+        head += _varint(begin + 1) + _varint(length)
+    if count <= 2:
         return bytes((VERSION,)) + head
+    begins, lengths = runs.begins.astype(np.int64), runs.lengths.astype(np.int64)
     ends = begins + lengths
+    _check_end(int(ends.max()))
     absolute = _encode_column(begins[1:-1])
     gaps = _encode_column((begins[1:] - ends[:-1])[:-1])
     flags, column = (VERSION | GAPS, gaps) if len(gaps) < len(absolute) else (VERSION, absolute)
@@ -62,40 +65,38 @@ def decode_runs(data: bytes, *, max_tokens: int) -> SlotRuns:
     count = reader.varint("num_runs")
     if count > max_tokens:
         raise InvalidPositionMap(f"num_runs is {count}; at most {max_tokens} positions are expected")
-    begins, lengths = np.empty(count, np.int64), np.empty(count, np.int64)
+    begins, lengths = np.empty(count, np.int32), np.empty(count, np.int32)
     for index in (0, -1)[:count]:
-        begins[index] = reader.varint("begin") - 1
-        lengths[index] = reader.varint("length")
+        begins[index], lengths[index] = reader.run()
     if count > 2:
-        lengths[1:-1] = _decode_column(reader, count - 2)
+        between = _decode_column(reader, count - 2)
         column = _decode_column(reader, count - 2)
-        begins[1:-1] = begins[0] + np.cumsum(lengths[:-2]) + np.cumsum(column) if flags & GAPS else column
+        if flags & GAPS:
+            column = int(begins[0]) + int(lengths[0]) + np.cumsum(column + between) - between
+        _check_slots(column, between)
+        begins[1:-1], lengths[1:-1] = column, between
     elif flags & GAPS:
         raise InvalidPositionMap(f"the gaps flag is set with {count} runs; it needs at least 3")
     reader.finish()
-    _check_slots(begins, lengths)
-    runs = SlotRuns(begins.astype(np.int32), lengths.astype(np.int32))
+    runs = SlotRuns(begins, lengths)
     if runs.num_tokens > max_tokens:
         raise InvalidPositionMap(f"runs hold {runs.num_tokens} positions; at most {max_tokens} are expected")
     return runs
 
 
 def _check_slots(begins: Int64Array, lengths: Int64Array) -> None:
-    """That they are those of SlotRuns, which holds int32."""
-    if not begins.size:
-        return
+    """That they, at least one, are those of SlotRuns, which holds int32."""
     first, shortest, longest = int(begins.min()), int(lengths.min()), int(lengths.max())
     if first < -1:
         raise InvalidPositionMap(f"a run begins at {first}; slots are at least 0, or -1 to skip")
     if shortest < 1 or longest > MAX_SLOT:
         raise InvalidPositionMap(f"lengths are {shortest} … {longest}; 1 … {MAX_SLOT} are accepted")
-    _check_ends(begins + lengths)
+    _check_end(int((begins + lengths).max()))
 
 
-def _check_ends(ends: Int64Array) -> None:
-    last = int(ends.max()) - 1 if ends.size else 0
-    if last > MAX_SLOT:
-        raise InvalidPositionMap(f"a run ends at slot {last}; the largest slot is {MAX_SLOT}")
+def _check_end(end: int) -> None:
+    if end - 1 > MAX_SLOT:
+        raise InvalidPositionMap(f"a run ends at slot {end - 1}; the largest slot is {MAX_SLOT}")
 
 
 def _varint(value: int) -> bytes:
@@ -208,6 +209,14 @@ class _Reader:
                     raise InvalidPositionMap(f"{field} is a varint in overlong form")
                 return value
         raise InvalidPositionMap(f"{field} is a varint of more than 6 bytes")
+
+    def run(self) -> tuple[int, int]:
+        """A run that stands apart: its begin and length, checked."""
+        begin, length = self.varint("begin") - 1, self.varint("length")
+        if not 1 <= length <= MAX_SLOT:
+            raise InvalidPositionMap(f"a length is {length}; 1 … {MAX_SLOT} are accepted")
+        _check_end(begin + length)
+        return begin, length
 
     def finish(self) -> None:
         if self.offset != len(self.data):

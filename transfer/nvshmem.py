@@ -24,7 +24,7 @@ import torch
 from cuda.core import Device, ObjectCode  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from tandem.cache.kernels.native_build import cache_folder
+from tandem.cache.kernels.build_once import cache_folder
 from tandem.cache.kernels.upload import upload
 from tandem.cache.position_map import Int32Array
 from tandem.transfer.copy_engine import copy, copy_all

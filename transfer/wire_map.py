@@ -80,16 +80,15 @@ def _check_slots(field: str, runs: SlotRuns, skipped: int, num_slots: int) -> No
     if runs.num_skipped != skipped or np.count_nonzero(skips) != first:
         count = int(runs.lengths[skips].sum())
         raise InvalidPositionMap(f"{field} skips {count} positions; it must skip the first {skipped} and no others")
-    begins, lengths = runs.begins[first:], runs.lengths[first:]
+    begins = runs.begins[first:].astype(np.int64)
     if not begins.size:
         return
+    ends = begins + runs.lengths[first:]
+    last = int(ends.max()) - 1
+    if last >= num_slots:
+        raise InvalidPositionMap(f"{field} holds slots {int(begins.min())} … {last}; the pool has 0 … {num_slots - 1}")
     order = begins.argsort()
-    begins = begins[order].astype(np.int64)
-    ends = begins + lengths[order]
-    if int(ends.max()) > num_slots:
-        raise InvalidPositionMap(
-            f"{field} holds slots {int(begins[0])} … {int(ends.max()) - 1}; the pool has 0 … {num_slots - 1}"
-        )
+    begins, ends = begins[order], ends[order]
     overlaps = (begins[1:] < ends[:-1]).nonzero()[0]
     if overlaps.size:
         raise InvalidPositionMap(f"{field} holds slot {int(begins[1:][overlaps[0]])} twice; slots must be distinct")

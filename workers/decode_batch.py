@@ -43,35 +43,36 @@ class DecodeRequest:
 
 @dataclass(frozen=True, eq=False)
 class Flight:
-    """A step that was launched. last: bool [n], the rows that get the last token that they may. released: sequences
-    that ended meanwhile, whose pages it may still write to."""
+    """A step that was launched. limits: int64 [n], LENGTH for rows that get the last token that they may, else RUNNING.
+    released: sequences that ended meanwhile, whose pages it may still write to."""
 
     requests: list[DecodeRequest]
-    last: NDArray[np.bool_]
+    limits: Int64Array
     stop_ids: Int64Array
     pending: PendingSamples
     released: list[int] = field(default_factory=list)
 
     def reasons(self, sampled: Int64Array) -> Int64Array:
         """The FinishReason of each row once it got the token that was sampled for it; both int64 [n]."""
-        reasons = np.where(self.last, int(FinishReason.LENGTH), int(FinishReason.RUNNING))
         stops = self.stop_ids == sampled[:, None]
-        if np.count_nonzero(stops):  # a third of any()
-            reasons[stops.any(axis=1)] = FinishReason.STOP
-        return reasons
+        if not np.count_nonzero(stops):  # a third of any()
+            return self.limits
+        return np.where(stops.any(axis=1), int(FinishReason.STOP), self.limits)
 
 
 class DecodeBatch:
     """The rows of the next step, one a request; what a launch changes is known without the tokens it draws.
 
-    sequence_ids, lengths (positions whose KV is stored, or will be by steps launched) and ends (those with which a
-    request has all the tokens that it may): int64 [n]. sources: int64 [n], the row of the last launched step that draws
-    the next input, or ON_HOST where it is tokens (int64 [n]). stop_ids: int64 [n, k], rows filled up with NO_TOKEN.
+    lengths (positions whose KV is stored, or will be by steps launched) and ends (those with which a request has all
+    the tokens that it may): int64 [n]. sources: int64 [n], the row of the last launched step that draws the next input,
+    or ON_HOST where it is tokens (int64 [n]). stop_ids: int64 [n, k], rows filled up with NO_TOKEN.
     """
 
     def __init__(self) -> None:
         self.requests: list[DecodeRequest] = []
-        self.sequence_ids, self.tokens, self.lengths, self.ends = np.zeros((4, 0), np.int64)
+        self.sequence_ids: tuple[int, ...] = ()
+        self._steps_left = 0  # until a request has all the tokens that it may
+        self.tokens, self.lengths, self.ends = np.zeros((3, 0), np.int64)
         self.sources = np.zeros(0, np.int64)
         self.stop_ids = np.zeros((0, 0), np.int64)
         self.sampling = SampleBatch.from_params([])
@@ -83,7 +84,6 @@ class DecodeBatch:
         """Requests whose prompt is stored and whose last output token is on the host."""
         rules = [request.rule for request in requests if request.rule is not None]
         before = np.array([len(request.prompt) - 1 for request in requests], np.int64)  # the first output
-        self._append("sequence_ids", np.array([request.sequence_id for request in requests], np.int64))
         self._append("tokens", np.array([request.output[-1] for request in requests], np.int64))
         self._append("sources", np.full(len(requests), ON_HOST, np.int64))
         self._append("lengths", before + np.array([len(request.output) for request in requests], np.int64))
@@ -91,7 +91,7 @@ class DecodeBatch:
         self.stop_ids = _stack(self.stop_ids, rules)
         params = [request.params for request in requests if request.params is not None]
         self.sampling = self.sampling.join(SampleBatch.from_params(params))
-        self.requests = [*self.requests, *requests]
+        self._have([*self.requests, *requests])
 
     def leave(self, requests: Sequence[DecodeRequest]) -> None:
         """Those that are not in the batch are passed over."""
@@ -102,16 +102,20 @@ class DecodeBatch:
         """A step of all rows was launched. Those that it gives their last token leave."""
         self.lengths = self.lengths + 1
         self.sources = np.arange(len(self))
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return Flight(self.requests, np.zeros(len(self), np.int64), self.stop_ids, pending)
         last = self.lengths >= self.ends
-        flight = Flight(self.requests, last, self.stop_ids, pending)
-        if np.count_nonzero(last):
-            self._keep(~last)
+        limits = np.where(last, int(FinishReason.LENGTH), int(FinishReason.RUNNING))
+        flight = Flight(self.requests, limits, self.stop_ids, pending)
+        self._keep(~last)
         return flight
 
     def learn(self, sampled: Int64Array) -> None:
-        """The last launched step has drawn `sampled`, int64 [n], a token for each of its rows."""
-        self.tokens = np.where(self.sources == ON_HOST, self.tokens, sampled[self.sources])  # -1 takes any
-        self.sources = np.full(len(self), ON_HOST, np.int64)
+        """The last launched step, since when nobody has joined, has drawn `sampled`, int64 [n], a token for each of its
+        rows."""
+        self.tokens = sampled[self.sources]
+        self.sources = np.full(len(self), ON_HOST)
 
     def _append(self, name: str, values: Int64Array) -> None:
         setattr(self, name, np.concatenate((getattr(self, name), values)))
@@ -120,10 +124,16 @@ class DecodeBatch:
         if kept.all():
             return
         rows = np.flatnonzero(kept)
-        for name in ("sequence_ids", "tokens", "sources", "lengths", "ends", "stop_ids"):
+        for name in ("tokens", "sources", "lengths", "ends", "stop_ids"):
             setattr(self, name, getattr(self, name)[rows])
         self.sampling = self.sampling.take(rows)
-        self.requests = [self.requests[row] for row in rows.tolist()]
+        self._have([self.requests[row] for row in rows.tolist()])
+
+    def _have(self, requests: list[DecodeRequest]) -> None:
+        """These are the rows of the arrays now."""
+        self.requests = requests
+        self.sequence_ids = tuple(request.sequence_id for request in requests)
+        self._steps_left = int((self.ends - self.lengths).min()) if requests else 0
 
 
 def _stack(stop_ids: Int64Array, rules: Sequence[FinishRule]) -> Int64Array:

@@ -52,7 +52,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def step(
         self,
-        sequence_ids: Int64Array,
+        sequence_ids: tuple[int, ...],
         tokens: Int64Array,
         sources: Int64Array,
         sampling: SampleBatch,
@@ -69,7 +69,7 @@ class DecodeGraphs:
         self._last[:rows].copy_(drawn)
         return PendingSamples(drawn, logprobs)
 
-    def _choose(self, sequence_ids: Int64Array) -> FixedBatch:
+    def _choose(self, sequence_ids: tuple[int, ...]) -> FixedBatch:
         rows = len(sequence_ids)
         if self._sharing and LEAST_TO_SHARE <= rows <= self._sharing_sizes[-1]:
             batch = self._sharing[bucket_of(self._sharing_sizes, rows)]

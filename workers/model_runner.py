@@ -60,7 +60,7 @@ class ModelRunner:
 
     def step(
         self,
-        sequence_ids: Int64Array,
+        sequence_ids: tuple[int, ...],
         tokens: Int64Array,
         sources: Int64Array,
         sampling: SampleBatch,

@@ -24,7 +24,7 @@ class PendingSamples:
 
     def __init__(self, tokens: Tensor, logprobs: Logprobs | None) -> None:
         """tokens int64 [n] and logprobs, on the device: free to change once later work is queued on the stream."""
-        self._tokens = _to_host(tokens)
+        self._token_ids = tokens.numpy().copy() if tokens.is_cpu else _to_host(tokens).numpy()
         self._logprobs = None if logprobs is None else logprobs.map(_to_host)
         self._copied = None
         if tokens.is_cuda:
@@ -39,8 +39,7 @@ class PendingSamples:
         """Blocks until the step is done; raises what the device reports."""
         if self._copied is not None:
             self._copied.synchronize()
-        token_ids = self._tokens.numpy()
-        return Samples(token_ids, split_logprobs(self._logprobs, token_ids))
+        return Samples(self._token_ids, split_logprobs(self._logprobs, self._token_ids))
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Reading of one safetensors file straight into tensors that exist already.
+"""Reading of one safetensors file straight into tensors that exist already, in parts that threads may read at once.
 
 Plain reads and not a mapping: mapped pages count as resident, and with the parameters would make twice the checkpoint.
 Format: https://github.com/huggingface/safetensors#format
 """
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -15,7 +16,7 @@ from torch import Tensor
 from tandem.workers.models.errors import CheckpointMissing, InvalidWeights
 
 HEADER_LIMIT = 100_000_000  # bytes, the format's own
-STAGING_BYTES = 16 << 20
+PART_BYTES = 2 << 20  # small, for each thread that reads may have one staged
 STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
@@ -61,31 +62,22 @@ class SafetensorsFile:
             )
         return STORED_DTYPES[stored.dtype_name]
 
-    def read_into(self, name: str, place: Tensor) -> None:
-        """Fills `place` (contiguous, of the stored shape, any device) and converts to its dtype where that differs.
+    def parts(self, name: str, place: Tensor) -> list["TensorPart"]:
+        """What fills `place` (contiguous, of the stored shape, any device), and converts to its dtype where that
+        differs. Raises InvalidWeights as dtype_of()."""
+        dtype, begin = self.dtype_of(name), self.tensors[name].begin
+        count = PART_BYTES // dtype.itemsize
+        targets = place.view(-1).split(count)
+        return [TensorPart(self, dtype, begin + i * count * dtype.itemsize, target) for i, target in enumerate(targets)]
 
-        Raises InvalidWeights as dtype_of().
-        """
-        dtype = self.dtype_of(name)
-        self._file.seek(self.tensors[name].begin)
-        flat = place.view(-1)
-        if dtype == place.dtype and place.device.type == "cpu":
-            self._read(flat.view(torch.uint8))
-            return
-        step = STAGING_BYTES // dtype.itemsize
-        staging = torch.empty(min(step, flat.numel()), dtype=dtype)
-        for begin in range(0, flat.numel(), step):
-            part = staging[: min(step, flat.numel() - begin)]
-            self._read(part.view(torch.uint8))
-            flat[begin : begin + part.numel()].copy_(part)
-
-    def _read(self, target: Tensor) -> None:
-        view = target.numpy().data
+    def read(self, offset: int, target: Tensor) -> None:
+        """Fills `target` (flat, on the CPU) with the bytes that stand there. From any thread."""
+        view = target.view(torch.uint8).numpy().data
         while len(view):
-            count = self._file.readinto(view)  # type: ignore[attr-defined]  # raw files have it, BinaryIO does not say
+            count = os.preadv(self._file.fileno(), [view], offset)
             if not count:
                 raise InvalidWeights(f"{self.path} ended while it was read; it must not change under a running load")
-            view = view[count:]
+            view, offset = view[count:], offset + count
 
     def _read_header(self) -> dict[str, StoredTensor]:
         size = self.path.stat().st_size
@@ -105,6 +97,32 @@ class SafetensorsFile:
         if end > size:
             raise InvalidWeights(f"{self.path} is cut short: {size} bytes, but its tensors end at byte {end}")
         return tensors
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPart:
+    """Consecutive elements of a stored tensor. offset: in the file, in bytes; target: where they go, flat."""
+
+    file: SafetensorsFile
+    dtype: torch.dtype
+    offset: int
+    target: Tensor
+
+    def read(self, staging: Tensor) -> int:
+        """From any thread, which has new_staging() to itself. Returns the bytes that were filled."""
+        target = self.target
+        if target.dtype == self.dtype and target.device.type == "cpu":
+            self.file.read(self.offset, target)
+        else:
+            read = staging[: target.numel() * self.dtype.itemsize].view(self.dtype)
+            self.file.read(self.offset, read)
+            target.copy_(read)
+        return target.nbytes
+
+
+def new_staging(device: torch.device | str) -> Tensor:
+    """Room for any part that goes to that device."""
+    return torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
 
 
 def _stored_tensor(entry: dict[str, object], data_begin: int) -> StoredTensor:

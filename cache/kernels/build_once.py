@@ -1,9 +1,26 @@
 """What is compiled here for a user: each file once, named by the hash of all that it comes from."""
 
 import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+SECONDS_TO_COMPILE = 120.0
+INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
+
+log = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """Where this user keeps what was compiled here. RuntimeError when there is no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 def build_once(folder: Path, name: str, key: bytes, make: Callable[[Path], object]) -> Path:
@@ -21,3 +38,42 @@ def build_once(folder: Path, name: str, key: bytes, make: Callable[[Path], objec
             make(made)
             made.replace(built)
     return built
+
+
+def built_or_none(name: str, instead: str, build: Callable[[], T]) -> T | None:
+    """What build() returns; where it fails as compiling does, None after a warning that says what happens instead."""
+    try:
+        return build()
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        log.warning("%s is not there, %s: %s", name, instead, reason_of(error))
+        return None
+
+
+def reason_of(error: Exception) -> str:
+    """What a compiler printed as it failed, else what the error says."""
+    return str(getattr(error, "stderr", None) or error).strip()
+
+
+def find_compiler(*names: str) -> str:
+    """The first of these programs that there is; FileNotFoundError when there is none."""
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        raise FileNotFoundError(f"{' or '.join(names)} is not on the PATH")
+    return found
+
+
+def run_compiler(*command: str) -> str:
+    """What it prints. OSError when it cannot be run, subprocess.SubprocessError when it fails or takes too long."""
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS_TO_COMPILE).stdout
+
+
+def read_with_headers(source: Path, headers: Path) -> list[str]:
+    """The text of a C or CUDA file, and of those in `headers` that it includes, directly or not."""
+    texts: dict[Path, str] = {}
+    pending = [source]
+    while pending:
+        path = pending.pop()
+        if path not in texts:
+            texts[path] = path.read_text(encoding="utf-8")
+            pending += [headers / name for name in INCLUDE.findall(texts[path])]
+    return list(texts.values())

@@ -47,9 +47,10 @@ INLINE void rotate(const float *restrict x, const float *restrict cos, const flo
 typedef struct {
     const Pool *pool;
     const Step *step;
-    const float *q, *k, *v, *cos, *sin;
+    const float *q, *k, *v, *factors;
+    const int64_t *rows;
     float *q_out, *k_out;
-    int64_t q_stride, k_stride, v_stride, factor_stride;
+    int64_t q_stride, k_stride, v_stride;
     int32_t layer, num_q_heads, rotary, tokens_apiece;
 } Append;
 
@@ -58,7 +59,8 @@ static void append_token(const Append *a, int t) {
     const int dim = pool->head_dim, kv_heads = pool->num_kv_heads, size = pool->page_size, slot = a->step->slots[t];
     const size_t bytes = sizeof(float) * dim;
     const float *const row_k = a->k + t * a->k_stride, *const row_v = a->v + t * a->v_stride;
-    const float *const cos = a->cos ? a->cos + t * a->factor_stride : 0, *const sin = a->sin + t * a->factor_stride;
+    const int64_t row = a->rows ? a->rows[t] : t;
+    const float *const cos = a->factors ? a->factors + row * 2 * a->rotary : 0, *const sin = cos + a->rotary;
     float *const key = pool->pages + a->layer * pool->layer_stride + (slot / size) * pool->page_stride +
                        (int64_t)(slot % size) * dim;
     for (int head = 0; head < kv_heads; head++) {
@@ -83,15 +85,15 @@ static void append_piece(const void *job, int32_t index) {
     for (int t = first; t < end && t < a->step->num_tokens; t++) append_token(a, t);
 }
 
-/* K and V of every token into its slot. With cos and signed_sin (rows of factor_stride floats, one a token) q and k are
- * rotated first, and also go to q_out [T, num_q_heads, dim] and k_out [T, num_kv_heads, dim]; without (NULL) these are
- * left alone. */
+/* K and V of every token into its slot. With factors [n, 2, rotary] (cos and signed_sin, row rows[t] for token t, row t
+ * where rows is NULL) q and k are rotated first, and also go to q_out [T, num_q_heads, dim] and k_out [T, num_kv_heads,
+ * dim]; without (NULL) these are left alone. */
 void append(const Pool *pool, const Step *step, int32_t layer, const float *q, int64_t q_stride, int32_t num_q_heads,
-            const float *k, int64_t k_stride, const float *v, int64_t v_stride, const float *cos, const float *sin,
-            int64_t factor_stride, int32_t rotary, float *q_out, float *k_out) {
+            const float *k, int64_t k_stride, const float *v, int64_t v_stride, const float *factors,
+            const int64_t *rows, int32_t rotary, float *q_out, float *k_out) {
     const int apiece = 1 + FLOATS_APIECE / ((num_q_heads + 2 * pool->num_kv_heads) * pool->head_dim);
-    const Append job = {pool,     step,     q,        k,             v,     cos,         sin,    q_out, k_out,
-                        q_stride, k_stride, v_stride, factor_stride, layer, num_q_heads, rotary, apiece};
+    const Append job = {pool,     step,     q,        k,     v,           factors, rows,  q_out, k_out,
+                        q_stride, k_stride, v_stride, layer, num_q_heads, rotary,  apiece};
     RUN(step->crew, append_piece, &job, (step->num_tokens + apiece - 1) / apiece);
 }
 

@@ -85,7 +85,7 @@ class NativeKernels:
             pool.data_ptr(), 2 * layers * tiles, 2 * tiles, tiles, *sizes, scoring.scale, scoring.softcap or 0.0
         )
         self._pool_address = ctypes.addressof(self._pool)
-        q, k, v, factors = (POINTER, INT64, INT32), (POINTER, INT64), (POINTER, INT64), (POINTER, POINTER, INT64, INT32)
+        q, k, v, factors = (POINTER, INT64, INT32), (POINTER, INT64), (POINTER, INT64), (POINTER, POINTER, INT32)
         self._append = library.append
         self._append.argtypes = (POINTER, POINTER, INT32, *q, *k, *v, *factors, POINTER, POINTER)
         self._append.restype = None
@@ -107,11 +107,11 @@ class NativeKernels:
         page_ids = tables.kv_indices
         indices = np.concatenate((tables.slot_mapping, queries, places, lengths), dtype=np.int32)
         num_tokens, num_decodes = tables.slot_mapping.size, queries.size
-        slots = indices.ctypes.data
+        slots = _address(indices)
         first_query = slots + 4 * num_tokens
         step = _Step(
             slots,
-            page_ids.ctypes.data,
+            _address(page_ids),
             first_query,
             first_query + 4 * num_decodes,
             first_query + 8 * num_decodes,
@@ -128,10 +128,10 @@ class NativeKernels:
         q = self._rows("q", q, num_tokens, num_q_heads)
         k = self._rows("k", k, num_tokens, self._heads)
         v = self._rows("v", v, num_tokens, self._heads)
-        rotated_q, rotated_k, factors = q, k, (0, 0, 0, 0)
+        rotated_q, rotated_k, factors = q, k, (0, 0, 0)
         if rotation is not None:
-            cos, sin = rotation.cos, rotation.signed_sin
-            factors = (cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[-1])
+            table, rows = rotation.table, rotation.rows
+            factors = (table.data_ptr(), 0 if rows is None else rows.data_ptr(), table.shape[2])
             rotated_q = torch.empty_like(q, memory_format=torch.contiguous_format)
             rotated_k = torch.empty_like(k, memory_format=torch.contiguous_format)
         self._append(
@@ -185,6 +185,11 @@ class NativeKernels:
                 f"{(num_tokens, num_heads, self._head_dim)} of torch.float32 is accepted"
             )
         return x if x.stride()[1:] == (self._head_dim, 1) else x.contiguous()
+
+
+def _address(array: Int32Array) -> int:
+    """Of a writable array that is not empty; a third of what array.ctypes takes."""
+    return ctypes.addressof(INT32.from_buffer(array))
 
 
 def _sink_logits(sinks: Tensor, num_q_heads: int) -> Tensor:

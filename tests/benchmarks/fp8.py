@@ -72,7 +72,7 @@ def decode_seconds(kind: str) -> float:
     assert isinstance(kernels, StepKernels)
     arrays = (tables.slot_mapping, tables.kv_indptr, tables.kv_last_page_len, tables.kv_indices)
     plan = kernels.fixed_plan(DeviceTables(*upload(arrays, q.device)), Q_HEADS)
-    rotation = Rotation(*torch.randn(2, BATCH, 1, HEAD_DIM, device=q.device, dtype=q.dtype).unbind())
+    rotation = Rotation(torch.randn(BATCH, 2, HEAD_DIM, device=q.device, dtype=q.dtype))
     norm = HeadNorm(
         torch.ones(Q_HEADS + KV_HEADS, HEAD_DIM, device=q.device, dtype=q.dtype), 1e-6, lambda heads, *_: heads
     )

@@ -1,10 +1,11 @@
-"""What a lost worker costs: kill -9 of a prefill worker in mid-push and of a decode worker in mid-decode. Prints JSON.
+"""What a lost process costs: kill -9 of a prefill worker in mid-push, of a decode worker in mid-decode and of the
+gateway in mid-stream. Prints JSON.
 
 Under Ray, with one and with two islands of a prefill and a decode worker, while `--clients` send long prompts all the
 time; median and worst of `--rounds` kills of each:
 detected   from the kill to the gateway's knowing: the island takes no requests any more
-token      from the kill to the next token of each request that had to be placed again
-serving    from the kill to the island's next epoch taking requests
+token      from the kill to the next token of each request that had to be placed again; for the gateway, of each stream
+serving    from the kill to the island's next epoch, or the next gateway, taking requests
 Every request must end with the tokens that transformers gives; with `--shape`, random weights of a real shape in 16
 bits, with as many as it asked for. On two GPUs the workers of a second island share the GPUs of the first.
 A run that is interrupted prints what it has.
@@ -30,6 +31,7 @@ import torch
 
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
+from tandem.cluster.errors import Unavailable
 from tandem.cluster.launcher import Cluster
 from tandem.cluster.ray_processes import RayProcesses
 from tandem.proto import inference_pb2
@@ -48,7 +50,7 @@ NUM_CASES = 4
 DETECTION_TARGET_SECONDS = 2.0
 PATIENCE_SECONDS = 300.0
 ROLES = {"prefill": inference_pb2.ROLE_PREFILL, "decode": inference_pb2.ROLE_DECODE}
-
+TARGETS = (*ROLES, "gateway")
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +79,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Seconds from one kill; tokens: of the requests that were placed again."""
+    """Seconds from one kill; tokens: of the requests that were placed again or resumed. detected: None of a gateway."""
 
-    detected: float
+    detected: float | None
     serving: float
     tokens: list[float]
 
@@ -125,27 +127,72 @@ class Load:
         if len(tokens) != NUM_TOKENS or case.tokens not in (None, tokens):
             self.wrong.append(f"{tokens} came; {case.tokens} are right")
 
+    @property
+    def running(self) -> list[Request]:
+        return [request for request in self.requests if not request.attempts]
+
     def check(self) -> None:
         if self.wrong:
             raise SystemExit(self.wrong[0])
 
 
-def kill(client: Client, load: Load, role: "inference_pb2.Role.ValueType") -> Recovery:
-    """Kills a worker of that role that is at work, and waits until its island serves again."""
+def kill(client: Client, load: Load, target: str) -> Recovery:
+    """Kills a process that is at work, and waits until another serves and all that it served has ended."""
+    log.info("kill -9: %s", target)
+    recovery = kill_gateway(client, load) if target == "gateway" else kill_worker(client, load, ROLES[target])
+    log.info("%s: %s", target, recovery)
+    return recovery
+
+
+def kill_worker(client: Client, load: Load, role: "inference_pb2.Role.ValueType") -> Recovery:
     before = {island.name: island.epoch for island in client.cluster_info().islands}
     name, pid = _until(load, lambda: _working(client, role))
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
-    running = [request for request in load.requests if not request.attempts]
+    running = load.running
     _until(load, lambda: not _serves(client, name, before[name]))
     detected = time.monotonic() - killed
     _until(load, lambda: _serves(client, name, before[name] + 1))
     serving = time.monotonic() - killed
     _until(load, lambda: all(request.attempts for request in running))
     again = [request for request in running if request.attempts > 1]
-    recovery = Recovery(detected, serving, [request.waited_after(killed) for request in again])
-    log.info("%s: %s", inference_pb2.Role.Name(role), recovery)
-    return recovery
+    return Recovery(detected, serving, [request.waited_after(killed) for request in again])
+
+
+def kill_gateway(client: Client, load: Load) -> Recovery:
+    pid = gateway_pid()
+    _until(load, lambda: any(request.arrivals for request in load.running))
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    running = load.running
+    _until(load, lambda: _answers(client))
+    serving = time.monotonic() - killed
+    _until(load, lambda: all(request.attempts for request in running))
+    return Recovery(None, serving, [request.waited_after(killed) for request in running])
+
+
+def gateway_pid() -> int:
+    """Of the one below this process; ClusterInfo has the workers' pids only."""
+    parents, gateways = {}, []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            pid, rest = path.read_text().split(" (", 1)
+            title, fields = rest.rsplit(") ", 1)
+            parents[int(pid)] = int(fields.split()[1])
+            gateways += [int(pid)] * title.startswith("gateway.")
+    return next(pid for pid in gateways if _is_below(pid, parents))
+
+
+def _is_below(pid: int, parents: dict[int, int]) -> bool:
+    while pid in parents and pid != os.getpid():
+        pid = parents[pid]
+    return pid == os.getpid()
+
+
+def _answers(client: Client) -> bool:
+    with suppress(Unavailable):
+        return bool(client.cluster_info())
+    return False
 
 
 def _working(client: Client, role: "inference_pb2.Role.ValueType") -> tuple[str, int] | None:
@@ -182,7 +229,7 @@ def make_cases(model: Path, exact: bool) -> list[Case]:
 def measure(
     cluster: Cluster, cases: Sequence[Case], order: Sequence[str], num_clients: int, found: dict[str, list[Recovery]]
 ) -> None:
-    """order: the role of each worker to be killed. Adds to found, by role, as kills come."""
+    """order: what is to be killed, each time. Adds to found, by target, as kills come."""
     address = cluster.start()
     log.info("started: %s", cluster.clock.seconds)
     try:
@@ -192,7 +239,7 @@ def measure(
             log.info("each prompt was served once")
             with Load(address, cases, num_clients) as load:
                 for name in order:
-                    found.setdefault(name, []).append(kill(client, load, ROLES[name]))
+                    found.setdefault(name, []).append(kill(client, load, name))
             load.check()
             _until(load, lambda: _is_idle(client))
             log.info("all %d requests are done, all pages free", len(load.requests))
@@ -207,7 +254,7 @@ def _is_idle(client: Client) -> bool:
 
 def summary(recoveries: Sequence[Recovery]) -> dict[str, Any]:
     seconds = {
-        "detected": [one.detected for one in recoveries],
+        "detected": [one.detected for one in recoveries if one.detected is not None],
         "token": [token for one in recoveries for token in one.tokens],
         "serving": [one.serving for one in recoveries],
     }
@@ -242,7 +289,7 @@ def settings(folder: Path, shape: str | None, gpus: bool, islands: int) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=ROLES)
+    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--islands", type=int, nargs="+", default=[1, 2], choices=(1, 2))
     parser.add_argument("--shape", choices=SHAPES)
@@ -267,11 +314,16 @@ def main() -> None:
             processes = SharingProcesses(2 * islands) if 0 < num_gpus < 2 * islands else RayProcesses()
             cluster = Cluster(load_config(config, settings(folder, options.shape, num_gpus > 0, islands)), processes)
             kills = found.setdefault(f"islands {islands}", {})
-            measure(cluster, cases, options.roles * options.rounds, options.clients, kills)
-    result = {islands: {role: summary(kills) for role, kills in roles.items()} for islands, roles in found.items()}
-    worst = max((one.detected for roles in found.values() for kills in roles.values() for one in kills), default=0.0)
-    target = at_most("kill to admission stopped, worst, s", worst, DETECTION_TARGET_SECONDS)
-    print_result(result | {"targets": [target]})
+            measure(cluster, cases, list(options.targets) * options.rounds, options.clients, kills)
+    result: dict[str, Any] = {
+        islands: {role: summary(kills) for role, kills in roles.items()} for islands, roles in found.items()
+    }
+    kills = [one for roles in found.values() for kills in roles.values() for one in kills]
+    detected = [one.detected for one in kills if one.detected is not None]
+    targets = (
+        [at_most("kill to admission stopped, worst, s", max(detected), DETECTION_TARGET_SECONDS)] if detected else []
+    )
+    print_result(result | {"targets": targets})
 
 
 if __name__ == "__main__":

@@ -286,7 +286,7 @@ def assert_torch_serves(caplog: pytest.LogCaptureFixture, reason: str) -> None:
 @pytest.mark.usefixtures("fresh")
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", "")
-    assert_torch_serves(caplog, "no C compiler on PATH")
+    assert_torch_serves(caplog, "cc or gcc or clang is not on the PATH")
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
 from tandem.cache.errors import OutOfPages
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan import ForwardPlan
 from tandem.cache.rope import RopeParameters
 from tests.cache.known import check_tables
 
@@ -127,11 +129,17 @@ class Stepping:
             follows = before is not None and plan.tokens.follows(before.tokens)
             begun = (plan.positions % PAGE == 0).any()
             self.counts["steps that begin pages" if follows and begun else "steps" if follows else "others"] += 1
+            if before is not None and follows and (kv_lens_of(plan) < kv_lens_of(before)).any():
+                self.counts["steps at which pages leave a window"] += 1
             before = plan
             if self.random.random() < 0.2:
                 event = self.random.choice(self.events)
                 event(self.random.choice(self.batch))
                 self.counts[event.__name__] += 1
+
+
+def kv_lens_of(plan: ForwardPlan) -> np.ndarray:
+    return plan.groups[1].tables.kv_lens
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -144,7 +152,7 @@ def test_steps_are_as_if_planned_anew(seed: int) -> None:
 def test_with_windows() -> None:
     stepping = Stepping(0, WINDOWED)
     stepping.run()
-    assert len(stepping.counts) == 1 + len(stepping.events)
+    assert len(stepping.counts) == 4 + len(stepping.events)
 
 
 def test_no_room_changes_nothing() -> None:

@@ -67,9 +67,9 @@ class Inputs:
         angles = torch.rand(case.tokens, 1, (case.rotary_dim or case.head_dim) // 2, generator=generator) * 6
         cos = torch.cat((angles.cos(), angles.cos()), -1)
         sin = torch.cat((-angles.sin(), angles.sin()), -1)
-        factors = torch.stack((cos, sin), 1).to(DEVICE, case.dtype)
+        factors = torch.cat((cos, sin), 1).to(DEVICE, case.dtype)
         slots = torch.randperm(PAGES * case.page_size, generator=generator)[: case.tokens]
-        return cls(q, k, v, Rotation(*factors.unbind(1)), slots.numpy().astype(np.int32))
+        return cls(q, k, v, Rotation(factors), slots.numpy().astype(np.int32))
 
 
 def pool_of(case: Case) -> Tensor:
@@ -95,7 +95,7 @@ def expected_pool(case: Case, slots: list[int | None], k: Tensor, v: Tensor) -> 
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    return Rotation(rotation.cos.double(), rotation.signed_sin.double()).apply(x.double())
+    return Rotation(rotation.factors.double()).apply(x.double())
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -146,7 +146,7 @@ def test_fp8_entries_are_those_of_torch_here_and_at_the_peer(rotate: bool, keep_
     if DEVICE == "cpu":
         k, v = (representable(x, entries.scales[LAYER, which]) for which, x in enumerate((k, v)))
         quarter = torch.tensor([0.0, 1.0]).repeat_interleave(case.head_dim // 2).to(inputs.rotation.cos)
-        rotation = Rotation(quarter.expand(5, 1, -1), quarter.flip(0).expand(5, 1, -1)) if rotate else None
+        rotation = Rotation(torch.stack((quarter, quarter.flip(0))).expand(5, 2, -1)) if rotate else None
     pool = torch.zeros(PAGES, LAYERS, 2, case.kv_heads, case.page_size, case.head_dim, device=DEVICE).to(FP8)
     peer = torch.cat((pool, pool))
     targets = AppendTargets(

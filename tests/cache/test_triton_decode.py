@@ -92,7 +92,7 @@ class Step:
                 new.copy_((new / scales).clamp_(-FP8_MAX, FP8_MAX).to(FP8).float() * scales)
         self.rotation = None
         if case.rotate:
-            self.rotation = Rotation(*(draw(rows, 1, case.rotary_dim or dim) for _ in range(2)))
+            self.rotation = Rotation(draw(rows, 2, case.rotary_dim or dim))
         self.sinks = draw(case.q_heads) if case.sinks else None
         self.weight = draw(sum(heads[:2]), dim)
         self.norm = HeadNorm(self.weight, EPS, lambda *_: pytest.fail("the kernel norms")) if case.norm else None
@@ -158,7 +158,7 @@ class Step:
         token."""
         case, outputs = self.case, []
         rotation = self.rotation
-        twice = None if rotation is None else Rotation(rotation.cos.double(), rotation.signed_sin.double())
+        twice = None if rotation is None else Rotation(rotation.factors.double())
         q, k = self.normed(self.q, self.weight[: case.q_heads]), self.normed(self.k, self.weight[case.q_heads :])
         q, k = (q, k) if twice is None else (twice.apply(q), twice.apply(k))
         for row, stored in enumerate(self.stored):

@@ -61,7 +61,7 @@ class Inputs:
         keys = rows(case.rank + case.rotated)[:, case.rank :]
         angles = torch.rand(case.tokens, 1, case.rotated // 2, generator=generator) * 6
         cos, sin = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
-        rotation = Rotation(cos.to(DEVICE, case.dtype), sin.to(DEVICE, case.dtype))
+        rotation = Rotation(torch.cat((cos, sin), 1).to(DEVICE, case.dtype))
         slots = torch.randperm(PAGES * case.page_size, generator=generator)[: case.tokens]
         return cls(q, rows(case.rank), keys, rotation, slots.tolist())
 
@@ -85,7 +85,7 @@ def filled(pool: Tensor, slots: list[int | None], entries: Tensor) -> Tensor:
 
 
 def exact(x: Tensor, rotation: Rotation) -> Tensor:
-    return Rotation(rotation.cos.double(), rotation.signed_sin.double()).apply(x.double())
+    return Rotation(rotation.factors.double()).apply(x.double())
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

@@ -9,7 +9,7 @@ from tandem.cluster.errors import ProcessEnded, StartFailed
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes
 from tests.local_processes import LocalGroup
 
-ANSWERS: dict[str, Any] = {"progress": (1, 2), "open": b"handle", "serve": "127.0.0.1:1", "placed_tokens": 0}
+ANSWERS: dict[str, Any] = {"progress": ("weights", 1, 2), "open": b"handle", "serve": "127.0.0.1:1", "placed_tokens": 0}
 
 
 def no_answer(method: str) -> None:

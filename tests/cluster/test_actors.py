@@ -17,7 +17,7 @@ from tandem.workers.random_checkpoint import make_checkpoint
 SECONDS = 60.0
 
 
-def asking(answers: list[int | None], actor: WorkerActor, then: Callable[..., Any]) -> Callable[..., Any]:
+def asking(answers: list[tuple[str, int] | None], actor: WorkerActor, then: Callable[..., Any]) -> Callable[..., Any]:
     """`then`, before and after which another thread asks how far the actor has got."""
 
     def ask() -> None:
@@ -38,7 +38,7 @@ def test_a_start_tells_how_far_it_has_got(tmp_path: Path, monkeypatch: pytest.Mo
     make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=0)
     values = {"model.path": str(tmp_path / "model"), "island.threads_per_worker": 1}
     first, second = (WorkerActor(config) for config in worker_configs(load_config(None, values), 64))
-    answers: list[int | None] = []
+    answers: list[tuple[str, int] | None] = []
     try:
         assert first.ping() is None
         monkeypatch.setattr(worker_module, "load_decoder", asking(answers, first, worker_module.load_decoder))
@@ -56,7 +56,9 @@ def test_a_start_tells_how_far_it_has_got(tmp_path: Path, monkeypatch: pytest.Mo
     finally:
         first.stop()
         second.stop()
-    before, loaded, cached, made, made_again, warm = (answer for answer in answers if answer is not None)
+    phases, numbers = zip(*(answer for answer in answers if answer is not None), strict=True)
+    assert phases == ("weights",) * 2 + ("kernels",) * 4
+    before, loaded, cached, made, made_again, warm = numbers
     weights = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
     assert before == 0
     assert weights / 2 < loaded <= weights

@@ -11,9 +11,10 @@ import pytest
 from tandem.cluster.config import ClusterConfig, RecoverySection, load_config
 from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError, WorkerLost
 from tandem.cluster.gateway_supervisor import GatewaySupervisor
+from tandem.cluster.heartbeat import MEETING, MEETING_SECONDS, POLL_SECONDS, Heartbeat
 from tandem.cluster.island import Island
 from tandem.cluster.island_supervisor import IslandSupervisor
-from tandem.cluster.liveness import POLL_SECONDS, Heartbeat, Liveness
+from tandem.cluster.liveness import Liveness
 from tandem.cluster.membership import Membership
 from tandem.cluster.process_settings import gateway_settings, island_names
 from tandem.cluster.restart_budget import RestartBudget
@@ -60,7 +61,7 @@ class TestHeartbeat:
 
     def test_who_answers_and_does_not_get_on(self) -> None:
         """It gets on once, stays there, and then has nothing to prepare any more."""
-        got_to = iter([5, 9, 9, 9, 9, None, None, 9, 9])
+        got_to = iter([*(("weights", number) for number in (5, 9, 9, 9, 9)), None, None, ("island", 9), ("kernels", 9)])
         process = FakeProcess("p", lambda method: next(got_to) if method == "ping" else None)
         heartbeat = Heartbeat(process)
         stalled = []
@@ -69,6 +70,38 @@ class TestHeartbeat:
             stalled.append(heartbeat.stalled_seconds)
         assert stalled == pytest.approx([0, 0, 0.3, 0.6, 0.9, 0, 0, 0])
         assert heartbeat.silent_seconds == 0
+
+    def test_what_takes_long_is_told_whenever_it_has_doubled(self, caplog: pytest.LogCaptureFixture) -> None:
+        process = FakeProcess("p", lambda method: ("kernels", 1))
+        heartbeat = Heartbeat(process)
+        for _ in range(100):
+            heartbeat.tick(0.5)
+            heartbeat.tell()
+        process.silent.add("ping")
+        heartbeat.tick(0.5)
+        assert [record.message for record in caplog.records] == [
+            f"p has not got on for {seconds} s in phase 'kernels' of its start" for seconds in (15.0, 30.0)
+        ]
+
+    def test_who_is_silent_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
+        process = FakeProcess("p")
+        heartbeat = Heartbeat(process)
+        process.silent.add("ping")
+        for _ in range(40):
+            heartbeat.tick(0.5)
+            heartbeat.tell()
+        assert [record.message for record in caplog.records] == ["p has not answered for 15.0 s"]
+
+    def test_workers_that_wait_for_each_other_have_less_time(self) -> None:
+        """The other phases may compile kernels, for minutes."""
+        ended_after = {}
+        for phase in (MEETING, "kernels"):
+            heartbeat = Heartbeat(FakeProcess("p", lambda method, phase=phase: (phase, 1)))
+            heartbeat.tick(0.5)
+            while not heartbeat.excess(PATIENT):
+                heartbeat.tick(0.5)
+            ended_after[phase] = heartbeat.stalled_seconds
+        assert ended_after == {MEETING: MEETING_SECONDS + 0.5, "kernels": PATIENT.stalled_seconds + 0.5}
 
     def test_a_watcher_that_was_stopped_itself_blames_nobody(self) -> None:
         process = FakeProcess("p")
@@ -102,15 +135,21 @@ class TestLiveness:
 
     @pytest.mark.parametrize(
         ("answers", "silent", "why"),
-        [(7, {"wait"}, "its start has not got on"), (None, {"wait", "ping"}, "it was silent"),
-         (None, {"wait", "ping", "there"}, "its start has not got on")],
+        [(("kernels", 7), {"wait"}, "it has not got on for .* in phase 'kernels'"),
+         (None, {"wait", "ping"}, "it was silent"),
+         (None, {"wait", "ping", "there"}, "it has not got on for .* in phase 'imports'")],
     )  # fmt: skip
-    def test_who_hangs_is_ended(self, answers: int | None, silent: set[str], why: str) -> None:
+    def test_who_hangs_is_ended(self, answers: tuple[str, int] | None, silent: set[str], why: str) -> None:
         member = FakeProcess("a", lambda method: answers)
         member.silent = silent
         with pytest.raises(ProcessEnded, match=why):
             Liveness([member], RECOVERY, StopSignal()).results([Future()], 60)
         assert member.killed
+
+    def test_a_call_that_takes_too_long_says_who_does_what(self) -> None:
+        members = [FakeProcess("a"), FakeProcess("b", lambda method: ("weights", 7))]
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.4 s; b is in phase 'weights'$"):
+            Liveness(members, PATIENT, StopSignal()).results([Future()], 0.4)
 
     def test_the_forgotten_may_end(self) -> None:
         members = [FakeProcess("a"), FakeProcess("b")]

@@ -1,8 +1,12 @@
 """Streams that break and go on: the resume field, as any client may use it, and the client library."""
 
+import select
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,66 @@ def island(folder: Path) -> Iterator[Island]:
 def stub(island: Island) -> Iterator[inference_pb2_grpc.InferenceStub]:
     with grpc.insecure_channel(island.address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)
+
+
+class BreakingDoor:
+    """A port before a gateway's. The first connection is reset in the middle of a call, and then for a while there is
+    nobody to connect to; later ones are passed on."""
+
+    def __init__(self, behind: str) -> None:
+        self._behind = behind
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> "BreakingDoor":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in (self._listener, *self._open):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        self._thread.join(30)
+
+    def _serve(self) -> None:
+        first, _ = self._listener.accept()
+        behind = self._connect()
+        received = b""
+        while b"Generate" not in received:  # the call's path, in the first headers of a connection
+            readable, _, _ = select.select([first, behind], [], [])
+            for end, other in ((first, behind), (behind, first)):
+                if end in readable:
+                    data = end.recv(1 << 16)
+                    received += data
+                    if b"Generate" not in received:
+                        other.sendall(data)
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        first.close()
+        behind.close()
+        self._listener.close()
+        time.sleep(0.5)
+        host, _, port = self.address.rpartition(":")
+        self._listener = socket.create_server((host, int(port)))
+        with suppress(OSError):
+            while True:
+                end, _ = self._listener.accept()
+                other = self._connect()
+                self._open += [end, other]
+                for source, target in ((end, other), (other, end)):
+                    threading.Thread(target=_copy, args=(source, target), daemon=True).start()
+
+    def _connect(self) -> socket.socket:
+        host, _, port = self._behind.rpartition(":")
+        return socket.create_connection((host, int(port)))
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
 
 
 def request(prompt: list[int], received: list[int] | None, **sampling: Any) -> inference_pb2.GenerateRequest:
@@ -160,6 +224,23 @@ def test_the_client_gives_up_in_time() -> None:
 async def _collect(address: str) -> list[int]:
     async with AsyncClient(address) as client:
         return [token async for update in client.generate("x") for token in update.token_ids]
+
+
+def test_a_first_call_goes_on_though_its_gateway_goes_before_it_answers() -> None:
+    """The client has a connection, and nothing else yet; the next is refused, as while a gateway is started again."""
+    gateway = FakeGateway()
+    with serving(gateway) as address, BreakingDoor(address) as door, Client(door.address) as client:
+        assert tokens_of(list(client.generate("x"))) == [0, 1]
+    (request,) = gateway.requests
+    assert request.HasField("resume")
+    assert not request.resume.token_ids
+
+
+def test_who_never_had_a_connection_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with Client(address) as client, pytest.raises(Unavailable, match="refused"):
+        list(client.generate("x"))
 
 
 def test_what_the_gateway_gave_up_is_not_asked_again() -> None:

@@ -112,8 +112,8 @@ class CountingModel:
     def sample(self, logits: Int64Array, batch: object, positions: Int64Array) -> Samples:
         return Samples(logits, [None] * logits.size)
 
-    def step(self, sequence_ids: Int64Array, tokens: Int64Array, sources: Int64Array, *rest: object) -> "Drawn":
-        plan = self._cache.begin_forward(sequence_ids, np.ones(sequence_ids.size, np.int64))
+    def step(self, sequence_ids: tuple[int, ...], tokens: Int64Array, sources: Int64Array, *rest: object) -> "Drawn":
+        plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))
         self._cache.end_forward(plan)
         step = Step(plan, tokens, sources)
         self.launched.append(step)

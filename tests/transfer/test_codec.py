@@ -151,8 +151,12 @@ def check_bounded(data: bytes) -> None:
         (b"\x81\x00", "gaps flag"),
         (b"\x01\x80\x00", "overlong"),
         (b"\x01" + b"\xff" * 6 + b"\x00", "more than 6 bytes"),
-        (b"\x01\x01\x05\x00", "lengths are 0"),
+        (b"\x01\x01\x05\x00", "length is 0"),
         (b"\x01\x01\x80\x80\x80\x80\x08\x02", f"the largest slot is {MAX_SLOT}"),
+        (b"\x01\x01\x00\x80\x80\x80\x80\x08", "length is 2147483648"),
+        (b"\x01\x03\x05\x01\x09\x01\x00\x00\x01\x00\x0c\x01", "lengths are 0"),
+        (b"\x01\x03\x05\x01\x09\x01\x00\x02\x01\x00\x03\x01", "begins at -2"),
+        (b"\x01\x03\x05\x01\x09\x01\x00\x04\x01\x00\xfe\xff\xff\xff\x0f\x01", f"the largest slot is {MAX_SLOT}"),
         (b"\x01\x03\x05\x01\x09\x01\x21\x00\x01", "column begins with byte 33"),
         (b"\x01\x03\x05\x01\x09\x01\x00\x02\x00\x00\x0c\x01", "column reaches"),
         (b"\x01\x03\x05\x01\x09\x01\x01\x02\x01\x02\x00\x0c\x01", "padding"),
@@ -169,6 +173,7 @@ def test_a_count_bomb_costs_no_more_than_the_expected_tokens() -> None:
         decode_runs(bomb, max_tokens=1000)
 
 
-def test_encoding_refuses_a_run_beyond_int32() -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_encoding_refuses_a_run_beyond_int32(others: int) -> None:
     with pytest.raises(InvalidPositionMap, match="ends at slot"):
-        encode_runs(make([(MAX_SLOT, 2)]))
+        encode_runs(make([(5, 1)] * others + [(MAX_SLOT, 2)] + [(9, 1)] * others))

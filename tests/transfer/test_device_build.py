@@ -63,7 +63,7 @@ def test_it_is_compiled_anew_for_what_is_different(toolkit: Path, tmp_path: Path
 
 def test_a_failure_says_why_and_leaves_nothing(toolkit: Path, tmp_path: Path) -> None:
     (toolkit / "broken").touch()
-    with pytest.raises(TransportError, match="failed: error: no such thing"):
+    with pytest.raises(TransportError, match=r"device_puts\.cu cannot be compiled: error: no such thing"):
         build_device_puts(tmp_path / "cache", HOPPER)
     assert not list((tmp_path / "cache").iterdir())
 

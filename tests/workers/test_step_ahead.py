@@ -52,7 +52,7 @@ class ScriptedRunner:
 
     def step(
         self,
-        sequence_ids: np.ndarray,
+        sequence_ids: tuple[int, ...],
         tokens: np.ndarray,
         sources: np.ndarray,
         sampling: SampleBatch,
@@ -69,7 +69,7 @@ class ScriptedRunner:
         assert sampling.temperature.size == len(inputs)
         self._cache.end_forward(self._cache.begin_forward(sequence_ids, np.ones(len(inputs), np.int64)))
         self._last = [token_at(s, p) for s, p in zip(sequence_ids, positions, strict=True)]
-        self.log.append(f"launch {step}: {sequence_ids.tolist()}")
+        self.log.append(f"launch {step}: {list(sequence_ids)}")
         return cast(PendingSamples, ScriptedSamples(self, step, list(self._last)))
 
     def drain(self) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def load_places(folder: Path, dtype: str = "auto", load_format: str = "safetenso
     config = load_config(folder, dtype)
     if load_format == "safetensors":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SafetensorsFile, "read_into", None)  # it reads headers only
+            patch.setattr(SafetensorsFile, "read", None)  # it reads headers only
             refused = _refusal(lambda: check_weights(folder, config))
         loaded = _refusal(lambda: load_parameters(folder, config))
         assert repr(refused) == repr(loaded)
@@ -91,8 +92,25 @@ def test_any_safetensors_do_without_an_index(sharded: Path) -> None:
     load_places(sharded)
 
 
+def test_parts_are_read_side_by_side(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first reads wait for each other."""
+    monkeypatch.setattr("tandem.workers.safetensors_file.PART_BYTES", 1000)
+    together, met = threading.Barrier(4), threading.Event()
+    read = SafetensorsFile.read
+
+    def reading(self: SafetensorsFile, offset: int, target: Tensor) -> None:
+        if not met.is_set():
+            together.wait(60)
+            met.set()
+        read(self, offset, target)
+
+    monkeypatch.setattr(SafetensorsFile, "read", reading)
+    places = checkpoint_places(config := load_config(folder), load_parameters(folder, config))
+    assert all(torch.equal(places[name], tensor) for name, tensor in load_file(folder / SINGLE).items())
+
+
 def test_dtype_is_converted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.workers.safetensors_file.STAGING_BYTES", 1000)  # so that a tensor takes several reads
+    monkeypatch.setattr("tandem.workers.safetensors_file.PART_BYTES", 1000)  # so that a tensor takes several reads
     stored = load_file(folder / SINGLE)
     places = load_places(folder, dtype="bfloat16")
     assert all(torch.equal(places[name], tensor.bfloat16()) for name, tensor in stored.items())

@@ -34,10 +34,8 @@ class Function:
 
     def __init__(self, module: "Module", name: str, threads: int, shared_bytes: int, cluster: int) -> None:
         self._module = module
-        self._handle = ctypes.c_void_p()
+        self._handle = module.function(name, shared_bytes)
         self._threads, self._shared_bytes = threads, shared_bytes
-        module.check("cuModuleGetFunction", ctypes.byref(self._handle), module.handle, name.encode())
-        module.check("cuFuncSetAttribute", self._handle, MAX_DYNAMIC_SHARED_SIZE, shared_bytes)
         self._attributes = (_Attribute * 2)(
             _Attribute(CLUSTER_DIMENSION, 0, (cluster, 1, 1)), _Attribute(DEPENDENT_LAUNCH, 0, (1,))
         )
@@ -56,8 +54,15 @@ class Module:
 
     def __init__(self, cubin: bytes) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self.handle = ctypes.c_void_p()
-        self.check("cuModuleLoadData", ctypes.byref(self.handle), cubin)
+        self._handle = ctypes.c_void_p()
+        self.check("cuModuleLoadData", ctypes.byref(self._handle), cubin)
+
+    def function(self, name: str, shared_bytes: int) -> ctypes.c_void_p:
+        """The driver's handle of a kernel, whose blocks may take shared_bytes besides what they declare."""
+        handle = ctypes.c_void_p()
+        self.check("cuModuleGetFunction", ctypes.byref(handle), self._handle, name.encode())
+        self.check("cuFuncSetAttribute", handle, MAX_DYNAMIC_SHARED_SIZE, shared_bytes)
+        return handle
 
     def tensor_map(
         self, address: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]

@@ -3,20 +3,21 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import StepPages
-from tandem.cache.kernels.native_build import cache_folder
-from tandem.workers.kernels.row_step_build import load_row_step
+from tandem.workers.kernels.cubin_build import load_cubin
+from tandem.workers.kernels.cuda_driver import Module
 
+SOURCE = Path(__file__).with_name("row_step.cu")
 WARPS = 16
 SHARED_BYTES = 227 * 1024  # SHARED_BYTES of row_step.cu
 MAX_GROUP = 8  # q heads of a KV head: their sums must fit into registers
 ENDS = 2  # words beside a head's sums
 SHARES_OF_HEAD = 16
-MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
@@ -164,23 +165,15 @@ class CudaLaunch:
 
     def __init__(self, cubin: bytes, blocks: int, warps: int) -> None:
         """For the current device, whose context exists."""
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._module = Module(cubin)
         self._blocks, self._threads = blocks, 32 * warps
-        module, self._kernel = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check("cuModuleLoadData", ctypes.byref(module), cubin)
-        self._check("cuModuleGetFunction", ctypes.byref(self._kernel), module, b"row_step")
-        self._check("cuFuncSetAttribute", self._kernel, MAX_DYNAMIC_SHARED_SIZE, SHARED_BYTES)
+        self._kernel = self._module.function("row_step", SHARED_BYTES)
 
     def __call__(self, arguments: StepArguments) -> None:
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         sizes = (self._blocks, 1, 1, self._threads, 1, 1, SHARED_BYTES)
-        self._check("cuLaunchCooperativeKernel", self._kernel, *sizes, stream, parameters)
-
-    def _check(self, function: str, *arguments: object) -> None:
-        status = getattr(self._driver, function)(*arguments)
-        if status:
-            raise RuntimeError(f"{function} of row_step gave CUDA error {status}")
+        self._module.check("cuLaunchCooperativeKernel", self._kernel, *sizes, stream, parameters)
 
 
 def load_launch(shape: RowStepShape, device: torch.device) -> CudaLaunch | None:
@@ -189,5 +182,6 @@ def load_launch(shape: RowStepShape, device: torch.device) -> CudaLaunch | None:
     capability, blocks = (properties.major, properties.minor), properties.multi_processor_count
     if capability < (9, 0) or not shape.fits(blocks):
         return None
-    cubin = load_row_step(cache_folder(), shape.defines(blocks, WARPS), capability)
+    arch, defines = "".join(map(str, capability)), shape.defines(blocks, WARPS)
+    cubin = load_cubin(SOURCE, defines, arch, "steps of one row take five kernels a layer")
     return None if cubin is None else CudaLaunch(cubin, blocks, WARPS)

@@ -1,8 +1,6 @@
 """Products of the few rows of a decode step with weights, by step_product.cu; which of its tilings suits a weight."""
 
 import ctypes
-import logging
-import subprocess
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,9 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.native_build import cache_folder
-from tandem.transfer.errors import TransportError
-from tandem.workers.kernels.cubin_build import build_cubin
+from tandem.workers.kernels.cubin_build import load_cubin
 from tandem.workers.kernels.cuda_driver import Function, Module, TensorMap
 
 SOURCE = Path(__file__).with_name("step_product.cu")
@@ -21,8 +17,6 @@ SLAB = 64  # columns at once
 ALIGNMENT = 1024  # of the ring in shared memory
 MAX_WASTE = 1.3  # of a tiling: rows of weights that the busiest multiprocessor has, to a fair share
 MAPS = 1024  # of inputs, kept
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +151,6 @@ def load_step_products(device: torch.device, dtype: torch.dtype) -> StepProducts
     properties = torch.cuda.get_device_properties(device)
     if (properties.major, properties.minor) != HOPPER:
         return None
-    try:
-        cubin = build_cubin(SOURCE, cache_folder(), (f"-DHALF={int(dtype == torch.float16)}",), "90a")
-    except (OSError, subprocess.SubprocessError, TransportError) as error:
-        reason = getattr(error, "stderr", None) or error
-        log.warning("step_product.cu is not there, torch multiplies all rows: %s", str(reason).strip())
-        return None
-    return StepProducts(cubin, dtype, properties.multi_processor_count)
+    defines = (f"-DHALF={int(dtype == torch.float16)}",)
+    cubin = load_cubin(SOURCE, defines, "90a", "torch multiplies all rows")
+    return None if cubin is None else StepProducts(cubin, dtype, properties.multi_processor_count)

@@ -15,7 +15,7 @@ import torch
 from tandem.cache.kv_scales import KVScales
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.errors import InvalidWeights
-from tandem.workers.safetensors_file import SafetensorsFile
+from tandem.workers.safetensors_file import SafetensorsFile, new_staging
 
 _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|([qkv])_proj\.)?([qkv])_scale")
 
@@ -52,5 +52,6 @@ def _read(file: SafetensorsFile, name: str, num_kv_heads: int) -> tuple[float, .
             f"{file.path}: tensor {name} has {scales.numel()} numbers; "
             f"1 for the layer or {num_kv_heads}, one a KV head, are accepted"
         )
-    file.read_into(name, scales)
+    for part in file.parts(name, scales):
+        part.read(new_staging("cpu"))
     return tuple(scales.view(-1).tolist())

@@ -1,4 +1,4 @@
-"""Which models row_step.cu serves, and how it is compiled and kept: by a compiler that only writes down its orders."""
+"""How cubins are compiled and kept, by a compiler that only writes down its orders; which models row_step.cu serves."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.workers.kernels.row_step import RowStepShape
-from tandem.workers.kernels.row_step_build import build_row_step, load_row_step
+from tandem.workers.kernels.cubin_build import build_cubin, load_cubin
+from tandem.workers.kernels.row_step import SOURCE, RowStepShape
 
 QWEN3 = RowStepShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16)
-HOPPER, BLOCKS = (9, 0), 132
+BLOCKS = 132
 # Its arguments end with `-o FILE`.
 NVCC = """#!/bin/sh
 if [ "$1" = --version ]; then echo 13.0; exit; fi
@@ -35,11 +35,27 @@ def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
     folder, narrow = tmp_path / "cache", replace(QWEN3, hidden=512)
     for shape in (QWEN3, narrow, QWEN3):
-        assert build_row_step(folder, shape.defines(BLOCKS, 16), HOPPER) == b"compiled\n"
+        assert build_cubin(SOURCE, folder, shape.defines(BLOCKS, 16), "90") == b"compiled\n"
     calls = (nvcc.parent / "calls").read_text().splitlines()
     assert ["-DHIDDEN=1024" in call for call in calls] == [True, False]
     assert all("code=sm_90" in call for call in calls)
     assert len(list(folder.iterdir())) == 2
+
+
+def test_it_is_compiled_anew_when_what_it_includes_has_changed(nvcc: Path, tmp_path: Path) -> None:
+    source = tmp_path / "sources" / "one.cu"
+    source.parent.mkdir()
+    texts = {"one.cu": '#include "two.cuh"', "two.cuh": '#include "three.cuh"\n#include <cuda.h>'}
+    texts |= {"three.cuh": '#pragma once\n#include "two.cuh"', "four.cuh": ""}
+    for name, text in texts.items():
+        (source.parent / name).write_text(text)
+    made = []
+    for changed in (None, "four.cuh", "three.cuh", "one.cu"):
+        if changed is not None:
+            (source.parent / changed).write_text(texts[changed] + "\n// changed")
+        build_cubin(source, tmp_path / "cache", (), "90a")
+        made.append(len((nvcc.parent / "calls").read_text().splitlines()))
+    assert made == [1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("fault", ["missing", "broken"])
@@ -50,8 +66,10 @@ def test_without_it_there_is_a_warning(
         monkeypatch.setenv("PATH", str(tmp_path))
     else:
         nvcc.write_text(NVCC.replace("-broken", "-std=c++17"))
-    assert load_row_step(tmp_path / "cache", QWEN3.defines(BLOCKS, 16), HOPPER) is None
-    assert ("nvcc is not on the PATH" if fault == "missing" else "no such thing") in caplog.text
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert load_cubin(SOURCE, QWEN3.defines(BLOCKS, 16), "90", "others serve") is None
+    reason = "nvcc is not on the PATH" if fault == "missing" else "no such thing"
+    assert f"row_step.cu is not there, others serve: {reason}" in caplog.text
 
 
 @pytest.mark.parametrize(

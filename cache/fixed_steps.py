@@ -28,6 +28,11 @@ class FixedSteps:
         shared = [group.shared(rows, seq_lens) for group in self._groups]
         return any(one is not None for one in shared) and batch.takes(shared)
 
+    def foresee(self, seq_ids: tuple[int, ...]) -> None:
+        rows, tokens = self._growth.foresee(seq_ids)
+        for group in self._groups:
+            group.look_up(rows, tokens)
+
     def begin(self, batch: FixedBatch, seq_ids: tuple[int, ...], inputs: Sequence[Int64Array]) -> None:
         if len(seq_ids) > batch.size:
             raise InvalidArgument(f"seq_ids has {len(seq_ids)} sequences; the batch has room for {batch.size}")

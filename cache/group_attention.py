@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.attention_inputs import AttentionInputs
 from tandem.cache.batch_prefixes import BatchPrefixes, able_to_share
 from tandem.cache.group_table import GroupTable
 from tandem.cache.kernels.base import Kernels, PageKernels, PushingKernels, SharingKernels
@@ -96,12 +97,14 @@ class GroupForward:
                     send.target_pe, self._group, layer, k, v, send.token_indices, send.token_slots
                 )
 
-    def push_cached(self, sends: Sequence[Send]) -> None:
-        """Their cached positions, of all layers."""
+    def push_cached(self, sends: Sequence[Send], layers: range | None = None, *, stored: bool = False) -> None:
+        """Their cached positions; layers and stored: see PageWriter.write_slots."""
         for send in sends:
             assert self._writer is not None
             if send.source_slots.size:
-                self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots)
+                self._writer.write_slots(
+                    send.target_pe, self._group, send.source_slots, send.target_slots, layers, stored=stored
+                )
 
     def gather(self, layers: Sequence[int], row: int, indices: Int64Array) -> list[tuple[Tensor, Tensor]]:
         """What kernels.read_slots gives of each of `layers` at `indices` (int64 [n]) of a row."""
@@ -123,13 +126,16 @@ class GroupAttention(GroupForward):
         page_size: int,
         scoring: Scoring,
         fp8: Fp8Entries | None,
+        inputs: AttentionInputs,
     ) -> None:
         super().__init__(group, kernels, scoring.window, table, writer, page_size)
+        self._inputs = inputs
         self._scoring = scoring
         self._fp8 = fp8
 
     def attend(self, plan: GroupPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """See PagedKVCache.attention; layer counts within the group."""
+        self._inputs.check(plan.tables.slot_mapping.size, q, k, v, sinks)
         q, k = self.kernels.append(layer, q, k, v, plan.rotation, plan.kernel_plan)
         if self._fp8 is None:
             self.push(plan, layer, k, v)

@@ -18,7 +18,7 @@ from tandem.cache.streams import Streams
 @dataclass(frozen=True, eq=False)
 class LastStep:
     """A forward of one token each of `rows`, `lengths` long with it (int64 [B] each). num_changes: SequenceTable's
-    behind it.
+    behind it. cleared: whether the pages are that the next step begins.
 
     While no row loses or exchanges a page but by a window, one that it has begun stays its own: others come to share
     only full ones.
@@ -28,6 +28,7 @@ class LastStep:
     lengths: Int64Array
     tokens: TokenLayout
     num_changes: int
+    cleared: bool = False
 
     def is_before(self, rows: Int64Array, lengths: Int64Array, num_changes: int) -> bool:
         """Whether one more token each of rows of `lengths` (int64 [B] each) is the next step of the same sequences."""
@@ -87,7 +88,7 @@ class Growth:
             else:
                 queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
             if before is not None and before.is_before(rows, lengths, self._table.num_changes):
-                self._pages.step(rows, lengths, new_lengths, queries)
+                self._pages.step(rows, lengths, new_lengths, queries, clear=not before.cleared)
                 tokens = before.tokens.then_one()
             else:
                 self._pages.grow(rows, lengths, new_lengths, queries, gone)
@@ -97,6 +98,19 @@ class Growth:
             tokens = replace(tokens, trees=self._trees.put(trees, seq_ids, tokens.qo_indptr))
         step = each_one and not trees
         self._last_step = LastStep(rows, new_lengths, tokens, self._table.num_changes) if step else None
+        return rows, tokens
+
+    def foresee(self, seq_ids: tuple[int, ...]) -> tuple[Int64Array, TokenLayout]:
+        """Makes a last step of the last positions of sequences that are being received, whose partial pages are their
+        own, and clears what stands behind them: writers write before it. Their rows, and those positions."""
+        rows = self._table.rows(seq_ids)
+        if not self._table.receiving[rows].all():
+            raise InvalidArgument(f"seq_ids is {list(seq_ids)}; all have to be received now")
+        lengths = self._table.lengths[rows]
+        self._receptions.clear_ends(rows, lengths)
+        cleared = self._pages.clear_next(rows, lengths)
+        tokens = lay_out_tokens(lengths - 1, np.ones_like(lengths))
+        self._last_step = LastStep(rows, lengths, tokens, self._table.num_changes, cleared)
         return rows, tokens
 
     def _check_longest(self, seq_ids: tuple[int, ...], new_lengths: Int64Array) -> None:

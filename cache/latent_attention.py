@@ -1,7 +1,9 @@
 """One layer group that keeps latents, in a forward."""
 
+import torch
 from torch import Tensor
 
+from tandem.cache.attention_inputs import check_tensor
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.group_attention import GroupForward
 from tandem.cache.group_table import GroupTable
@@ -26,28 +28,32 @@ class LatentGroupAttention(GroupForward):
         table: GroupTable,
         writer: PageWriter | None,
         page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__(group, kernels, None, table, writer, page_size)
         assert members.latent_rank is not None  # else the group had no latents
         self._rank, self._rotated = members.latent_rank, members.head_dim - members.latent_rank
         self._heads = heads
+        self._dtype, self._device = dtype, device
 
     def attend(
         self, plan: GroupPlan, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections
     ) -> Tensor:
         """See PagedKVCache.latent_attention; layer counts within the group."""
-        self._check(q, latents, keys, up)
+        self._check(plan.tables.slot_mapping.size, q, latents, keys, up)
         q, entries = self.kernels.append(layer, q, latents, keys, plan.rotation, plan.kernel_plan)
         self.push(plan, layer, entries, None)
         return self.kernels.attend(layer, q, plan.kernel_plan, up)
 
-    def _check(self, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> None:
-        (tokens, num_heads, _), heads = q.shape, self._heads
-        for name, shape, accepted in (
-            ("q", q.shape, (tokens, num_heads, heads.key_dim + self._rotated)),
-            ("latents", latents.shape, (tokens, self._rank)),
-            ("keys", keys.shape, (tokens, self._rotated)),
-            ("up.weight", up.weight.shape, (num_heads, heads.key_dim + heads.value_dim, self._rank)),
+    def _check(self, tokens: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> None:
+        heads, num_heads = self._heads, up.weight.shape[0]
+        if up.heads != heads:
+            raise InvalidArgument(f"up.heads is {up.heads}; {heads} is accepted")
+        for name, x, shape in (
+            ("q", q, (tokens, num_heads, heads.key_dim + self._rotated)),
+            ("latents", latents, (tokens, self._rank)),
+            ("keys", keys, (tokens, self._rotated)),
+            ("up.weight", up.weight, (num_heads, heads.key_dim + heads.value_dim, self._rank)),
         ):
-            if shape != accepted:
-                raise InvalidArgument(f"{name} is {tuple(shape)}; {accepted} is accepted")
+            check_tensor(name, x, shape, self._dtype, self._device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tandem.cache.attention_inputs import AttentionInputs
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.group_attention import GroupAttention
 from tandem.cache.group_pages import GroupPages
@@ -70,12 +71,14 @@ def make_groups(
         if rank is not None and latent is not None:
             scale = heads.scale_of(latent.key_dim + group.head_dim - rank)
             own = choose_latent_kernels(pool, scale, rank, latent)
-            groups.append(LatentGroupAttention(index, group, latent, own, table, writer, layout.page_size))
+            of_latents = (index, group, latent, own, table, writer, layout.page_size, layout.dtype, pool.device)
+            groups.append(LatentGroupAttention(*of_latents))
             continue
         scoring = Scoring(heads.scale_of(group.head_dim), group.window, heads.softcap)
         fp8 = Fp8Entries.of_group(layout, index, pool.device)
         own = kernels(pool, scoring, fp8)
-        groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring, fp8))
+        inputs = AttentionInputs(group.num_kv_heads, group.head_dim, layout.dtype, pool.device)
+        groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring, fp8, inputs))
     return groups
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.integers import integer
 from tandem.cache.kv_scales import FP8, KVScales
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -54,21 +55,17 @@ class KVLayout:
     scales: KVScales | None = None
 
     def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise InvalidArgument(f"page_size is {self.page_size}; it must be at least 1")
+        integer("page_size", self.page_size, least=1)
         if self.dtype not in DTYPES.values():
             raise InvalidArgument(f"dtype is {self.dtype}; it must be one of {', '.join(DTYPES)}")
-        layers = sorted(layer for group in self.groups for layer in group.layers)
+        layers = sorted(integer("layer", layer) for group in self.groups for layer in group.layers)
         if not layers or layers != list(range(len(layers))):
             raise InvalidArgument(f"groups hold layers {layers}; each of 0 … n-1 must stand in exactly one group")
         for index, group in enumerate(self.groups):
-            if group.num_kv_heads < 1 or group.head_dim < 1:
-                raise InvalidArgument(
-                    f"group {index} has num_kv_heads {group.num_kv_heads} and head_dim {group.head_dim}; "
-                    "both must be at least 1"
-                )
-            if group.window is not None and group.window < 1:
-                raise InvalidArgument(f"group {index} has window {group.window}; it must be None or at least 1")
+            for name in ("num_kv_heads", "head_dim"):
+                integer(f"{name} of group {index}", getattr(group, name), least=1)
+            if group.window is not None:
+                integer(f"window of group {index}", group.window, least=1)
             if group.latent_rank is not None:
                 _check_latent(index, group)
         if self.scales is not None:
@@ -139,8 +136,8 @@ class KVLayout:
 
 
 def _check_latent(index: int, group: LayerGroup) -> None:
-    rank = group.latent_rank
-    assert rank is not None
+    assert group.latent_rank is not None
+    rank = integer(f"latent_rank of group {index}", group.latent_rank)
     if not 1 <= rank < group.head_dim:
         raise InvalidArgument(f"group {index} has latent_rank {rank}; 1 … {group.head_dim - 1} are accepted")
     if group.num_kv_heads != 1:

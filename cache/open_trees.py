@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.integers import integers
 from tandem.cache.kernels.base import PageKernels, TreeKernels
 from tandem.cache.plan import slots_of
 from tandem.cache.send_marks import SendMarks
@@ -95,11 +96,10 @@ class OpenTrees:
 
     def commit(self, seq_ids: tuple[int, ...], leaf_indices: Sequence[int] | Int64Array) -> None:
         rows = self._table.rows(seq_ids)
-        if len(leaf_indices) != rows.size:
-            raise InvalidArgument(f"leaf_indices has {len(leaf_indices)} entries; seq_ids has {rows.size}")
-        paths = [
-            path_to(*self._leaf(sequence, int(leaf))) for sequence, leaf in zip(seq_ids, leaf_indices, strict=True)
-        ]
+        leaves = integers("leaf_indices", leaf_indices)
+        if leaves.shape != rows.shape:
+            raise InvalidArgument(f"leaf_indices has shape {leaves.shape}; it must be [B], B = {rows.size}")
+        paths = [path_to(*self._leaf(sequence, leaf)) for sequence, leaf in zip(seq_ids, leaves.tolist(), strict=True)]
         bases = [
             int(self._table.lengths[row]) - self._parents[sequence].size
             for sequence, row in zip(seq_ids, rows, strict=True)

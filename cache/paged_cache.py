@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor
 
+from tandem.cache.cached_send import CachedSend
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
 from tandem.cache.fixed_steps import FixedSteps
 from tandem.cache.group_attention import GroupAttention
 from tandem.cache.growth import Growth
+from tandem.cache.integers import checked_reach, integer, integers
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.latent import LatentHeads, UpProjections
@@ -69,8 +70,7 @@ class PagedKVCache:
         softcap), not with latents. latent: the heads that read those of groups with latents.
         """
         layout.check_pools(pools)
-        if max_sequence_length < 1:
-            raise InvalidArgument(f"max_sequence_length is {max_sequence_length}; it must be at least 1")
+        integer("max_sequence_length", max_sequence_length, least=1)
         self.layout = layout
         self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
         self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
@@ -142,7 +142,7 @@ class PagedKVCache:
 
     def num_pages_needed(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, ...]:
         """Per layer group the pages that reserve() takes for a sequence that is empty."""
-        return self._pages.needed(num_tokens, num_tokens if longest_append is None else longest_append)
+        return self._pages.needed(*checked_reach(num_tokens, longest_append))
 
     def has_room(self, num_tokens: int, longest_append: int | None = None) -> bool:
         """Whether reserve() would work for one more sequence now."""
@@ -182,31 +182,30 @@ class PagedKVCache:
         nodes. Sequences that slide or are being sent take no trees. A forward with trees runs eagerly: no FixedBatch,
         and so no CUDA graph, takes one.
         """
-        appends = np.asarray(append_lengths, np.int64)
-        sequences = ids_of(seq_ids)
-        if rope_lengths is not None and len(rope_lengths) != len(sequences):
-            raise InvalidArgument(f"rope_lengths has {len(rope_lengths)} entries; seq_ids has {len(sequences)}")
+        sequences, appends = ids_of(seq_ids), integers("append_lengths", append_lengths)
+        lengths = None if rope_lengths is None else integers("rope_lengths", rope_lengths)
+        if lengths is not None and lengths.shape != (len(sequences),):
+            raise InvalidArgument(f"rope_lengths has shape {lengths.shape}; it must be [B], B = {len(sequences)}")
         rows, tokens = self._growth.grow(sequences, appends, token_tree_parents)
         sends, sent = plan_sends(self._marks, self._table, rows, tokens, self.layout.page_size)
-        rotations, streams = self._streams.plan(rows, tokens, rope_lengths)
+        rotations, streams = self._streams.plan(rows, tokens, lengths)
         groups = tuple(
             group.plan(rows, tokens, rotation, to_send, sliding)
             for group, rotation, to_send, sliding in zip(self._groups, rotations, sends, streams, strict=True)
         )
-        return ForwardPlan(sequences, tokens, groups, sent)
+        return ForwardPlan(sequences, tokens, groups, sent, self._table.standing(rows))
 
     def attention(
         self, plan: ForwardPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """o [T, num_q_heads, head_dim]: rotates q and k, stores K and V here and with receivers, attends causally.
 
-        q is [T, num_q_heads, head_dim], k and v are [T, num_kv_heads, head_dim], not rotated, left as they are.
+        q is [T, num_q_heads, head_dim], k and v are [T, num_kv_heads, head_dim], not rotated, left as they are; any
+        strides, but 1 in the last dimension.
         sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss).
         Call it once for each layer, in order, under torch.inference_mode.
         """
-        group, index = self._place(layer)
-        if k.shape[0] != plan.num_tokens:
-            raise InvalidArgument(f"k has {k.shape[0]} tokens; the plan has {plan.num_tokens}")
+        group, index = self._place(plan, layer)
         of_group = self._groups[group]
         if not isinstance(of_group, GroupAttention):
             raise InvalidArgument(f"layer is {layer}, which keeps latents; latent_attention serves it")
@@ -220,12 +219,10 @@ class PagedKVCache:
         q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
         they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
         """
-        group, index = self._place(layer)
+        group, index = self._place(plan, layer)
         of_group = self._groups[group]
         if not isinstance(of_group, LatentGroupAttention):
             raise InvalidArgument(f"layer is {layer}, which keeps no latents; attention serves it")
-        if q.shape[0] != plan.num_tokens:
-            raise InvalidArgument(f"q has {q.shape[0]} tokens; the plan has {plan.num_tokens}")
         return of_group.attend(plan.groups[group], index, q, latents, keys, up)
 
     def end_forward(self, plan: ForwardPlan) -> None:
@@ -271,6 +268,10 @@ class PagedKVCache:
         """
         self._fixed_steps.begin(batch, ids_of(seq_ids), inputs)
 
+    def foresee(self, seq_ids: Sequence[int] | Int64Array) -> None:
+        """Makes ready what the first step of sequences needs that are being received, to be stepped together."""
+        self._fixed_steps.foresee(ids_of(seq_ids))
+
     # Transfers
 
     def prepare_receive(self, sequence: int, length: int) -> PositionMap:
@@ -280,8 +281,7 @@ class PagedKVCache:
         stay out of use whatever happens to the sequence, and it may only be removed.
         """
         row = self._sequences.settled_row(sequence)
-        if length < 1:
-            raise InvalidArgument(f"length is {length}; it must be at least 1")
+        integer("length", length, least=1)
         if self.layout.has_windows and self._marks.any_open(row):  # what it is to send may leave a window
             raise InvalidArgument(f"sequence {sequence} is marked to be sent; with windows it receives only afterwards")
         if self._table.streams.windows[row] == 0:  # a stream has room for any number
@@ -300,10 +300,10 @@ class PagedKVCache:
         """
         self._transmissions.mark(sequence, begin, position_map, target_pe)
 
-    def send_cached(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
-        """As mark_send, of a sequence that has all positions of the map: they go page to page now, behind the forwards
-        that were launched so far, and count as issued."""
-        self._transmissions.send_cached(sequence, begin, position_map, target_pe)
+    def send_cached(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> CachedSend:
+        """As mark_send, of a sequence that has all positions of the map once the forwards launched so far are done:
+        they go page to page, when the caller says so."""
+        return self._transmissions.send_cached(sequence, begin, position_map, target_pe)
 
     def num_sent(self, sequence: int) -> int:
         """Positions of its map that forwards have issued; less again after pop."""
@@ -380,7 +380,7 @@ class PagedKVCache:
     def gather_group(self, sequence: int, group: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """gather_kv() of one layer group's layers, for which `begin` may be as early as the group holds positions."""
         row, length = self._table.row(sequence), self.num_tokens(sequence)
-        if not 0 <= begin <= end <= length:
+        if not 0 <= integer("begin", begin) <= integer("end", end) <= length:
             raise InvalidArgument(f"begin and end are {begin} and {end}; 0 ≤ begin ≤ end ≤ {length} is accepted")
         first = int(self._table.groups[group].begins[row]) * self.layout.page_size
         if begin < min(first, end):
@@ -388,8 +388,9 @@ class PagedKVCache:
         layers = range(len(self.layout.groups[group].layers))
         return self._groups[group].gather(layers, row, self._streams.indices(row, begin, end))
 
-    def _place(self, layer: int) -> tuple[int, int]:
-        """The group of a layer, and its index there."""
+    def _place(self, plan: ForwardPlan, layer: int) -> tuple[int, int]:
+        """The group of a layer, and its index there. InvalidArgument where the plan cannot be computed any more."""
+        plan.standing.check(self._table)
         if layer not in self._places:
             raise InvalidArgument(f"layer is {layer}; 0 … {len(self._places) - 1} are accepted")
         return self._places[layer]

@@ -11,6 +11,7 @@ from tandem.cache.position_map import SKIP, Int32Array, SlotRuns
 from tandem.cache.ragged import indptr_of, ragged_range, ragged_rows
 from tandem.cache.rope import Rotation
 from tandem.cache.send_marks import Sent
+from tandem.cache.sequence_table import Standing
 from tandem.cache.shared_prefixes import SharedPrefixes
 from tandem.cache.stream_attention import StreamParts
 from tandem.cache.token_tree import TokenTrees
@@ -126,13 +127,14 @@ class GroupPlan:
 class ForwardPlan:
     """One forward over B sequences, made by PagedKVCache.begin_forward and passed to each attention call.
 
-    sent: what end_forward counts as issued.
+    sent: what end_forward counts as issued. standing: of its sequences, when it was made.
     """
 
     seq_ids: tuple[int, ...]
     tokens: TokenLayout
     groups: tuple[GroupPlan, ...]
     sent: Sent | None
+    standing: Standing
 
     @property
     def num_tokens(self) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.integers import integer
 
 SKIP = -1  # a position that is not written
 
@@ -30,6 +31,8 @@ class SlotRuns:
             raise InvalidArgument(
                 f"begins has shape {self.begins.shape} and lengths {self.lengths.shape}; both must be [n]"
             )
+        if self.begins.dtype != np.int32 or self.lengths.dtype != np.int32:
+            raise InvalidArgument(f"begins is {self.begins.dtype} and lengths {self.lengths.dtype}; both must be int32")
         if self.lengths.size and int(self.lengths.min()) < 1:
             raise InvalidArgument(f"a run has length {int(self.lengths.min())}; lengths must be at least 1")
         if self.begins.size and int(self.begins.min()) < SKIP:
@@ -109,8 +112,7 @@ class PositionMap:
     sliding: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.start_position < 0:
-            raise InvalidArgument(f"start_position is {self.start_position}; it must be at least 0")
+        integer("start_position", self.start_position, least=0)
         counts = {runs.num_tokens for runs in self.runs}
         if len(counts) != 1:
             raise InvalidArgument(f"runs hold {sorted(counts)} positions; every layer group must hold the same number")

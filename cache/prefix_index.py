@@ -7,6 +7,7 @@ import numpy as np
 
 from tandem.cache.allocator import PageAllocator
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.integers import integers
 from tandem.cache.position_map import Int32Array
 from tandem.cache.window import Int64Array
 
@@ -101,7 +102,7 @@ class PrefixIndex:
 
 def _chain(token_ids: Sequence[int] | Int64Array, page_size: int, num_pages: int) -> Iterator[bytes]:
     """Digests of the first num_pages full pages, each taken when it is asked for."""
-    tokens = memoryview(np.asarray(token_ids[: num_pages * page_size], np.int64).tobytes())
+    tokens = memoryview(integers("token_ids", token_ids[: num_pages * page_size]).tobytes())
     stride, digest = 8 * page_size, b""
     for begin in range(0, num_pages * stride, stride):
         state = blake2b(digest, digest_size=DIGEST_BYTES)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.integers import integer
 
 ROPE_TYPES = ("none", "default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -50,7 +51,7 @@ class RopeParameters:
             raise InvalidArgument(f"rope_type is {self.rope_type!r}; it must be one of {', '.join(ROPE_TYPES)}")
         if self.rope_type == "none":
             return
-        if self.rotary_dim < 2 or self.rotary_dim % 2:
+        if integer("rotary_dim", self.rotary_dim) < 2 or self.rotary_dim % 2:
             raise InvalidArgument(f"rotary_dim is {self.rotary_dim}; it must be even and at least 2")
         for name in ("theta", "factor", "beta_fast", "beta_slow"):
             value = getattr(self, name)

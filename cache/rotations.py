@@ -57,7 +57,7 @@ class Rotations:
     def plan(
         self,
         tokens: TokenLayout,
-        rope_lengths: Sequence[int] | Int64Array | None,
+        rope_lengths: Int64Array | None,
         unrotated: NDArray[np.bool_] | None = None,
     ) -> list[Rotation | None]:
         """Per group the rotation of a forward's tokens; see PagedKVCache.begin_forward for rope_lengths.
@@ -75,11 +75,11 @@ class Rotations:
     def _to_groups(self, of_kinds: list[Rotation | None]) -> list[Rotation | None]:
         return [of_kinds[kind] for kind in self._of_groups]
 
-    def _lengths(self, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None) -> Int64Array:
+    def _lengths(self, tokens: TokenLayout, rope_lengths: Int64Array | None) -> Int64Array:
         """int64 [T]: the length by which each token is rotated."""
         lengths = tokens.seq_lens.astype(np.int64)
         if rope_lengths is not None:
-            lengths = np.maximum(lengths, np.asarray(rope_lengths, np.int64))
+            lengths = np.maximum(lengths, rope_lengths)
         lengths = lengths[tokens.owners]
         if tokens.trees is not None:  # a node is rotated as if its path came token by token
             lengths[tokens.trees.tokens] = tokens.rope_positions[tokens.trees.tokens] + 1

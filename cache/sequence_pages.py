@@ -68,7 +68,20 @@ class SequencePages:
             group.grow(appends, growth, ids, clear=clear)
         self._table.lengths[rows] = new_lengths
 
-    def step(self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array) -> None:
+    def clear_next(self, rows: Int64Array, lengths: Int64Array) -> bool:
+        """Clears the pages that rows of `lengths` (int64 [B] each) begin next, where all of those are reserved."""
+        beginning = rows[lengths % self._page_size == 0]
+        places = self._table.lengths[beginning] // self._page_size
+        if not all(group.holds(beginning, places) for group in self._groups):
+            return False
+        if beginning.size:
+            for group in self._groups:
+                group.clear(beginning, places)
+        return True
+
+    def step(
+        self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array, *, clear: bool
+    ) -> None:
         """As grow() by one position of rows whose partial pages are their own: something changes only where one begins
         a page, or a page leaves a window."""
         changing = lengths % self._page_size == 0
@@ -79,7 +92,7 @@ class SequencePages:
             which, began = rows[changed], lengths[changed]
             places = began // self._page_size
             if not self._windowed and all(group.holds(which, places) for group in self._groups):
-                for group in self._groups:
+                for group in self._groups if clear else ():
                     group.clear(which, places)
             else:
                 self.grow(which, began, new_lengths[changed], queries[changed], self._pools.none)
@@ -107,6 +120,7 @@ class SequencePages:
         ends = [max(used, change.end) for change in owned]
         self._pools.release(tuple(group.cut(row, end) for group, end in zip(self._groups, ends, strict=True)))
         self._table.lengths[row] = length
+        self._table.count_cut(row)
 
     def fork(self, parent: int, child: int, length: int) -> None:
         """Gives the empty row `child` the first `length` positions of row `parent`; OutOfPages changes nothing."""

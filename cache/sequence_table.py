@@ -1,11 +1,13 @@
 """The sequences of a cache as arrays: planning a step costs no Python loop over them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from tandem.cache.errors import InvalidArgument, OutOfSequences
 from tandem.cache.group_table import GroupTable
+from tandem.cache.integers import integer
 from tandem.cache.position_map import Int32Array
 from tandem.cache.stream_table import StreamTable
 from tandem.cache.window import Int64Array
@@ -16,23 +18,40 @@ def ids_of(seq_ids: Sequence[int] | Int64Array) -> tuple[int, ...]:
     return tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
 
 
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """Rows (int64 [B]) of a table when a forward of them was planned. cuts, num_cuts: the table's, then."""
+
+    table: "SequenceTable"
+    rows: Int64Array
+    cuts: Int64Array
+    num_cuts: int
+
+    def check(self, table: "SequenceTable") -> None:
+        """InvalidArgument unless this is of `table`, and no position of the rows has been taken back since."""
+        if table is not self.table:
+            raise InvalidArgument("plan is of another cache; begin_forward of this one makes plans")
+        if table.num_cuts != self.num_cuts and (table.cuts[self.rows] != self.cuts).any():
+            raise InvalidArgument("plan has a sequence that was shortened or removed since; begin_forward plans anew")
+
+
 class SequenceTable:
     """One row a sequence; its caller knows it by any int, the arrays by its row.
 
     lengths: positions stored, which are those appended except in a stream: a sequence with a sliding window, of which
     `streams` knows what was evicted. reserved_places: those that a reservation reaches to. receiving: a remote writer
     fills the last positions. unclean: what stands past the end in the last page was not cleared, see Receptions.
-    groups: the pages, per layer group.
+    cuts: how often positions of a row were taken back. groups: the pages, per layer group.
     """
 
     def __init__(self, num_groups: int, max_sequences: int, max_length: int, page_size: int) -> None:
-        if max_sequences < 1:
-            raise InvalidArgument(f"max_sequences is {max_sequences}; it must be at least 1")
-        self.max_sequences = max_sequences
+        self.max_sequences = integer("max_sequences", max_sequences, least=1)
         self.lengths = np.zeros(max_sequences, np.int64)
         self.reserved_places = np.zeros(max_sequences, np.int64)
         self.receiving = np.zeros(max_sequences, np.bool_)
         self.unclean = np.zeros(max_sequences, np.bool_)
+        self.cuts = np.zeros(max_sequences, np.int64)
+        self.num_cuts = 0  # of all rows
         self.streams = StreamTable(max_sequences, page_size)
         self.groups = tuple(GroupTable(max_sequences, -(-max_length // page_size)) for _ in range(num_groups))
         self._rows: dict[int, int] = {}
@@ -66,8 +85,14 @@ class SequenceTable:
     def remove(self, sequence: int) -> None:
         row = self._rows.pop(sequence)
         self.streams.reset(row)
+        self.count_cut(row)
         self._vacant.append(row)
         self._last_keys, self._last_rows = (), np.empty(0, np.int64)
+
+    def count_cut(self, row: int) -> None:
+        """Positions of a row are taken back: forwards planned before cannot be computed any more."""
+        self.cuts[row] += 1
+        self.num_cuts += 1
 
     @property
     def num_changes(self) -> int:
@@ -77,7 +102,7 @@ class SequenceTable:
     def row(self, sequence: int) -> int:
         try:
             return self._rows[sequence]
-        except KeyError:
+        except (KeyError, TypeError):  # what has no hash is no sequence either
             raise InvalidArgument(f"sequence {sequence} is not there; add_sequence makes one") from None
 
     def num_positions(self, row: int) -> int:
@@ -102,6 +127,10 @@ class SequenceTable:
         if len(set(rows)) != len(rows):
             raise InvalidArgument(f"sequences {list(keys)} are not distinct; one may stand once in a forward")
         return np.array(rows, np.int64)
+
+    def standing(self, rows: Int64Array) -> Standing:
+        """That of `rows` now."""
+        return Standing(self, rows, self.cuts[rows], self.num_cuts)
 
     def held_pages(self, row: int, begin: int = 0, end: int | None = None) -> tuple[Int32Array, ...]:
         """Per group a copy of the page ids at those of places begin … end - 1 that a row holds; end None: all."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tandem.cache.errors import CacheError, InvalidArgument
 from tandem.cache.growth import Growth
+from tandem.cache.integers import checked_reach, integer
 from tandem.cache.layout import KVLayout
 from tandem.cache.open_trees import OpenTrees
 from tandem.cache.page_pools import PagePools
@@ -52,7 +53,7 @@ class Sequences:
         return self._table.row(sequence)
 
     def add(self, sequence: int) -> None:
-        if sequence in self._receptions:
+        if integer("sequence", sequence) in self._receptions:
             raise InvalidArgument(f"sequence {sequence} still drains; finish_receive ends that")
         self._table.add(sequence)
 
@@ -66,6 +67,7 @@ class Sequences:
         self._table.remove(sequence)
 
     def fork(self, parent: int, child: int, position: int) -> None:
+        integer("position", position)
         row, streams = self.settled_row(parent), self._table.streams
         window, sink = int(streams.windows[row]), int(streams.sinks[row])
         length = self._table.num_positions(row)
@@ -84,7 +86,7 @@ class Sequences:
     def pop(self, sequence: int, count: int) -> None:
         self._receptions.check_settled(sequence)
         row = self._table.row(sequence)
-        length = int(self._table.lengths[row]) - count
+        length = int(self._table.lengths[row]) - integer("count", count)
         if count < 0 or length < 0:
             raise InvalidArgument(f"count is {count}; 0 … {length + count} are accepted")
         self._streams.check_cut(row, length)
@@ -93,8 +95,8 @@ class Sequences:
         self._marks.rewind(row, self._table.num_positions(row))
 
     def reserve(self, sequence: int, num_tokens: int, longest_append: int | None) -> None:
+        num_tokens, longest = checked_reach(num_tokens, longest_append)
         row = self._table.row(sequence)
-        longest = num_tokens if longest_append is None else longest_append
         if self._table.streams.windows[row]:
             num_tokens = min(num_tokens, self._table.streams.longest(row, longest))
         self._growth.check_length(sequence, num_tokens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.cache.errors import CacheError, InvalidArgument
+from tandem.cache.integers import integer
 from tandem.cache.page_pools import PageIds
 from tandem.cache.plan import TokenLayout, slots_in
 from tandem.cache.position_map import SKIP, Int32Array, PositionMap
@@ -45,9 +46,9 @@ class Streams:
 
     def check_window(self, window: int, sink: int, max_length: int) -> None:
         most = max_length - 2 * self._page_size + 2
-        if not 1 <= window <= most:
+        if not 1 <= integer("window", window) <= most:
             raise InvalidArgument(f"window is {window}; 1 … {most} are accepted")
-        if not 0 <= sink < window:
+        if not 0 <= integer("sink", sink) < window:
             raise InvalidArgument(f"sink is {sink}; 0 … {window - 1}, less than the window, are accepted")
         if self._rotations.by_length:
             raise InvalidArgument(
@@ -91,7 +92,7 @@ class Streams:
             )
 
     def plan(
-        self, rows: Int64Array, tokens: TokenLayout, rope_lengths: Sequence[int] | Int64Array | None
+        self, rows: Int64Array, tokens: TokenLayout, rope_lengths: Int64Array | None
     ) -> tuple[list[Rotation | None], list[StreamParts | None]]:
         """Per group the rotation of a forward's tokens, which leaves what streams append as it is, and the streams."""
         table = self._table

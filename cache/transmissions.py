@@ -1,11 +1,14 @@
-"""Sequences that are sent to another worker: with the forwards that compute them, or at once."""
+"""Sequences that are sent to another worker: with the forwards that compute them, or afterwards."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
+from tandem.cache.cached_send import CachedSend
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.group_attention import GroupForward
+from tandem.cache.integers import integer
 from tandem.cache.layout import KVLayout
 from tandem.cache.open_trees import OpenTrees
 from tandem.cache.page_writer import PageWriter
@@ -47,7 +50,7 @@ class Transmissions:
             )
         self._mark(sequence, begin, position_map, target_pe)
 
-    def send_cached(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
+    def send_cached(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> CachedSend:
         length = self._length(sequence)
         if position_map.end_position > length:
             raise InvalidArgument(
@@ -57,10 +60,8 @@ class Transmissions:
         rows = np.array([self._table.row(sequence)])
         nothing = lay_out_tokens(self._table.lengths[rows], np.zeros(1, np.int64))
         sends, sent = plan_sends(self._marks, self._table, rows, nothing, self._layout.page_size)
-        for group, of_group in zip(self._groups, sends, strict=True):
-            group.push_cached(of_group)
-        if sent is not None:
-            self._marks.commit(sent)
+        assert sent is not None  # no map is empty
+        return CachedSend(self._groups, self._layout, sends, partial(self._marks.commit, sent))
 
     def bytes_sent(self, sequence: int) -> int:
         counts, layout = self._marks.num_slots_sent(self._table.row(sequence)), self._layout
@@ -78,4 +79,4 @@ class Transmissions:
             raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
         held = [int(group.begins[row]) * self._layout.page_size for group in self._table.groups]
         self._streams.check_map(row, position_map)
-        self._marks.add(sequence, row, position_map, target_pe, held)
+        self._marks.add(sequence, row, position_map, integer("target_pe", target_pe), held)

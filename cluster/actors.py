@@ -6,12 +6,13 @@ from contextlib import contextmanager
 
 from tandem.cluster.actor_server import set_title
 from tandem.cluster.errors import TandemError
-from tandem.cluster.gateway import Gateway, GatewaySettings
+from tandem.cluster.gateway import Doors, Gateway, GatewaySettings
 from tandem.cluster.heartbeat import MEETING
 from tandem.cluster.membership import IslandState
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.gpu_room import GpuRoom
 from tandem.workers.worker import Worker
 
 
@@ -31,7 +32,7 @@ class WorkerActor:
         """Phase of its start, bytes of weights that were read, bytes in all."""
         return self._phase, self._worker.loaded_bytes, self._worker.total_bytes
 
-    def pages_that_fit(self, utilization: float) -> int:
+    def pages_that_fit(self, utilization: float) -> GpuRoom:
         with self._preparing("memory"):
             return self._worker.pages_that_fit(utilization)
 
@@ -91,7 +92,7 @@ class GatewayActor:
         self._events = EventLoopThread("gateway")
         self._gateway = Gateway(settings)
 
-    def serve(self) -> str:
+    def serve(self) -> Doors:
         return self._events.run(self._gateway.start(), timeout=30)
 
     def ping(self) -> None:

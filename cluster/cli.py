@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -28,12 +28,6 @@ from tandem.cluster.errors import (
 )
 from tandem.workers.models.errors import ModelError
 
-if TYPE_CHECKING:
-    from tandem.cluster.client_messages import Prompt
-    from tandem.cluster.credentials import ClientSecurity
-
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-WILDCARDS = ("0.0.0.0", "[::]")
 BENCH_FOLDER = Path("build", "bench")
 
 app = typer.Typer(
@@ -58,7 +52,7 @@ Family = Literal[
     "qwen3_moe",
 ]
 Address = Annotated[
-    str | None, typer.Option(help=f"Gateway's HOST:PORT; else the running cluster's or {DEFAULT_ADDRESS}.")
+    str | None, typer.Option(help="Gateway's HOST:PORT; else the running cluster's or 127.0.0.1:50051.")
 ]
 TokenFile = Annotated[
     Path | None, typer.Option(envvar="TANDEM_TOKEN_FILE", help="File with the token that the gateway asks for.")
@@ -73,6 +67,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line (sys.argv when None) and exits."""
+    if sys.stdout is None:  # closed, as by `>&-`
+        sys.exit("tandem: stdout is closed; it must be open")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal's encoding lacks
     try:
@@ -88,6 +84,9 @@ def up(
     config: Annotated[Path, typer.Argument(help="The cluster's YAML; deploy/ has some.")],
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder; overrides model.path.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Overrides gateway.port; 0 takes any free port.")] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="Opens the OpenAI-compatible door; overrides gateway.http_port, 0 as there.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, dotted; repeatable.")
     ] = None,
@@ -104,6 +103,8 @@ def up(
         values.append(f"model.path={_yaml_string(str(model))}")
     if grpc_port is not None:
         values.append(f"gateway.port={grpc_port}")
+    if http_port is not None:
+        values.append(f"gateway.http_port={http_port}")
     if verify_kv:
         values.append("island.verify_kv=true")
     loaded = load_config(config, values)
@@ -124,12 +125,16 @@ def down(
     timeout: Annotated[float, typer.Option(min=0, help="Longest wait for its end, in seconds.")] = 60.0,
 ) -> None:
     """Stop a cluster that runs on this machine."""
-    from tandem.cluster.runtime_dir import running_cluster
+    from tandem.cluster.runtime_dir import running_cluster, running_clusters
 
-    name = name or _only_running()
+    names = [state.name for state in running_clusters()]
+    running = f"running: {', '.join(names) or 'none'}"
+    if name is None and len(names) > 1:
+        raise UsageError(f"give the name of one; {running}")
+    name = name or next(iter(names), "local")
     state = running_cluster(name)
     if state is None:
-        raise ClusterNotRunning(f"name is {name!r}: no such cluster runs here; {_running()}")
+        raise ClusterNotRunning(f"name is {name!r}: no such cluster runs here; {running}")
     if state.pid is None:
         raise StopTimedOut(f"cluster {name!r} is only just starting; try again")
     with suppress(ProcessLookupError):
@@ -175,13 +180,12 @@ def generate(
     given = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     given |= dict(logprobs=logprobs, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos or None)
     sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    wanted = _prompt(prompt, file, token_ids, chat)
 
+    from tandem.cluster.cli_input import open_client, read_prompt
     from tandem.cluster.cli_output import print_json, print_stream
-    from tandem.cluster.client import Client
 
-    security = _security(token_file, tls_ca, tls_cert, tls_key)
-    with Client(address or _running_address(), security) as client:
+    wanted = read_prompt(prompt, file, token_ids, chat=chat)
+    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
         updates = client.generate(wanted, request_id=request_id, timeout=timeout, **sampling)
         (print_json if as_json else print_stream)(updates)
 
@@ -196,11 +200,10 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show a cluster's workers, pages and requests."""
+    from tandem.cluster.cli_input import open_client
     from tandem.cluster.cli_output import print_cluster
-    from tandem.cluster.client import Client
 
-    security = _security(token_file, tls_ca, tls_cert, tls_key)
-    with Client(address or _running_address(), security) as client:
+    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
         print_cluster(client.cluster_info(), as_json)
 
 
@@ -225,11 +228,10 @@ def scale(
     if prefill is None and decode is None:
         raise UsageError("give --prefill, --decode or both")
 
+    from tandem.cluster.cli_input import open_client
     from tandem.cluster.cli_output import print_scaled
-    from tandem.cluster.client import Client
 
-    security = _security(token_file, tls_ca, tls_cert, tls_key)
-    with Client(address or _running_address(), security) as client:
+    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
         print_scaled(client.scale(island, num_prefill=prefill, num_decode=decode, timeout=timeout), as_json)
 
 
@@ -301,64 +303,6 @@ def bench(
 def version() -> None:
     """Print tandem's version."""
     print(f"tandem {package_version('tandem')}")
-
-
-def _prompt(text: str | None, file: Path | None, token_ids: str | None, chat: bool) -> "Prompt":
-    if sum(source is not None for source in (text, file, token_ids)) > 1:
-        raise UsageError("give the prompt once: as an argument, with --file or with --token-ids")
-    if token_ids is not None:
-        if chat:
-            raise UsageError("--chat needs text; --token-ids has none")
-        try:
-            return [int(part) for part in token_ids.split(",") if part.strip()]
-        except ValueError as error:
-            raise UsageError(f"--token-ids is {token_ids!r:.80}: {error}; it must be integers and commas") from None
-    if file is not None:
-        try:
-            content = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--file {file}: {error}") from None
-    elif text is None or text == "-":
-        if text is None and sys.stdin.isatty():
-            raise UsageError("no prompt: give it as an argument, with --file, --token-ids or on stdin")
-        content = sys.stdin.read()
-    else:
-        content = text
-    return [{"role": "user", "content": content}] if chat else content
-
-
-def _security(
-    token_file: Path | None, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None
-) -> "ClientSecurity":
-    from tandem.cluster.credentials import ClientSecurity, read_token
-
-    paths = (None if path is None else str(path) for path in (tls_ca, tls_cert, tls_key))
-    return ClientSecurity(None if token_file is None else read_token(token_file), *paths)
-
-
-def _running_address() -> str:
-    """The running cluster's address; `local`'s when several run."""
-    from tandem.cluster.runtime_dir import running_clusters
-
-    addresses = {state.name: state.grpc_address for state in running_clusters() if state.grpc_address}
-    if len(addresses) > 1 and "local" not in addresses:
-        raise UsageError(f"give --address; several clusters run: {addresses}")
-    host, _, port = (addresses.get("local") or next(iter(addresses.values()), DEFAULT_ADDRESS)).rpartition(":")
-    # A certificate names no wildcard, and a token is not sent to one.
-    return f"{'localhost' if host in WILDCARDS else host}:{port}"
-
-
-def _only_running() -> str:
-    from tandem.cluster.runtime_dir import running_clusters
-
-    names = [state.name for state in running_clusters()]
-    return names[0] if len(names) == 1 else "local"
-
-
-def _running() -> str:
-    from tandem.cluster.runtime_dir import running_clusters
-
-    return f"running: {', '.join(state.name for state in running_clusters()) or 'none'}"
 
 
 def _yaml_string(text: str) -> str:

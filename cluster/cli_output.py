@@ -66,6 +66,7 @@ def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:
     console.print(
         f"{info.name}  tandem {info.version}  up {info.uptime_seconds:.0f} s  "
         f"{info.active} active  {info.queued} queued  gateway restarts {info.gateway_restarts}"
+        + (f"  http {info.http_address}" if info.http_address else "")
     )
     for island in info.islands:
         console.print(_table(island))

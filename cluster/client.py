@@ -6,8 +6,8 @@ A stream that breaks because the gateway is started again goes on where it was, 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Generator
-from types import TracebackType
-from typing import Any, Self, Unpack
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar, Self, Unpack
 
 import grpc
 import grpc.aio
@@ -34,8 +34,10 @@ SCALE_SECONDS = 600.0
 NO_SECURITY = ClientSecurity()
 
 
-class Client:
-    """A gateway at HOST:PORT, for use from any thread: `with Client(address) as client: …`."""
+class _Connection:
+    """What both clients have: a channel to a gateway, its services, and whose requests go through it."""
+
+    _grpc: ClassVar[ModuleType]  # grpc or grpc.aio, whose channels have the same makers
 
     def __init__(
         self,
@@ -44,9 +46,10 @@ class Client:
         resume_seconds: float = RESUME_SECONDS,
         client_id: str | None = None,
     ) -> None:
-        """client_id: whose requests these are, where clients wait and take turns; one of its own when None.
+        """address: HOST:PORT. client_id: whose requests these are, where clients wait and take turns; one of its own
+        when None.
 
-        ConfigError unless it is printable ASCII, of 1 to 128 characters.
+        ConfigError unless it is printable ASCII, of 1 to 128 characters, and for what ClientSecurity refuses.
         """
         self.address = address
         self._metadata = client_metadata(client_id)
@@ -54,12 +57,27 @@ class Client:
         self._answered = False
         credentials = security.credentials(address)
         self._channel = (
-            grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
             if credentials is None
-            else grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+            else self._grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         )
         self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
         self._admin = security.authorize(admin_pb2_grpc.AdminStub(self._channel))
+
+    def _pause(self, error: grpc.RpcError, resumption: Resumption, timeout: float) -> float | None:
+        """Seconds until a request whose stream broke is sent again; None when all of it has come. Raises CallError."""
+        if resumption.finished:
+            return None
+        pause = resumption.pause(error, self._answered)
+        if pause is None:
+            raise call_error(self.address, error, resumption.request, timeout) from None
+        return pause
+
+
+class Client(_Connection):
+    """A gateway at HOST:PORT, for use from any thread: `with Client(address) as client: …`."""
+
+    _grpc = grpc
 
     def generate(
         self,
@@ -112,13 +130,11 @@ class Client:
                     yield update(message)
                 return
             except grpc.RpcError as error:
-                if resumption.finished:
-                    return
-                pause = resumption.pause(error, self._answered)
-                if pause is None:
-                    raise call_error(self.address, error, request, timeout) from None
+                pause = self._pause(error, resumption, timeout)
             finally:
                 call.cancel()
+            if pause is None:
+                return
             time.sleep(pause)
 
     def close(self) -> None:
@@ -133,32 +149,10 @@ class Client:
         self.close()
 
 
-class AsyncClient:
+class AsyncClient(_Connection):
     """As Client, for one asyncio loop: `async with AsyncClient(address) as client: …`."""
 
-    def __init__(
-        self,
-        address: str,
-        security: ClientSecurity = NO_SECURITY,
-        resume_seconds: float = RESUME_SECONDS,
-        client_id: str | None = None,
-    ) -> None:
-        """client_id: whose requests these are, where clients wait and take turns; one of its own when None.
-
-        ConfigError unless it is printable ASCII, of 1 to 128 characters.
-        """
-        self.address = address
-        self._metadata = client_metadata(client_id)
-        self._resume_seconds = resume_seconds
-        self._answered = False
-        credentials = security.credentials(address)
-        self._channel = (
-            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-        )
-        self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
-        self._admin = security.authorize(admin_pb2_grpc.AdminStub(self._channel))
+    _grpc = grpc.aio
 
     def generate(
         self,
@@ -213,13 +207,11 @@ class AsyncClient:
                     yield update(message)
                 return
             except grpc.RpcError as error:
-                if resumption.finished:
-                    return
-                pause = resumption.pause(error, self._answered)
-                if pause is None:
-                    raise call_error(self.address, error, request, timeout) from None
+                pause = self._pause(error, resumption, timeout)
             finally:
                 call.cancel()
+            if pause is None:
+                return
             await asyncio.sleep(pause)
 
     async def close(self) -> None:

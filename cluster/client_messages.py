@@ -171,12 +171,13 @@ def call_error(address: str, error: grpc.RpcError, request: Message, timeout: fl
     code, details = error.code(), error.details() or ""
     if code == grpc.StatusCode.DEADLINE_EXCEEDED and TIMED_OUT in details:
         details += f"; the timeout of {request.DESCRIPTOR.name.removesuffix('Request')} was {timeout:g} s"
+    if code == grpc.StatusCode.UNAVAILABLE:  # the connection's word, never the gateway's
+        return Unavailable(f"{address}: no gateway answers there: {details}")
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return Overloaded(f"{address}: {details}", _retry_after_seconds(error))
     kinds: dict[grpc.StatusCode, type[CallError]] = {
         grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-        grpc.StatusCode.UNAVAILABLE: Unavailable,
         grpc.StatusCode.CANCELLED: Cancelled,
         grpc.StatusCode.ABORTED: AttemptsExhausted,
         grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
@@ -205,7 +206,8 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
             request.token_bytes = struct.pack(f"<{len(items)}I", *items)
     except (TypeError, ValueError, KeyError, struct.error) as error:
         raise InvalidRequest(
-            f"prompt is {items!r:.80}: {error}; Unicode text, token ids or a list of chat messages are accepted"
+            f"prompt is {items!r:.80}: {error}; "
+            "Unicode text, token ids in [0, 2^32) or a list of chat messages are accepted"
         ) from None
 
 

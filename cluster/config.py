@@ -1,19 +1,17 @@
 """A cluster's configuration: the sections of its YAML, their defaults and limits, and how a file is read."""
 
-import difflib
-import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
+from tandem.cluster.config_errors import cut, explain, explain_yaml, names, shown
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
 
-MAX_SHOWN = 80  # characters of a value in an error
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -146,6 +144,12 @@ class IslandSection(Section):
 class GatewaySection(Section):
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=50051, ge=0, le=65535, description="gRPC port; 0 takes any free one")
+    http_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="port of the OpenAI-compatible door; 0 takes any free one, null has none",
+    )
     max_queued: Count = Field(default=1024, le=1 << 20, description="most requests that wait for room")
     max_queued_tokens: Count = Field(
         default=1 << 22, le=1 << 40, description="most tokens, prompts and outputs, that wait for room"
@@ -156,7 +160,16 @@ class GatewaySection(Section):
     queue_seconds: float = Field(default=60.0, gt=0, le=86400, description="longest wait for room")
     request_seconds: float = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
     max_message_mib: Count = Field(default=16, le=1024, description="largest message that the gateway takes, in MiB")
-    max_calls: Count = Field(default=4096, le=1 << 20, description="most calls at a time, waiting ones included")
+    max_calls: Count = Field(
+        default=4096, le=1 << 20, description="most calls at a time through either door, waiting ones included"
+    )
+
+    @field_validator("http_port")
+    @classmethod
+    def _another_port(cls, http_port: int | None, info: ValidationInfo) -> int | None:
+        if http_port and http_port == info.data.get("port"):
+            raise ValueError("must be another one than gateway.port")
+        return http_port
 
 
 class SecuritySection(Section):
@@ -267,7 +280,7 @@ def load_config(path: Path | str | None, overrides: Mapping[str, Any] | Sequence
     except ValidationError as error:
         given = [key for key, _ in pairs]
         raise ConfigError(
-            "\n".join(_place(finding, path, given) + _explain(finding) for finding in error.errors())
+            "\n".join(_place(finding, path, given) + explain(finding, ClusterConfig) for finding in error.errors())
         ) from None
 
 
@@ -279,9 +292,9 @@ def _read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 at byte {error.start}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: {_explain_yaml(error)}") from None
+        raise ConfigError(f"{path}: {explain_yaml(error)}") from None
     if not isinstance(values, dict | None):
-        raise ConfigError(f"{path}: holds {_shown(values)}; it must be a mapping with keys {_names(ClusterConfig)}")
+        raise ConfigError(f"{path}: holds {shown(values)}; it must be a mapping with keys {names(ClusterConfig)}")
     return values or {}
 
 
@@ -300,11 +313,11 @@ def _load_yaml(text: str) -> Any:
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--set {_shown(text)}: must be dotted.key=value")
+        raise ConfigError(f"--set {shown(text)}: must be dotted.key=value")
     try:
         return key, _load_yaml(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {_shown(text)}: the value is not YAML: {_explain_yaml(error)}") from None
+        raise ConfigError(f"--set {shown(text)}: the value is not YAML: {explain_yaml(error)}") from None
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
@@ -315,68 +328,14 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
         values = values[section]
         if not isinstance(values, dict):
             raise ConfigError(
-                f"{_cut(key)} cannot be set: {_cut('.'.join(sections[:depth]))} is {_shown(values)}, not a section"
+                f"{cut(key)} cannot be set: {cut('.'.join(sections[:depth]))} is {shown(values)}, not a section"
             )
     values[name] = value
 
 
-def _place(finding: Mapping[str, Any], path: Path | str | None, overrides: Sequence[str]) -> str:
-    """Where the value stands: in the file, unless an override has given it."""
+def _place(finding: ErrorDetails, path: Path | str | None, overrides: Sequence[str]) -> str:
+    """Where the value stands: in the file, unless an override has given it, or may have."""
+    if not finding["loc"] and overrides:
+        return ""
     dotted = ".".join(map(str, finding["loc"])) + "."
     return "" if path is None or any(dotted.startswith(f"{key}.") for key in overrides) else f"{path}: "
-
-
-def _explain(finding: Mapping[str, Any]) -> str:
-    """One line for one of pydantic's findings: dotted key, value received, what would be accepted."""
-    location = [str(part) for part in finding["loc"]]
-    if not location:  # of the whole config: the message names its keys itself
-        return finding["msg"].removeprefix("Value error, ")
-    dotted = ".".join(location)
-    if finding["type"] in ("extra_forbidden", "invalid_key"):
-        section = _section(location[:-1])
-        near = difflib.get_close_matches(location[-1], section.model_fields, n=1)
-        hint = f"did you mean {'.'.join([*location[:-1], near[0]])}? " if near else ""
-        return f"unknown key {_cut(dotted)}; {hint}known here: {_names(section)}"
-    description = _field(location).description
-    if finding["type"] == "model_type":
-        accepted = f"must be a section with keys {_names(_section(location))}"
-    elif finding["type"] == "string_pattern_mismatch":
-        return f"{dotted} is {_shown(finding['input'])}; it must be {description}"
-    else:
-        accepted = finding["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return f"{dotted} is {_shown(finding['input'])}; it {accepted} ({description})"
-
-
-def _explain_yaml(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-        mark = error.problem_mark
-        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-    return " ".join(str(error).split())
-
-
-def _shown(value: object) -> str:
-    short = reprlib.Repr()  # repr() of YAML's aliases may grow without bound
-    short.maxstring = short.maxother = short.maxlong = MAX_SHOWN
-    return _cut("null" if value is None else short.repr(value))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
-
-
-def _names(section: type[Section]) -> str:
-    return ", ".join(section.model_fields)
-
-
-def _field(location: Sequence[str]) -> FieldInfo:
-    return _section(location[:-1]).model_fields[location[-1]]
-
-
-def _section(location: Sequence[str]) -> type[Section]:
-    section: type[Section] = ClusterConfig
-    for name in location:
-        annotation = section.model_fields[name].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, Section)
-        section = annotation
-    return section

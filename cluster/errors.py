@@ -17,10 +17,11 @@ TandemError
     ├── InvalidRequest      the request can never succeed as it is
     ├── Overloaded          the queue is full; the same call may succeed later
     ├── DeadlineExceeded    the call's deadline passed
-    ├── Unavailable         nothing answers there, or no worker is alive
+    ├── Unavailable         no gateway answers there
     ├── Unauthenticated     the gateway asks for a token, and got none or another
     ├── Cancelled           the call was cancelled
     ├── AttemptsExhausted   the request was placed as often as it may be, and its workers were lost each time
+    ├── Superseded          a later call has taken the request over
     ├── ScaleRefused        an island cannot be given that shape, and serves on as it was
     └── ServerError         a worker or the gateway failed while it served the request
 """
@@ -114,7 +115,7 @@ class DeadlineExceeded(CallError, TimeoutError):
 
 
 class Unavailable(CallError):
-    """Nothing answers there, or no worker is alive."""
+    """No gateway answers there."""
 
 
 class Unauthenticated(CallError):
@@ -127,6 +128,10 @@ class Cancelled(CallError):
 
 class AttemptsExhausted(CallError):
     """The request was placed as often as it may be, and its workers were lost each time."""
+
+
+class Superseded(CallError):
+    """A later call has taken the request over."""
 
 
 class ScaleRefused(CallError):

@@ -21,8 +21,9 @@ from tandem.cluster.start_clock import phase_lines, process_age
 def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     """Starts the cluster, prints `ready grpc=HOST:PORT` and returns after SIGINT or SIGTERM, when nothing is left.
 
-    Where the time went stands on stderr then, a line a phase, and in the cluster's ClusterState; then, what other
-    clusters join by ray_address; later, what was lost and when it serves again.
+    ` http=HOST:PORT` follows on that line if there is such a door. Where the time went stands on stderr then, a line a
+    phase, and in the cluster's ClusterState; then, what other clusters join by ray_address; later, what was lost and
+    when it serves again.
     Raises ClusterRunning, ConfigError, StartFailed, WorkerLost; nothing is left then either.
     """
     age = process_age()
@@ -36,7 +37,8 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
                 address = cluster.start(loading.show)
             seconds = {"command, imports": age} | cluster.clock.seconds
             lock.publish(address, seconds)
-            print(f"ready grpc={address}", flush=True)
+            http = "" if cluster.http_address is None else f" http={cluster.http_address}"
+            print(f"ready grpc={address}{http}", flush=True)
             print(*phase_lines(seconds), f"on the Ray at {processes.address}", sep="\n", file=sys.stderr, flush=True)
             cluster.wait()
         except KeyboardInterrupt:

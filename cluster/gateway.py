@@ -1,12 +1,12 @@
-"""The door: tandem.v1.Inference over gRPC, with health and reflection."""
+"""The gateway's process: tandem.v1.Inference over gRPC, with health and reflection, and the HTTP door beside it."""
 
 import asyncio
 import math
 import time
-from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
@@ -16,7 +16,6 @@ from grpc_reflection.v1alpha import reflection
 from tandem.cache.kv_scales import KVScales
 from tandem.cluster.admin import Admin
 from tandem.cluster.admission import AdmissionQueue
-from tandem.cluster.attempts import Attempts
 from tandem.cluster.client_messages import CLIENT_ID_KEY, RETRY_AFTER_KEY
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import (
@@ -26,21 +25,27 @@ from tandem.cluster.errors import (
     Overloaded,
     ServerError,
     StartFailed,
+    Superseded,
     TandemError,
 )
-from tandem.cluster.generation import Generation
+from tandem.cluster.http_app import HttpApp
+from tandem.cluster.intake import Intake
 from tandem.cluster.islands import Islands
 from tandem.cluster.membership import IslandState
-from tandem.cluster.request import ModelLimits, RequestValidator, ValidRequest
+from tandem.cluster.request import ModelLimits, RequestValidator
 from tandem.cluster.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.authentication import TokenRequired
+from tandem.workers.config import max_message_bytes
 from tandem.workers.kv_scales import stores_fp8
 from tandem.workers.model_cache import kv_layout
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
 from tandem.workers.well_formed import WellFormedRequired
+
+if TYPE_CHECKING:
+    from tandem.cluster.http_door import HttpDoor
 
 Context = grpc.aio.ServicerContext
 SERVICES = (
@@ -52,15 +57,9 @@ STATUS_OF_ERROR: dict[type[TandemError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     AttemptsExhausted: grpc.StatusCode.ABORTED,
+    Superseded: grpc.StatusCode.ABORTED,
     ServerError: grpc.StatusCode.INTERNAL,
 }
-# What a worker's status means to the client of the gateway; any other is INTERNAL.
-PASSED_ON = {
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-}
-LONG_TEXT = 4096  # characters; shorter ones take less than a thread does
 
 
 def attempt_prefix(incarnation: int) -> str:
@@ -83,6 +82,7 @@ class GatewaySettings:
     num_pages: int
     host: str
     port: int
+    http_port: int | None  # None: no HTTP
     max_queued: int
     max_queued_tokens: int
     max_attempts: int
@@ -91,6 +91,14 @@ class GatewaySettings:
     max_message_bytes: int
     max_calls: int
     security: ServerSecurity
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Where clients find a gateway, HOST:PORT; http is None where it has no such door."""
+
+    grpc: str
+    http: str | None = None
 
 
 class Gateway(inference_pb2_grpc.InferenceServicer):
@@ -109,19 +117,27 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             pool_tokens=settings.num_pages * settings.page_size,
             rope_switch=self._model.rope_switch,
         )
+        self._name = Path(settings.model_path).name
         self._validator = RequestValidator(limits, self._tokenizer)
-        self._active: dict[str, asyncio.Task[None]] = {}
         self._started = time.monotonic()
 
-    async def start(self) -> str:
-        """Opens the port; HOST:PORT. StartFailed when the port cannot be had."""
+    async def start(self) -> Doors:
+        """Opens the ports. StartFailed when one cannot be had."""
         settings = self._settings
-        self._islands = Islands(settings.max_message_bytes)
+        self._islands = Islands(max_message_bytes(settings.max_model_len))
         self._router = Router(
             self._islands,
             AdmissionQueue(settings.max_queued, settings.max_queued_tokens),
             id_prefix=attempt_prefix(settings.incarnation),
             queue_seconds=settings.queue_seconds,
+        )
+        self._intake = Intake(
+            self._validator,
+            self._router,
+            self._tokenizer,
+            self._model.eos_token_ids,
+            max_attempts=settings.max_attempts,
+            request_seconds=settings.request_seconds,
         )
         limit = settings.max_message_bytes
         options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
@@ -132,6 +148,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             maximum_concurrent_rpcs=settings.max_calls,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
+        self._http = self._http_door()
         self._admin = Admin()
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
@@ -150,16 +167,35 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
                 f"gateway.port {settings.port} on {settings.host} cannot be opened; "
                 "choose a free one, or 0 for any free one"
             ) from error
+        self._doors = Doors(f"{host}:{port}", None if self._http is None else await self._http.start())
         await self._server.start()
         for service in ("", *SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        return f"{host}:{port}"
+        return self._doors
+
+    def _http_door(self) -> "HttpDoor | None":
+        settings = self._settings
+        if settings.http_port is None:
+            return None
+        from tandem.cluster.http_door import HttpDoor  # needs tandem[http]
+
+        app = HttpApp(
+            self._intake,
+            self._tokenizer,
+            model=self._name,
+            max_model_len=settings.max_model_len,
+            token=settings.security.token(),
+            max_bytes=settings.max_message_bytes,
+            max_calls=settings.max_calls,
+        )
+        return HttpDoor(app, settings.host, settings.http_port, settings.security)
 
     async def stop(self, grace: float) -> None:
         """No new calls; calls under way have `grace` seconds, then they are cancelled and their pages given back."""
         self._admin.close()
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace)
+        doors = [self._server.stop(grace)] if self._http is None else [self._server.stop(grace), self._http.stop(grace)]
+        await asyncio.gather(*doors)
         await self._router.close()
         await self._islands.close()
 
@@ -184,61 +220,13 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._admin.answer(number, outcome)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        arrived = time.perf_counter()
         try:
-            valid = await self._validate(request)
-            generation = Generation(valid, arrived, self._tokenizer, self._model.eos_token_ids)
-            self._make_way(valid)
-        except InvalidRequest as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        # A task of its own: a later call of the same id can end it, and this one still answers its client.
-        work = self._active[valid.request_id] = asyncio.ensure_future(self._generate(generation, context))
-        try:
-            await work
+            await self._intake.serve(request, _client_of(context), context.write, seconds=context.time_remaining())
         except Overloaded as error:
             advice = ((RETRY_AFTER_KEY, str(math.ceil(1000 * error.retry_after_seconds))),)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), trailing_metadata=advice)
         except TandemError as error:
             await context.abort(STATUS_OF_ERROR.get(type(error), grpc.StatusCode.INTERNAL), str(error))
-        except grpc.aio.AioRpcError as error:
-            code = error.code() if error.code() in PASSED_ON else grpc.StatusCode.INTERNAL
-            await context.abort(code, f"a worker answered {error.code().name}: {error.details()}")
-        except asyncio.CancelledError:
-            if self._active.get(valid.request_id) is work:
-                raise
-            await context.abort(grpc.StatusCode.ABORTED, f"a later call has taken request_id {valid.request_id!r} over")
-        finally:
-            if self._active.get(valid.request_id) is work:
-                del self._active[valid.request_id]
-
-    def _make_way(self, valid: ValidRequest) -> None:
-        """A call that resumes a request ends the one that runs: its client has gone, though this gateway may not have
-        noticed."""
-        work = self._active.get(valid.request_id)
-        if work is None:
-            return
-        if not valid.resumes:
-            raise InvalidRequest(f"request_id {valid.request_id!r} is in use by a request that still runs")
-        del self._active[valid.request_id]
-        work.cancel()
-
-    async def _validate(self, request: inference_pb2.GenerateRequest) -> ValidRequest:
-        # A template may run for a while, and so may the tokenizer of a long text: other requests must not wait for it.
-        if request.HasField("chat") or len(request.text) > LONG_TEXT:
-            return await asyncio.to_thread(self._validator.validate, request)
-        return self._validator.validate(request)
-
-    async def _generate(self, generation: Generation, context: Context) -> None:
-        deadline = asyncio.get_running_loop().time() + self._seconds_left(context)
-        attempts = Attempts(self._router, generation, _client_of(context), self._settings.max_attempts)
-        async with aclosing(attempts.run(deadline)) as messages:
-            async for message in messages:
-                await context.write(message)
-
-    def _seconds_left(self, context: Context) -> float:
-        remaining = context.time_remaining()
-        limit = self._settings.request_seconds
-        return limit if remaining is None else min(limit, remaining)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context
@@ -247,7 +235,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         # The scales do not change the size.
         scales = KVScales.uniform(model.num_layers) if stores_fp8(settings.kv_cache_dtype, model) else None
         return inference_pb2.ModelInfo(
-            name=Path(settings.model_path).name,
+            name=self._name,
             architecture=model.architecture,
             dtype=str(model.dtype).removeprefix("torch."),
             vocab_size=model.vocab_size,
@@ -267,10 +255,11 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             name=self._settings.cluster,
             version=version("tandem"),
             queued=self._router.queued,
-            active=len(self._active),
+            active=self._intake.running,
             uptime_seconds=time.monotonic() - self._started,
             islands=await self._islands.info(self._settings.transport),
             gateway_restarts=self._settings.incarnation - 1,
+            http_address=self._doors.http or "",
         )
 
 

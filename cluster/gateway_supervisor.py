@@ -1,4 +1,4 @@
-"""Keeps the gateway running, on the same port, and takes the orders that come through its door."""
+"""Keeps the gateway running, on the same ports, and takes the orders that come through its door."""
 
 import logging
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import NoReturn
 from tandem.cluster.actors import GatewayActor
 from tandem.cluster.config import RecoverySection
 from tandem.cluster.errors import StartFailed, TandemError
-from tandem.cluster.gateway import GatewaySettings, attempt_prefix
+from tandem.cluster.gateway import Doors, GatewaySettings, attempt_prefix
 from tandem.cluster.liveness import Liveness
 from tandem.cluster.membership import Membership
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
@@ -21,6 +21,7 @@ from tandem.cluster.supervisor import RETRY_SECONDS, Supervisor
 
 SERVE_SECONDS = 120.0
 STOP_SECONDS = 30.0
+HTTP_DOOR = "tandem.cluster.http_door"
 ORDER_SECONDS = 120.0  # much longer than the gateway takes to say that there is none
 log = logging.getLogger(__name__)
 
@@ -48,23 +49,25 @@ class GatewaySupervisor(Supervisor):
         self._group: ProcessGroup | None = None
         self._served = False
         self.grace = 1.0  # seconds that calls under way have when the gateway is told to stop
-        self.address = ""
+        self.doors = Doors("")
 
     def _begin(self) -> None:
         settings = self._settings
         name = f"{settings.cluster}/gateway.{settings.incarnation}"
-        specs = [ActorSpec(name, GatewayActor, settings)]
+        modules = () if settings.http_port is None else (HTTP_DOOR,)
+        specs = [ActorSpec(name, GatewayActor, settings, modules)]
         self._group = self._processes.start_again(self._group, specs, gpus=0, threads=1)
         (gateway,) = self._group.members
         self._liveness = Liveness(self._group.members, self._recovery, self._stop)
         try:
-            (self.address,) = self._liveness.results([gateway.call("serve")], SERVE_SECONDS)
+            (self.doors,) = self._liveness.results([gateway.call("serve")], SERVE_SECONDS)
             self._liveness.results(self._membership.attach(gateway), SERVE_SECONDS)
         except (TandemError, Stopping):
             raise
         except Exception as error:
             raise StartFailed(f"{type(error).__name__}: {error}") from error
-        self._settings = replace(settings, port=int(self.address.rpartition(":")[2]))
+        http_port = None if self.doors.http is None else _port(self.doors.http)
+        self._settings = replace(settings, port=_port(self.doors.grpc), http_port=http_port)
         self._served = True
 
     def _watch(self) -> NoReturn:
@@ -102,6 +105,10 @@ class GatewaySupervisor(Supervisor):
                 calls = [member.call("stop", self.grace) for member in self._group.members]
                 StopSignal().results(calls, STOP_SECONDS + self.grace)
             self._group.end()
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def _answer(gateway: ActorProcess, number: int, done: Future[ScaleOutcome]) -> None:

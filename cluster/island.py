@@ -181,8 +181,8 @@ class Island:
     def _agree(self, members: Sequence[ActorProcess], num_pages: int | None) -> int:
         """Pages in every pool, for which these members have room. StartFailed where it is less than num_pages."""
         utilization = utilization_to_fill(self._config)
-        fitting = [] if utilization is None else self._ask(members, "pages_that_fit", utilization)
-        fitting_all = agreed_pages(self._config, fitting, self._max_model_len)
+        rooms = [] if utilization is None else self._ask(members, "pages_that_fit", utilization)
+        fitting_all = agreed_pages(self._config, rooms, self._max_model_len)
         if num_pages is not None and fitting_all < num_pages:
             raise StartFailed(f"there is room for {fitting_all} pages; the island had {num_pages} before")
         return num_pages or fitting_all

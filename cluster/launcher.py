@@ -7,12 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from tandem.cache.errors import InvalidArgument
-from tandem.cluster.config import ClusterConfig
+from tandem.cache.kernels.gpu_limits import check_layout
+from tandem.cache.layout import KVLayout
+from tandem.cluster.config import ClusterConfig, GatewaySection
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed, TandemError
+from tandem.cluster.gateway import Doors
 from tandem.cluster.gateway_supervisor import GatewaySupervisor
 from tandem.cluster.island import Island, LoadState
 from tandem.cluster.island_supervisor import IslandSupervisor
@@ -24,6 +28,8 @@ from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
 from tandem.cluster.start_clock import StartClock
 from tandem.cluster.supervisor import Supervisor
 from tandem.workers.kv_scales import choose_scales
+from tandem.workers.model_cache import kv_layout
+from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.errors import ModelError
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
@@ -51,13 +57,14 @@ class Cluster:
         self._gateway: GatewaySupervisor | None = None
         self._failure: Future[None] = Future()
         self.grpc_address = ""
+        self.http_address: str | None = None
         self.clock = StartClock()  # of several islands, the slowest one's phases
 
     def start(self, progress: Progress | None = None) -> str:
-        """HOST:PORT of the gateway. progress is called a few times a second until all islands serve."""
+        """HOST:PORT of the gateway's gRPC door. progress is called a few times a second until all islands serve."""
         max_model_len = self._check_model()
         ServerSecurity(**self._config.security.model_dump()).check()
-        _check_port(self._config.gateway.host, self._config.gateway.port)
+        _check_doors(self._config.gateway)
         try:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
@@ -65,7 +72,8 @@ class Cluster:
             self._wait_until_ready(self._islands, progress)
             self.clock.seconds |= max((island.island.clock.seconds for island in self._islands), key=_sum)
             with self.clock.phase("gateway"):
-                self.grpc_address = self._start_gateway(max_model_len)
+                doors = self._start_gateway(max_model_len)
+                self.grpc_address, self.http_address = doors.grpc, doors.http
         except BaseException:
             self.stop()
             raise
@@ -114,12 +122,15 @@ class Cluster:
             model = load_config(folder, self._config.model.dtype)
             if self._config.model.load_format == "safetensors":
                 check_weights(folder, model)
-            choose_scales(worker_configs(self._config, model.max_length)[0], model)
+            scales = choose_scales(worker_configs(self._config, model.max_length)[0], model)
+            layout = kv_layout(model, self._config.cache.page_size, scales)
             Tokenizer.from_folder(folder)
         except ModelError as error:
             raise ConfigError(f"model.path: {error}") from error
         except InvalidArgument as error:
             raise ConfigError(f"cache.{error}") from error
+        if self._config.island.device == "cuda":
+            _check_gpu(layout, model)
         max_model_len = self._config.model.max_model_len or model.max_length
         if max_model_len > model.max_length:
             raise ConfigError(
@@ -145,7 +156,7 @@ class Cluster:
         config = self._config.model_copy(update={"island": section})
         return Island(self._processes, config, max_model_len, name, epoch)
 
-    def _start_gateway(self, max_model_len: int) -> str:
+    def _start_gateway(self, max_model_len: int) -> Doors:
         num_pages = min(island.island.num_pages for island in self._islands)
         settings = gateway_settings(self._config, max_model_len, num_pages)
         self._gateway = GatewaySupervisor(
@@ -153,7 +164,7 @@ class Cluster:
         )
         self._gateway.start()
         self._wait_until_ready([self._gateway], None)
-        return self._gateway.address
+        return self._gateway.doors
 
     def _wait_until_ready(self, parts: Sequence[Supervisor], progress: Progress | None) -> None:
         pending = [part.ready for part in parts]
@@ -180,7 +191,27 @@ def _sum(seconds: Mapping[str, float]) -> float:
     return sum(seconds.values())
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
+    """ConfigError unless the kernels of a GPU serve the cache of a model, whose layout this is."""
+    try:
+        check_layout(layout, None if model.latent is None else model.latent.heads)
+    except InvalidArgument as error:
+        raise ConfigError(f"island.device is cuda, which model.path and cache.page_size do not fit: {error}") from error
+
+
+def _check_doors(section: GatewaySection) -> None:
+    _check_port(section.host, section.port, "port", "--grpc-port")
+    if section.http_port is None:
+        return
+    if find_spec("uvicorn") is None:
+        raise ConfigError(
+            f"gateway.http_port is {section.http_port}; it needs uvicorn, which is not installed: "
+            "pip install 'tandem[http]', or leave the port out"
+        )
+    _check_port(section.host, section.http_port, "http_port", "--http-port")
+
+
+def _check_port(host: str, port: int, key: str, option: str) -> None:
     if port == 0:
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -190,6 +221,6 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise StartFailed(
-                f"gateway.port {port} on {host} cannot be opened ({error.strerror}); "
-                "choose a free one with --grpc-port, or 0 for any free one"
+                f"gateway.{key} {port} on {host} cannot be opened ({error.strerror}); "
+                f"choose a free one with {option}, or 0 for any free one"
             ) from error

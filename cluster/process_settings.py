@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 
 from tandem.cluster.config import ClusterConfig
@@ -9,6 +10,7 @@ from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.gateway import GatewaySettings
 from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.gpu_room import GpuRoom
 
 FIRST_EPOCH = 1
 TOKEN_BYTES = 32
@@ -83,14 +85,22 @@ def utilization_to_fill(config: ClusterConfig) -> float | None:
     return config.cache.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
 
 
-def agreed_pages(config: ClusterConfig, fitting: Sequence[int], max_model_len: int) -> int:
-    """Pages in every pool. fitting: what each worker has room for, empty where utilization_to_fill() is None.
+def agreed_pages(config: ClusterConfig, rooms: Sequence[GpuRoom], max_model_len: int) -> int:
+    """Pages in every pool. rooms: of each worker, empty where utilization_to_fill() is None.
 
-    Raises ConfigError when so few fit that the longest request could never run.
+    Raises ConfigError when so few fit that the longest request could never run, or when workers share a GPU: each has
+    counted what is free for itself.
     """
-    if not fitting:
+    if not rooms:
         return config.cache.num_pages or CPU_PAGES
-    num_pages, page_size = min(fitting), config.cache.page_size
+    gpus = Counter(room.gpu for room in rooms)
+    gpu, workers = gpus.most_common(1)[0]
+    if workers > 1:
+        raise ConfigError(
+            f"cache.num_pages is null, and {workers} workers share the GPU {gpu}: what each may have does not follow "
+            "from cache.gpu_memory_utilization; give cache.num_pages, or each worker a GPU of its own"
+        )
+    num_pages, page_size = min(room.num_pages for room in rooms), config.cache.page_size
     if num_pages * page_size < max_model_len:
         raise ConfigError(
             f"cache.gpu_memory_utilization {utilization_to_fill(config)} has room for {num_pages} pages of {page_size} "
@@ -100,13 +110,11 @@ def agreed_pages(config: ClusterConfig, fitting: Sequence[int], max_model_len: i
     return num_pages
 
 
-def gateway_settings(
-    config: ClusterConfig, max_model_len: int, num_pages: int, incarnation: int = 1
-) -> GatewaySettings:
-    """incarnation counts the gateway's starts: it keeps apart what two of them have asked of the workers."""
+def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) -> GatewaySettings:
+    """Of the first gateway; for each later one the incarnation is one more."""
     return GatewaySettings(
         cluster=config.name,
-        incarnation=incarnation,
+        incarnation=1,
         transport=config.island.transport,
         model_path=config.model.path or "",
         dtype=config.model.dtype,
@@ -116,6 +124,7 @@ def gateway_settings(
         num_pages=num_pages,
         host=config.gateway.host,
         port=config.gateway.port,
+        http_port=config.gateway.http_port,
         max_queued=config.gateway.max_queued,
         max_queued_tokens=config.gateway.max_queued_tokens,
         max_attempts=config.gateway.max_attempts,

@@ -21,6 +21,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tandem.cluster.actor_server import pack
+from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ClusterRunning, ProcessEnded, StartFailed
 from tandem.cluster.fork_server import ForkServer
 from tandem.cluster.forked_actor import ForkedActor, open_answer
@@ -234,12 +235,15 @@ class RayActor(ActorProcess):
 
 
 def _check_listens(address: str) -> None:
-    """StartFailed where nothing takes a connection: Ray itself would try for more than a minute."""
+    """StartFailed where nothing takes a connection: Ray itself would try for more than a minute. Where a host says
+    that it is this one, Ray asks at the address that others know it by."""
     if address == "auto":  # Ray finds it
         return
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        host = host.strip("[]")
+        asked = ray.util.get_node_ip_address() if is_loopback(host) else host
+        socket.create_connection((asked, int(port)), CONNECT_SECONDS).close()
     except (OSError, ValueError, OverflowError) as error:
         raise StartFailed(
             f"--address is {address!r}: {error}; HOST:PORT of a Ray that runs is accepted, or auto for this machine's"

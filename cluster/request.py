@@ -50,7 +50,9 @@ class RequestValidator:
         self._tokenizer = tokenizer
         self._longest_token = 0 if tokenizer is None else tokenizer.longest_token
 
-    def validate(self, message: inference_pb2.GenerateRequest) -> ValidRequest:
+    def validate(self, message: inference_pb2.GenerateRequest, open_ended: int | None = None) -> ValidRequest:
+        """open_ended: what a request that names no max_tokens gets, or as much of it as there is room for; None: the
+        default of SamplingParams."""
         if len(message.request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(
                 f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are accepted"
@@ -63,6 +65,8 @@ class RequestValidator:
         if params.stop and self._tokenizer is None:
             raise InvalidRequest("sampling.stop: stop strings need a tokenizer, and the checkpoint has none")
         token_ids = self._prompt(message)
+        if open_ended is not None and not message.sampling.HasField("max_tokens"):
+            params = replace(params, max_tokens=max(1, min(open_ended, self._room(len(token_ids)))))
         self._check_length(len(token_ids), params.max_tokens)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
@@ -108,9 +112,9 @@ class RequestValidator:
             field, ids = "token_ids.ids", np.array(message.token_ids.ids[:], np.int64)
         else:
             try:
-                field, ids = "token_bytes", prompt_from_bytes(message.token_bytes)
+                field, ids = "token_bytes", prompt_from_bytes(message.token_bytes, "token_bytes")
             except InvalidCall as error:
-                raise InvalidRequest(f"token_bytes: {error}") from error
+                raise InvalidRequest(str(error)) from error
         self._check_vocabulary(field, ids)
         return ids
 
@@ -121,6 +125,12 @@ class RequestValidator:
                 f"{field}[{int(ids.argmax())}] is {largest}; the vocabulary has "
                 f"{self._limits.vocab_size} entries, 0 … {self._limits.vocab_size - 1}"
             )
+
+    def _room(self, prompt: int) -> int:
+        """The most output tokens after a prompt of so many; 0 or less where it is too long itself."""
+        room = min(self._limits.max_model_len, self._limits.pool_tokens) - prompt
+        switch = self._limits.rope_switch
+        return room if switch is None or prompt > switch else min(room, switch - prompt + 1)
 
     def _check_length(self, prompt: int, max_tokens: int) -> None:
         limit = min(self._limits.max_model_len, self._limits.pool_tokens)

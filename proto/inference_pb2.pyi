@@ -258,7 +258,7 @@ class IslandInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., restarts: _Optional[int] = ...) -> None: ...
 
 class ClusterInfo(_message.Message):
-    __slots__ = ("name", "version", "queued", "active", "uptime_seconds", "islands", "gateway_restarts")
+    __slots__ = ("name", "version", "queued", "active", "uptime_seconds", "islands", "gateway_restarts", "http_address")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +266,7 @@ class ClusterInfo(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     queued: int
@@ -273,4 +274,5 @@ class ClusterInfo(_message.Message):
     uptime_seconds: float
     islands: _containers.RepeatedCompositeFieldContainer[IslandInfo]
     gateway_restarts: int
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., queued: _Optional[int] = ..., active: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., islands: _Optional[_Iterable[_Union[IslandInfo, _Mapping]]] = ..., gateway_restarts: _Optional[int] = ...) -> None: ...
+    http_address: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., queued: _Optional[int] = ..., active: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., islands: _Optional[_Iterable[_Union[IslandInfo, _Mapping]]] = ..., gateway_restarts: _Optional[int] = ..., http_address: _Optional[str] = ...) -> None: ...

@@ -1,7 +1,7 @@
-"""Who may call a gRPC server: whoever sends its bearer token (RFC 6750). One interceptor denies everybody else."""
+"""Who may call a server: whoever sends its bearer token (RFC 6750). Over gRPC an interceptor denies everybody else."""
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -14,8 +14,8 @@ OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Healt
 StubT = TypeVar("StubT")
 
 
-class TokenRequired(grpc.aio.ServerInterceptor):
-    """Ends each call without `Bearer <token>` with UNAUTHENTICATED, methods that do not exist included."""
+class BearerToken:
+    """What callers must show, whatever the server."""
 
     def __init__(self, token: str) -> None:
         """ValueError when token is empty: an empty one would let everybody in."""
@@ -23,18 +23,27 @@ class TokenRequired(grpc.aio.ServerInterceptor):
             raise ValueError("token is empty; a server needs one to ask for")
         self._expected = _credentials(token).encode()
 
+    def admits(self, given: Sequence[object]) -> bool:
+        """given: the values of HEADER. Takes as long for every token of a length."""
+        return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._expected)
+
+
+class TokenRequired(grpc.aio.ServerInterceptor):
+    """Ends each call without `Bearer <token>` with UNAUTHENTICATED, methods that do not exist included."""
+
+    def __init__(self, token: str) -> None:
+        """ValueError when token is empty."""
+        self._token = BearerToken(token)
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        if handler_call_details.method in OPEN_METHODS or self._admits(handler_call_details):
+        given = [value for key, value in handler_call_details.invocation_metadata or () if key == HEADER]
+        if handler_call_details.method in OPEN_METHODS or self._token.admits(given):
             return await continuation(handler_call_details)
         return grpc.unary_unary_rpc_method_handler(_deny)
-
-    def _admits(self, call: grpc.HandlerCallDetails) -> bool:
-        given = [value for key, value in call.invocation_metadata or () if key == HEADER]
-        return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._expected)
 
 
 def authorized(stub: StubT, token: str) -> StubT:

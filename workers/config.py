@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+MESSAGE_BYTES = 16 << 20  # what a message may have besides a prompt
+
 
 class Role(StrEnum):
     PREFILL = "prefill"
@@ -44,6 +46,9 @@ class WorkerConfig:
     verify_kv: bool = False
     threads: int | None = None
     threads_alone: int | None = None
-    host: str = "127.0.0.1"
-    max_message_bytes: int = 16 << 20
     max_stream_messages_per_second: float = 2000.0
+
+
+def max_message_bytes(max_model_len: int) -> int:
+    """Of a message between gateway and worker, which carries a prompt as 4 bytes a token, whatever a client sent."""
+    return MESSAGE_BYTES + 4 * max_model_len

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 LANDING_POLL_SECONDS = 0.0003
 IDLE_POLL_SECONDS = 0.00003  # of a landing where a device computes, and leaves this thread a core of its own
 STEP_POLL_SECONDS = 0.0001
+DELIVERY_SECONDS = (
+    0.00001  # while a step computes, so that the event loop has the interpreter for the last one's tokens
+)
 
 
 class DecodeLoop:
@@ -93,6 +96,8 @@ class DecodeLoop:
         request.rule = FinishRule.of(params, self._eos_token_ids)
         request.stream = stream
         self._landing.append(request)
+        if self._runner.runs_ahead and len(self._reservations) == 1:  # there is time
+            self._runner.foresee((request.sequence_id,))
 
     def abort(self, request_id: str, writer_quiet: bool) -> bool:
         """Ends a request; its pages return now if no write can come any more, else they drain. Idempotent."""
@@ -182,6 +187,8 @@ class DecodeLoop:
                 return STEP_POLL_SECONDS
             flight, self._reading = self._reading, None
             self._deliver(flight)
+            if self._flight is not None:
+                return DELIVERY_SECONDS
         return 0
 
     def _launch(self) -> Flight:

@@ -1,4 +1,4 @@
-"""A prompt that is computed while a decode worker is still being asked for room."""
+"""A prompt that is begun while a decode worker is still being asked for room."""
 
 import logging
 import time
@@ -9,21 +9,19 @@ from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.window import Int64Array
+from tandem.workers.layer_progress import LayerProgress
 from tandem.workers.lease import Clock, Lease
 from tandem.workers.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
-
-# Tokens. All their KV travels once they are computed, which for 8K takes about as long as the reservation did that was
-# not waited for, and is computed in vain when there is no room. A longer prompt would have to be cut: that costs more.
-LONGEST_HEAD = 8192
 
 
 @dataclass(eq=False)
 class Head:
     """A prompt without a place to land, of which cached_tokens were found in the prefix index.
 
-    logits: [1, vocab], behind its last token, once its forward is launched.
+    computed: positions whose KV is in the cache once its forward is done, 0 before it is launched. logits: [1, vocab],
+    behind the last token, where that forward reaches so far. progress: of that forward, where it goes on by itself.
     """
 
     request_id: str
@@ -31,13 +29,14 @@ class Head:
     token_ids: Int64Array
     lease: Lease
     cached_tokens: int = 0
+    computed: int = 0
     logits: Tensor | None = None
-    arrived: float = field(default_factory=time.perf_counter)
-    started: float = 0.0
+    progress: LayerProgress | None = None
+    started: float = field(default_factory=time.perf_counter)
 
 
 class HeadStart:
-    """At most one prompt, which is computed in one forward and written to nobody. Owned by the step thread.
+    """At most one prompt, whose first forward is computed and written to nobody. Owned by the step thread.
 
     Its pages are for whoever has a place to land, should that one need them: drop() is right at any time, for work of
     this device that still uses them comes before all that is launched later.
@@ -67,7 +66,10 @@ class HeadStart:
         return None if self._head is None else self._head.request_id
 
     def take(self, request_id: str, sequence_id: int, token_ids: Int64Array) -> None:
-        """Nothing happens when there is one already, or no room, or too much of it is to be computed."""
+        """Launches the prompt's first forward; nothing happens when there is a prompt already, or no room.
+
+        Where the forward fails, the prompt is computed with its place known.
+        """
         cache = self._cache
         if self._head is not None or not cache.has_room(len(token_ids), self._max_batch_tokens):
             return
@@ -75,18 +77,8 @@ class HeadStart:
         cache.add_sequence(sequence_id)
         if self._sharing:
             head.cached_tokens = cache.match_prefix(sequence_id, token_ids)
-        if len(token_ids) - head.cached_tokens > min(LONGEST_HEAD, self._max_batch_tokens):
-            cache.remove_sequence(sequence_id)
-            return
         cache.reserve(sequence_id, len(token_ids), self._max_batch_tokens)
         self._head = head
-
-    def step(self) -> None:
-        """Launches its forward, unless that was done. Where it fails, the prompt is computed with its place known."""
-        head = self._head
-        if head is None or head.logits is not None:
-            return
-        head.started = time.perf_counter()
         try:
             self._compute(head)
         except Exception:
@@ -94,11 +86,11 @@ class HeadStart:
             self.drop()
 
     def claim(self, request_id: str, token_ids: Int64Array) -> Head | None:
-        """The prompt, whose sequence is the caller's from now on; None where it is another, or not computed."""
+        """The prompt, whose sequence is the caller's from now on; None where it is another."""
         head = self._head
         if head is None or head.request_id != request_id:
             return None
-        if head.logits is None or not np.array_equal(head.token_ids, token_ids):
+        if not np.array_equal(head.token_ids, token_ids):
             self.drop()
             return None
         self._head = None
@@ -113,13 +105,20 @@ class HeadStart:
         head, self._head = self._head, None
         if head is None:
             return False
-        if self._sharing and head.logits is not None:  # it may be asked for again, once there is room for it
-            self._cache.publish_prefix(head.sequence_id, head.token_ids)
+        if self._sharing and head.computed:  # it may be asked for again, once there is room for it
+            self._cache.publish_prefix(head.sequence_id, head.token_ids[: head.computed])
         self._cache.remove_sequence(head.sequence_id)
         return True
 
     def _compute(self, head: Head) -> None:
-        cache, tokens = self._cache, head.token_ids[head.cached_tokens :]
-        plan = cache.begin_forward([head.sequence_id], [len(tokens)])
-        head.logits = self._runner.forward(tokens, plan, np.array([len(tokens) - 1]))
+        cache, whole = self._cache, len(head.token_ids)
+        end = min(whole, head.cached_tokens + self._max_batch_tokens)
+        tokens = head.token_ids[head.cached_tokens : end]
+        plan = cache.begin_forward([head.sequence_id], [len(tokens)], [whole])
+        last_rows = np.array([len(tokens) - 1] if end == whole else [], np.int64)
+        progress = self._runner.progress()
+        logits = self._runner.forward(tokens, plan, last_rows, progress)
         cache.end_forward(plan)
+        head.computed, head.progress = end, progress
+        if end == whole:
+            head.logits = logits

@@ -23,10 +23,12 @@ def prompt_to_bytes(token_ids: Sequence[int] | Int64Array) -> bytes:
     return np.asarray(token_ids, PROMPT_DTYPE).tobytes()
 
 
-def prompt_from_bytes(prompt: bytes) -> Int64Array:
+def prompt_from_bytes(prompt: bytes, field: str = "prompt") -> Int64Array:
     """The token ids of such a field, int64 [n]; InvalidCall when they are none, or no whole number."""
     if not prompt or len(prompt) % PROMPT_DTYPE.itemsize:
-        raise InvalidCall(f"prompt has {len(prompt)} bytes; token ids of {PROMPT_DTYPE.itemsize} each are accepted")
+        raise InvalidCall(
+            f"{field} has {len(prompt)} bytes; one token id or more, of {PROMPT_DTYPE.itemsize} bytes each, is accepted"
+        )
     return np.frombuffer(prompt, PROMPT_DTYPE).astype(np.int64)
 
 

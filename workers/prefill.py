@@ -25,7 +25,7 @@ from tandem.workers.head_start import HeadStart
 from tandem.workers.landing import Landing
 from tandem.workers.lease import Clock, Lease
 from tandem.workers.model_runner import ModelRunner
-from tandem.workers.prefill_request import PrefillRequest, PrefillResult
+from tandem.workers.prefill_request import PrefillRequest, PrefillResult, count_pushed
 from tandem.workers.push_meter import PushMeter
 from tandem.workers.reservation import Reservation
 from tandem.workers.sample_batch import SampleBatch
@@ -38,6 +38,7 @@ LEASE_SHARE = 0.8  # the writer stops before the receiver's own lease is over
 # A push is nearly always through when its last token is sampled: its answer should not wait for another's forward.
 PATIENCE_SECONDS = 0.002
 POLL_SECONDS = 0.001
+PART_POLL_SECONDS = 0.0003  # of layers that are computed
 
 
 class PrefillLoop:
@@ -94,8 +95,8 @@ class PrefillLoop:
     def announce(self, request_id: str, token_ids: Int64Array) -> None:
         """A prompt that submit() is to come for, unless its room is not found: abort() then ends it, or its lease.
 
-        A short one is computed meanwhile, where there is nothing else to do; one prompt at a time, and others are not
-        heeded, nor is one that has ended or came before.
+        Its first forward is launched where there is nothing else to do. One prompt at a time: others are not heeded,
+        nor is one that has ended or came before.
         """
         ended = self._ended.is_aborted(request_id) or self._ended.result(request_id) is not None
         if ended or request_id in self._by_id or self._waiting or self._running:
@@ -182,13 +183,13 @@ class PrefillLoop:
         self._stop_expired()
         self._settle()
         self._admit()
-        heads = [request for request in self._running if request.logits is not None]
-        self._attempt(heads, lambda: self._send_heads(heads))
+        launched = [request for request in self._running if request.logits is not None]
+        self._attempt(launched, lambda: self._send_pages(launched))
         chunks = self._next_chunks()
         self._attempt([request for request, _ in chunks], lambda: self._forward(chunks))
-        if not chunks and not heads:
-            self._head_start.step()
-        if self._running or ((chunks or heads) and self._waiting):
+        if launched and launched == self._running:
+            return PART_POLL_SECONDS
+        if self._running or ((chunks or launched) and self._waiting):
             return 0
         return POLL_SECONDS if self._landing else RECALL_POLL_SECONDS
 
@@ -262,13 +263,12 @@ class PrefillLoop:
         if self._sharing:
             request.cached_tokens = request.computed = cache.match_prefix(request.sequence_id, request.token_ids)
         cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
-        cache.mark_send(request.sequence_id, *request.destination)
         request.started = time.perf_counter()
         self._running.append(request)
 
     def _next_chunks(self) -> list[tuple[PrefillRequest, int]]:
         budget, chunks = self._max_batch_tokens, []
-        for request in self._running:
+        for request in [request for request in self._running if request.logits is None]:
             length = min(budget, request.num_tokens - request.computed)
             chunks.append((request, length))
             budget -= length
@@ -277,12 +277,23 @@ class PrefillLoop:
         return chunks
 
     def _forward(self, chunks: list[tuple[PrefillRequest, int]]) -> list[PrefillRequest]:
-        """Computes, or at least launches, one chunk of each; the requests that have come to their end."""
-        cache, seconds_before = self._cache, self._meter.seconds
+        """Computes, or at least launches, one chunk of each; the requests that have come to their end.
+
+        What is computed beside others is sent with the forward, token by token. A request that is alone goes page to
+        page, where that can be done beside its last chunk: stores to a peer slow a forward.
+        """
+        cache, seconds_before, requests = self._cache, self._meter.seconds, [request for request, _ in chunks]
+        progress = None
+        if requests == self._running and len(requests) == 1 and not self._waiting and not requests[0].marked:
+            progress = self._runner.progress()
+        for request in requests if progress is None else ():
+            if not request.marked:
+                cache.mark_send(request.sequence_id, *request.destination)
+                request.marked = True
         plan = cache.begin_forward(
-            [request.sequence_id for request, _ in chunks],
+            [request.sequence_id for request in requests],
             [length for _, length in chunks],
-            [request.num_tokens for request, _ in chunks],
+            [request.num_tokens for request in requests],
         )
         tokens, num_rows, last_rows, ending = [], 0, [], []
         for request, length in chunks:
@@ -292,22 +303,34 @@ class PrefillLoop:
             if request.computed == request.num_tokens:
                 last_rows.append(num_rows - 1)
                 ending.append(request)
-        logits = self._runner.forward(np.concatenate(tokens), plan, np.array(last_rows, np.int64))
+        logits = self._runner.forward(np.concatenate(tokens), plan, np.array(last_rows, np.int64), progress)
         cache.end_forward(plan)
-        self._count_pushed([request for request, _ in chunks], self._meter.seconds - seconds_before)
+        count_pushed(cache, requests, self._meter.seconds - seconds_before)
+        if ending and progress is not None:
+            ending[0].logits, ending[0].progress = logits, progress
+            return []
         if ending:  # sampling waits for the device; without it the next chunk is launched while this one computes
             self._finish(ending, logits)
         return ending
 
-    def _send_heads(self, heads: list[PrefillRequest]) -> list[PrefillRequest]:
-        """Prompts that were computed before it was known where to."""
-        for request in heads:
+    def _send_pages(self, launched: list[PrefillRequest]) -> list[PrefillRequest]:
+        """Of prompts that are launched as a whole: layers that are stored, while others are computed and nobody waits,
+        then the rest. The requests that have come to their end."""
+        others, ended = bool(self._waiting) or launched != self._running, []
+        for request in launched:
             seconds_before = self._meter.seconds
-            self._cache.send_cached(request.sequence_id, *request.destination)
-            self._count_pushed([request], self._meter.seconds - seconds_before)
-            assert request.logits is not None
-            self._finish([request], request.logits)
-        return heads
+            if request.sending is None:
+                request.sending = self._cache.send_cached(request.sequence_id, *request.destination)
+            stored = None if others or request.progress is None else request.progress.layers_stored()
+            if stored is None:
+                request.sending.write_rest()
+            else:
+                request.sending.write_stored(stored)
+            count_pushed(self._cache, [request], self._meter.seconds - seconds_before)
+            if stored is None and request.logits is not None:
+                self._finish([request], request.logits)
+                ended.append(request)
+        return ended
 
     def _finish(self, requests: list[PrefillRequest], logits: Tensor) -> None:
         """Draws the first tokens of requests of which all is computed and sent. Waits for the device."""
@@ -323,15 +346,6 @@ class PrefillLoop:
             request.sampled = time.perf_counter()
             request.first_token, request.logprobs = int(samples.token_ids[row]), samples.logprobs[row]
             self._end(request)
-
-    def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
-        """Shares out, by bytes, the seconds that a forward spent in calls that write."""
-        sent = [self._cache.bytes_sent(request.sequence_id) for request in requests]
-        pushed = sum(sent) - sum(request.bytes_pushed for request in requests)
-        for request, total in zip(requests, sent, strict=True):
-            if pushed:
-                request.push_seconds += seconds * (total - request.bytes_pushed) / pushed
-            request.bytes_pushed = total
 
     def _end(self, request: PrefillRequest) -> None:
         reservation, digest = request.reservation, 0

@@ -1,14 +1,18 @@
 """One prompt on its way through a prefill worker, and what comes of it."""
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from tandem.cache.cached_send import CachedSend
+from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import PositionMap
 from tandem.cache.window import Int64Array
 from tandem.workers.head_start import Head
+from tandem.workers.layer_progress import LayerProgress
 from tandem.workers.lease import Lease
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
@@ -36,8 +40,9 @@ class PrefillResult:
 class PrefillRequest:
     """computed counts positions whose KV is in the cache here, or will be once the forwards launched so far are done.
 
-    logits: [1, vocab], of a prompt that was computed before its reservation came. sampled is the time of the
-    first token; that and logprobs are there from then on.
+    marked: its forwards send what they compute. Others go page to page once all is launched: then logits are there
+    ([1, vocab]), progress is the last forward's, and sending is what goes to the receiver, once that has begun.
+    sampled is the time of the first token; that and logprobs are there from then on.
     """
 
     request_id: str
@@ -49,6 +54,9 @@ class PrefillRequest:
     lease: Lease
     result: "Future[PrefillResult]" = field(default_factory=Future)
     logits: Tensor | None = None
+    progress: LayerProgress | None = None
+    sending: CachedSend | None = None
+    marked: bool = False
     computed: int = 0
     cached_tokens: int = 0
     arrived: float = field(default_factory=time.perf_counter)
@@ -69,10 +77,10 @@ class PrefillRequest:
         return self.reservation.matched_tokens, self.position_map, self.reservation.target_pe
 
     def take_over(self, head: Head) -> None:
-        """Goes on from a prompt that is computed."""
-        self.sequence_id, self.logits = head.sequence_id, head.logits
-        self.computed, self.cached_tokens = self.num_tokens, head.cached_tokens
-        self.arrived, self.started = head.arrived, head.started
+        """Goes on from a prompt that is begun."""
+        self.sequence_id, self.logits, self.progress = head.sequence_id, head.logits, head.progress
+        self.computed, self.cached_tokens = head.computed, head.cached_tokens
+        self.arrived = self.started = head.started
 
     def landed(self) -> PrefillResult:
         """The result, now that all KV has landed."""
@@ -86,3 +94,14 @@ class PrefillRequest:
             push_seconds=self.push_seconds + now - self.sampled,
             bytes_pushed=self.bytes_pushed,
         )
+
+
+def count_pushed(cache: PagedKVCache, requests: Sequence[PrefillRequest], seconds: float) -> None:
+    """Shares out the seconds that were spent in calls that write for them: by the bytes that count as sent since the
+    last time, alike where none do."""
+    sent = [cache.bytes_sent(request.sequence_id) for request in requests]
+    pushed = sum(sent) - sum(request.bytes_pushed for request in requests)
+    for request, total in zip(requests, sent, strict=True):
+        share = (total - request.bytes_pushed) / pushed if pushed else 1 / len(requests)
+        request.push_seconds += seconds * share
+        request.bytes_pushed = total

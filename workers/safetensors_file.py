@@ -116,7 +116,8 @@ class TensorPart:
         else:
             read = staging[: target.numel() * self.dtype.itemsize].view(self.dtype)
             self.file.read(self.offset, read)
-            target.copy_(read)
+            with torch.inference_mode(target.is_inference()):  # a mode of the thread that made it, not of this one
+                target.copy_(read)
         return target.nbytes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -45,6 +45,7 @@ from tandem.workers.step_thread import StepThread
 from tandem.workers.token_stream import Tokens, TokenStream
 
 T = TypeVar("T")
+LoopT = TypeVar("LoopT", PrefillLoop, DecodeLoop)
 Context = grpc.aio.ServicerContext
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ async def _outcome(context: Context, future: "Future[T]") -> T:
         await _refuse(context, error)
 
 
-class WorkerService(worker_pb2_grpc.WorkerServicer):
+class WorkerService(worker_pb2_grpc.WorkerServicer, Generic[LoopT]):
     """What every worker answers. A role that a worker does not have answers UNIMPLEMENTED, as generated."""
 
     def __init__(
@@ -86,7 +87,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         config: WorkerConfig,
         vocab_size: int,
         thread: StepThread,
-        loop: PrefillLoop | DecodeLoop,
+        loop: LoopT,
         cache: PagedKVCache,
     ) -> None:
         self._config = config
@@ -128,21 +129,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         )
 
 
-class PrefillService(WorkerService):
+class PrefillService(WorkerService[PrefillLoop]):
     """Announce, RemoteSend and Abort."""
-
-    def __init__(
-        self, config: WorkerConfig, vocab_size: int, thread: StepThread, loop: PrefillLoop, cache: PagedKVCache
-    ) -> None:
-        super().__init__(config, vocab_size, thread, loop, cache)
-        self._prefill = loop
 
     async def Announce(self, request: worker_pb2.AnnounceRequest, context: Context) -> worker_pb2.AnnounceResponse:
         def announce() -> None:
             check_request_id(request.request_id)
             prompt = check_prompt(request.prompt, self._vocab_size)
             check_length(len(prompt), 1, self._config.max_model_len)
-            self._prefill.announce(request.request_id, prompt)
+            self._loop.announce(request.request_id, prompt)
 
         await self._on_step_thread(context, request.epoch, announce)
         return worker_pb2.AnnounceResponse()
@@ -158,8 +153,8 @@ class PrefillService(WorkerService):
             check_length(len(prompt), 1, self._config.max_model_len)
             params = check_sampling(request.sampling, self._vocab_size)
             reservation = reservation_from_proto(request.reservation, self._config.token)
-            future = self._prefill.submit(request.request_id, prompt, params, reservation)
-            lease = self._prefill.attend(request.request_id)
+            future = self._loop.submit(request.request_id, prompt, params, reservation)
+            lease = self._loop.attend(request.request_id)
             attended.extend([] if lease is None else [lease])
             return future
 
@@ -181,20 +176,14 @@ class PrefillService(WorkerService):
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
         def abort() -> Future[bool]:
             check_request_id(request.request_id)
-            return self._prefill.abort(request.request_id)
+            return self._loop.abort(request.request_id)
 
         future = await self._on_step_thread(context, request.epoch, abort)
         return worker_pb2.AbortResponse(known=await _outcome(context, future))
 
 
-class DecodeService(WorkerService):
+class DecodeService(WorkerService[DecodeLoop]):
     """PrepareReceive, StartGenerate and Abort."""
-
-    def __init__(
-        self, config: WorkerConfig, vocab_size: int, thread: StepThread, loop: DecodeLoop, cache: PagedKVCache
-    ) -> None:
-        super().__init__(config, vocab_size, thread, loop, cache)
-        self._decode = loop
 
     async def PrepareReceive(
         self, request: worker_pb2.PrepareReceiveRequest, context: Context
@@ -203,7 +192,7 @@ class DecodeService(WorkerService):
             check_request_id(request.request_id)
             prompt = check_prompt(request.prompt, self._vocab_size)
             check_length(len(prompt), request.max_tokens, self._config.max_model_len)
-            return self._decode.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe)
+            return self._loop.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe)
 
         reservation = await self._on_step_thread(context, request.epoch, prepare)
         return reservation_to_proto(reservation, self._config.token)
@@ -215,7 +204,7 @@ class DecodeService(WorkerService):
         def start() -> None:
             check_request_id(request.request_id)
             params = check_sampling(request.sampling, self._vocab_size)
-            self._decode.start(request.request_id, request.reservation_id, params, stream)
+            self._loop.start(request.request_id, request.reservation_id, params, stream)
             started.append(request.request_id)
 
         finished = False
@@ -229,12 +218,12 @@ class DecodeService(WorkerService):
                 await context.write(_generated(tokens))
         finally:
             if not finished:  # the reader went away; a start that is still to come is not one of a reader
-                self._thread.call(lambda: [self._decode.abort(started_id, False) for started_id in started])
+                self._thread.call(lambda: [self._loop.abort(started_id, False) for started_id in started])
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
         def abort() -> bool:
             check_request_id(request.request_id)
-            return self._decode.abort(request.request_id, request.writer_quiet)
+            return self._loop.abort(request.request_id, request.writer_quiet)
 
         known = await self._on_step_thread(context, request.epoch, abort)
         return worker_pb2.AbortResponse(known=known)

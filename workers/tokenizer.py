@@ -63,6 +63,12 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def token_text(self, token_id: int) -> str:
+        """What the token adds to a text that it does not begin: a decoder may drop a leading space there. A part of a
+        character is a replacement character."""
+        once, twice = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
+        return twice[len(once) :]
+
     def stream(self, *, skip_special_tokens: bool = True) -> "TextStream":
         return TextStream(self, skip_special_tokens)
 

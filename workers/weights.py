@@ -44,12 +44,11 @@ def load_parameters(
     *,
     load_format: str = "safetensors",
     device: torch.device | str = "cpu",
-    seed: int = 0,
     report: ReportBytes = ignore_progress,
 ) -> DecoderParameters:
     """Allocates and fills the parameters of `config` on `device`.
 
-    load_format: "safetensors" reads the folder; "dummy" draws seeded random weights and opens no file.
+    load_format: "safetensors" reads the folder; "dummy" draws random weights, the same each time, and opens no file.
     Raises CheckpointMissing, InvalidConfig and InvalidWeights.
     """
     if load_format not in LOAD_FORMATS:
@@ -57,7 +56,7 @@ def load_parameters(
     paths = weight_files(folder) if load_format == "safetensors" else []
     parameters = allocate_parameters(config, torch.device(device))
     if load_format == "dummy":
-        fill_randomly(config, checkpoint_places(config, parameters), seed)
+        fill_randomly(config, checkpoint_places(config, parameters))
     else:
         fill_from_files(paths, config, parameters, report)
     return parameters
@@ -158,15 +157,15 @@ def check_tensors(files: Iterable[SafetensorsFile], places: Mapping[str, Tensor]
         raise InvalidWeights(f"the checkpoint has {_listing(unknown)}, which {config.architecture} does not use")
 
 
-def fill_randomly(config: ModelConfig, places: Mapping[str, Tensor], seed: int) -> None:
-    """Norms 1, biases 0, the rest normal with standard deviation DUMMY_STD, the same for the same seed and device."""
+def fill_randomly(config: ModelConfig, places: Mapping[str, Tensor]) -> None:
+    """Norms 1, biases 0, the rest normal with standard deviation DUMMY_STD, the same for the same device."""
     for index, (name, place) in enumerate(places.items()):
         if name.endswith("norm.weight"):
             place.fill_(1 - config.norm_offset)
         elif name.endswith(".bias"):
             place.zero_()
         else:
-            generator = torch.Generator(place.device).manual_seed(seed * len(places) + index)
+            generator = torch.Generator(place.device).manual_seed(index)
             place.normal_(0, DUMMY_STD, generator=generator)
 
 

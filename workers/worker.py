@@ -19,10 +19,11 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
 from tandem.workers.authentication import TokenRequired
-from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.config import Role, WorkerConfig, max_message_bytes
 from tandem.workers.core_share import CoreShare
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.gpu_room import GpuRoom
 from tandem.workers.kv_scales import choose_scales
 from tandem.workers.memory_budget import measure_budget
 from tandem.workers.model_cache import kv_layout, make_cache
@@ -38,8 +39,10 @@ from tandem.workers.weights import load_decoder
 from tandem.workers.well_formed import WellFormedRequired
 
 T = TypeVar("T")
+HOST = "127.0.0.1"
 SERVE_SECONDS = 570.0  # FlashInfer compiles what it needs at first use: two minutes, more on few cores
 PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
+COMMAND_SECONDS = 30.0
 RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
 
@@ -92,7 +95,7 @@ class Worker:
             report=progress,
         )
 
-    def pages_that_fit(self, utilization: float) -> int:
+    def pages_that_fit(self, utilization: float) -> GpuRoom:
         """Between load() and open(), on a GPU: how many pages this part of its memory has room for; or GpuTooSmall."""
         config = self.config
         budget = measure_budget(
@@ -103,7 +106,8 @@ class Worker:
             max_positions=config.max_batch_tokens // 2 * config.max_model_len,  # sequences of two new tokens and more
         )
         room = budget.room(self._layout.token_bytes * config.page_size)
-        return num_pages_in(self._layout, room, page_uses(config))
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        return GpuRoom(gpu, num_pages_in(self._layout, room, page_uses(config)))
 
     def open(self, num_pages: int) -> bytes:
         """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric.
@@ -146,10 +150,10 @@ class Worker:
         """The symmetric pages, one tensor per layer group; valid between join() and stop()."""
         return self._transport.pools
 
-    def on_step_thread(self, command: Callable[[], T], timeout: float = 30.0) -> T:
-        """Runs `command` where cache and transport may be touched, between two steps."""
+    def on_step_thread(self, command: Callable[[], T]) -> T:
+        """Runs `command` where cache and transport may be touched, between two steps. TimeoutError when it hangs."""
         assert self._step_thread is not None, "serve() comes first"
-        return self._step_thread.call(command).result(timeout)
+        return self._step_thread.call(command).result(COMMAND_SECONDS)
 
     @property
     def prepared(self) -> int:
@@ -226,35 +230,12 @@ class Worker:
             writer=self._meter,
         )
         runner = ModelRunner(self._model, cache)
-        if config.role == Role.PREFILL:
-            loop = PrefillLoop(
-                runner,
-                cache,
-                self._transport,
-                self._meter,
-                max_batch_tokens=config.max_batch_tokens,
-                sharing=self._sharing,
-                verify=config.verify_kv,
-                lease_seconds=config.lease_seconds,
-            )
-            self._step_thread = StepThread(loop, "step")
-            service = PrefillService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
-        else:
-            loop = DecodeLoop(
-                runner,
-                cache,
-                self._transport,
-                StreamFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second),
-                self._cores,
-                eos_token_ids=self.model_config.eos_token_ids,
-                max_sequences=config.max_sequences,
-                sharing=self._sharing,
-                verify=config.verify_kv,
-                lease_seconds=config.lease_seconds,
-            )
-            self._step_thread = StepThread(loop, "step")
-            service = DecodeService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
-        self._loop = loop
+        loop = self._loop = self._make_loop(runner, cache)
+        self._step_thread = StepThread(loop, "step")
+        parts = (config, self.model_config.vocab_size, self._step_thread)
+        service = (
+            DecodeService(*parts, loop, cache) if isinstance(loop, DecodeLoop) else PrefillService(*parts, loop, cache)
+        )
         self._step_thread.start()
         self._prepared += 1
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
@@ -265,9 +246,36 @@ class Worker:
             options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
-        port = self._server.add_insecure_port(f"{config.host}:0")
+        port = self._server.add_insecure_port(f"{HOST}:0")
         await self._server.start()
-        return f"{config.host}:{port}"
+        return f"{HOST}:{port}"
+
+    def _make_loop(self, runner: ModelRunner, cache: PagedKVCache) -> PrefillLoop | DecodeLoop:
+        """On the event loop, which a decode worker's tokens go through."""
+        config = self.config
+        if config.role == Role.PREFILL:
+            return PrefillLoop(
+                runner,
+                cache,
+                self._transport,
+                self._meter,
+                max_batch_tokens=config.max_batch_tokens,
+                sharing=self._sharing,
+                verify=config.verify_kv,
+                lease_seconds=config.lease_seconds,
+            )
+        return DecodeLoop(
+            runner,
+            cache,
+            self._transport,
+            StreamFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second),
+            self._cores,
+            eos_token_ids=self.model_config.eos_token_ids,
+            max_sequences=config.max_sequences,
+            sharing=self._sharing,
+            verify=config.verify_kv,
+            lease_seconds=config.lease_seconds,
+        )
 
     @property
     def _sharing(self) -> bool:
@@ -280,10 +288,10 @@ class Worker:
 def _server_options(config: WorkerConfig) -> list[tuple[str, int]]:
     """A peer that hangs keeps its connection, so it is asked for a sign of life: without one its calls end as if it
     had gone, at the latest after a lease, or after two seconds where a lease is shorter."""
-    half_lease_ms = max(1000, int(config.lease_seconds * 500))
+    half_lease_ms, limit = max(1000, int(config.lease_seconds * 500)), max_message_bytes(config.max_model_len)
     return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", limit),
+        ("grpc.max_send_message_length", limit),
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", half_lease_ms),
         ("grpc.keepalive_timeout_ms", half_lease_ms),

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.head_norm import HeadNorm
-from tandem.cache.kernels.base import GPU_HEAD_DIMS, DeviceTables, PeerPool, StepPages
+from tandem.cache.kernels.base import DeviceTables, PeerPool, StepPages
 from tandem.cache.kernels.flashinfer_parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
 from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.gpu_limits import check_sizes, head_sizes
 from tandem.cache.kernels.page_memory import PageMemory
 from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.scoring import Scoring
@@ -28,8 +29,6 @@ from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes
 
-DTYPES = (torch.float16, torch.bfloat16)
-PAGE_SIZES = (8, 16, 32, 64)
 WORKSPACE_BYTES = 256 << 20
 PLAN_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
 
@@ -69,7 +68,8 @@ class FlashInferKernels(PageMemory):
     def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         dtype = pool.dtype if fp8 is None else fp8.dtype
-        check_pool(pool, dtype, ("head_dim", pool.shape[5], GPU_HEAD_DIMS))
+        check_sizes(dtype, pool.shape[4], head_sizes(pool.shape[5]))
+        check_on_gpu(pool)
         super().__init__(pool)
         flashinfer = load_flashinfer()
         self._pool = pool
@@ -310,10 +310,7 @@ def load_flashinfer() -> Any:
     return flashinfer
 
 
-def check_pool(pool: Tensor, dtype: torch.dtype, *sizes: tuple[str, int, tuple[int, ...]]) -> None:
-    """InvalidArgument unless FlashInfer serves the pool. dtype: of K and V. sizes: name, value and what is accepted."""
-    for name, value, accepted in (("dtype", dtype, DTYPES), *sizes, ("page_size", pool.shape[4], PAGE_SIZES)):
-        if value not in accepted:
-            raise InvalidArgument(f"{name} is {value}; on a GPU it must be one of {', '.join(map(str, accepted))}")
+def check_on_gpu(pool: Tensor) -> None:
+    """InvalidArgument for a pool that is elsewhere."""
     if pool.device.type != "cuda":
         raise InvalidArgument(f"the pool is on {pool.device}; it must be on a CUDA device")

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.base import DeviceTables, PeerPool
-from tandem.cache.kernels.flashinfer_kernels import PLAN_BYTES, WORKSPACE_BYTES, check_pool, load_flashinfer
+from tandem.cache.kernels.flashinfer_kernels import PLAN_BYTES, WORKSPACE_BYTES, check_on_gpu, load_flashinfer
 from tandem.cache.kernels.flashinfer_parts import all_slots
+from tandem.cache.kernels.gpu_limits import KEY_DIM, RANK, ROTATED, VALUE_DIM, check_sizes, latent_sizes
 from tandem.cache.kernels.page_memory import PageMemory
 from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.tree_contexts import TreeContexts
@@ -27,8 +28,6 @@ from tandem.cache.plan import PageTables, Send, TokenLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.ragged import indptr_of, ragged_range
 from tandem.cache.rope import Rotation
-
-RANK, ROTATED, KEY_DIM, VALUE_DIM = 512, 64, 128, 128  # what FlashInfer's kernels are compiled for
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +83,8 @@ class FlashInferLatentKernels(PageMemory):
 
     def __init__(self, pool: Tensor, scale: float, rank: int, heads: LatentHeads) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
-        check_pool(
-            pool,
-            pool.dtype,
-            ("latent_rank", rank, (RANK,)),
-            ("the rotated part", pool.shape[5] - rank, (ROTATED,)),
-            ("key_dim", heads.key_dim, (KEY_DIM,)),
-            ("value_dim", heads.value_dim, (VALUE_DIM,)),
-        )
+        check_sizes(pool.dtype, pool.shape[4], latent_sizes(pool.shape[5], rank, heads))
+        check_on_gpu(pool)
         super().__init__(pool)
         self._flashinfer = load_flashinfer()
         self._pool = pool

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.crew import Crew
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_attention import AttentionPart, plan_prompts
@@ -59,7 +58,6 @@ class _Step(ctypes.Structure):
 class NativePlan:
     """step points into page_ids and indices, which the plan keeps alive; address is that of step. parts: for torch."""
 
-    num_tokens: int
     num_decodes: int
     parts: tuple[AttentionPart, ...]
     address: int
@@ -119,15 +117,13 @@ class NativeKernels:
             num_tokens,
             num_decodes,
         )
-        return NativePlan(num_tokens, num_decodes, parts, ctypes.addressof(step), step, page_ids, indices)
+        return NativePlan(num_decodes, parts, ctypes.addressof(step), step, page_ids, indices)
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: NativePlan
     ) -> tuple[Tensor, Tensor]:
-        num_tokens, num_q_heads = plan.num_tokens, q.shape[1]
-        q = self._rows("q", q, num_tokens, num_q_heads)
-        k = self._rows("k", k, num_tokens, self._heads)
-        v = self._rows("v", v, num_tokens, self._heads)
+        num_q_heads = q.shape[1]
+        q, k, v = self._rows(q), self._rows(k), self._rows(v)
         rotated_q, rotated_k, factors = q, k, (0, 0, 0)
         if rotation is not None:
             table, rows = rotation.table, rotation.rows
@@ -148,14 +144,12 @@ class NativeKernels:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: NativePlan, sinks: Tensor | None = None
     ) -> Tensor:
         num_q_heads = q.shape[1]
-        if num_q_heads % self._heads:
-            raise InvalidArgument(f"q has {num_q_heads} heads; a multiple of {self._heads} is accepted")
         if not plan.num_decodes and len(plan.parts) == 1:
             return self._torch.attend_part(layer, plan.parts[0], q, k, v, sinks)
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         if plan.num_decodes:
-            q = self._rows("q", q, plan.num_tokens, num_q_heads)
-            logits = None if sinks is None else _sink_logits(sinks, num_q_heads)
+            q = self._rows(q)
+            logits = None if sinks is None else sinks.float().contiguous()
             self._attend(
                 *(self._pool_address, plan.address, layer),
                 *(q.data_ptr(), q.stride(0), num_q_heads),
@@ -177,23 +171,11 @@ class NativeKernels:
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         return self._torch.read_slots(layer, slots)
 
-    def _rows(self, name: str, x: Tensor, num_tokens: int, num_heads: int) -> Tensor:
-        """x as native.c takes it: the heads of a token side by side. InvalidArgument for another shape or dtype."""
-        if x.shape != (num_tokens, num_heads, self._head_dim) or x.dtype is not torch.float32:
-            raise InvalidArgument(
-                f"{name} is {tuple(x.shape)} of {x.dtype}; "
-                f"{(num_tokens, num_heads, self._head_dim)} of torch.float32 is accepted"
-            )
+    def _rows(self, x: Tensor) -> Tensor:
+        """x as native.c takes it: the heads of a token side by side."""
         return x if x.stride()[1:] == (self._head_dim, 1) else x.contiguous()
 
 
 def _address(array: Int32Array) -> int:
     """Of a writable array that is not empty; a third of what array.ctypes takes."""
-    return ctypes.addressof(INT32.from_buffer(array))
-
-
-def _sink_logits(sinks: Tensor, num_q_heads: int) -> Tensor:
-    """sinks as native.c takes them: float32 [num_q_heads], contiguous."""
-    if sinks.shape != (num_q_heads,):
-        raise InvalidArgument(f"sinks is {tuple(sinks.shape)}; {(num_q_heads,)} is accepted")
-    return sinks.float().contiguous()
+    return ctypes.addressof(INT32.from_buffer(array))  # type: ignore[arg-type]  # arrays are buffers

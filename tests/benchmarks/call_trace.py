@@ -16,7 +16,6 @@ from tandem.cluster.actors import GatewayActor, WorkerActor
 from tandem.cluster.forked_actor import ForkedActor
 from tandem.cluster.processes import ActorSpec
 from tandem.cluster.worker_link import WorkerLink
-from tandem.workers import head_start
 from tandem.workers.config import Role, WorkerConfig
 from tests.local_processes import LocalGroup, LocalProcesses
 
@@ -34,7 +33,7 @@ TRACED: dict[str, Sequence[tuple[str, str, str]]] = {
         ("tandem.workers.service", "PrefillService", "RemoteSend"),
         ("tandem.workers.prefill", "PrefillLoop", "submit"),
         ("tandem.workers.prefill", "PrefillLoop", "_forward"),
-        ("tandem.workers.prefill", "PrefillLoop", "_send_heads"),
+        ("tandem.workers.prefill", "PrefillLoop", "_send_pages"),
         ("tandem.workers.landing", "Landing", "finish"),
     ),
     "decode": (
@@ -69,10 +68,10 @@ class TracedGateway(GatewayActor):
         _trace("gateway", traced.log)
         super().__init__(traced.argument)
 
-    def longest_head(self, tokens: int) -> None:
-        """0: from now on nothing is announced."""
+    def announcements(self, wanted: bool) -> None:
+        """Whether prompts are announced from now on."""
         link: Any = WorkerLink
-        link.announce = _announce if tokens else _announce_nothing
+        link.announce = _announce if wanted else _announce_nothing
 
 
 class TracedWorker(WorkerActor):
@@ -82,9 +81,8 @@ class TracedWorker(WorkerActor):
         _trace("prefill" if config.role == Role.PREFILL else "decode", traced.log)
         super().__init__(config)
 
-    def longest_head(self, tokens: int) -> None:
-        """How many positions are computed from now on before their place is known."""
-        head_start.LONGEST_HEAD = tokens
+    def announcements(self, _: bool) -> None:
+        """A worker takes what it is told."""
 
 
 class TracedProcesses(LocalProcesses):
@@ -94,10 +92,10 @@ class TracedProcesses(LocalProcesses):
         super().__init__()
         self._log = log
 
-    def longest_head(self, tokens: int) -> None:
-        """See TracedWorker."""
+    def announcements(self, wanted: bool) -> None:
+        """See TracedGateway."""
         for actor in self._actors.values():
-            actor.call("longest_head", tokens).result(10)
+            actor.call("announcements", wanted).result(10)
 
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> LocalGroup[ForkedActor]:
         kinds: dict[type, type] = {GatewayActor: TracedGateway, WorkerActor: TracedWorker}

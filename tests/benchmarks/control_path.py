@@ -1,8 +1,8 @@
 """The way of a lone request through a cluster's processes, without Ray, and what a head start is worth. Prints JSON.
 
-In every round one prompt goes to the prefill worker alone (local, as in ttft.py), and one through the gateway for each
-of --heads: the number of positions that the prefill worker may compute before it knows where they go. With 0 it does
-not hear of a prompt before there is room for it. Medians over the rounds, in milliseconds:
+In every round one prompt goes to the prefill worker alone (local, as in ttft.py), one through the gateway, and one
+through a gateway that announces nothing: then the prefill worker does not hear of a prompt before there is room for it.
+Medians over the rounds, in milliseconds:
 
     first_less_local, handoff_less_step     as in ttft.py
     path                                    since the client's call, when methods on the way begin and end
@@ -32,6 +32,7 @@ from tests.benchmarks.results import print_result, rounded
 
 OUTPUT_TOKENS = 16
 WARM_UP = 1
+WAYS = {"not announced": False, "announced": True}
 REST_SECONDS = 0.1
 ON_CPU = {"island.threads_per_worker": 1, "cache.num_pages": 512}
 
@@ -84,15 +85,15 @@ class Bench:
         self._processes = processes
         self._log = log
 
-    def measure(self, length: int, heads: Sequence[int], rounds: int) -> dict[int, Measured]:
-        found = {head: Measured() for head in heads}
+    def measure(self, length: int, rounds: int) -> dict[str, Measured]:
+        found = {way: Measured() for way in WAYS}
         for number in range(rounds + WARM_UP):
             self._heat(length)
             local = self._pair.prefill(self._pair.prompt(length), push=False).seconds
-            for head in heads:
-                self._processes.longest_head(head)
+            for way, announced in WAYS.items():
+                self._processes.announcements(announced)
                 self._heat(length)
-                self._request(length, local, found[head] if number >= WARM_UP else Measured())
+                self._request(length, local, found[way] if number >= WARM_UP else Measured())
         return found
 
     def _heat(self, length: int) -> None:
@@ -132,7 +133,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--lengths", type=int, nargs="+", default=[128])
-    parser.add_argument("--heads", type=int, nargs="+", default=[0, 8192])
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
     result: dict[str, dict[str, object]] = {}
@@ -145,8 +145,8 @@ def main() -> None:
             Pair(cluster.grpc_address, cluster.worker_token) as pair,
         ):
             for length in arguments.lengths:
-                found = Bench(pair, processes, log).measure(length, arguments.heads, arguments.rounds)
-                result[f"{length} tokens"] = {f"head {head}": one.summary() for head, one in found.items()}
+                found = Bench(pair, processes, log).measure(length, arguments.rounds)
+                result[f"{length} tokens"] = {way: one.summary() for way, one in found.items()}
                 print(result[f"{length} tokens"], file=sys.stderr, flush=True)  # in case there is no time for the rest
     print_result(result)
 

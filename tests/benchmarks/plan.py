@@ -1,6 +1,6 @@
-"""The plan of a decode step of 256 sequences at context 1K, by feature; prints JSON, processor time in µs: the least of
-200 steps, which neighbours on the machine disturb least, and their median.
+"""The plan of a decode step of 256 sequences at context 1K, by feature. Prints JSON.
 
+Processor time in µs: the least of 200 steps, which neighbours on the machine disturb least, and their median.
 windows: a second layer group, with a window. shared: groups of 16 sequences that have 512 positions in common. sends:
 16 sequences are being sent. streams: 8 sequences slide. The native kernels' own planning is in it. kept: the same
 sequences step after step; changed: other ones at each step, so that what they share is found anew.
@@ -44,7 +44,16 @@ class Nowhere:
     def peer_pool(self, pe: int, group: int) -> None:
         return None
 
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None: ...
+    def write_slots(
+        self,
+        pe: int,
+        group: int,
+        source_slots: Int32Array,
+        target_slots: Int32Array,
+        layers: range | None = None,
+        *,
+        stored: bool = False,
+    ) -> None: ...
 
     def write_tokens(
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor

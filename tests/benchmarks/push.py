@@ -97,7 +97,8 @@ def push_seconds(transport: Transport, length: int, rounds: int) -> tuple[float,
 
     def push(number: int) -> None:
         began = time.perf_counter()
-        transport.write_slots(RECEIVER, 0, *tables[number])
+        sources, targets = tables[number]
+        transport.write_slots(RECEIVER, 0, sources, targets)
         issued.append(time.perf_counter() - began)
         transport.quiet(RECEIVER)
 

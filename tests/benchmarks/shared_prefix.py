@@ -97,7 +97,7 @@ def step_seconds(bench: Bench, sequences: np.ndarray) -> float:
         bench.cache.finish_receive(sequence)
     sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * sequences.size)
     ones, positions = np.ones(sequences.size, np.int64), np.full(sequences.size, COMMON + OWN + 1)
-    step = partial(bench.runner.step, sequences, ones)
+    step = partial(bench.runner.step, tuple(sequences.tolist()), ones)
     flight = step(np.full(sequences.size, -1), sampling, positions)
     began = time.perf_counter()
     for number in range(STEPS + 5):

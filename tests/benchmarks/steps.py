@@ -139,8 +139,8 @@ class Bench:
 
     def decode(self, batch: int, context: int, params: SamplingParams) -> tuple[float, Idle]:
         """Seconds of a step, and the idle time of one; `context` positions are stored before the middle one timed."""
-        sequences, stored = np.arange(batch), context - WARM_STEPS - STEPS // 2
-        for sequence in range(batch):
+        ids, stored = tuple(range(batch)), context - WARM_STEPS - STEPS // 2
+        for sequence in ids:
             self.cache.add_sequence(sequence)
             self.cache.prepare_receive(sequence, stored)
             self.cache.finish_receive(sequence)
@@ -148,9 +148,9 @@ class Bench:
 
         def run(steps: int) -> None:
             tokens, positions = np.ones(batch, np.int64), np.full(batch, stored)
-            flight = self.runner.step(sequences, tokens, np.full(batch, -1), sampling, positions)
+            flight = self.runner.step(ids, tokens, np.full(batch, -1), sampling, positions)
             for step in range(1, steps):
-                following = self.runner.step(sequences, tokens, sequences, sampling, positions + step)
+                following = self.runner.step(ids, tokens, np.arange(batch), sampling, positions + step)
                 flight.wait()
                 flight = following
             flight.wait()

@@ -168,9 +168,9 @@ def test_calls_that_do_not_fit() -> None:
         cache.attention(plan, 0, q_kv, k, v)
     with pytest.raises(InvalidArgument, match="layer is 1, which keeps no latents; attention serves it"):
         cache.latent_attention(plan, 1, q, latents[:, 0], entries[:, 0, RANK:], up)
-    with pytest.raises(InvalidArgument, match="q has 2 tokens; the plan has 3"):
+    with pytest.raises(InvalidArgument, match=r"q is \(2, 4, 10\).*; \(3, 4, 10\)"):
         run_layer(cache, plan, 0, q[:2], entries[:2], latents[:2])
-    with pytest.raises(InvalidArgument, match=r"keys is \(3, 3\); \(3, 4\) is accepted"):
+    with pytest.raises(InvalidArgument, match=r"keys is \(3, 3\).*; \(3, 4\)"):
         cache.latent_attention(plan, 0, q, latents[:, 0], entries[:, 0, RANK + 1 :], up)
     with pytest.raises(InvalidArgument, match=rf"q is \(3, {QUERY_HEADS}, 9\)"):
         cache.latent_attention(plan, 0, q[:, :, 1:], latents[:, 0], entries[:, 0, RANK:], up)

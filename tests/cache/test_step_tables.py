@@ -11,7 +11,7 @@ import torch
 from tandem.cache.errors import OutOfPages
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan import ForwardPlan
+from tandem.cache.plan import ForwardPlan, TokenLayout
 from tandem.cache.rope import RopeParameters
 from tests.cache.known import check_tables
 
@@ -45,7 +45,9 @@ class Stepping:
             self.receive,
             self.grow_tree,
             self.reserve,
+            self.receive_all,
         ]
+        self.foreseen: TokenLayout | None = None
         if not layout.has_windows:
             self.events += [self.fork, self.publish]
 
@@ -96,6 +98,20 @@ class Stepping:
         self.cache.prepare_receive(sequence, 1)
         self.cache.finish_receive(sequence)
 
+    def receive_all(self, _: int) -> None:
+        """Their next step is foreseen, and comes to pass unless one of them changes."""
+        for one in self.batch:
+            if self.cache.num_tokens(one) > LONGEST - 6:
+                self.cache.pop(one, 1)  # a page that it shares becomes its last
+            self.cache.prepare_receive(one, self.random.randint(1, 2))
+        self.cache.foresee(self.batch)
+        for one in self.batch:
+            self.cache.finish_receive(one)
+        last_step = self.cache._growth._last_step
+        self.foreseen = None if last_step is None else last_step.tokens
+        if self.random.random() < 0.3:
+            self.pop(self.random.choice(self.batch))
+
     def grow_tree(self, sequence: int) -> None:
         check_tables(self.cache, self.cache.begin_forward([sequence], [3], None, [[-1, 0, 0]]))
         self.cache.commit_token_tree([sequence], [self.random.choice([-1, 0, 2])])
@@ -126,6 +142,9 @@ class Stepping:
             plan = self.cache.begin_forward(self.batch, [count] * BATCH)
             assert plan.num_tokens == count * BATCH
             check_tables(self.cache, plan)
+            if self.foreseen is not None:
+                self.counts["foreseen" if plan.tokens.follows(self.foreseen) else "not as foreseen"] += 1
+                self.foreseen = None
             follows = before is not None and plan.tokens.follows(before.tokens)
             begun = (plan.positions % PAGE == 0).any()
             self.counts["steps that begin pages" if follows and begun else "steps" if follows else "others"] += 1
@@ -146,13 +165,13 @@ def kv_lens_of(plan: ForwardPlan) -> np.ndarray:
 def test_steps_are_as_if_planned_anew(seed: int) -> None:
     stepping = Stepping(seed, PLAIN)
     stepping.run()
-    assert len(stepping.counts) == 3 + len(stepping.events)
+    assert len(stepping.counts) == 5 + len(stepping.events)
 
 
 def test_with_windows() -> None:
     stepping = Stepping(0, WINDOWED)
     stepping.run()
-    assert len(stepping.counts) == 4 + len(stepping.events)
+    assert len(stepping.counts) == 6 + len(stepping.events)
 
 
 def test_no_room_changes_nothing() -> None:

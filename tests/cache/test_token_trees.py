@@ -271,7 +271,7 @@ def test_wrong_use_is_refused() -> None:
     for leaves, message in (
         ([2, 2], "leaf_indices has 2 for sequence 1; -1 … 1 are accepted"),
         ([-2, 0], "leaf_indices has -2 for sequence 0; -1 … 2 are accepted"),
-        ([0], "leaf_indices has 1 entries; seq_ids has 2"),
+        ([0], r"leaf_indices has shape \(1,\); it must be \[B\], B = 2"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             cache.commit_token_tree([0, 1], leaves)

@@ -59,7 +59,8 @@ def test_what_arrives_is_what_the_sender_holds(layout: KVLayout, cached: int, be
 
 @pytest.mark.parametrize("layout", [LAYOUT, TWO_GROUPS, layout_of(2, dtype=torch.bfloat16)])
 @pytest.mark.parametrize("begin", [0, 2, 4, 7, 13])
-def test_all_that_is_cached_can_go_at_once(layout: KVLayout, begin: int) -> None:
+@pytest.mark.parametrize("stored", [[], [1], [0, 1, 1, 2, 1]], ids=str)
+def test_all_that_is_cached_can_go_layer_by_layer(layout: KVLayout, begin: int, stored: list[int]) -> None:
     island = Island.of(layout)
     sender, receiver = island.caches
     for cache in (sender, receiver):
@@ -73,7 +74,11 @@ def test_all_that_is_cached_can_go_at_once(layout: KVLayout, begin: int) -> None
     forward(sender, 0, 1, seed=1)
     with pytest.raises(InvalidArgument, match="must reach further than the 14"):
         sender.mark_send(0, begin, position_map, 1)
-    sender.send_cached(0, begin, position_map, 1)
+    sending = sender.send_cached(0, begin, position_map, 1)
+    for num_layers in stored:
+        sending.write_stored(num_layers)
+        assert not sender.num_sent(0)
+    sending.write_rest()
     assert sender.sends_done(0)
     assert sender.num_sent(0) == 14 - begin
     assert sender.bytes_sent(0) == (14 - begin) * layout.token_bytes

@@ -1,19 +1,29 @@
 """Processes that are no processes: a test says when they answer, fail and end."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.cluster.errors import ProcessEnded, StartFailed
+from tandem.cluster.gateway import Doors
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes
+from tandem.workers.gpu_room import GpuRoom
 from tests.local_processes import LocalGroup
 
-ANSWERS: dict[str, Any] = {"progress": ("weights", 1, 2), "open": b"handle", "serve": "127.0.0.1:1", "placed_tokens": 0}
+ANSWERS: dict[str, Any] = {"progress": ("weights", 1, 2), "open": b"handle", "placed_tokens": 0}
+ADDRESS = "127.0.0.1:1"
 
 
 def no_answer(method: str) -> None:
     """What most methods return."""
+
+
+def room_of_each(pages: Iterator[int]) -> Callable[[str], Any]:
+    """What processes answer that have room for so many pages, one after another, each on a GPU of its own."""
+    gpus = map(str, itertools.count())
+    return lambda method: GpuRoom(next(gpus), next(pages)) if method == "pages_that_fit" else None
 
 
 class FakeProcess(ActorProcess):
@@ -41,8 +51,13 @@ class FakeProcess(ActorProcess):
         elif method in self.silent:
             self._pending.append(answer)
         else:
-            answer.set_result(ANSWERS[method] if method in ANSWERS else self._answers(method))
+            answer.set_result(self._answer(method))
         return answer
+
+    def _answer(self, method: str) -> Any:
+        if method == "serve":
+            return Doors(ADDRESS, "127.0.0.1:2") if "/gateway." in self.name else ADDRESS
+        return ANSWERS[method] if method in ANSWERS else self._answers(method)
 
     def kill(self) -> None:
         self.killed = True

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from tandem.cluster.config import load_config
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, ServerError
 from tandem.cluster.gateway import Gateway
 from tandem.cluster.process_settings import gateway_settings
+from tandem.workers.random_checkpoint import make_checkpoint
 from tests.checkpoints import save_checkpoint
 from tests.cluster.fake_worker import FakeWorker
 from tests.requests import tokens_of
@@ -32,17 +34,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Body = Callable[[Gateway, AsyncClient, FakeWorker], Awaitable[None]]
 
 
-def with_gateway(model: Path, worker: FakeWorker, body: Body, **options: object) -> None:
+def with_gateway(model: Path, worker: FakeWorker, body: Body, max_model_len: int = 256, **options: object) -> None:
     """Runs body beside a gateway that knows one island, served by `worker`."""
     config = load_config(None, {"model.path": str(model), "gateway.port": 0, **options})
 
     async def run() -> None:
         await worker.start()
-        gateway = Gateway(gateway_settings(config, 256, 64))
-        address = await gateway.start()
+        gateway = Gateway(gateway_settings(config, max_model_len, num_pages=max_model_len // 4))
+        doors = await gateway.start()
         await gateway.update_island(worker.state("i", epoch=1, version=1))
         try:
-            async with AsyncClient(address) as client:
+            async with AsyncClient(doors.grpc) as client:
                 await body(gateway, client, worker)
         finally:
             await gateway.stop(0.1)
@@ -88,6 +90,19 @@ def test_a_lost_decode_goes_on_after_the_tokens_sent(model: Path, status: str) -
         assert len(set(worker.ended)) == 1
 
     with_gateway(model, FakeWorker(say, {"StartGenerate": ["go on", "go on", status]}), body)
+
+
+def test_workers_get_longer_messages_than_clients_may_send(tmp_path: Path) -> None:
+    """Four bytes for each token of a text, which may have one for each of its own bytes."""
+    make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=0)
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        async for _ in client.generate("\U0001f600" * 66_000, max_tokens=1, timeout=20):
+            pass
+        assert len(worker.prompts[0]) * 4 > 1 << 20
+
+    options: dict[str, Any] = {"gateway.max_message_mib": 1, "gateway.queue_seconds": 0.1}
+    with_gateway(tmp_path / "model", FakeWorker(lambda sequence: 7), body, max_model_len=1 << 19, **options)
 
 
 def test_a_sender_that_is_not_quiet_yet_is_asked_again(model: Path) -> None:
@@ -183,7 +198,8 @@ def test_no_island_takes_requests_for_a_while(model: Path) -> None:
         await gateway.update_island(worker.state("i", epoch=2, version=3))
         assert tokens_of(await asked) == TOKENS
 
-    with_gateway(model, FakeWorker(say), body, **{"gateway.queue_seconds": 0.3})
+    options: dict[str, Any] = {"gateway.queue_seconds": 0.3}
+    with_gateway(model, FakeWorker(say), body, **options)
 
 
 @pytest.mark.parametrize("fails", [[], ["UNIMPLEMENTED"], ["UNAVAILABLE"], ["hang"]])

@@ -104,6 +104,12 @@ class TestDown:
         assert code == 1
         assert "running: mine" in line
 
+    def test_which_of_several_must_be_said(self, capsys: Capture) -> None:
+        with ClusterLock("local"), ClusterLock("mine"):
+            code, line = failed(capsys, "down")
+        assert code == 2
+        assert line == "tandem: give the name of one; running: local, mine"
+
     def test_stops_the_only_one(self, capsys: Capture) -> None:
         script = (
             "import signal, tandem.cluster.runtime_dir as r\n"
@@ -186,10 +192,29 @@ class TestGenerate:
         assert [request.text for request in piped] == ["from stdin", "from stdin"]
 
     @pytest.mark.parametrize(
+        ("stdin", "part"),
+        [(None, "no prompt: give it"), (io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8"), "stdin: 'utf-8' codec")],
+        ids=["closed", "no text"],
+    )
+    def test_stdin_without_a_prompt(
+        self, capsys: Capture, monkeypatch: pytest.MonkeyPatch, stdin: io.TextIOWrapper | None, part: str
+    ) -> None:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        code, line = failed(capsys, "generate")
+        assert code == 2
+        assert part in line
+
+    def test_stdout_is_closed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "stdout", None)
+        with pytest.raises(SystemExit, match="stdout is closed"):
+            cli.main(["version"])
+
+    @pytest.mark.parametrize(
         ("arguments", "part"),
         [
             (("x", "--token-ids", "1"), "give the prompt once"),
             (("--token-ids", "1,a"), "--token-ids is '1,a'"),
+            (("--token-ids", ""), "--token-ids is ''"),
             (("--token-ids", "1", "--chat"), "--chat needs text"),
             (("--file", "/nonexistent"), "--file /nonexistent"),
             (("--token-ids", "-1", "--address", "127.0.0.1:1"), "-1"),

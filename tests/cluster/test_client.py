@@ -127,10 +127,10 @@ def test_nobody_there(generate: Generate) -> None:
         ("x", {"stop": ["a", "\udce9"]}, "stop is .*; each must be Unicode text"),
         ("x", {"temperature": "hot"}, "sampling.temperature is 'hot'; it must be a number"),
         ("x", {"request_id": "\udce9"}, r"request_id is '\\udce9'; it must be Unicode text"),
-        ("caf\udce9", {}, r"prompt is 'caf\\udce9': .*; Unicode text, token ids or"),  # a byte of a command line
+        ("caf\udce9", {}, r"prompt is 'caf\\udce9': .*; Unicode text, token ids in"),  # a byte of a command line
         ({"role": "user", "content": "x"}, {}, "a list of chat messages"),
         ([1, -2], {}, r"prompt is \[1, -2\]"),
-        ([1, {"role": "user"}], {}, "token ids or a list of chat messages are accepted"),
+        ([1, {"role": "user"}], {}, r"token ids in \[0, 2\^32\) or a list of chat messages are accepted"),
         ([{"rol": "user"}], {}, "rol"),
         (3, {}, "prompt is 3"),
     ],

@@ -140,6 +140,15 @@ def test_values_out_of_range_name_field_value_and_limit(override: str, parts: li
         assert part in line
 
 
+def test_what_two_sections_say_is_not_laid_on_the_file_where_an_override_may_have_said_it(tmp_path: Path) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text("gateway: {host: example.org}")
+    for overrides, place in (([], f"{path}: "), (["gateway.host=0.0.0.0"], "")):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, overrides)
+        assert str(caught.value).startswith(f"{place}gateway.host is ")
+
+
 def test_the_pool_is_given_once() -> None:
     (line,) = refused(
         "island.device=cuda",

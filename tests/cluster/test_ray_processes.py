@@ -1,10 +1,36 @@
-import pytest
+import socket
+from pathlib import Path
 
+import pytest
+import ray.util
+
+from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import StartFailed
 from tandem.cluster.ray_processes import RayProcesses
+from tandem.cluster.ray_token import hide_token
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "127.0.0.1:ray", "127.0.0.1:70000", "ray://x:1"])
 def test_an_address_without_a_ray_is_refused_before_ray_tries_it(address: str) -> None:
     with pytest.raises(StartFailed, match=f"^--address is '{address}': .*; HOST:PORT of a Ray that runs is accepted"):
         RayProcesses(address).start("c", None)
+
+
+@pytest.mark.skipif(is_loopback(ray.util.get_node_ip_address()), reason="this machine has no other address")
+def test_a_service_of_this_machine_alone_is_no_ray() -> None:
+    """Such as a gateway: Ray would ask at the address that other machines know, for two minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        address = f"127.0.0.1:{service.getsockname()[1]}"
+        with pytest.raises(StartFailed, match="a Ray that runs is accepted"):
+            RayProcesses(address).start("c", None)
+
+
+def test_the_token_that_ray_leaves_readable_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    hide_token()  # where there is none, nothing comes of it
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("secret")
+    token.chmod(0o644)
+    hide_token()
+    assert token.stat().st_mode & 0o777 == 0o600

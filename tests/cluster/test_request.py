@@ -22,8 +22,8 @@ def test_token_ids_come_as_numbers_or_as_bytes() -> None:
 @pytest.mark.parametrize(
     ("token_bytes", "reason"),
     [
-        (b"", "token_bytes: prompt has 0 bytes; token ids of 4 each"),
-        (bytes(6), "token_bytes: prompt has 6 bytes"),
+        (b"", "token_bytes has 0 bytes; one token id or more, of 4 bytes each"),
+        (bytes(6), "token_bytes has 6 bytes"),
         (bytes([1, 0, 0, 0, 9, 0, 0, 0]), r"token_bytes\[1\] is 9; the vocabulary has 9"),
         (bytes([255] * 4), r"token_bytes\[0\] is 4294967295"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused
 from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape, keep_members
 from tandem.workers.config import Role
-from tests.cluster.fake_processes import FakeProcess, FakeProcesses
+from tests.cluster.fake_processes import FakeProcess, FakeProcesses, room_of_each
 from tests.cluster.test_supervisors import Cluster
 from tests.waiting import until
 
@@ -151,7 +151,7 @@ class TestIsland:
     def test_new_gpus_need_room_for_the_pages_that_there_are(self) -> None:
         processes = FakeProcesses()
         rooms = iter([64, 64, 40, 70])
-        processes.answers = lambda method: next(rooms) if method == "pages_that_fit" else None
+        processes.answers = room_of_each(rooms)
         with supervised(processes, "cuda") as cluster:
             with pytest.raises(ScaleRefused, match="room for 40 pages; the island had 64"):
                 scale(cluster, 2, None).result(30)

@@ -1,10 +1,12 @@
-"""Tokens and TLS through the gateway's door: who has none is refused, whatever is called."""
+"""Tokens and TLS through the gateway's doors: who has none is refused, whatever is called."""
 
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,6 +20,7 @@ from tandem.cluster.runtime_dir import ClusterLock
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import HEADER, authorized
 from tests.checkpoints import save_checkpoint
+from tests.http_client import refused as http_refused
 from tests.island import Island, running_island
 from tests.requests import GREEDY
 
@@ -76,7 +79,7 @@ def clients(folder: Path) -> Authority:
 
 @pytest.fixture(scope="module")
 def guarded(checkpoint: Path, token_file: str) -> Iterator[Island]:
-    with running_island(checkpoint, {"security.token_file": token_file}) as island:
+    with running_island(checkpoint, {"security.token_file": token_file, "gateway.http_port": 0}) as island:
         yield island
 
 
@@ -84,7 +87,8 @@ def guarded(checkpoint: Path, token_file: str) -> Iterator[Island]:
 def mutual(checkpoint: Path, token_file: str, servers: Authority, clients: Authority) -> Iterator[Island]:
     certificate, key = servers.issue("127.0.0.1")
     security = {"token_file": token_file, "tls_cert": certificate, "tls_key": key, "client_ca": clients.ca}
-    overrides = {f"security.{name}": value for name, value in security.items()}
+    overrides: dict[str, Any] = {f"security.{name}": value for name, value in security.items()}
+    overrides["gateway.http_port"] = 0
     with running_island(checkpoint, overrides) as island:
         yield island
 
@@ -132,6 +136,27 @@ def test_every_method_is_denied_but_health(guarded: Island) -> None:
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_every_route_is_denied_but_health(guarded: Island) -> None:
+    right = ("authorization", f"Bearer {TOKEN}")
+    with httpx.Client(base_url=f"http://{guarded.http}", trust_env=False) as client:
+        for method, path in (
+            ("GET", "/v1/models"),
+            ("GET", "/"),
+            ("POST", "/v1/completions"),
+            ("POST", "/v1/chat/completions"),
+            ("POST", "/health/"),
+        ):
+            for headers in ([], [("authorization", TOKEN)], [("authorization", f"Bearer {TOKEN}x")], [right, right]):
+                answer = client.request(method, path, headers=headers)
+                assert "bearer token" in http_refused(answer, 401)["message"]
+                assert answer.headers["www-authenticate"] == "Bearer"
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models", headers=[right]).status_code == 200
+        body = {"prompt": PROMPT, "max_tokens": 3, **GREEDY}
+        answer = client.post("/v1/completions", json=body, headers=[right])
+    assert answer.json()["usage"]["completion_tokens"] == 3
+
+
 def test_workers_answer_their_gateway_only(guarded: Island) -> None:
     worker = guarded.workers[0]
     with grpc.insecure_channel(worker.address) as channel:
@@ -156,6 +181,23 @@ def test_mutual_tls(mutual: Island, servers: Authority, clients: Authority) -> N
     ):
         with pytest.raises(Unavailable):
             generate(mutual, stranger)
+
+
+def test_mutual_tls_over_http(mutual: Island, servers: Authority, clients: Authority) -> None:
+    url = f"https://{mutual.http}/v1/models"
+    trusting = ssl.create_default_context(cafile=servers.ca)
+    with pytest.raises(httpx.TransportError):  # it shows no certificate
+        httpx.get(url, verify=trusting, trust_env=False)
+    with pytest.raises(httpx.TransportError):  # in the clear
+        httpx.get(url.replace("https", "http"), trust_env=False)
+    trusting.load_cert_chain(*clients.issue("somebody"))
+    http_refused(httpx.get(url, verify=trusting, trust_env=False), 401)
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    assert httpx.get(url, verify=trusting, headers=headers, trust_env=False).status_code == 200
+    stranger = ssl.create_default_context(cafile=clients.ca)  # does not believe the gateway
+    stranger.load_cert_chain(*clients.issue("somebody"))
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url, verify=stranger, headers=headers, trust_env=False)
 
 
 def test_the_command_line_takes_token_and_certificates(

@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import Future
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tandem.cluster.process_settings import gateway_settings, island_names
 from tandem.cluster.restart_budget import RestartBudget
 from tandem.cluster.scaling import Shape
 from tandem.cluster.stop_signal import Stopping, StopSignal
-from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses
+from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses, room_of_each
 from tests.waiting import until
 
 PATIENT = RecoverySection()
@@ -277,7 +278,7 @@ class TestIsland:
         """A lost process may still hold memory of its GPU when the next one asks how much is free."""
         cluster = Cluster(FakeProcesses(), device="cuda")
         rooms = iter([64, 64, 40, 64, 90, 90])
-        cluster.processes.answers = lambda method: next(rooms) if method == "pages_that_fit" else None
+        cluster.processes.answers = room_of_each(rooms)
         cluster.supervisor.start()
         cluster.supervisor.ready.result(30)
         cluster.last.members[0].kill()
@@ -309,9 +310,9 @@ class TestIsland:
 
 class TestGateway:
     @pytest.mark.parametrize("keeps_places", [False, True])
-    def test_the_next_has_the_port_and_hears_of_the_islands(self, keeps_places: bool) -> None:
+    def test_the_next_has_the_ports_and_hears_of_the_islands(self, keeps_places: bool) -> None:
         processes, membership, released = FakeProcesses(keeps_places=keeps_places), Membership(), []
-        config = load_config(None, {"model.path": ".", "gateway.port": 0})
+        config = load_config(None, {"model.path": ".", "gateway.port": 0, "gateway.http_port": 0})
         failure: Future[TandemError] = Future()
         supervisor = GatewaySupervisor(
             processes,
@@ -332,7 +333,8 @@ class TestGateway:
         (gateway,) = processes.groups[-1].members
         gateway.fails["stop"] = AttributeError("it was never started whole")
         ((spec,),) = processes.specs[1:]
-        assert (spec.argument.port, spec.argument.incarnation) == (1, 2)  # type: ignore[attr-defined]
+        settings: Any = spec.argument
+        assert (settings.port, settings.http_port, settings.incarnation) == (1, 2, 2)
         assert released == ["1."]
         supervisor.stop()
         supervisor.join()

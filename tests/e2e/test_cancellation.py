@@ -46,7 +46,7 @@ class Scene:
     @property
     def active(self) -> int:
         """Requests at the gateway; needs no worker's answer."""
-        return len(self.island.gateway._active)
+        return self.island.gateway._intake.running
 
     @property
     def queued(self) -> int:

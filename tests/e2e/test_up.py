@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 import ray
@@ -24,6 +25,7 @@ from tandem.cluster.ray_processes import RayProcesses
 from tandem.cluster.runtime_dir import running_cluster
 from tandem.proto import inference_pb2
 from tandem.workers.random_checkpoint import make_checkpoint
+from tests.http_client import COMPLETIONS, chunks
 from tests.oracle import greedy, load_oracle
 from tests.requests import GREEDY
 from tests.shm import lasting_names
@@ -39,11 +41,12 @@ def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess
 
 @dataclass(frozen=True)
 class Up:
-    """A running `tandem up`. shm: the names in /dev/shm before it."""
+    """A running `tandem up`. http: empty where it has no such door; shm: the names in /dev/shm before it."""
 
     name: str
     process: subprocess.Popen[str]
     address: str
+    http: str
     shm: set[str]
 
     @property
@@ -53,21 +56,22 @@ class Up:
 
 @contextmanager
 def up(model: Path, *settings: str, address: str | None = None) -> Iterator[Up]:
-    """A cluster of its own name that is ready; address: of the Ray that it joins."""
+    """A cluster of its own name that is ready; address: of the Ray that it joins, and then it has no HTTP door."""
     shm = lasting_names()
     command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--grpc-port", "0"]
     name = f"up-{os.getpid()}-{secrets.token_hex(3)}"  # one that a failed test leaves running is in nobody's way
     for option in (f"name={name}", "cache.num_pages=64", "ray.num_cpus=2", *settings):
         command += ["--set", option]
-    command += [] if address is None else ["--address", address]
+    command += ["--http-port", "0"] if address is None else ["--address", address]
     elsewhere = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}  # a Ray that nobody has asked to join
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=elsewhere)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.fullmatch(r"ready grpc=(\S+:\d+)\n", line)
+        door = r" http=(\S+:\d+)" if address is None else "()"
+        found = re.fullmatch(rf"ready grpc=(\S+:\d+){door}\n", line)
         assert found, f"no ready line but {line!r}; stderr: {process.communicate(timeout=60)[1]}"
-        yield Up(name, process, found[1], shm)
+        yield Up(name, process, found[1], found[2], shm)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -102,6 +106,10 @@ def test_requests_at_the_command_line(running: Up, small_model: Path) -> None:
 
     status = json.loads(run("status", "--address", running.address, "--json").stdout)
     assert json.dumps(status).count("free_pages") == 2
+    assert status["http_address"] == running.http
+    assert running.http in run("status", "--address", running.address).stdout
+    same = chunks(running.http, COMPLETIONS, prompt=[5, 6, 7], max_tokens=6, temperature=0, return_token_ids=True)
+    assert [token for part in same for token in part["choices"][0]["token_ids"]] == answer["token_ids"]
 
     wrong = run("generate", "--token-ids", "5,999999", "--address", running.address)
     assert wrong.returncode == 2
@@ -111,9 +119,11 @@ def test_requests_at_the_command_line(running: Up, small_model: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_second_cluster_on_the_same_ray(running: Up, small_model: Path) -> None:
-    """Which asks for a token. Each cluster has its own end."""
+    """Which asks for a token that only its user can read. Each cluster has its own end."""
     assert running.process.stderr is not None
     place = next(line for line in running.process.stderr if line.startswith("on the Ray at ")).split()[-1]
+    assert ray_says_without_token(place) == grpc.StatusCode.UNAUTHENTICATED
+    assert (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
     prompt = ("generate", "--token-ids", "5,6,7", "--max-tokens", "6", "--temperature", "0", "--json", "--address")
     with up(small_model, address=place) as second:
         assert not [one for one in second.descendants if one.name() == "raylet"]
@@ -121,6 +131,12 @@ def test_a_second_cluster_on_the_same_ray(running: Up, small_model: Path) -> Non
         assert answers == [greedy(load_oracle(small_model), [5, 6, 7], 6)] * 2
     assert second.process.returncode == 0
     assert json.loads(run(*prompt, running.address).stdout)["token_ids"] == answers[0]
+
+
+def ray_says_without_token(address: str) -> grpc.StatusCode:
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")(b"", timeout=30)
+    return refused.value.code()  # type: ignore[attr-defined]
 
 
 def test_a_name_that_is_taken(running: Up, small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,6 +170,8 @@ def test_what_dies_is_started_again_until_it_has_died_too_often(running: Up, sma
             time.sleep(0.05)
         updates = client.generate([5, 6, 7], max_tokens=20, timeout=100, **GREEDY)
         assert [token for update in updates for token in update.token_ids] == tokens[:20]
+        same = chunks(running.http, COMPLETIONS, prompt=[5, 6, 7], max_tokens=20, return_token_ids=True, **GREEDY)
+        assert [token for part in same for token in part["choices"][0]["token_ids"]] == tokens[:20]
         started = running.descendants
         os.kill(decode_worker(client), signal.SIGKILL)
     _, error = running.process.communicate(timeout=60)
@@ -280,3 +298,28 @@ def test_a_model_folder_that_cannot_be_served(
     assert code == 2
     assert error.startswith("tandem: model.path: ")
     assert named in error
+
+
+@pytest.mark.parametrize(
+    ("arch", "page_size", "named"),
+    [
+        ("llama", 128, "page_size is 128; on a GPU it must be one of 8, 16, 32, 64"),
+        ("deepseek_v2", 16, "on a GPU it must be one of 512"),
+    ],
+)
+def test_what_no_kernel_of_a_gpu_serves(
+    arch: str,
+    page_size: int,
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
+    make_checkpoint(tmp_path / "model", arch=arch, size="tiny", seed=3)
+    settings = ["name=bad-sizes", "island.device=cuda", "island.transport=nvshmem", f"cache.page_size={page_size}"]
+    options = [part for setting in (*settings, "model.dtype=bfloat16") for part in ("--set", setting)]
+    code, (error,) = refused(capsys, "--model", str(tmp_path / "model"), *options)
+    assert code == 2
+    assert error.startswith("tandem: island.device is cuda, which model.path and cache.page_size do not fit: ")
+    assert error.endswith(named)

@@ -1,4 +1,4 @@
-"""The gateway and the workers of one island under bad calls, while good requests go on beside them.
+"""The gateway, by both of its doors, and the workers of one island under bad calls, while good ones go on beside them.
 
 Every call ends in time with a status that its method may answer, INVALID_ARGUMENT naming what is wrong; nothing is
 logged as an error; good requests get their tokens; and in the end the island holds nothing: no page, reservation,
@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 from google.protobuf.message import Message
 
 from tandem.cluster.client import AsyncClient
@@ -25,12 +26,18 @@ from tandem.proto import admin_pb2, inference_pb2, worker_pb2
 from tandem.workers.authentication import HEADER
 from tandem.workers.messages import prompt_to_bytes
 from tandem.workers.worker import Worker
+from tests.fuzz.http_inputs import bad_post
 from tests.fuzz.mutations import TEXT, mutate_field, mutated_bytes
 from tests.island import Island
 from tests.oracle import random_prompt
 from tests.requests import GREEDY
 
-OVERRIDES: dict[str, Any] = {"model.max_model_len": 96, "island.lease_seconds": 0.2, "gateway.max_attempts": 100}
+OVERRIDES: dict[str, Any] = {
+    "model.max_model_len": 96,
+    "island.lease_seconds": 0.2,
+    "gateway.max_attempts": 100,
+    "gateway.http_port": 0,
+}
 CALL_SECONDS = 120.0  # a call that takes longer hangs, also on a busy machine
 WAIT_SECONDS = 0.15  # for calls that rightly wait for what will not come
 AT_ONCE = 12
@@ -132,7 +139,8 @@ class Fuzz:
         options = (("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0))
         addresses = [self._island.address, *(worker.address for worker in self._island.workers)]
         self._channels = [grpc.aio.insecure_channel(address, options=options) for address in addresses]
-        async with AsyncClient(self._island.address) as client:
+        self._http = httpx.AsyncClient(base_url=f"http://{self._island.http}", timeout=CALL_SECONDS, trust_env=False)
+        async with self._http, AsyncClient(self._island.address) as client:
             self._expected = await _tokens(client, prompt)
             pending = iter(numbers)
 
@@ -155,8 +163,11 @@ class Fuzz:
                 await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def _one(self, rng: random.Random, number: int) -> None:
-        kind = rng.randrange(10)
-        if kind < 5:
+        kind = rng.randrange(12)
+        if kind > 9:
+            prompt = random_prompt(rng.randrange(1, 40), number, self._vocabulary)
+            self.outcome.statuses[f"HTTP {await bad_post(self._http, rng, prompt)}"] += 1
+        elif kind < 5:
             method = rng.choice(GATEWAY)
             await self._bad_call(rng, 0, method, self._good(rng, method, number))
         elif kind < 8:
@@ -285,7 +296,7 @@ class Fuzz:
         gateway: Any = self._island.gateway
         links = [link for island in gateway._islands._current.values() for link in island.links]
         of_gateway = {
-            "calls": len(gateway._active),
+            "calls": gateway._intake.running,
             "queued": gateway._router.queued,
             "clean-ups": len(gateway._router._cleanup),
             "orders": len(gateway._admin._outcomes),

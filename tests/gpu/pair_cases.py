@@ -1,6 +1,7 @@
 """Models for a pair of workers on GPUs, and what is asked of each pair."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ CASES = {
 
 
 def check_push(pair: Pair, token_bytes: int) -> None:
-    """PROMPT, first token by token while it is computed, in chunks, then page to page from what the sender keeps."""
+    """PROMPT, first while its last chunk is computed, then from what the sender keeps; both go page to page."""
     for request_id, cached in (("computed", 0), ("cached", len(PROMPT) // PAGE * PAGE)):
         answer, slots = pair.push(request_id, PROMPT)
         assert answer.cached_tokens == cached
@@ -54,9 +55,21 @@ def check_push(pair: Pair, token_bytes: int) -> None:
         pair.abort(request_id)
 
 
+def check_push_of_many(pair: Pair, token_bytes: int) -> None:
+    """Prompts at once: what is computed beside others goes token by token."""
+    prompts = {f"one of many {seed}": random_prompt(6 * PAGE + seed, seed) for seed in range(1, 6)}
+    with ThreadPoolExecutor(len(prompts)) as calls:
+        answers = list(calls.map(pair.push, *zip(*prompts.items(), strict=True)))
+    for (request_id, prompt), (answer, slots) in zip(prompts.items(), answers, strict=True):
+        assert answer.bytes_pushed == len(prompt) * token_bytes
+        _check_arrived(pair, prompt, slots)
+        pair.abort(request_id)
+
+
 def check_announced(pair: Pair, token_bytes: int) -> None:
-    """Prompts that the sender has computed before it knows where they go."""
-    for length in (PAGE + 4, 2 * PAGE - 1):  # the last token of a prompt is never found in the prefix index
+    """Prompts that the sender has begun before it knows where they go."""
+    # The last token of a prompt is never found in the prefix index.
+    for length in (PAGE + 4, 2 * PAGE - 1, 6 * PAGE + 3):
         prompt = random_prompt(length, length)
         answer, slots = pair.push(f"announced {length}", prompt, announced=True)
         assert answer.bytes_pushed == length * token_bytes

@@ -95,7 +95,7 @@ class Steps:
             inputs = np.array([tokens[int(sequence)] for sequence in rows])
             sampling = SampleBatch.from_params([params] * count)
             positions = np.array([self.cache.num_tokens(int(sequence)) + 1 for sequence in rows])
-            flights.append((rows, self.runner.step(rows, inputs, sources, sampling, positions)))
+            flights.append((rows, self.runner.step(tuple(rows.tolist()), inputs, sources, sampling, positions)))
             if not self.runner.runs_ahead:
                 self._learn(flights[-1], tokens, made)
                 if told is not None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gpu.pair_cases import CASES, check_announced, check_push, tokens_after
+from tests.gpu.pair_cases import CASES, check_announced, check_push, check_push_of_many, tokens_after
 from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, pe_processes
 from tests.gpu.worker_pair import NUM_PAGES, Pair, running_pair
 from tests.gpu.worker_process import WorkerPe
@@ -47,6 +47,10 @@ def island(
 
 def test_what_is_pushed_arrives_bit_for_bit(island: tuple[Pair, int]) -> None:
     check_push(*island)
+
+
+def test_what_is_pushed_of_many_arrives_bit_for_bit(island: tuple[Pair, int]) -> None:
+    check_push_of_many(*island)
 
 
 def test_what_was_computed_ahead_of_its_reservation_arrives(island: tuple[Pair, int]) -> None:

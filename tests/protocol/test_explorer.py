@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.cached_send import CachedSend
 from tandem.cache.receptions import Receptions
 from tandem.transfer.completion import Signal, SignalBoard
 from tandem.transfer.recall import RecallDesk, RecallInbox
@@ -180,7 +180,7 @@ def an_announcement_is_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_head_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PagedKVCache, "send_cached", lambda *_: None)
+    patch.setattr(CachedSend, "write_rest", lambda _: None)
 
 
 PROTECTIONS: dict[str, tuple[str, Patch, str]] = {

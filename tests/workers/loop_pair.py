@@ -71,9 +71,20 @@ class CountedWrites(PageWriter):
         layout = self._transport.layout
         self.bytes_written += len(slots) * layout.token_bytes // layout.num_layers
 
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
-        self._transport.write_slots(pe, group, source_slots, target_slots)
-        self.bytes_written += target_slots.size * self._transport.layout.token_bytes
+    def write_slots(
+        self,
+        pe: int,
+        group: int,
+        source_slots: Int32Array,
+        target_slots: Int32Array,
+        layers: range | None = None,
+        *,
+        stored: bool = False,
+    ) -> None:
+        self._transport.write_slots(pe, group, source_slots, target_slots, layers, stored=stored)
+        layout = self._transport.layout
+        share = 1 if layers is None else len(layers) / layout.num_layers
+        self.bytes_written += int(target_slots.size * layout.token_bytes * share)
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
         return self._transport.peer_pool(pe, group)

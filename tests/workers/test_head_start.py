@@ -25,12 +25,12 @@ class CountedForwards:
         self._forward: Callable[..., Tensor] = runner.forward
         runner.forward = self  # type: ignore[method-assign]
 
-    def __call__(self, token_ids: np.ndarray, plan: ForwardPlan, last_rows: np.ndarray) -> Tensor:
+    def __call__(self, token_ids: np.ndarray, plan: ForwardPlan, last_rows: np.ndarray, *rest: object) -> Tensor:
         if self.fails:
             self.fails -= 1
             raise RuntimeError("as the test says")
         self.counts.append(len(token_ids))
-        return self._forward(token_ids, plan, last_rows)
+        return self._forward(token_ids, plan, last_rows, *rest)
 
 
 def announce(pair: LoopPair, request_id: str, prompt: list[int]) -> None:
@@ -65,9 +65,22 @@ def test_what_is_computed_ahead_is_computed_once_and_sent(folder: Path, length: 
     pair.assert_free()
 
 
-def test_a_prompt_of_more_than_one_forward_waits_for_its_reservation(pair: LoopPair) -> None:
-    announce(pair, "r", random_prompt(CHUNK + 1, 0))
-    assert pair.prefill.num_waiting == 0
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("length", [CHUNK + 1, 2 * CHUNK, 3 * CHUNK - 3])
+def test_of_a_long_prompt_the_first_forward_is_computed_ahead(folder: Path, length: int, sharing: bool) -> None:
+    pair = LoopPair(folder, sharing=sharing)
+    forwards, prompt = CountedForwards(pair), random_prompt(length, length)
+    announce(pair, "r", prompt)
+    assert forwards.counts == [CHUNK]
+    assert not pair.in_flight
+    reservation = pair.prepare("r", prompt, OUTPUT)
+    written = pair.bytes_written
+    assert pair.finish("r", prompt, reservation, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
+    token_bytes = pair.transports[PREFILL].layout.token_bytes
+    assert pair.bytes_written - written == (length - reservation.matched_tokens) * token_bytes
+    assert sum(forwards.counts) == length
+    for cache in pair.caches:
+        cache.clear_prefixes()
     pair.assert_free()
 
 
@@ -81,16 +94,123 @@ def test_what_is_cached_of_a_prompt_does_not_make_it_too_long(folder: Path) -> N
     assert len(forwards.counts) == 3
 
 
-def test_another_prompt_than_was_announced_is_computed_anew(pair: LoopPair, folder: Path) -> None:
-    prompt = random_prompt(CHUNK, 1)
-    announce(pair, "r", [*prompt[:10], *random_prompt(6, 2)])
-    assert pair.complete("r", prompt, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
+class Progress:
+    """Of a forward whose layers are stored as the test says."""
+
+    def __init__(self, stored: int | None) -> None:
+        self.stored = stored
+
+    def launched(self, layer: int) -> None: ...
+
+    def layers_stored(self) -> int | None:
+        return self.stored
+
+
+@pytest.fixture
+def progress(pair: LoopPair, monkeypatch: pytest.MonkeyPatch) -> Progress:
+    progress = Progress(0)
+    monkeypatch.setattr(pair.prefill._runner, "progress", lambda: progress)
+    return progress
+
+
+def test_layers_are_sent_as_they_are_stored(pair: LoopPair, folder: Path, progress: Progress) -> None:
+    prompt, layout = random_prompt(CHUNK - 3, 0), pair.transports[PREFILL].layout
+    announce(pair, "r", prompt)
+    reservation = pair.prepare("r", prompt, OUTPUT)
+    pair.start("r", reservation, OUTPUT)
+    future = pair.prefill.submit("r", prompt, pair.params(OUTPUT), reservation)
+    for progress.stored in (0, 1, 1):
+        assert pair.prefill.step()
+        assert pair.bytes_written == len(prompt) * layout.token_bytes * progress.stored // layout.num_layers
+        assert not future.done()
+    progress.stored = None
+    pair.run_prefill()
+    assert pair.bytes_written == len(prompt) * layout.token_bytes
+    pair.run_decode()
+    assert [future.result(0).first_token, *pair.tokens("r")] == greedy(load_oracle(folder), prompt, OUTPUT)
+    assert future.result(0).bytes_pushed == len(prompt) * layout.token_bytes
     pair.assert_free()
 
 
-def test_an_announcement_that_was_not_begun_is_none(pair: LoopPair, folder: Path) -> None:
+def test_a_lone_prompt_goes_page_to_page_beside_its_last_chunk(
+    pair: LoopPair, folder: Path, progress: Progress
+) -> None:
+    prompt, layout = random_prompt(3 * CHUNK - 3, 0), pair.transports[PREFILL].layout
+    reservation = pair.prepare("r", prompt, OUTPUT)
+    pair.start("r", reservation, OUTPUT)
+    future = pair.prefill.submit("r", prompt, pair.params(OUTPUT), reservation)
+    for _ in range(3):
+        assert pair.prefill.step() == 0
+    assert not pair.bytes_written
+    progress.stored = 1
+    assert pair.prefill.step()
+    assert pair.bytes_written == len(prompt) * layout.token_bytes // layout.num_layers
+    progress.stored = None
+    pair.run_prefill()
+    pair.run_decode()
+    assert [future.result(0).first_token, *pair.tokens("r")] == greedy(load_oracle(folder), prompt, OUTPUT)
+    assert pair.bytes_written == len(prompt) * layout.token_bytes
+    pair.assert_free()
+
+
+def test_a_prompt_that_is_no_longer_alone_is_sent_with_its_forwards(
+    pair: LoopPair, folder: Path, progress: Progress
+) -> None:
+    prompts = {name: random_prompt(2 * CHUNK + 3, seed) for seed, name in enumerate(("alone", "comes"))}
+    for name, prompt in prompts.items():
+        reservation = pair.prepare(name, prompt, OUTPUT)
+        pair.start(name, reservation, OUTPUT)
+        pair.send(name, prompt, reservation, OUTPUT)
+        pair.prefill.step()
+    assert pair.bytes_written
+    progress.stored = None
+    pair.run_prefill()
+    pair.run_decode()
+    for name, prompt in prompts.items():
+        assert pair.tokens(name) == greedy(load_oracle(folder), prompt, OUTPUT)[1:]
+    pair.assert_free()
+
+
+def test_who_waits_is_not_kept_waiting_for_layers(pair: LoopPair, folder: Path, progress: Progress) -> None:
+    prompts = {name: random_prompt(CHUNK, seed) for seed, name in enumerate(("ahead", "waits"))}
+    announce(pair, "ahead", prompts["ahead"])
+    for name, prompt in prompts.items():
+        reservation = pair.prepare(name, prompt, OUTPUT)
+        pair.start(name, reservation, OUTPUT)
+        pair.send(name, prompt, reservation, OUTPUT)
+        pair.prefill.step()
+    pair.run_decode()
+    assert pair.tokens("ahead") == greedy(load_oracle(folder), prompts["ahead"], OUTPUT)[1:]
+    progress.stored = None
+    pair.run_prefill()
+    pair.run_decode()
+    assert pair.tokens("waits") == greedy(load_oracle(folder), prompts["waits"], OUTPUT)[1:]
+    pair.assert_free()
+
+
+def test_what_is_half_sent_can_be_ended(pair: LoopPair, folder: Path, progress: Progress) -> None:
+    prompt = random_prompt(CHUNK, 0)
+    announce(pair, "r", prompt)
+    pair.send("r", prompt, pair.prepare("r", prompt))
+    progress.stored = 1
+    pair.prefill.step()
+    assert pair.in_flight
+    pair.fabric.hold(DECODE)
+    answer = pair.prefill.abort("r")
+    pair.prefill.step()
+    assert not answer.done()
+    pair.fabric.release(DECODE)
+    pair.prefill.step()
+    assert answer.result(0)
+    assert pair.decode.abort("r", writer_quiet=True)
+    pair.assert_free()
+    progress.stored = None
+    assert pair.complete("again", prompt, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
+
+
+def test_another_prompt_than_was_announced_is_computed_anew(pair: LoopPair, folder: Path) -> None:
     prompt = random_prompt(CHUNK, 1)
-    pair.prefill.announce("r", np.array(prompt))
+    announce(pair, "r", [*prompt[:10], *random_prompt(6, 2)])
     assert pair.complete("r", prompt, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
     pair.assert_free()
 

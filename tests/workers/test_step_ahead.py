@@ -17,7 +17,7 @@ from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.fake import FakeFabric, FakeTransport
 from tandem.transfer.recall import mailbox_rows
 from tandem.workers.core_share import CoreShare
-from tandem.workers.decode import DecodeLoop
+from tandem.workers.decode import DELIVERY_SECONDS, DecodeLoop
 from tandem.workers.decode_batch import ON_HOST
 from tandem.workers.errors import WorkerError
 from tandem.workers.finish import FinishReason
@@ -71,6 +71,9 @@ class ScriptedRunner:
         self._last = [token_at(s, p) for s, p in zip(sequence_ids, positions, strict=True)]
         self.log.append(f"launch {step}: {list(sequence_ids)}")
         return cast(PendingSamples, ScriptedSamples(self, step, list(self._last)))
+
+    def foresee(self, sequence_ids: tuple[int, ...]) -> None:
+        self._cache.foresee(sequence_ids)
 
     def drain(self) -> None:
         self.log.append("drain")
@@ -249,7 +252,7 @@ def test_calls_are_answered_while_a_step_computes() -> None:
     assert bench.collector.ends[last] == FinishReason.ABORT
     assert bench.cache.num_free_pages == free
     bench.runner.done_until = 1
-    assert bench.loop.step() == 0
+    assert bench.loop.step() == DELIVERY_SECONDS
     assert bench.runner.log[-1] == "read 0"
     assert bench.cache.num_free_pages == free + pages
     bench.runner.done_until = 1000

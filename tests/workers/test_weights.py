@@ -109,10 +109,12 @@ def test_parts_are_read_side_by_side(folder: Path, monkeypatch: pytest.MonkeyPat
     assert all(torch.equal(places[name], tensor) for name, tensor in load_file(folder / SINGLE).items())
 
 
-def test_dtype_is_converted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inference", [False, True])
+def test_dtype_is_converted(folder: Path, monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
     monkeypatch.setattr("tandem.workers.safetensors_file.PART_BYTES", 1000)  # so that a tensor takes several reads
     stored = load_file(folder / SINGLE)
-    places = load_places(folder, dtype="bfloat16")
+    with torch.inference_mode(inference):
+        places = load_places(folder, dtype="bfloat16")
     assert all(torch.equal(places[name], tensor.bfloat16()) for name, tensor in stored.items())
 
 

@@ -14,9 +14,7 @@ from tandem.workers.models.fields import Fields
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.rope_fields import read_rope
-
-DEFAULT_WINDOW = 4096  # of a config that has a window but does not say which, as in transformers
-SLIDING = "sliding_attention"
+from tandem.workers.models.window_fields import NO_WINDOWS, Windows, read_layer_windows
 
 
 @dataclass(frozen=True)
@@ -46,16 +44,16 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     max_position_embeddings: int
     rope: RopeParameters
     dtype: torch.dtype
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     activation: Activation
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
     fused_names: bool = False
     moe: MoeConfig | None = None
     float32_norms: bool = False
@@ -97,27 +95,20 @@ def read_dense_config(
     *,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
     tie_word_embeddings: bool = False,
     rope: Callable[[Fields, int], RopeParameters] = read_rope,
     activation: tuple[str, str] = ("hidden_act", "silu"),
-    window: int | None = None,
-    first_window_layer: int = 0,
-    full_every: int | None = None,
+    windows: Windows = NO_WINDOWS,
 ) -> ModelConfig:
-    """config.json as the dense families share it; the keywords are what a family fixes or takes when a field is absent.
+    """config.json as the dense families share it; the keywords are what a family takes when a field is absent.
 
     num_kv_heads None: the field is required. head_dim None: hidden_size / num_attention_heads when absent. rope: reads
-    it, given head_dim. activation:
-    the name of its field and what it is when absent. window, first_window_layer, full_every: see read_layer_windows.
+    it, given head_dim. activation: the name of its field and what it is when absent.
     Raises InvalidConfig and UnsupportedFeature.
     """
-    fp8_kv = read_fp8_kv(fields)
     num_heads, num_kv_heads, head_dim = _read_heads(fields, num_kv_heads, head_dim)
     return ModelConfig(
+        fp8_kv=read_fp8_kv(fields),
         architecture=architecture,
         vocab_size=fields.integer("vocab_size", minimum=1),
         hidden_size=fields.integer("hidden_size", minimum=1),
@@ -128,18 +119,13 @@ def read_dense_config(
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", tie_word_embeddings),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
         max_position_embeddings=fields.integer("max_position_embeddings", minimum=1),
         rope=rope(fields, head_dim),
         dtype=read_dtype(fields),
         bos_token_id=next(iter(fields.integers("bos_token_id")), None),
         eos_token_ids=fields.integers("eos_token_id"),
         activation=read_activation(fields, *activation),
-        layer_windows=read_layer_windows(fields, window, first_window_layer, full_every),
-        fp8_kv=fp8_kv,
+        layer_windows=read_layer_windows(fields, windows),
     )
 
 
@@ -187,42 +173,3 @@ def read_fp8_kv(fields: Fields) -> bool:
                 f"{scheme.source}: {name} is {scheme.raw(name)!r}; it must be {accepted!r}, for KV is stored in FP8"
             )
     return True
-
-
-def read_window(fields: Fields, default: int = DEFAULT_WINDOW) -> int | None:
-    """sliding_window; None when it is null. Absent is not null: transformers then takes a default."""
-    if "sliding_window" in fields.names() and fields.raw("sliding_window") is None:
-        return None
-    return fields.integer("sliding_window", default, minimum=1)
-
-
-def read_optional_window(fields: Fields) -> int | None:
-    """sliding_window of the families that have none when it is absent."""
-    return fields.integer("sliding_window", minimum=1) if "sliding_window" in fields else None
-
-
-def read_layer_windows(
-    fields: Fields, window: int | None, first: int = 0, full_every: int | None = None
-) -> tuple[int | None, ...] | None:
-    """ModelConfig.layer_windows: `window` for the layers that layer_types calls sliding_attention.
-
-    Without layer_types they are those from layer `first` on, but for each full_every-th where that is given.
-    Raises InvalidConfig, and UnsupportedFeature for other kinds of layers.
-    """
-    num_layers = fields.integer("num_hidden_layers", minimum=1)
-    kinds = fields.raw("layer_types")
-    if kinds is None:
-        slides = (layer >= first and (full_every is None or (layer + 1) % full_every) for layer in range(num_layers))
-        kinds = [SLIDING if window is not None and one else "full_attention" for one in slides]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise fields.invalid("layer_types", f"a list of {num_layers}, num_hidden_layers")
-    other = sorted({str(kind) for kind in kinds} - {"full_attention", SLIDING})
-    if other:
-        raise UnsupportedFeature(
-            f"{fields.source}: layer_types has {', '.join(other)}; the cache has no such layers yet"
-        )
-    if SLIDING not in kinds:
-        return None
-    if window is None:
-        raise UnsupportedFeature(f"{fields.source}: layer_types has {SLIDING}, but no sliding_window is in effect")
-    return tuple(window if kind == SLIDING else None for kind in kinds)

@@ -49,7 +49,6 @@ def read_deepseek(
         architecture,
         num_kv_heads=fields.integer("num_attention_heads", minimum=1),
         head_dim=latent.query_dim,
-        o_bias=latent.bias,
         rope=lambda of, _: read_rope(of, latent.rotated),
     )
     moe = read_moe(
@@ -69,7 +68,7 @@ def read_deepseek(
     scale, rope = latent.query_dim**-0.5, config.rope
     if rope.rope_type != "default" and rope.mscale_all_dim:
         scale *= yarn_magnitude(rope.factor, rope.mscale_all_dim) ** 2
-    return dataclasses.replace(config, latent=latent, moe=moe, attn_scale=scale)
+    return dataclasses.replace(config, latent=latent, moe=moe, attn_scale=scale, o_bias=latent.bias)
 
 
 def read_group_limit(fields: Fields, moe: MoeConfig, counted: int) -> GroupLimit:

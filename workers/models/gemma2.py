@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
 
-from tandem.workers.models.config import ModelConfig, read_dense_config, read_window
+from tandem.cache.rope import RopeParameters
+from tandem.workers.models.config import ModelConfig, read_dense_config
 from tandem.workers.models.errors import UnsupportedFeature
 from tandem.workers.models.fields import Fields
+from tandem.workers.models.rope_fields import read_rope
+from tandem.workers.models.window_fields import Windows, read_size
 
 HEAD_DIM, QUERY_SCALAR, ATTENTION_SOFTCAP, FINAL_SOFTCAP = 256, 256.0, 50.0, 30.0  # when absent, as in transformers
 
@@ -19,10 +22,16 @@ def read_config(fields: Fields, architecture: str) -> ModelConfig:
     )
 
 
-def read_gemma(fields: Fields, architecture: str, *, full_every: int, **options: Any) -> ModelConfig:
+def read_gemma(
+    fields: Fields,
+    architecture: str,
+    *,
+    full_every: int,
+    rope: Callable[[Fields, int], RopeParameters] = read_rope,
+) -> ModelConfig:
     """What Gemma 2 and 3 share. full_every: of which number of layers the last has no window, if layer_types is absent.
 
-    options: more of read_dense_config's. A norm's weight is stored less 1, and multiplies in float32.
+    rope: see read_dense_config. A norm's weight is stored less 1, and multiplies in float32.
     """
     if fields.boolean("use_bidirectional_attention", False):
         raise UnsupportedFeature(
@@ -33,16 +42,15 @@ def read_gemma(fields: Fields, architecture: str, *, full_every: int, **options:
         fields,
         architecture,
         head_dim=HEAD_DIM,
-        qkv_bias=bias,
-        o_bias=bias,
         tie_word_embeddings=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
-        window=read_window(fields),
-        full_every=full_every,
-        **options,
+        windows=Windows(read_size(fields), full_every=full_every),
+        rope=rope,
     )
     return dataclasses.replace(
         config,
+        qkv_bias=bias,
+        o_bias=bias,
         float32_norms=True,
         norm_offset=1.0,
         out_norms=True,

@@ -22,11 +22,11 @@ def read_config(fields: Fields, architecture: str) -> ModelConfig:
         fields,
         architecture,
         full_every=fields.integer("sliding_window_pattern", FULL_EVERY, minimum=1),
-        qk_norm=True,
         rope=partial(read_rope, layer_type="full_attention", default_theta=1e6),
     )
     return dataclasses.replace(
         config,
+        qk_norm=True,
         local_rope=read_rope(
             fields, config.head_dim, layer_type="sliding_attention", theta_field="rope_local_base_freq"
         ),

@@ -4,11 +4,12 @@ import dataclasses
 from functools import partial
 
 from tandem.workers.models.activation import ClampedSwiglu
-from tandem.workers.models.config import ModelConfig, read_dense_config, read_window
+from tandem.workers.models.config import ModelConfig, read_dense_config
 from tandem.workers.models.errors import InvalidConfig
 from tandem.workers.models.fields import Fields
 from tandem.workers.models.moe import ExpertNames, read_moe
 from tandem.workers.models.rope_fields import read_rope
+from tandem.workers.models.window_fields import Windows, read_size
 
 NAMES = ExpertNames(block="mlp", router="router", projections=None, transposed=True)
 HEAD_DIM, WINDOW, THETA, ALPHA, LIMIT = 64, 128, 150_000.0, 1.702, 7.0  # when absent, as in transformers
@@ -22,14 +23,13 @@ def read_config(fields: Fields, architecture: str) -> ModelConfig:
         fields,
         architecture,
         head_dim=HEAD_DIM,
-        qkv_bias=bias,
-        o_bias=bias,
-        window=read_window(fields, WINDOW),
-        full_every=2,
+        windows=Windows(read_size(fields, WINDOW), full_every=2),
         rope=partial(read_rope, default_theta=THETA),
     )
     return dataclasses.replace(
         config,
+        qkv_bias=bias,
+        o_bias=bias,
         activation=ClampedSwiglu(fields.number("swiglu_alpha", ALPHA), fields.number("swiglu_limit", LIMIT)),
         moe=read_moe(fields, NAMES, normalize=True, bias=True),
         float32_norms=True,

@@ -1,16 +1,13 @@
 """Llama 1 to 3: attention_bias covers q, k, v and o; mlp_bias the feed-forward."""
 
+import dataclasses
+
 from tandem.workers.models.config import ModelConfig, read_dense_config
 from tandem.workers.models.fields import Fields
 
 
 def read_config(fields: Fields, architecture: str) -> ModelConfig:
     bias = fields.boolean("attention_bias", False)
-    return read_dense_config(
-        fields,
-        architecture,
-        num_kv_heads=fields.integer("num_attention_heads", minimum=1),  # Llama 1 has no grouped queries
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=fields.boolean("mlp_bias", False),
-    )
+    num_heads = fields.integer("num_attention_heads", minimum=1)  # Llama 1 has no grouped queries
+    config = read_dense_config(fields, architecture, num_kv_heads=num_heads)
+    return dataclasses.replace(config, qkv_bias=bias, o_bias=bias, mlp_bias=fields.boolean("mlp_bias", False))

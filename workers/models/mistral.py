@@ -1,8 +1,9 @@
 """Mistral: Llama without biases; the first releases slide a window of 4096 in every layer."""
 
-from tandem.workers.models.config import ModelConfig, read_dense_config, read_window
+from tandem.workers.models.config import ModelConfig, read_dense_config
 from tandem.workers.models.fields import Fields
+from tandem.workers.models.window_fields import Windows, read_size
 
 
 def read_config(fields: Fields, architecture: str) -> ModelConfig:
-    return read_dense_config(fields, architecture, window=read_window(fields))
+    return read_dense_config(fields, architecture, windows=Windows(read_size(fields)))

@@ -3,15 +3,17 @@
 import dataclasses
 from functools import partial
 
-from tandem.workers.models.config import ModelConfig, read_dense_config, read_optional_window
+from tandem.workers.models.config import ModelConfig, read_dense_config
 from tandem.workers.models.fields import Fields
 from tandem.workers.models.moe import ExpertNames, read_moe
 from tandem.workers.models.rope_fields import read_rope
+from tandem.workers.models.window_fields import Windows, read_optional_size
 
 NAMES = ExpertNames(block="block_sparse_moe", router="gate", projections=("w1", "w3", "w2"))
 READ_ROPE = partial(read_rope, default_theta=1e6)  # of a config that does not give it, as in transformers
 
 
 def read_config(fields: Fields, architecture: str) -> ModelConfig:
-    config = read_dense_config(fields, architecture, window=read_optional_window(fields), rope=READ_ROPE)
+    windows = Windows(read_optional_size(fields))
+    config = read_dense_config(fields, architecture, windows=windows, rope=READ_ROPE)
     return dataclasses.replace(config, moe=read_moe(fields, NAMES, normalize=True))

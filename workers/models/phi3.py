@@ -3,17 +3,19 @@
 import dataclasses
 from functools import partial
 
-from tandem.workers.models.config import ModelConfig, read_dense_config, read_optional_window
+from tandem.workers.models.config import ModelConfig, read_dense_config
 from tandem.workers.models.fields import Fields
 from tandem.workers.models.rope_fields import read_rope
+from tandem.workers.models.window_fields import Windows, read_optional_size
 
 READ_ROPE = partial(read_rope, partial_rotary=True)
 
 
 def read_config(fields: Fields, architecture: str) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads", minimum=1)
-    window = read_optional_window(fields)
+    window = read_optional_size(fields)
     if window is not None and window >= fields.integer("max_position_embeddings", minimum=1):
         window = None  # that of the models for long contexts: no sequence grows beyond it
-    config = read_dense_config(fields, architecture, num_kv_heads=num_heads, rope=READ_ROPE, window=window)
+    windows = Windows(window)
+    config = read_dense_config(fields, architecture, num_kv_heads=num_heads, rope=READ_ROPE, windows=windows)
     return dataclasses.replace(config, fused_names=True)

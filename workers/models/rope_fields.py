@@ -1,5 +1,7 @@
 """RoPE as Hugging Face configs write it, old and new, into RopeParameters."""
 
+from typing import Any
+
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.rope import RopeParameters
 from tandem.workers.models.errors import InvalidConfig, UnsupportedFeature
@@ -29,29 +31,23 @@ def read_rope(
     scaling = _scaling(fields, layer_type)
     rope_type = _rope_type(scaling)
     _refuse_unsupported(scaling, rope_type)
-    rotated_share = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if rotated_share != 1 and not partial_rotary:
-        raise UnsupportedFeature(f"{fields.source}: partial_rotary_factor is {rotated_share}; this family takes only 1")
     max_position_embeddings = fields.integer("max_position_embeddings", minimum=1)
     original = _original_length(fields, scaling, max_position_embeddings)
     try:
         return RopeParameters(
             rope_type=rope_type,
-            rotary_dim=int(head_dim * rotated_share),
+            rotary_dim=int(head_dim * _rotated_share(fields, scaling, partial_rotary)),
             theta=scaling.number("rope_theta", fields.number(theta_field, default_theta)),
             factor=_factor(scaling, rope_type, max_position_embeddings / original),
             max_position_embeddings=max_position_embeddings,
             original_max_position_embeddings=original,
-            low_freq_factor=scaling.number("low_freq_factor") if rope_type == "llama3" else None,
-            high_freq_factor=scaling.number("high_freq_factor") if rope_type == "llama3" else None,
             attention_factor=_optional(scaling, "attention_factor"),
             beta_fast=_optional(scaling, "beta_fast") or 32.0,
             beta_slow=_optional(scaling, "beta_slow") or 1.0,
             mscale=_optional(scaling, "mscale"),
             mscale_all_dim=_optional(scaling, "mscale_all_dim"),
             truncate=scaling.boolean("truncate", True),
-            short_factor=scaling.numbers("short_factor") if rope_type == "longrope" else (),
-            long_factor=scaling.numbers("long_factor") if rope_type == "longrope" else (),
+            **_needed_by(rope_type, scaling),
         )
     except InvalidArgument as error:
         raise InvalidConfig(f"{scaling.source}: {error}") from None
@@ -80,6 +76,22 @@ def _refuse_unsupported(scaling: Fields, rope_type: str) -> None:
         raise UnsupportedFeature(
             f"{scaling.source}: rope_type is {rope_type!r}; only {', '.join(ROPE_TYPES)} are implemented"
         )
+
+
+def _rotated_share(fields: Fields, scaling: Fields, partial_rotary: bool) -> float:
+    share = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if share != 1 and not partial_rotary:
+        raise UnsupportedFeature(f"{fields.source}: partial_rotary_factor is {share}; this family takes only 1")
+    return share
+
+
+def _needed_by(rope_type: str, scaling: Fields) -> dict[str, Any]:
+    """What only this type has, and must have."""
+    if rope_type == "llama3":
+        return {name: scaling.number(name) for name in ("low_freq_factor", "high_freq_factor")}
+    if rope_type == "longrope":
+        return {name: scaling.numbers(name) for name in ("short_factor", "long_factor")}
+    return {}
 
 
 def _factor(scaling: Fields, rope_type: str, length_ratio: float) -> float:

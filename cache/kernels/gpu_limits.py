@@ -1,0 +1,50 @@
+"""What FlashInfer's kernels, which serve 16 bits on a GPU, take of a layer group. Importing this needs no GPU."""
+
+import torch
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.kernels.base import GPU_HEAD_DIMS
+from tandem.cache.latent import LatentHeads
+from tandem.cache.layout import KVLayout
+
+DTYPES = (torch.float16, torch.bfloat16)
+PAGE_SIZES = (8, 16, 32, 64)
+RANK, ROTATED, KEY_DIM, VALUE_DIM = 512, 64, 128, 128  # of latents
+
+Size = tuple[str, int, tuple[int, ...]]
+"""Name, value and what is accepted."""
+
+
+def head_sizes(head_dim: int) -> tuple[Size, ...]:
+    return (("head_dim", head_dim, GPU_HEAD_DIMS),)
+
+
+def latent_sizes(width: int, rank: int, heads: LatentHeads) -> tuple[Size, ...]:
+    """width: of an entry, of which rank numbers are the latent."""
+    return (
+        ("latent_rank", rank, (RANK,)),
+        ("the rotated part", width - rank, (ROTATED,)),
+        ("key_dim", heads.key_dim, (KEY_DIM,)),
+        ("value_dim", heads.value_dim, (VALUE_DIM,)),
+    )
+
+
+def check_sizes(dtype: torch.dtype, page_size: int, sizes: tuple[Size, ...]) -> None:
+    """InvalidArgument unless FlashInfer serves a group of these. dtype: of K and V, or of latents."""
+    for name, value, accepted in (("dtype", dtype, DTYPES), *sizes, ("page_size", page_size, PAGE_SIZES)):
+        if value not in accepted:
+            raise InvalidArgument(f"{name} is {value}; on a GPU it must be one of {', '.join(map(str, accepted))}")
+
+
+def check_layout(layout: KVLayout, heads: LatentHeads | None) -> None:
+    """InvalidArgument unless kernels on a GPU serve all groups of a layout; float32 is torch's, which takes all.
+
+    heads: of the groups with latents.
+    """
+    if layout.dtype == torch.float32:
+        return
+    for group in layout.groups:
+        sizes = head_sizes(group.head_dim)
+        if group.latent_rank is not None and heads is not None:
+            sizes = latent_sizes(group.head_dim, group.latent_rank, heads)
+        check_sizes(layout.dtype, layout.page_size, sizes)

@@ -1,0 +1,70 @@
+"""What is wrong with a configuration, in words: the key, the value received, what would be accepted."""
+
+import difflib
+import reprlib
+from collections.abc import Sequence
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+MAX_SHOWN = 80  # characters of a value in an error
+
+
+def explain(finding: ErrorDetails, config: type[BaseModel]) -> str:
+    """One line for one of pydantic's findings about a `config`: dotted key, value received, what would be accepted."""
+    location = [str(part) for part in finding["loc"]]
+    if not location:  # of the whole config: the message names its keys itself
+        return finding["msg"].removeprefix("Value error, ")
+    dotted = ".".join(location)
+    if finding["type"] in ("extra_forbidden", "invalid_key"):
+        section = _section(config, location[:-1])
+        near = difflib.get_close_matches(location[-1], section.model_fields, n=1)
+        hint = f"did you mean {'.'.join([*location[:-1], near[0]])}? " if near else ""
+        return f"unknown key {cut(dotted)}; {hint}known here: {names(section)}"
+    description = _field(config, location).description
+    if finding["type"] == "model_type":
+        accepted = f"must be a section with keys {names(_section(config, location))}"
+    elif finding["type"] == "string_pattern_mismatch":
+        return f"{dotted} is {shown(finding['input'])}; it must be {description}"
+    else:
+        accepted = finding["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{dotted} is {shown(finding['input'])}; it {accepted} ({description})"
+
+
+def explain_yaml(error: yaml.YAMLError) -> str:
+    """Where and what, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
+def shown(value: object) -> str:
+    """A value of up to MAX_SHOWN characters, whatever it is."""
+    short = reprlib.Repr()  # repr() of YAML's aliases may grow without bound
+    short.maxstring = short.maxother = short.maxlong = MAX_SHOWN
+    return cut("null" if value is None else short.repr(value))
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def names(section: type[BaseModel]) -> str:
+    """Its keys."""
+    return ", ".join(section.model_fields)
+
+
+def _field(config: type[BaseModel], location: Sequence[str]) -> FieldInfo:
+    return _section(config, location[:-1]).model_fields[location[-1]]
+
+
+def _section(config: type[BaseModel], location: Sequence[str]) -> type[BaseModel]:
+    for name in location:
+        annotation = config.model_fields[name].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
+        config = annotation
+    return config

@@ -1,0 +1,111 @@
+"""The HTTP door's routes, as an ASGI application: OpenAI's API over the gateway's own intake."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from tandem.cluster.errors import CallError, Overloaded, Unauthenticated
+from tandem.cluster.http_answers import ChatAnswer, CompletionAnswer
+from tandem.cluster.http_bodies import ChatBody, CompletionBody
+from tandem.cluster.http_errors import HttpError
+from tandem.cluster.http_generation import ClientGone, GenerationRoute, header
+from tandem.cluster.http_reply import Receive, Reply, Scope, Send
+from tandem.cluster.intake import Intake
+from tandem.workers.authentication import HEADER, BearerToken
+from tandem.workers.tokenizer import Tokenizer
+
+HEALTH = "/health"
+"""Load balancers ask for it without a token; it says nothing but that the gateway serves."""
+RETRY_SECONDS = 1.0
+
+Route = Callable[[Scope, Receive, Reply], Awaitable[None]]
+log = logging.getLogger(__name__)
+
+
+class HttpApp:
+    """Answers each call with JSON, errors included; a stream that has begun ends with an error as its last event."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        tokenizer: Tokenizer | None,
+        *,
+        model: str,
+        max_model_len: int,
+        token: str | None,
+        max_bytes: int,
+        max_calls: int,
+    ) -> None:
+        """model: its name; token: None lets everybody in; max_bytes of one body; max_calls at a time."""
+        self._token = None if token is None else BearerToken(token)
+        self._max_calls = max_calls
+        self._calls: set[asyncio.Task[object]] = set()
+        self._model = {
+            "id": model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "tandem",
+            "max_model_len": max_model_len,
+        }
+        completions = GenerationRoute(CompletionBody, CompletionAnswer, intake, model, tokenizer, max_bytes)
+        chats = GenerationRoute(ChatBody, ChatAnswer, intake, model, tokenizer, max_bytes)
+        reads = ("GET", "HEAD")
+        self._routes: dict[str, tuple[tuple[str, ...], Route]] = {
+            HEALTH: (reads, self._health),
+            "/v1/models": (reads, self._models),
+            f"/v1/models/{model}": (reads, self._one_model),
+            "/v1/completions": (("POST",), completions.serve),
+            "/v1/chat/completions": (("POST",), chats.serve),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = asyncio.current_task()
+        assert call is not None, "ASGI calls its application in a task"
+        reply = Reply(send)
+        try:
+            route = self._route(scope)
+            self._calls.add(call)
+            await route(scope, receive, reply)
+        except HttpError as error:
+            await reply.error(error)
+        except CallError as error:
+            await reply.error(HttpError.of(error))
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            await reply.error(HttpError(503, "the gateway is stopping"))
+        except Exception:
+            log.exception("a call of %s failed", scope["path"])
+            await reply.error(HttpError(500, "the gateway failed; its log says how"))
+        finally:
+            self._calls.discard(call)
+
+    def end_calls(self) -> None:
+        """Calls under way are answered with an error, and free what they hold."""
+        for call in self._calls:
+            call.cancel()
+
+    def _route(self, scope: Scope) -> Route:
+        path, method = scope["path"], scope["method"]
+        if path != HEALTH and self._token is not None and not self._token.admits(header(scope, HEADER)):
+            raise Unauthenticated("a valid bearer token is needed")
+        if path not in self._routes:
+            raise HttpError(404, f"{path!r:.80} is not served; {', '.join(self._routes)} are")
+        methods, route = self._routes[path]
+        if method not in methods:
+            allowed = ", ".join(methods)
+            raise HttpError(405, f"{path} takes {allowed}, not {method!r:.80}", headers={"allow": allowed})
+        if path != HEALTH and len(self._calls) >= self._max_calls:
+            reason = f"{len(self._calls)} calls are under way; gateway.max_calls is {self._max_calls}"
+            raise Overloaded(reason, RETRY_SECONDS)
+        return route
+
+    async def _health(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        await reply.whole(200, {"status": "ok"})
+
+    async def _models(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        await reply.whole(200, {"object": "list", "data": [self._model]})
+
+    async def _one_model(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        await reply.whole(200, self._model)

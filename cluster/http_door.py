@@ -1,0 +1,78 @@
+"""The gateway's HTTP port. The only user of uvicorn."""
+
+import asyncio
+import os
+import socket
+import ssl
+
+import uvicorn
+
+from tandem.cluster.credentials import ServerSecurity
+from tandem.cluster.errors import StartFailed
+from tandem.cluster.http_app import HttpApp
+
+START_POLL_SECONDS = 0.001
+END_SECONDS = 2.0  # between the end of the calls and the end of connections that nobody reads from
+
+
+class HttpDoor:
+    """Serves an application on the event loop that start() is called on; stop() closes what start() opened."""
+
+    def __init__(self, app: HttpApp, host: str, port: int, security: ServerSecurity) -> None:
+        self._app = app
+        self._host = host
+        self._port = port
+        self._security = security
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Opens the port, 0 for any free one; HOST:PORT. StartFailed when the port cannot be had."""
+        listener = self._listen()
+        config = uvicorn.Config(
+            self._app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,  # whoever is on this machine could say to be another client
+            server_header=False,
+            ssl_certfile=self._security.tls_cert,
+            ssl_keyfile=self._security.tls_key,
+            ssl_ca_certs=self._security.client_ca,
+            ssl_cert_reqs=ssl.CERT_NONE if self._security.client_ca is None else ssl.CERT_REQUIRED,
+        )
+        self._server = uvicorn.Server(config)
+        self._serving = asyncio.create_task(self._server.serve([listener]))
+        while not self._server.started:
+            if self._serving.done():
+                self._serving.result()
+            await asyncio.sleep(START_POLL_SECONDS)
+        port = listener.getsockname()[1]
+        return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+
+    async def stop(self, grace: float) -> None:
+        """No new calls; calls under way have `grace` seconds, then they are answered with an error and end."""
+        if self._serving is None:
+            return
+        self._server.config.timeout_graceful_shutdown = grace + END_SECONDS  # type: ignore[assignment]  # any number
+        self._server.should_exit = True
+        await asyncio.wait([self._serving], timeout=grace)
+        self._app.end_calls()
+        await self._serving
+
+    def _listen(self) -> socket.socket:
+        """A socket of our own: uvicorn would end the process where the port is in use."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            both = self._host == "::"
+            listener = socket.create_server((self._host, self._port), family=family, dualstack_ipv6=both)
+        except OSError as error:
+            raise StartFailed(
+                f"gateway.http_port {self._port} on {self._host} cannot be opened ({os.strerror(error.errno or 0)}); "
+                "choose a free one, or 0 for any free one"
+            ) from error
+        # Connections inherit it; asyncio sets it itself only for sockets that it made. Else events wait 40 ms for ACKs.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener

@@ -1,0 +1,255 @@
+"""OpenAI's API through the HTTP door of an island: what comes is what the gRPC door gives."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.workers.random_checkpoint import make_checkpoint
+from tandem.workers.tokenizer import Tokenizer
+from tandem.workers.worker import Worker
+from tests.http_client import CHATS, COMPLETIONS, GREEDY, answer, chunks, get, post, refused
+from tests.island import Island, running_island
+from tests.oracle import greedy, load_oracle, random_prompt
+from tests.requests import complete, text_of, tokens_of
+
+PROMPT = "The cache keeps keys and values in pages."
+CHAT = [{"role": "user", "content": "Where is the page?"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("http") / "model"
+    make_checkpoint(folder, arch="qwen3", size="tiny", seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def island(folder: Path) -> Iterator[Island]:
+    overrides = {"model.max_model_len": 512, "cache.num_pages": 96, "gateway.http_port": 0}
+    with running_island(folder, overrides) as island:
+        yield island
+
+
+def only_choice(body: dict[str, Any]) -> dict[str, Any]:
+    (choice,) = body["choices"]
+    assert choice["index"] == 0
+    return choice
+
+
+def test_health_and_models(island: Island) -> None:
+    assert get(island.http, "/health").json() == {"status": "ok"}
+    listed = get(island.http, "/v1/models").json()
+    (model,) = listed["data"]
+    assert (listed["object"], model["id"], model["object"]) == ("list", "model", "model")
+    assert model["max_model_len"] == 512
+    assert abs(model["created"] - time.time()) < 3600
+    assert get(island.http, "/v1/models/model").json() == model
+    assert "not served" in refused(get(island.http, "/v1/models/other"), 404)["message"]
+
+
+@pytest.mark.parametrize("length", [1, 9, 150])
+def test_tokens_are_the_oracles(island: Island, folder: Path, length: int) -> None:
+    prompt = random_prompt(length, length)
+    expected = greedy(load_oracle(folder), prompt, 12)
+    whole = answer(island.http, COMPLETIONS, prompt=prompt, max_tokens=12, return_token_ids=True, **GREEDY)
+    assert only_choice(whole)["token_ids"] == expected
+    parts = chunks(island.http, COMPLETIONS, prompt=prompt, max_tokens=12, return_token_ids=True, **GREEDY)
+    assert [token for part in parts for token in only_choice(part)["token_ids"]] == expected
+
+
+def test_a_completion(island: Island) -> None:
+    updates = complete(island.address, PROMPT, max_tokens=20, **GREEDY)
+    whole = answer(island.http, COMPLETIONS, model="model", prompt=PROMPT, max_tokens=20, user="somebody", **GREEDY)
+    assert whole["id"].startswith("cmpl-")
+    assert (whole["object"], whole["model"]) == ("text_completion", "model")
+    assert abs(whole["created"] - time.time()) < 3600
+    assert only_choice(whole) == {"index": 0, "text": text_of(updates), "logprobs": None, "finish_reason": "length"}
+    usage, said = whole["usage"], updates[-1].usage
+    assert said is not None
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (said.prompt_tokens, 20)
+    assert usage["total_tokens"] == said.prompt_tokens + 20
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0  # of the request before
+
+
+def test_a_chat(island: Island, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_chat(CHAT)
+    expected = text_of(complete(island.address, ids, max_tokens=8, **GREEDY))
+    whole = answer(island.http, CHATS, model="model", messages=CHAT, max_completion_tokens=8, n=1, **GREEDY)
+    assert whole["id"].startswith("chatcmpl-")
+    assert whole["object"] == "chat.completion"
+    choice = only_choice(whole)
+    assert choice["message"] == {"role": "assistant", "content": expected, "refusal": None}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
+    assert whole["usage"]["prompt_tokens"] == len(ids)
+    in_parts = [{"role": "user", "content": [{"type": "text", "text": CHAT[0]["content"]}]}]
+    again = answer(island.http, CHATS, messages=in_parts, max_tokens=8, **GREEDY)
+    assert only_choice(again) == choice
+
+
+@pytest.mark.parametrize(("path", "name"), [(COMPLETIONS, "cmpl"), (CHATS, "chatcmpl")])
+@pytest.mark.parametrize("usage", [False, True])
+def test_a_stream(island: Island, path: str, name: str, usage: bool) -> None:
+    asked: dict[str, Any] = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": CHAT}
+    asked |= GREEDY | {"max_tokens": 20}
+    whole = answer(island.http, path, **asked)
+    parts = chunks(island.http, path, **asked, **({"stream_options": {"include_usage": True}} if usage else {}))
+    if usage:
+        last = parts.pop()
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 20
+        assert all(part["usage"] is None for part in parts)
+    else:
+        assert not any("usage" in part for part in parts)
+    assert len(parts) > 1
+    (of_all,) = {(part["id"], part["object"], part["created"], part["model"]) for part in parts}
+    assert of_all[0].startswith(f"{name}-")
+    assert of_all[1] == ("text_completion" if path == COMPLETIONS else "chat.completion.chunk")
+    choices = [only_choice(part) for part in parts]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(parts) - 1) + ["length"]
+    if path == COMPLETIONS:
+        assert "".join(choice["text"] for choice in choices) == only_choice(whole)["text"]
+    else:
+        deltas = [choice["delta"] for choice in choices]
+        assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(parts) - 1)
+        assert "".join(delta["content"] for delta in deltas) == only_choice(whole)["message"]["content"]
+
+
+def test_stop_strings_end_a_text(island: Island) -> None:
+    whole = only_choice(answer(island.http, COMPLETIONS, prompt=PROMPT, max_tokens=40, **GREEDY))["text"]
+    stop = whole[11:14]
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "stop": stop, **GREEDY}
+    stopped = only_choice(answer(island.http, COMPLETIONS, **asked))
+    assert (stopped["text"], stopped["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    parts = [only_choice(part) for part in chunks(island.http, COMPLETIONS, **asked)]
+    assert "".join(part["text"] for part in parts) == stopped["text"]
+    assert parts[-1]["finish_reason"] == "stop"
+    including = only_choice(answer(island.http, COMPLETIONS, **asked, include_stop_str_in_output=True))
+    assert including["text"] == stopped["text"] + stop
+
+
+def test_logprobs_of_completions(island: Island, tokenizer: Tokenizer) -> None:
+    updates = complete(island.address, PROMPT, max_tokens=10, logprobs=2, **GREEDY)
+    expected = [token for update in updates for token in update.logprobs]
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 10, "logprobs": 2, **GREEDY}
+    choice = only_choice(answer(island.http, COMPLETIONS, **asked))
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"]
+    assert found["token_logprobs"] == pytest.approx([token.logprob for token in expected], abs=1e-4)
+    assert found["text_offset"] == [sum(map(len, found["tokens"][:count])) for count in range(10)]
+    for name, top, token in zip(found["tokens"], found["top_logprobs"], expected, strict=True):
+        assert name in top
+        assert sorted(top.values())[-2:] == pytest.approx(sorted(value for _, value in token.top), abs=1e-4)
+    by_ids = only_choice(answer(island.http, COMPLETIONS, **asked, return_tokens_as_token_ids=True))["logprobs"]
+    assert by_ids["tokens"] == [f"token_id:{token.token_id}" for token in expected]
+    parts = [only_choice(part)["logprobs"] for part in chunks(island.http, COMPLETIONS, **asked)]
+    assert [offset for part in parts for offset in part["text_offset"]] == found["text_offset"]
+    assert [name for part in parts for name in part["tokens"]] == found["tokens"]
+
+
+def test_logprobs_of_chats(island: Island, tokenizer: Tokenizer) -> None:
+    updates = complete(island.address, tokenizer.encode_chat(CHAT), max_tokens=6, logprobs=3, **GREEDY)
+    expected = [token for update in updates for token in update.logprobs]
+    asked: dict[str, Any] = {"messages": CHAT, "max_tokens": 6, "logprobs": True, **GREEDY}
+    choice = only_choice(answer(island.http, CHATS, **asked, top_logprobs=3))
+    content = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == choice["message"]["content"]
+    for entry, token in zip(content, expected, strict=True):
+        assert entry["logprob"] == pytest.approx(token.logprob, abs=1e-4)
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        assert [other["logprob"] for other in entry["top_logprobs"]] == pytest.approx(
+            [value for _, value in token.top], abs=1e-4
+        )
+        assert {"token", "logprob", "bytes"} == set(entry["top_logprobs"][0])
+    without = only_choice(answer(island.http, CHATS, **asked))["logprobs"]["content"]
+    assert [entry["top_logprobs"] for entry in without] == [[]] * 6
+
+
+def test_draws_are_those_of_the_other_door(island: Island) -> None:
+    drawn: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "seed": 11, "max_tokens": 16}
+    expected = complete(island.address, PROMPT, ignore_eos=True, **drawn)
+    choice = only_choice(
+        answer(island.http, COMPLETIONS, prompt=PROMPT, ignore_eos=True, return_token_ids=True, **drawn)
+    )
+    assert choice["token_ids"] == tokens_of(expected)
+    stop = tokens_of(expected)[4]
+    ended = answer(island.http, COMPLETIONS, prompt=PROMPT, stop_token_ids=[stop], return_token_ids=True, **drawn)
+    assert only_choice(ended)["token_ids"] == tokens_of(expected)[: tokens_of(expected).index(stop) + 1]
+
+
+def test_a_chat_may_be_as_long_as_there_is_room(island: Island, tokenizer: Tokenizer) -> None:
+    whole = answer(island.http, CHATS, messages=CHAT, **GREEDY)
+    assert whole["usage"]["total_tokens"] == 512
+    assert only_choice(whole)["finish_reason"] == "length"
+    assert answer(island.http, COMPLETIONS, prompt=PROMPT, **GREEDY)["usage"]["completion_tokens"] == 16
+
+
+def test_a_chat_that_the_template_refuses(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_checkpoint(folder, arch="llama", size="tiny")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with running_island(folder, {"gateway.http_port": 0}) as island:
+        error = refused(post(island.http, CHATS, {"messages": CHAT}), 400)
+    assert error["param"] == "messages"
+    assert error["message"] == "messages: the chat template refuses these messages: roles must alternate"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_all_pages(island: Island, stream: bool) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 480, "stream": stream, **GREEDY}
+    with (
+        stopped_with_pages(island.workers[1]),
+        httpx.Client(base_url=f"http://{island.http}", trust_env=False) as client,
+    ):
+        if stream:
+            with client.stream("POST", COMPLETIONS, json=body) as response:
+                assert "choices" in next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(COMPLETIONS, json=body, timeout=0.5)
+    while island.gateway._intake.running or any(map(held_pages, island.workers)):  # the test's timeout bounds it
+        time.sleep(0.01)
+    assert answer(island.http, COMPLETIONS, prompt=PROMPT, max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def held_pages(worker: Worker) -> int:
+    return worker.on_step_thread(lambda: worker.cache.num_pages - worker.cache.num_free_pages)
+
+
+@contextmanager
+def stopped_with_pages(worker: Worker) -> Iterator[None]:
+    """From the moment at which it holds pages its step thread stands still, until the block is left."""
+    stopped, resume, thread = threading.Event(), threading.Event(), worker._step_thread
+    assert thread is not None
+
+    def stop() -> None:
+        if not stopped.is_set() and worker.cache.num_free_pages < worker.cache.num_pages:
+            stopped.set()
+            resume.wait(30)
+
+    def watch() -> None:
+        while not stopped.is_set():
+            thread.call(stop)
+            time.sleep(0.001)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield
+        assert stopped.is_set()
+    finally:
+        stopped.set()
+        resume.set()
+        watching.join(30)

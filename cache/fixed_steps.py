@@ -36,6 +36,9 @@ class FixedSteps:
     def begin(self, batch: FixedBatch, seq_ids: tuple[int, ...], inputs: Sequence[Int64Array]) -> None:
         if len(seq_ids) > batch.size:
             raise InvalidArgument(f"seq_ids has {len(seq_ids)} sequences; the batch has room for {batch.size}")
+        shapes = [array.shape for array in inputs]
+        if shapes != [(len(seq_ids),)] * len(batch.inputs):
+            raise InvalidArgument(f"inputs has shapes {shapes}; {len(batch.inputs)} of ({len(seq_ids)},) are accepted")
         rows = self._table.rows(seq_ids)
         if self._marks.any_open(rows):
             raise InvalidArgument("seq_ids has a sequence that is being sent; a fixed batch sends nothing")

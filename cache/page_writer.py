@@ -40,7 +40,8 @@ class PageWriter(Protocol):
         ...
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
-        """The peer's pool where kernels of this process can store into it; None where they cannot.
+        """The peer's pool where kernels of this process can store into it; None where they cannot. Raises for a PE that
+        is not there.
 
         Such stores, on the current stream, are covered by fences as writes are.
         """

@@ -45,8 +45,8 @@ class PagedKVCache:
     when the next forward is begun, so that forward comes, on the device, after the one before; it is out of reach for
     pop, fork_sequence and gather_kv. Layouts with windows share no prefixes.
 
-    Calls raise InvalidArgument for an unknown sequence or a value out of range, OutOfPages when the pool and what can
-    be evicted from the prefix index do not suffice; either leaves everything as it was.
+    Calls raise InvalidArgument for an unknown sequence or a value that is not accepted, OutOfPages when the pool and
+    what can be evicted from the prefix index do not suffice; either leaves everything as it was.
     """
 
     def __init__(
@@ -203,7 +203,8 @@ class PagedKVCache:
         q is [T, num_q_heads, head_dim], k and v are [T, num_kv_heads, head_dim], not rotated, left as they are; any
         strides, but 1 in the last dimension.
         sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss).
-        Call it once for each layer, in order, under torch.inference_mode.
+        Call it once for each layer, in order, under torch.inference_mode, before a sequence of the plan is shortened or
+        removed.
         """
         group, index = self._place(plan, layer)
         of_group = self._groups[group]

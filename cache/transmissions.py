@@ -77,6 +77,7 @@ class Transmissions:
             raise InvalidArgument(f"sequence {sequence} cannot be sent: the cache was made without a writer")
         if begin != position_map.start_position:
             raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
+        self._writer.peer_pool(integer("target_pe", target_pe), 0)  # it refuses a PE that is not there
         held = [int(group.begins[row]) * self._layout.page_size for group in self._table.groups]
         self._streams.check_map(row, position_map)
-        self._marks.add(sequence, row, position_map, integer("target_pe", target_pe), held)
+        self._marks.add(sequence, row, position_map, target_pe, held)

@@ -15,6 +15,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import PositionMap, SlotRuns
 from tandem.cache.rope import RopeParameters
 from tests.cache.naive import LATENT_HEADS, cache_of, draw_inputs, layout_of, pools_of, ropes_of, run, up_projections
+from tests.cache.peer_writer import PeerWriter
 
 LAYOUT = layout_of(2)
 LATENTS = KVLayout((LayerGroup((0,), 1, 12, latent_rank=8),), 4, torch.float32)
@@ -93,6 +94,27 @@ def test_reservations_below_nothing() -> None:
         refuses(cache, lambda call=call: call(-1), "num_tokens is -1; it must be at least 0")
         refuses(cache, lambda call=call: call(9, -1), "longest_append is -1; it must be at least 0")
         refuses(cache, lambda call=call: call(9, half), r"longest_append is 2\.5; an integer is accepted")
+
+
+class WriterOfTwo(PeerWriter):
+    """As a transport whose island has two PEs."""
+
+    def peer_pool(self, pe: int, group: int) -> Tensor | None:
+        if not 0 <= pe < 2:
+            raise InvalidArgument(f"pe is {pe}; 0 … 1 are accepted")
+        return None
+
+
+def test_peers_that_are_not_there() -> None:
+    pools = [pools_of(LAYOUT, 32) for _ in range(2)]
+    cache = filled(pools=pools[0], writer=WriterOfTwo(0, pools))
+    asked = PositionMap(0, (SlotRuns.from_slots(range(9)),))
+    half: Any = 0.5
+    refuses(cache, lambda: cache.mark_send(0, 0, asked, half), r"target_pe is 0\.5; an integer is accepted")
+    for pe in (-1, 2):
+        refuses(cache, lambda pe=pe: cache.mark_send(0, 0, asked, pe), f"pe is {pe}; 0 … 1 are accepted")
+    cache.begin_forward([0], [4])
+    assert cache.sends_done(0)
 
 
 def test_maps_that_cannot_be() -> None:

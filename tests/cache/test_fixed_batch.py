@@ -147,6 +147,10 @@ def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=0)
     with pytest.raises(InvalidArgument, match="seq_ids has 3 sequences; the batch has room for 2"):
         cache.begin_fixed(batch, [0, 1, 2], [])
+    (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=1)
+    for inputs in ([], [np.zeros(1)], [np.zeros(2), np.zeros(2)]):
+        with pytest.raises(InvalidArgument, match=r"inputs has shapes .*; 1 of \(2,\) are accepted"):
+            cache.begin_fixed(batch, [0, 1], inputs)
     assert [cache.num_tokens(sequence) for sequence in range(4)] == list(LENGTHS)
 
 

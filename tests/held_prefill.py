@@ -13,8 +13,8 @@ POLL_SECONDS = 0.005
 
 @contextmanager
 def prefill_held(island: Island, requests: int) -> Iterator[None]:
-    """No prefill worker computes anything before so many requests have come to all of them together, and none ahead of
-    its reservation."""
+    """No prefill worker computes anything, ahead of a reservation neither, before so many requests have come to all of
+    them together."""
     loops = [worker._loop for worker in island.workers if isinstance(worker._loop, PrefillLoop)]
     all_there = Event()
 
@@ -26,7 +26,7 @@ def prefill_held(island: Island, requests: int) -> Iterator[None]:
 
     for loop in loops:
         loop.step = partial(held, loop.step)  # type: ignore[method-assign]
-        loop.announce = lambda *_: None  # type: ignore[method-assign]
+        loop.announce = lambda request_id, token_ids: None  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -1,8 +1,6 @@
 """What is watched, what is started again and how often: with processes that do as told."""
 
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
@@ -22,16 +20,10 @@ from tandem.cluster.restart_budget import RestartBudget
 from tandem.cluster.scaling import Shape
 from tandem.cluster.stop_signal import Stopping, StopSignal
 from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses, room_of_each
+from tests.waiting import until
 
 PATIENT = RecoverySection()
 RECOVERY = RecoverySection(unresponsive_seconds=0.3, stalled_seconds=0.5, max_restarts=2, drain_seconds=0.5)
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class TestBudget:

@@ -1,7 +1,6 @@
 """A client that goes away, wherever its request is, leaves nothing behind on either worker. Through the gRPC door."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from tests.checkpoints import save_checkpoint
 from tests.island import FakeIsland, Island, running_island
 from tests.oracle import greedy, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, tokens_of
+from tests.waiting import until
 
 PREFILL, DECODE = 0, 1
 PAGES = 24
@@ -68,12 +68,6 @@ class Scene:
             yield
         finally:
             resume.set()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """The test's own timeout bounds it."""
-    while not condition():
-        time.sleep(0.002)
 
 
 def status_of(call: grpc.Call) -> grpc.StatusCode:

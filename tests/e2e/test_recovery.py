@@ -23,6 +23,7 @@ from tandem.proto import inference_pb2
 from tests.local_processes import LocalProcesses
 from tests.oracle import random_prompt
 from tests.requests import complete, tokens_of
+from tests.waiting import until
 
 VOCABULARY = 512
 NUM_TOKENS = 400
@@ -73,13 +74,6 @@ def served(small_model: Path, processes: LocalProcesses) -> Iterator[str]:
 def case(served: str) -> Case:
     prompt = random_prompt(50, 1, VOCABULARY)
     return Case(prompt, tokens_of(complete(served, prompt, max_tokens=NUM_TOKENS, **DRAWN)))
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def info(address: str) -> inference_pb2.ClusterInfo:

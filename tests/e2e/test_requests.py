@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.checkpoints import save_checkpoint
 from tests.island import Island, running_island
 from tests.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, complete_all, text_of, tokens_of
+from tests.waiting import until
 
 PROMPT = "The cache keeps keys and values in pages."
 
@@ -285,14 +286,9 @@ def test_clients_that_wait_take_turns(folder: Path) -> None:
         assert thread is not None
         thread.call(lambda: (stopped.set(), resume.wait(30)))  # until all of them wait
         assert stopped.wait(30)
-        releaser = threading.Thread(target=lambda: (_until(lambda: island.gateway._intake.running == 7), resume.set()))
+        releaser = threading.Thread(target=lambda: (until(lambda: island.gateway._intake.running == 7), resume.set()))
         releaser.start()
         asyncio.run(crowd(island))
         releaser.join(30)
     assert order.index("little") <= 2
     assert len(order) == 7
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.002)

@@ -17,10 +17,11 @@ from tandem.cluster.errors import InvalidRequest, ScaleRefused, ServerError
 from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2
 from tandem.workers.random_checkpoint import make_checkpoint
-from tests.e2e.test_recovery import Case, disturbed, info, until
+from tests.e2e.test_recovery import Case, disturbed, info
 from tests.local_processes import LocalProcesses
 from tests.oracle import greedy, load_oracle, random_prompt
 from tests.requests import GREEDY, complete, tokens_of
+from tests.waiting import until
 
 WEIGHTS = "model.safetensors"
 OVERRIDES: dict[str, Any] = {

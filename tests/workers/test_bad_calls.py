@@ -9,14 +9,12 @@ import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.messages import prompt_to_bytes
-from tests.workers.test_service import EPOCH, PROMPT, Pair, checkpoint, code_of, running_pair
-
-__all__ = ["checkpoint"]  # the fixture
+from tests.workers.test_service import EPOCH, PROMPT, Pair, code_of, running_pair
 
 
 @pytest.fixture(scope="module")
-def pair(checkpoint: Path) -> Iterator[Pair]:
-    with running_pair(checkpoint) as pair:
+def pair(folder: Path) -> Iterator[Pair]:
+    with running_pair(folder) as pair:
         yield pair
 
 

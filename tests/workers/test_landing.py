@@ -1,7 +1,6 @@
 """Writes that are slow to land, through the service of a worker: who is told what, and when pages come back."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,9 @@ from tandem.proto import inference_pb2, inference_pb2_grpc, worker_pb2
 from tandem.transfer.fake import FakeFabric
 from tandem.workers import landing
 from tandem.workers.authentication import authorized
-from tests.checkpoints import save_checkpoint
 from tests.island import FakeIsland, running_island
 from tests.oracle import greedy, load_oracle
+from tests.waiting import until
 from tests.workers.test_service import EPOCH, GREEDY, PROMPT, Pair, Stub, code_of
 
 PREFILL, DECODE = 0, 1
@@ -43,23 +42,18 @@ class FakePair:
         return self.calls.status(stub).free_pages
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("llama", tmp_path_factory.mktemp("llama"))
-
-
 @pytest.fixture
-def pair(checkpoint: Path) -> Iterator[FakePair]:
-    with fake_pair(checkpoint) as found:
+def pair(folder: Path) -> Iterator[FakePair]:
+    with fake_pair(folder) as found:
         yield found
         found.fabric.release(DECODE)
-        wait_until(lambda: found.free_pages(found.calls.prefill) == NUM_PAGES)
+        until(lambda: found.free_pages(found.calls.prefill) == NUM_PAGES)
 
 
 @contextmanager
-def fake_pair(checkpoint: Path) -> Iterator[FakePair]:
+def fake_pair(folder: Path) -> Iterator[FakePair]:
     transports = FakeIsland()
-    with running_island(checkpoint, SETTINGS, transports) as island:
+    with running_island(folder, SETTINGS, transports) as island:
         addresses = [worker.address for worker in island.workers]
         token = island.workers[0].config.token
         with grpc.insecure_channel(addresses[0]) as one, grpc.insecure_channel(addresses[1]) as other:
@@ -67,17 +61,10 @@ def fake_pair(checkpoint: Path) -> Iterator[FakePair]:
             yield FakePair(transports.fabric, stubs, island.address)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def test_a_request_on_the_fake_fabric(pair: FakePair, checkpoint: Path) -> None:
+def test_a_request_on_the_fake_fabric(pair: FakePair, folder: Path) -> None:
     reservation = pair.calls.prepare("r")
     first = pair.remote_send("r", reservation).result().first_token
-    assert [first, *pair.calls.generate("r", reservation)] == greedy(load_oracle(checkpoint), PROMPT, 4)
+    assert [first, *pair.calls.generate("r", reservation)] == greedy(load_oracle(folder), PROMPT, 4)
 
 
 def test_a_chunk_does_not_wait_for_the_push_of_the_one_before(pair: FakePair) -> None:
@@ -85,7 +72,7 @@ def test_a_chunk_does_not_wait_for_the_push_of_the_one_before(pair: FakePair) ->
     reservation = pair.calls.prepare("r")
     sending = pair.remote_send("r", reservation)
     num_chunks = -(-len(PROMPT) // CHUNK)
-    wait_until(lambda: pair.fabric.num_in_flight(DECODE) == num_chunks * NUM_LAYERS)
+    until(lambda: pair.fabric.num_in_flight(DECODE) == num_chunks * NUM_LAYERS)
     assert not sending.done()
     assert pair.calls.status(pair.calls.prefill).running == 1
     pair.fabric.release(DECODE)
@@ -129,7 +116,7 @@ def test_a_forward_that_fails_ends_its_request_once_its_writes_are_quiet(
 def test_an_abort_is_answered_once_what_was_written_has_landed(pair: FakePair) -> None:
     pair.fabric.hold(DECODE)
     sending = pair.remote_send("r", pair.calls.prepare("r"))
-    wait_until(lambda: pair.fabric.num_in_flight(DECODE) > 0)
+    until(lambda: pair.fabric.num_in_flight(DECODE) > 0)
     request = worker_pb2.AbortRequest(request_id="r", epoch=EPOCH)
     with pytest.raises(grpc.RpcError) as caught:
         pair.calls.prefill.Abort(request, timeout=0.5)
@@ -154,7 +141,7 @@ def test_the_gateway_frees_no_page_that_may_still_be_written(pair: FakePair, mon
         list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=20))
     assert code_of(caught) == grpc.StatusCode.ABORTED
     decode = pair.calls.decode
-    wait_until(lambda: pair.calls.status(decode).draining_pages > 0)
+    until(lambda: pair.calls.status(decode).draining_pages > 0)
     assert pair.free_pages(decode) < NUM_PAGES
     pair.fabric.release(DECODE)
-    wait_until(lambda: pair.free_pages(decode) == NUM_PAGES)
+    until(lambda: pair.free_pages(decode) == NUM_PAGES)

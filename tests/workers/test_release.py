@@ -11,23 +11,17 @@ import pytest
 from tandem.transfer.fake import FakeFabric
 from tandem.workers.authentication import authorized
 from tandem.workers.worker import Worker
-from tests.checkpoints import save_checkpoint
 from tests.island import FakeIsland, running_island
 from tests.workers.test_service import Pair, Stub, code_of
 
 DECODE, NUM_PAGES = 1, 16
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("llama", tmp_path_factory.mktemp("llama"))
-
-
 @pytest.fixture
-def island(checkpoint: Path) -> Iterator[tuple[Pair, FakeFabric, Worker, Worker]]:
+def island(folder: Path) -> Iterator[tuple[Pair, FakeFabric, Worker, Worker]]:
     transports = FakeIsland()
     settings = {"cache.num_pages": NUM_PAGES, "cache.prefix_sharing": False}
-    with running_island(checkpoint, settings, transports) as running:
+    with running_island(folder, settings, transports) as running:
         prefill, decode = running.workers
         with grpc.insecure_channel(prefill.address) as one, grpc.insecure_channel(decode.address) as other:
             token = prefill.config.token

@@ -83,17 +83,12 @@ class Pair:
                 return
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("llama", tmp_path_factory.mktemp("llama"))
-
-
 @contextmanager
 def running_pair(
-    checkpoint: Path, overrides: dict[str, Any] | None = None, transports: FakeIsland | None = None
+    folder: Path, overrides: dict[str, Any] | None = None, transports: FakeIsland | None = None
 ) -> Iterator[Pair]:
     settings = {"cache.num_pages": 16, "cache.prefix_sharing": False, **(overrides or {})}
-    with running_island(checkpoint, settings, transports or create_transport) as island:
+    with running_island(folder, settings, transports or create_transport) as island:
         addresses = [worker.address for worker in island.workers]
         token = island.workers[0].config.token
         with grpc.insecure_channel(addresses[0]) as one, grpc.insecure_channel(addresses[1]) as other:
@@ -102,8 +97,8 @@ def running_pair(
 
 
 @pytest.fixture
-def pair(checkpoint: Path) -> Iterator[Pair]:
-    with running_pair(checkpoint) as pair:
+def pair(folder: Path) -> Iterator[Pair]:
+    with running_pair(folder) as pair:
         yield pair
 
 
@@ -111,10 +106,10 @@ def code_of(caught: pytest.ExceptionInfo[grpc.RpcError]) -> grpc.StatusCode:
     return caught.value.code()
 
 
-def test_one_request_without_a_gateway(pair: Pair, checkpoint: Path) -> None:
+def test_one_request_without_a_gateway(pair: Pair, folder: Path) -> None:
     reservation = pair.prepare("r")
     first = pair.send("r", reservation).first_token
-    assert [first, *pair.generate("r", reservation)] == greedy(load_oracle(checkpoint), PROMPT, 4)
+    assert [first, *pair.generate("r", reservation)] == greedy(load_oracle(folder), PROMPT, 4)
 
 
 def test_prepare_twice_is_one_reservation(pair: Pair) -> None:
@@ -161,8 +156,8 @@ def test_a_cancelled_reservation_is_taken_back_from_its_writer(pair: Pair) -> No
     assert pair.status(pair.prefill).counters.recalled == pair.status(pair.decode).counters.recalled == 1
 
 
-def test_a_reservation_that_nobody_starts_expires(checkpoint: Path) -> None:
-    with running_pair(checkpoint, {"island.lease_seconds": 0.05}) as pair:
+def test_a_reservation_that_nobody_starts_expires(folder: Path) -> None:
+    with running_pair(folder, {"island.lease_seconds": 0.05}) as pair:
         reservation = pair.prepare("r")
         pair.wait_until_free()
         assert pair.status(pair.decode).counters.expired_leases == 1
@@ -173,7 +168,7 @@ def test_a_reservation_that_nobody_starts_expires(checkpoint: Path) -> None:
 
 
 def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transports = FakeIsland()
     passed, gone = [0.0], threading.Event()
@@ -189,7 +184,7 @@ def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(
     monkeypatch.setattr(worker, "PrefillLoop", partial(PrefillLoop, clock=lambda: time.monotonic() + passed[0]))
     lease = 100.0  # so that it is over when the test says so, and no sooner
     settings = {"island.lease_seconds": lease, "scheduler.max_batch_tokens": 8}
-    with running_pair(checkpoint, settings, transports) as pair:
+    with running_pair(folder, settings, transports) as pair:
         second_chunk = transports.fabric.pause_next("write_tokens", 1, skip=2)  # one for each of two layers
         third_chunk = transports.fabric.pause_next("write_tokens", 1, skip=1)
         reservation = pair.prepare("r")
@@ -240,14 +235,14 @@ def test_a_reader_that_goes_away_ends_the_request(pair: Pair) -> None:
     pair.wait_until_free()
 
 
-def test_more_tokens_than_were_reserved_are_refused(pair: Pair, checkpoint: Path) -> None:
+def test_more_tokens_than_were_reserved_are_refused(pair: Pair, folder: Path) -> None:
     """They would take pages that others count on; the reservation can still be used."""
     reservation = pair.prepare("r", max_tokens=3)
     first = pair.send("r", reservation).first_token
     with pytest.raises(grpc.RpcError, match=r"sampling\.max_tokens is 4; pages are reserved for 3") as caught:
         pair.generate("r", reservation)
     assert code_of(caught) == grpc.StatusCode.INVALID_ARGUMENT
-    assert [first, *pair.generate("r", reservation, 3)] == greedy(load_oracle(checkpoint), PROMPT, 3)
+    assert [first, *pair.generate("r", reservation, 3)] == greedy(load_oracle(folder), PROMPT, 3)
 
 
 def test_calls_of_another_epoch_are_refused(pair: Pair) -> None:

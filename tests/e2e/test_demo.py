@@ -1,0 +1,51 @@
+"""What `make demo` shows. Its cluster is an island in this process; those of processes are tested elsewhere."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster import demo
+from tandem.cluster.config import ClusterConfig
+from tests.island import Island, running_island
+
+
+class IslandAsCluster:
+    def __init__(self, config: ClusterConfig) -> None:
+        self._island: AbstractContextManager[Island] = running_island(Path(str(config.model.path)))
+
+    def start(self) -> str:
+        return self._island.__enter__().address
+
+    def stop(self) -> None:
+        self._island.__exit__(None, None, None)
+
+
+@pytest.fixture(params=[[], ["left"]], ids=["clean", "left"])
+def left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is in /dev/shm when the demo looks again; tests beside this one use it, too."""
+    looks, names = iter([["before"], ["before", *request.param]]), os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path=".": next(looks) if path == "/dev/shm" else names(path))
+    yield request.param
+    assert next(looks, None) is None
+
+
+def test_a_row_for_each_prompt(
+    left: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "Cluster", IslandAsCluster)
+    monkeypatch.setenv("COLUMNS", "140")
+    assert demo.main() == len(left)
+    printed = capsys.readouterr().out
+    for text in demo.PROMPTS:
+        cells = next(line for line in printed.splitlines() if line.startswith(f"│ {text[:20]}")).strip("│").split("│")
+        _, prompt, output, first, each, pushed, pages = (cell.strip() for cell in cells)
+        assert output == "48"
+        assert first.endswith(" ms")
+        assert each.endswith(" ms")
+        assert int(pages) == -(-(int(prompt) + 47) // 8)
+        assert int(pushed.removesuffix(" KiB")) > 0
+    assert "6 requests, 288 tokens in " in printed
+    assert ("left in /dev/shm: ['left']" if left else "stopped; /dev/shm is as it was") in printed

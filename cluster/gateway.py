@@ -139,21 +139,35 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             max_attempts=settings.max_attempts,
             request_seconds=settings.request_seconds,
         )
-        limit = settings.max_message_bytes
+        self._admin = Admin()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
+        self._server = self._grpc_server()
+        self._http = self._http_door()
+        address = self._open()
+        self._doors = Doors(address, None if self._http is None else await self._http.start())
+        await self._server.start()
+        for service in ("", *SERVICES):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        return self._doors
+
+    def _grpc_server(self) -> grpc.aio.Server:
+        """With its services, without a port."""
+        limit, token = self._settings.max_message_bytes, self._settings.security.token()
         options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
-        token, credentials = settings.security.token(), settings.security.credentials()
-        self._server = grpc.aio.server(
+        server = grpc.aio.server(
             options=[*options, ("grpc.so_reuseport", 0)],  # else a second gateway could share a port that is in use
             interceptors=[*([] if token is None else [TokenRequired(token)]), WellFormedRequired()],
-            maximum_concurrent_rpcs=settings.max_calls,
+            maximum_concurrent_rpcs=self._settings.max_calls,
         )
-        inference_pb2_grpc.add_InferenceServicer_to_server(self, self._server)
-        self._http = self._http_door()
-        self._admin = Admin()
-        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._server)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
+        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        return server
+
+    def _open(self) -> str:
+        """Opens the gRPC port; HOST:PORT."""
+        settings, credentials = self._settings, self._settings.security.credentials()
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address = f"{host}:{settings.port}"
         try:
@@ -167,11 +181,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
                 f"gateway.port {settings.port} on {settings.host} cannot be opened; "
                 "choose a free one, or 0 for any free one"
             ) from error
-        self._doors = Doors(f"{host}:{port}", None if self._http is None else await self._http.start())
-        await self._server.start()
-        for service in ("", *SERVICES):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        return self._doors
+        return f"{host}:{port}"
 
     def _http_door(self) -> "HttpDoor | None":
         settings = self._settings

@@ -4,7 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
 
+from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import CallError, Overloaded, Unauthenticated
 from tandem.cluster.http_answers import ChatAnswer, CompletionAnswer
 from tandem.cluster.http_bodies import ChatBody, CompletionBody
@@ -88,8 +90,8 @@ class HttpApp:
 
     def _route(self, scope: Scope) -> Route:
         path, method = scope["path"], scope["method"]
-        if path != HEALTH and self._token is not None and not self._token.admits(header(scope, HEADER)):
-            raise Unauthenticated("a valid bearer token is needed")
+        if path != HEALTH:
+            self._check_caller(scope)
         if path not in self._routes:
             raise HttpError(404, f"{path!r:.80} is not served; {', '.join(self._routes)} are")
         methods, route = self._routes[path]
@@ -101,6 +103,16 @@ class HttpApp:
             raise Overloaded(reason, RETRY_SECONDS)
         return route
 
+    def _check_caller(self, scope: Scope) -> None:
+        """Without a token the door is this machine's: a browser that a foreign name has led here may not ask."""
+        if self._token is not None and not self._token.admits(header(scope, HEADER)):
+            raise Unauthenticated("a valid bearer token is needed")
+        foreign = [host for host in header(scope, "host") if not _is_local(host)]
+        if self._token is None and foreign:
+            raise HttpError(
+                421, f"host is {foreign[0]!r:.80}; without a token localhost, 127.0.0.1 and [::1] are served"
+            )
+
     async def _health(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         await reply.whole(200, {"status": "ok"})
 
@@ -109,3 +121,11 @@ class HttpApp:
 
     async def _one_model(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         await reply.whole(200, self._model)
+
+
+def _is_local(host: str) -> bool:
+    """host: as in a request's header, with a port or without."""
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False

@@ -6,6 +6,7 @@ What supervises them, and what runs in them, is what runs under Ray.
 import atexit
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from tandem.cluster.actor_server import pack
@@ -25,12 +26,20 @@ def fork_server() -> ForkServer:
     return server
 
 
+def started_at(pid: int) -> str:
+    """When that process was started, in ticks of this machine's clock; empty when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
 class LocalProcesses(Processes):
     """`pids` has every process that was started and was not seen to end, by its actor's name."""
 
     def __init__(self) -> None:
         self._actors: dict[str, ForkedActor] = {}
-        self.started_pids: list[int] = []
+        self.started: list[tuple[int, str]] = []  # pid and started_at(), for a long storm uses pids again
 
     @property
     def pids(self) -> dict[str, int]:
@@ -48,7 +57,7 @@ class LocalProcesses(Processes):
         for spec in specs:
             actor = fork_server().fork(spec.name, pack((spec.kind, spec.argument)), FORK_SECONDS)
             self._actors[spec.name] = actor
-            self.started_pids.append(actor.pid)
+            self.started.append((actor.pid, started_at(actor.pid)))
             members.append(actor)
         return members
 

@@ -24,6 +24,7 @@ from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2
 from tandem.workers.tokenizer import Tokenizer
 from tests.chaos.bad_network import BadlyConnectedProcesses, BadNetwork
+from tests.local_processes import started_at
 from tests.oracle import greedy, load_oracle, random_prompt
 
 VOCABULARY = 512
@@ -280,7 +281,8 @@ class Storm:
         return "\n".join(str(worker) for island in info.islands for worker in island.workers if _is_busy(worker))
 
     def _check_gone(self) -> None:
-        left = [pid for pid in self.processes.started_pids if os.path.exists(f"/proc/{pid}/fd/0")]
+        running = [pid for pid, start in self.processes.started if start and started_at(pid) == start]
+        left = [pid for pid in running if os.path.exists(f"/proc/{pid}/fd/0")]  # what has only to be reaped is gone
         assert not left, f"processes left: {left}"
 
 

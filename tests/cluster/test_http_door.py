@@ -107,6 +107,15 @@ class TestCalls:
     def test_unknown_routes(self, quiet: Door, path: str) -> None:
         assert "/v1/chat/completions" in refused(get(quiet.http, path), 404)["message"]
 
+    @pytest.mark.parametrize("host", ["tandem.example", "127.0.0.1.example:80", "[::1", "0x7f000001"])
+    def test_names_of_others(self, quiet: Door, host: str) -> None:
+        assert "localhost" in refused(get(quiet.http, "/v1/models", headers={"host": host}), 421)["message"]
+        assert get(quiet.http, "/health", headers={"host": host}).status_code == 200
+
+    @pytest.mark.parametrize("host", ["localhost", "LocalHost:8000", "127.0.0.1:1", "[::1]:8000"])
+    def test_names_of_this_machine(self, quiet: Door, host: str) -> None:
+        assert get(quiet.http, "/v1/models", headers={"host": host}).status_code == 200
+
     @pytest.mark.parametrize(("method", "path"), [("GET", COMPLETIONS), ("DELETE", CHATS), ("POST", "/health")])
     def test_wrong_methods(self, quiet: Door, method: str, path: str) -> None:
         response = httpx.request(method, f"http://{quiet.http}{path}", trust_env=False)
@@ -171,7 +180,7 @@ class TestCalls:
         monkeypatch.setattr("tandem.cluster.http_generation.BODY_SECONDS", 0.05)
         host, _, port = quiet.http.rpartition(":")
         with socket.create_connection((host, int(port)), 10) as connection:
-            head = (f"POST {CHATS} HTTP/1.1", "host: x", "content-type: application/json", "content-length: 9", "", "")
+            head = (f"POST {CHATS} HTTP/1.1", "host: localhost", "content-type: application/json", "content-length: 9", "", "")
             connection.sendall("\r\n".join(head).encode())
             assert connection.recv(100).startswith(b"HTTP/1.1 408")
 

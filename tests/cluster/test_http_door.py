@@ -180,7 +180,8 @@ class TestCalls:
         monkeypatch.setattr("tandem.cluster.http_generation.BODY_SECONDS", 0.05)
         host, _, port = quiet.http.rpartition(":")
         with socket.create_connection((host, int(port)), 10) as connection:
-            head = (f"POST {CHATS} HTTP/1.1", "host: localhost", "content-type: application/json", "content-length: 9", "", "")
+            headers = ("host: localhost", "content-type: application/json", "content-length: 9")
+            head = (f"POST {CHATS} HTTP/1.1", *headers, "", "")
             connection.sendall("\r\n".join(head).encode())
             assert connection.recv(100).startswith(b"HTTP/1.1 408")
 

@@ -13,13 +13,12 @@ from tandem.cluster.http_bodies import ChatBody, CompletionBody
 from tandem.cluster.http_errors import HttpError
 from tandem.cluster.http_generation import ClientGone, GenerationRoute, header
 from tandem.cluster.http_reply import Receive, Reply, Scope, Send
-from tandem.cluster.intake import Intake
+from tandem.cluster.intake import RETRY_SECONDS, Intake
 from tandem.workers.authentication import HEADER, BearerToken
 from tandem.workers.tokenizer import Tokenizer
 
 HEALTH = "/health"
 """Load balancers ask for it without a token; it says nothing but that the gateway serves."""
-RETRY_SECONDS = 1.0
 
 Route = Callable[[Scope, Receive, Reply], Awaitable[None]]
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from tandem.proto import inference_pb2
 from tandem.workers.tokenizer import Tokenizer
 
 LONG_TEXT = 4096  # characters; shorter ones take less than a thread does
-RETRY_SECONDS = 1.0  # what is advised when a worker, and not the queue, is full
+RETRY_SECONDS = 1.0  # what is advised when a worker or a door, and not the queue, is full
 
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 

@@ -26,9 +26,8 @@ log = logging.getLogger(__name__)
 LANDING_POLL_SECONDS = 0.0003
 IDLE_POLL_SECONDS = 0.00003  # of a landing where a device computes, and leaves this thread a core of its own
 STEP_POLL_SECONDS = 0.0001
-DELIVERY_SECONDS = (
-    0.00001  # while a step computes, so that the event loop has the interpreter for the last one's tokens
-)
+# While a step computes, so that the event loop has the interpreter for the last one's tokens.
+DELIVERY_SECONDS = 0.00001
 
 
 class DecodeLoop:

@@ -139,7 +139,14 @@ def _read_chat_template(folder: Path) -> ChatTemplate | None:
         return None
     if not isinstance(source, str):
         raise InvalidTokenizer(f"{fields.source}: chat_template is a {type(source).__name__}; it must be a string")
-    return ChatTemplate(source, _special_tokens(fields))
+    return ChatTemplate(source, _special_tokens(fields) | _older_special_tokens(folder, fields))
+
+
+def _older_special_tokens(folder: Path, fields: Fields) -> dict[str, str]:
+    """Those of special_tokens_map.json, which go before fields of a tokenizer_config.json from the time when added
+    tokens were not in it."""
+    path = folder / "special_tokens_map.json"
+    return {} if "added_tokens_decoder" in fields or not path.exists() else _special_tokens(Fields.from_file(path))
 
 
 def _special_tokens(fields: Fields) -> dict[str, str]:

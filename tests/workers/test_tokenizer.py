@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -146,6 +147,21 @@ def test_template_renders_as_in_transformers(folder: Path, tmp_path: Path) -> No
         MESSAGES, add_generation_prompt=True, tokenize=False
     )
     assert EOS in expected
+    assert load(tmp_path).encode_chat(MESSAGES) == load(folder).encode(expected, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("newer", [{}, {"added_tokens_decoder": {}}])
+def test_special_tokens_of_an_older_checkpoint(folder: Path, tmp_path: Path, newer: dict[str, Any]) -> None:
+    """They stand in a file of their own, which later ones have for still older readers."""
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "not this", "chat_template": TEMPLATE, **newer}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    tokens = {"eos_token": {"content": EOS, "lstrip": False}, "unk_token": EOS}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        MESSAGES, add_generation_prompt=True, tokenize=False
+    )
+    assert (EOS * 2 in expected) == (not newer)
     assert load(tmp_path).encode_chat(MESSAGES) == load(folder).encode(expected, add_special_tokens=False)
 
 

@@ -41,6 +41,7 @@ def byte_fallback() -> Tokenizer:
     inner = Inner(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     inner.decoder = decoders.Sequence(steps)
+    inner.add_special_tokens(["<s>"])
     return Tokenizer(inner, None)
 
 
@@ -82,6 +83,36 @@ def test_any_text_in_any_pieces(folder: Path, text: str, data: st.DataObject) ->
     assert "".join(stream_text(tokenizer, pieces, skip_special_tokens=False)) == tokenizer.decode(
         ids, skip_special_tokens=False
     )
+
+
+@pytest.mark.parametrize("kind", ["bytes", "fallback"])
+@given(text=st.text(max_size=40), data=st.data())
+def test_skipped_tokens_and_large_pieces_change_nothing(
+    folder: Path, kind: str, text: str, data: st.DataObject
+) -> None:
+    """Where a gateway is slow many tokens come at once, and may end within a character."""
+    tokenizer = load(folder) if kind == "bytes" else byte_fallback()
+    skipped, *_ = tokenizer.special_ids
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for _ in range(data.draw(st.integers(0, 2))):
+        place = data.draw(st.integers(0, len(ids)))
+        ids[place:place] = [skipped] * data.draw(st.sampled_from([1, HELD_TOKENS - 1, HELD_TOKENS]))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)), max_size=3)))
+    pieces = [ids[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    assert "".join(stream_text(tokenizer, pieces)) == tokenizer.decode(ids)
+
+
+def test_a_large_piece_may_end_within_a_character() -> None:
+    """Which a decoder of single bytes takes for bad, with all bytes before it."""
+    tokenizer = byte_fallback()
+    ids = tokenizer.encode("日" * HELD_TOKENS)
+    assert stream_text(tokenizer, [ids[:-1], ids[-1:]]) == ["日" * (HELD_TOKENS - 1), "日", ""]
+
+
+def test_what_a_large_piece_leaves_incomplete_is_flushed(folder: Path) -> None:
+    tokenizer = load(folder)
+    ids = tokenizer.encode("a" * HELD_TOKENS + "🦢", add_special_tokens=False)[:-1]
+    assert "".join(stream_text(tokenizer, [ids])) == tokenizer.decode(ids)
 
 
 @given(st.text(alphabet="ab日🦢 ", min_size=1, max_size=20))

@@ -112,8 +112,9 @@ class Growth:
         if rows.size == 0 or appends.shape != rows.shape:
             raise InvalidArgument(f"append_lengths has shape {appends.shape}; it must be [B], B = {rows.size} ≥ 1")
         each_one = not np.count_nonzero(appends != 1)
-        if not each_one and int(appends.min()) < 1:
-            raise InvalidArgument(f"append_lengths has {int(appends.min())}; lengths must be at least 1")
+        for length in () if each_one else (int(appends.min()), int(appends.max())):  # sums of larger ones overflow
+            if not 1 <= length <= self._max_length:
+                raise InvalidArgument(f"append_lengths has {length}; 1 … {self._max_length} are accepted")
         if len(self._receptions) and self._table.receiving[rows].any():
             self._receptions.check_settled_rows(rows)
         return each_one

@@ -103,8 +103,8 @@ class SequenceTable:
 
     @property
     def num_changes(self) -> int:
-        """That of all groups; see GroupTable."""
-        return sum(group.num_changes for group in self.groups)
+        """That of all groups, see GroupTable, and slides."""
+        return sum(group.num_changes for group in self.groups) + self.streams.num_slides
 
     def row(self, sequence: int) -> int:
         try:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.window import Int64Array
-from tandem.workers.layer_progress import LayerProgress
 from tandem.workers.lease import Clock, Lease
 from tandem.workers.model_runner import ModelRunner
 
@@ -21,7 +20,7 @@ class Head:
     """A prompt without a place to land, of which cached_tokens were found in the prefix index.
 
     computed: positions whose KV is in the cache once its forward is done, 0 before it is launched. logits: [1, vocab],
-    behind the last token, where that forward reaches so far. progress: of that forward, where it goes on by itself.
+    behind the last token, where that forward reaches so far.
     """
 
     request_id: str
@@ -31,7 +30,6 @@ class Head:
     cached_tokens: int = 0
     computed: int = 0
     logits: Tensor | None = None
-    progress: LayerProgress | None = None
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -116,9 +114,8 @@ class HeadStart:
         tokens = head.token_ids[head.cached_tokens : end]
         plan = cache.begin_forward([head.sequence_id], [len(tokens)], [whole])
         last_rows = np.array([len(tokens) - 1] if end == whole else [], np.int64)
-        progress = self._runner.progress()
-        logits = self._runner.forward(tokens, plan, last_rows, progress)
+        logits = self._runner.forward(tokens, plan, last_rows)
         cache.end_forward(plan)
-        head.computed, head.progress = end, progress
+        head.computed = end
         if end == whole:
             head.logits = logits

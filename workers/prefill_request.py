@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.cache.position_map import PositionMap
 from tandem.cache.window import Int64Array
+from tandem.workers.first_token import FirstToken
 from tandem.workers.head_start import Head
 from tandem.workers.lease import Lease
 from tandem.workers.reservation import Reservation
@@ -37,7 +38,7 @@ class PrefillRequest:
     """computed counts positions whose KV is in the cache here, or will be once the forwards launched so far are done.
 
     marked: the cache knows where it goes. logits: [1, vocab], where all was launched before the reservation came.
-    sampled is the time of the first token; that and logprobs are there from then on.
+    sampled is the time of the first token, which is in drawn from then on.
     """
 
     request_id: str
@@ -57,8 +58,7 @@ class PrefillRequest:
     sampled: float = 0.0
     push_seconds: float = 0.0
     bytes_pushed: int = 0
-    first_token: int = -1
-    logprobs: TokenLogprobs | None = None
+    drawn: "Future[FirstToken]" = field(default_factory=Future)
 
     @property
     def num_tokens(self) -> int:
@@ -72,15 +72,15 @@ class PrefillRequest:
     def take_over(self, head: Head) -> None:
         """Goes on from a prompt that is begun."""
         self.sequence_id, self.logits = head.sequence_id, head.logits
-        self.computed, self.cached_tokens = head.computed, head.cached_tokens
+        self.computed, self.cached_tokens, self.drawn = head.computed, head.cached_tokens, head.drawn
         self.arrived = self.started = head.started
 
     def landed(self) -> PrefillResult:
         """The result, now that all KV has landed."""
-        now = time.perf_counter()
+        now, first = time.perf_counter(), self.drawn.result(0)
         return PrefillResult(
-            first_token=self.first_token,
-            logprobs=self.logprobs,
+            first_token=first.token_id,
+            logprobs=first.logprobs,
             cached_tokens=self.cached_tokens,
             queue_seconds=self.started - self.arrived,
             prefill_seconds=now - self.started,

@@ -1,6 +1,8 @@
 """How the KV of prompts goes to its receiver: page to page where one is alone, with its forwards where it is not."""
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, PropertyMock
 
 import numpy as np
 import pytest
@@ -80,3 +82,17 @@ def test_who_is_no_longer_alone_is_sent_with_the_forwards(pair: LoopPair, folder
     assert sent_before.positions == [CHUNK, 2 * CHUNK, 3 * CHUNK]
     assert pair.tokens_written == 2 * CHUNK
     assert positions_sent(pair) == 4 * CHUNK - 5
+
+
+def test_seconds_of_calls_that_write_are_shared_out_by_bytes(pair: LoopPair) -> None:
+    meter: Any = MagicMock()
+    type(meter).seconds = PropertyMock(side_effect=lambda: float(pair.bytes_written))
+    pair.prefill._forwards._meter = meter
+    prompts = {"long": random_prompt(3 * CHUNK - 5, 0), "short": random_prompt(CHUNK - 2, 1)}
+    for name, prompt in prompts.items():
+        submit(pair, name, prompt)
+    requests = list(pair.prefill._by_id.values())
+    pair.run_prefill()
+    for request in requests:
+        assert request.bytes_pushed == request.num_tokens * pair.transports[PREFILL].layout.token_bytes
+        assert request.push_seconds == pytest.approx(request.bytes_pushed)

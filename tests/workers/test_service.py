@@ -211,8 +211,8 @@ def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(
     lease = 100.0  # so that it is over when the test says so, and no sooner
     settings = {"island.lease_seconds": lease, "scheduler.max_batch_tokens": 8}
     with running_pair(folder, settings, transports) as pair:
-        second_chunk = transports.fabric.pause_next("write_tokens", 1, skip=2)  # one for each of two layers
-        third_chunk = transports.fabric.pause_next("write_tokens", 1, skip=1)
+        second_chunk = transports.fabric.pause_next("write_slots", 1, skip=1)
+        third_chunk = transports.fabric.pause_next("write_slots", 1)
         reservation = pair.prepare("r")
         reader = pair.start("r", reservation)  # keeps the receiver from taking it back
         call = pair.sending("r", reservation)

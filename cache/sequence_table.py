@@ -15,7 +15,10 @@ from tandem.cache.window import Int64Array
 
 def ids_of(seq_ids: Sequence[int] | Int64Array) -> tuple[int, ...]:
     """What a caller knows sequences by, as SequenceTable takes it."""
-    return tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
+    try:
+        return tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
+    except TypeError:
+        raise InvalidArgument(f"seq_ids is {seq_ids!r}; a row of sequences is accepted") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,10 +30,14 @@ class Standing:
     cuts: Int64Array
     num_cuts: int
 
-    def check(self, table: "SequenceTable") -> None:
-        """InvalidArgument unless this is of `table`, and no position of the rows has been taken back since."""
+    def check_owner(self, table: "SequenceTable") -> None:
+        """InvalidArgument unless this is of `table`."""
         if table is not self.table:
             raise InvalidArgument("plan is of another cache; begin_forward of this one makes plans")
+
+    def check(self, table: "SequenceTable") -> None:
+        """InvalidArgument unless this is of `table`, and no position of the rows has been taken back since."""
+        self.check_owner(table)
         if table.num_cuts != self.num_cuts and (table.cuts[self.rows] != self.cuts).any():
             raise InvalidArgument("plan has a sequence that was shortened or removed since; begin_forward plans anew")
 
@@ -41,7 +48,8 @@ class SequenceTable:
     lengths: positions stored, which are those appended except in a stream: a sequence with a sliding window, of which
     `streams` knows what was evicted. reserved_places: those that a reservation reaches to. receiving: a remote writer
     fills the last positions. unclean: what stands past the end in the last page was not cleared, see Receptions.
-    cuts: how often positions of a row were taken back. groups: the pages, per layer group.
+    cuts: how often positions of a row were taken back. shortened: whether they were since it last grew: only then its
+    last page, partly used, may be another's too, for else what is shared is full pages. groups: pages, per layer group.
     """
 
     def __init__(self, num_groups: int, max_sequences: int, max_length: int, page_size: int) -> None:
@@ -51,6 +59,7 @@ class SequenceTable:
         self.receiving = np.zeros(max_sequences, np.bool_)
         self.unclean = np.zeros(max_sequences, np.bool_)
         self.cuts = np.zeros(max_sequences, np.int64)
+        self.shortened = np.zeros(max_sequences, np.bool_)
         self.num_cuts = 0  # of all rows
         self.streams = StreamTable(max_sequences, page_size)
         self.groups = tuple(GroupTable(max_sequences, -(-max_length // page_size)) for _ in range(num_groups))
@@ -65,6 +74,11 @@ class SequenceTable:
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._rows
 
+    @property
+    def has_vacancy(self) -> bool:
+        """Whether add() has a row for one more."""
+        return len(self._vacant) > 0
+
     def sequences(self) -> list[int]:
         return list(self._rows)
 
@@ -77,7 +91,7 @@ class SequenceTable:
         row = self._vacant.pop()
         self._rows[sequence] = row
         self.lengths[row] = self.reserved_places[row] = 0
-        self.receiving[row] = self.unclean[row] = False
+        self.receiving[row] = self.unclean[row] = self.shortened[row] = False
         for group in self.groups:
             group.reset(row)
         return row
@@ -92,12 +106,8 @@ class SequenceTable:
     def count_cut(self, row: int) -> None:
         """Positions of a row are taken back: forwards planned before cannot be computed any more."""
         self.cuts[row] += 1
+        self.shortened[row] = True
         self.num_cuts += 1
-
-    @property
-    def num_changes(self) -> int:
-        """That of all groups; see GroupTable."""
-        return sum(group.num_changes for group in self.groups)
 
     def row(self, sequence: int) -> int:
         try:
@@ -122,8 +132,8 @@ class SequenceTable:
     def _look_up(self, keys: tuple[int, ...]) -> Int64Array:
         try:
             rows = [self._rows[sequence] for sequence in keys]
-        except KeyError as error:
-            raise InvalidArgument(f"sequence {error.args[0]} is not there; add_sequence makes one") from None
+        except (KeyError, TypeError):
+            rows = [self.row(sequence) for sequence in keys]  # says which is not there
         if len(set(rows)) != len(rows):
             raise InvalidArgument(f"sequences {list(keys)} are not distinct; one may stand once in a forward")
         return np.array(rows, np.int64)

@@ -18,6 +18,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": ("dynamic", {"factor": 2.5}),
     "llama3": ("llama3", LLAMA3),
     "yarn": ("yarn", YARN),
+    "yarn, a little": ("yarn", {**YARN, "factor": 1.5}),
+    "yarn, by less than 1": ("yarn", {**YARN, "factor": 0.5}),
     "yarn attention factor": ("yarn", {**YARN, "attention_factor": 1.7}),
     "yarn betas": ("yarn", {**YARN, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False}),
     "yarn mscale": ("yarn", {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}),
@@ -159,7 +161,11 @@ def test_the_rotation_has_the_dtype_of_q_and_k() -> None:
         ({"rope_type": "dynamic"}, "max_position_embeddings is None"),
         ({"rope_type": "yarn"}, "original_max_position_embeddings is None"),
         ({"rope_type": "longrope", "original_max_position_embeddings": 8}, r"short_factor is \(\); .* needs 4 numbers"),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 1}, "original_max_position_embeddings is 1;"),
         ({"rope_type": "llama3", "original_max_position_embeddings": 8}, "low_freq_factor is None"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 8, "theta": 1.0}, r"theta is 1\.0; .* than 1"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 8, "attention_factor": 0.0}, "^attention_factor is"),
+        ({"theta": "1"}, "theta is '1'; a number"),
     ],
 )
 def test_bad_parameters_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -7,9 +7,11 @@ import numpy as np
 
 from tandem.cache.group_table import GroupTable
 from tandem.cache.kernels.native_build import load_library
-from tandem.cache.plan import PageTables, TokenLayout, look_up_pages
+from tandem.cache.plan import PageTables, TokenLayout, look_up_pages, slots_in
 from tandem.cache.position_map import Int32Array
+from tandem.cache.ragged import indptr_of
 from tandem.cache.shared_prefixes import SharedPrefixes
+from tandem.cache.stream_table import StreamTable
 from tandem.cache.window import Int64Array
 
 SOURCE = Path(__file__).parent / "kernels" / "page_tables.c"
@@ -38,6 +40,9 @@ class PageLookUp:
         self._native = library.look_up
         self._native.argtypes = (POINTER, INT32, *(POINTER,) * 9, INT64)
         self._native.restype = INT64
+        self._native_slots = library.stream_slots
+        self._native_slots.argtypes = (POINTER, INT32, *(POINTER,) * 5)
+        self._native_slots.restype = None
         self._num_pages = 0  # of the last look-up
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
@@ -46,6 +51,20 @@ class PageLookUp:
             return self._look_up_natively(rows, tokens, shared)
         begins = None if self._window is None else self._table.begins[rows]
         return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins, shared)
+
+    def stream_slots(
+        self, rows: Int64Array, lengths: Int64Array, streams: StreamTable
+    ) -> tuple[Int32Array, Int32Array]:
+        """bounds int32 [N + 1] and slots int32: slots[bounds[i] : bounds[i + 1]] are those of all that rows[i] (int64
+        [N], of `streams`) stores, in order; at least one. lengths: int64 [max_sequences]."""
+        bounds = indptr_of(lengths[rows] - streams.holes[rows])
+        if self._native is None:
+            indices = streams.in_use(rows, lengths[rows])
+            return bounds, slots_in(self._table.pages, rows.repeat(np.diff(bounds)), indices, self._page_size)
+        slots = np.empty(int(bounds[-1]), np.int32)
+        arrays = rows, lengths, streams.sinks, streams.holes, slots
+        self._native_slots(self._native_address, rows.size, *map(_address, arrays))
+        return bounds, slots
 
     def _look_up_natively(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None) -> PageTables:
         num_tokens, count = tokens.positions.size, rows.size

@@ -37,3 +37,24 @@ int64_t look_up(const Table *table, int32_t n, const int64_t *rows, const int32_
     kv_indptr[n] = total;
     return total;
 }
+
+static int32_t *put_slots(const int32_t *pages, int32_t size, int64_t begin, int64_t end, int32_t *slots) {
+    while (begin < end) {
+        const int64_t first = begin / size * size, page_end = first + size < end ? first + size : end;
+        const int32_t slot = pages[first / size] * size;
+        for (; begin < page_end; begin++) *slots++ = slot + (int32_t)(begin - first);
+    }
+    return slots;
+}
+
+/* The slots of all indices that rows [n] use, which are streams: those before the row's sinks, and from behind its hole
+ * on. lengths, sinks, holes: [max_sequences]. */
+void stream_slots(const Table *table, int32_t n, const int64_t *rows, const int64_t *lengths, const int64_t *sinks,
+                  const int64_t *holes, int32_t *slots) {
+    for (int32_t i = 0; i < n; i++) {
+        const int64_t row = rows[i], length = lengths[row], sink = sinks[row] < length ? sinks[row] : length;
+        const int32_t *const pages = table->pages + row * table->max_pages;
+        slots = put_slots(pages, table->page_size, 0, sink, slots);
+        slots = put_slots(pages, table->page_size, sink + holes[row], length, slots);
+    }
+}

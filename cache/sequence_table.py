@@ -74,6 +74,11 @@ class SequenceTable:
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._rows
 
+    @property
+    def has_vacancy(self) -> bool:
+        """Whether add() has a row for one more."""
+        return len(self._vacant) > 0
+
     def sequences(self) -> list[int]:
         return list(self._rows)
 

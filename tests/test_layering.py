@@ -26,6 +26,7 @@ HOMES = {
         "cluster/client_messages.py",
         "cluster/gateway.py",
         "cluster/generation.py",
+        "cluster/grpc_door.py",
         "cluster/intake.py",
         "cluster/resumption.py",
         "cluster/router.py",

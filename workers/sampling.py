@@ -144,7 +144,8 @@ def _sort(values: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, draws: Tensor) -> Tensor:
-    """The first index at which the running sum of a row exceeds draws · total, [n]. Weight 0 is never drawn.
+    """The first index at which the running sum of a row exceeds draws · total, [n]. Weight 0 is never drawn, where
+    all are finite.
 
     In the order of token ids, not of probability: rounding that swaps near-equals then does not change a draw.
     """
@@ -152,7 +153,8 @@ def _invert(weights: Tensor, draws: Tensor) -> Tensor:
     index = torch.searchsorted(sums, draws * sums[:, -1:], right=True)
     # draws · total may round up to the total itself: then the last index that carries weight
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    return torch.minimum(index, last).squeeze(1)
+    # Of a row that is not finite both are behind its end: such a token would fail the whole batch's next forward.
+    return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1).squeeze(1)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, num_logprobs: NDArray[np.int64]) -> Logprobs | None:

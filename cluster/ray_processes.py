@@ -61,8 +61,11 @@ class RayProcesses(Processes):
         """HOST:PORT by which others can join this Ray; after start()."""
         return ray.get_runtime_context().gcs_address
 
+    def check_room(self, processes: int, *, gpus: int) -> None:
+        _check_there([_share(gpus)] * processes)
+
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "RayGroup":
-        share: dict[str, float] = {"CPU": CPU_SHARE, "GPU": gpus} if gpus else {"CPU": CPU_SHARE}
+        share = _share(gpus)
         with self._placing:  # islands that start at once must not count on the same room
             (whole,) = _place([[share] * len(specs)])
             host = _host_of(whole)
@@ -261,16 +264,26 @@ def _sigterm_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, kept)
 
 
-def _place(wanted: Sequence[Sequence[dict[str, float]]]) -> list[PlacementGroup]:
-    """A placement group for each list of bundles, or StartFailed and none."""
-    bundles = [bundle for group in wanted for bundle in group]
-    needed = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
+def _share(gpus: int) -> dict[str, float]:
+    """What one process has set aside."""
+    return {"CPU": CPU_SHARE, "GPU": gpus} if gpus else {"CPU": CPU_SHARE}
+
+
+def _check_there(bundles: Sequence[dict[str, float]]) -> str:
+    """What they need, in words; StartFailed where Ray does not have it, free or not."""
+    needed = {name: round(sum(bundle.get(name, 0) for bundle in bundles), 4) for name in ("CPU", "GPU")}
     text = f"{needed['CPU']:.1f} CPUs" + (f" and {needed['GPU']:.0f} GPUs" if needed["GPU"] else "")
     there = ray.cluster_resources()
     if not there:
         raise StartFailed("Ray has no node any more: its raylet, or the whole of Ray, has ended")
     if any(there.get(name, 0) < amount for name, amount in needed.items()):
         raise StartFailed(f"{text} are needed; Ray has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs")
+    return text
+
+
+def _place(wanted: Sequence[Sequence[dict[str, float]]]) -> list[PlacementGroup]:
+    """A placement group for each list of bundles, or StartFailed and none."""
+    text = _check_there([bundle for group in wanted for bundle in group])
     placed = [placement_group(list(group), strategy="STRICT_PACK") for group in wanted]
     deadline = time.monotonic() + PLACEMENT_SECONDS
     if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in placed):

@@ -34,7 +34,8 @@ def narrow(model: Path) -> Iterator[Door]:
 
 def health(opened: Door) -> Any:
     with grpc.insecure_channel(opened.grpc) as channel:
-        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60).status
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        return stub.Check(health_pb2.HealthCheckRequest(), timeout=60).status
 
 
 def assert_full(opened: Door, client: Client) -> None:

@@ -2,6 +2,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import ray
 import ray.util
 
 from tandem.cluster.credentials import is_loopback
@@ -23,6 +24,19 @@ def test_a_service_of_this_machine_alone_is_no_ray() -> None:
         address = f"127.0.0.1:{service.getsockname()[1]}"
         with pytest.raises(StartFailed, match="a Ray that runs is accepted"):
             RayProcesses(address).start("c", None)
+
+
+@pytest.mark.parametrize(
+    ("there", "gpus", "error"),
+    [({"CPU": 8.0, "GPU": 3.0}, 1, "0.4 CPUs and 4 GPUs are needed; Ray has 8 CPUs and 3 GPUs"),
+     ({"CPU": 0.3}, 0, "0.4 CPUs are needed; Ray has 0.3 CPUs and 0 GPUs")],
+)  # fmt: skip
+def test_more_than_ray_has(there: dict[str, float], gpus: int, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said of all islands together, before the first one is placed."""
+    monkeypatch.setattr(ray, "cluster_resources", lambda: there)
+    RayProcesses().check_room(3, gpus=gpus)
+    with pytest.raises(StartFailed, match=f"^{error}$"):
+        RayProcesses().check_room(4, gpus=gpus)
 
 
 def test_the_token_that_ray_leaves_readable_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -26,6 +25,7 @@ from tandem.cluster.errors import ClusterRunning, ProcessEnded, StartFailed
 from tandem.cluster.fork_server import ForkServer
 from tandem.cluster.forked_actor import ForkedActor, open_answer
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
+from tandem.cluster.ray_address import check_ray_answers
 from tandem.cluster.ray_token import hide_token
 
 NAMESPACE = "tandem"
@@ -34,7 +34,6 @@ PLACEMENT_SECONDS = 30
 NODE_SHARE = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
 IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
-CONNECT_SECONDS = 5.0
 END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store
 
@@ -89,7 +88,10 @@ class RayProcesses(Processes):
                 "object_store_memory": OBJECT_STORE_BYTES,
             }
         else:
-            _check_listens(self._address)
+            if self._address != "auto":  # Ray finds it
+                host = self._address.rpartition(":")[0].strip("[]")
+                # Where a host says that it is this one, Ray asks at the address that others know it by.
+                check_ray_answers(self._address, ray.util.get_node_ip_address() if is_loopback(host) else host)
             options["address"] = self._address
         try:
             with _sigterm_kept():
@@ -235,22 +237,6 @@ class RayActor(ActorProcess):
     def kill(self) -> None:
         """With its place, for who had to be killed may have hung for a reason that the next one would find there."""
         ray.kill(self.place)
-
-
-def _check_listens(address: str) -> None:
-    """StartFailed where nothing takes a connection: Ray itself would try for more than a minute. Where a host says
-    that it is this one, Ray asks at the address that others know it by."""
-    if address == "auto":  # Ray finds it
-        return
-    host, _, port = address.rpartition(":")
-    try:
-        host = host.strip("[]")
-        asked = ray.util.get_node_ip_address() if is_loopback(host) else host
-        socket.create_connection((asked, int(port)), CONNECT_SECONDS).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise StartFailed(
-            f"--address is {address!r}: {error}; HOST:PORT of a Ray that runs is accepted, or auto for this machine's"
-        ) from error
 
 
 @contextmanager

@@ -29,6 +29,7 @@ HOMES = {
         "cluster/generation.py",
         "cluster/grpc_door.py",
         "cluster/intake.py",
+        "cluster/ray_address.py",
         "cluster/resumption.py",
         "cluster/router.py",
         "cluster/worker_link.py",

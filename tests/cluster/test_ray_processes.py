@@ -1,4 +1,6 @@
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,10 @@ import ray.util
 
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import StartFailed
+from tandem.cluster.ray_address import check_ray_answers
 from tandem.cluster.ray_processes import RayProcesses
 from tandem.cluster.ray_token import hide_token
+from tests.cluster.fake_gateway import FakeGateway, serving
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "127.0.0.1:ray", "127.0.0.1:70000", "ray://x:1"])
@@ -24,6 +28,33 @@ def test_a_service_of_this_machine_alone_is_no_ray() -> None:
         address = f"127.0.0.1:{service.getsockname()[1]}"
         with pytest.raises(StartFailed, match="a Ray that runs is accepted"):
             RayProcesses(address).start("c", None)
+
+
+def test_a_grpc_server_that_is_no_ray_is_refused() -> None:
+    with serving(FakeGateway()) as address, pytest.raises(StartFailed, match="is a gRPC server, and no Ray; HOST:PORT"):
+        check_ray_answers(address, "127.0.0.1")
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-x\r\n", b""])
+def test_what_speaks_otherwise_is_refused(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or says nothing at all."""
+    monkeypatch.setattr("tandem.cluster.ray_address.CONNECT_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        taken: list[socket.socket] = []
+
+        def answer() -> None:
+            with suppress(OSError):  # the listener is closed
+                while True:
+                    taken.append(listener.accept()[0])
+                    taken[-1].sendall(said)
+
+        pool.submit(answer)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(StartFailed, match=r"what listens there is no Ray: .*; HOST:PORT of a Ray that runs"):
+            check_ray_answers(address, "127.0.0.1")
+        listener.shutdown(socket.SHUT_RDWR)
+        for one in taken:
+            one.close()
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ class Growth:
         """Makes a last step of the last positions of sequences that are being received, whose partial pages are their
         own, and clears what stands behind them: writers write before it. Their rows, and those positions."""
         rows = self._table.rows(seq_ids)
-        if not self._table.receiving[rows].all():
+        if rows.size == 0 or not self._table.receiving[rows].all():
             raise InvalidArgument(f"seq_ids is {list(seq_ids)}; all have to be received now")
         lengths = self._table.lengths[rows]
         self._receptions.clear_ends(rows, lengths)

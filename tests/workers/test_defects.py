@@ -4,6 +4,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tandem.workers.errors import ForwardFailed
@@ -16,14 +17,14 @@ PROMPTS = [random_prompt(length, length) for length in (20, 21, 22)]
 OUTPUT = 3
 
 
-def raise_once(pair: LoopPair, pe: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the second call from now on of the cache's method."""
+def raise_once(pair: LoopPair, pe: int, name: str, monkeypatch: pytest.MonkeyPatch, call: int = 2) -> None:
+    """In that call from now on of the cache's method."""
     cache, calls = pair.caches[pe], [0]
     method = getattr(cache, name)
 
     def faulty(*arguments: Any, **options: Any) -> Any:
         calls[0] += 1
-        if calls[0] == 2:
+        if calls[0] == call:
             raise RuntimeError("as the test says")
         return method(*arguments, **options)
 
@@ -63,6 +64,19 @@ def test_one_request_fails(folder: Path, pe: int, name: str, output: int, monkey
             assert ended == FinishReason.LENGTH
             assert [answer.result(0).first_token, *pair.tokens(f"r{number}")] == greedy(oracle, prompt, output)
     assert failed == 1
+    for cache in pair.caches:
+        cache.clear()
+    pair.assert_free()
+
+
+@pytest.mark.parametrize("name", ["add_sequence", "match_prefix", "reserve", "begin_forward"])
+def test_a_head_start_that_fails_fails_nobody(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, prompt = LoopPair(folder, sharing=True), PROMPTS[0]
+    with monkeypatch.context() as patch:
+        raise_once(pair, PREFILL, name, patch, call=1)
+        pair.prefill.announce("r", np.array(prompt))
+    assert pair.prefill.num_waiting == 0
+    assert pair.complete("r", prompt, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
     for cache in pair.caches:
         cache.clear()
     pair.assert_free()

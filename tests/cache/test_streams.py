@@ -298,8 +298,10 @@ def test_wrong_use_is_refused() -> None:
     for call in (lambda: cache.match_prefix(1, [1] * 9), lambda: cache.publish_prefix(1, [])):
         with pytest.raises(InvalidArgument, match="sequence 1 slides"):
             call()
+    with pytest.raises(InvalidArgument, match="append_lengths has 65; 1 … 64 are accepted"):
+        cache.begin_forward([1], [65])
     run(cache, [1], [9], draw_inputs(LAYOUT, 9, seed=9))
-    with pytest.raises(InvalidArgument, match="sequence 1 would have .* positions; 0 … 64 fit"):
+    with pytest.raises(InvalidArgument, match=r"sequence 1 would have .* positions; 0 … 64 fit"):
         cache.begin_forward([1], [64])
     cache.remove_sequence(1)
     cache.add_sequence(1)

@@ -132,9 +132,11 @@ class PagedKVCache:
         return self._pages.needed(*checked_reach(num_tokens, longest_append))
 
     def has_room(self, num_tokens: int, longest_append: int | None = None) -> bool:
-        """Whether reserve() would work for one more sequence now."""
+        """Whether add_sequence() and reserve() would work for one more sequence now."""
         needed = self.num_pages_needed(num_tokens, longest_append)
-        return all(pages <= free for pages, free in zip(needed, self._pools.num_free, strict=True))
+        return self._table.has_vacancy and all(
+            pages <= free for pages, free in zip(needed, self._pools.num_free, strict=True)
+        )
 
     def shortage(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, int] | None:
         """Pages that reserve() would take of a layer group that has fewer in all, and how many it has; or None."""

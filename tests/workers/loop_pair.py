@@ -85,8 +85,16 @@ class LoopPair:
     """Nothing happens unless the test steps a loop or moves the clock."""
 
     def __init__(
-        self, folder: Path, *, num_pages: int = 32, num_signals: int = 8, sharing: bool = False, verify: bool = True
+        self,
+        folder: Path,
+        *,
+        num_pages: int = 32,
+        num_signals: int = 8,
+        max_sequences: tuple[int, int] = (64, 64),
+        sharing: bool = False,
+        verify: bool = True,
     ) -> None:
+        """max_sequences: of the caches."""
         config = load_config(folder)
         layout = kv_layout(config, PAGE)
         self.clock = Clock()
@@ -95,13 +103,13 @@ class LoopPair:
         self._writes = [CountedWrites(transport) for transport in self.transports]
         model = load_decoder(folder, config)
 
-        def cache_over(transport: Transport, writer: PageWriter) -> PagedKVCache:
+        def cache_over(transport: Transport, writer: PageWriter, most: int) -> PagedKVCache:
             pools, longest = transport.pools, config.max_length
-            cache = make_cache(config, layout, pools, max_sequences=64, max_length=longest, writer=writer)
+            cache = make_cache(config, layout, pools, max_sequences=most, max_length=longest, writer=writer)
             poison_free_pages(cache, transport.pools)
             return cache
 
-        self.caches = [cache_over(*ends) for ends in zip(self.transports, self._writes, strict=True)]
+        self.caches = [cache_over(*ends) for ends in zip(self.transports, self._writes, max_sequences, strict=True)]
         self.prefill = PrefillLoop(
             ModelRunner(model, self.caches[PREFILL]),
             self.caches[PREFILL],

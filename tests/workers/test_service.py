@@ -33,9 +33,11 @@ Stub = worker_pb2_grpc.WorkerStub
 class Pair:
     """Both workers of a small island, and calls with the usual arguments."""
 
-    def __init__(self, prefill: Stub, decode: Stub) -> None:
+    def __init__(self, prefill: Stub, decode: Stub, prefill_address: str, token: str) -> None:
         self.prefill = prefill
         self.decode = decode
+        self.prefill_address = prefill_address
+        self.token = token
 
     def prepare(self, request_id: str, prompt: list[int] = PROMPT, max_tokens: int = 4) -> worker_pb2.Reservation:
         request = worker_pb2.PrepareReceiveRequest(
@@ -93,7 +95,7 @@ def running_pair(
         addresses = [worker.address for worker in island.workers]
         token = island.workers[0].config.token
         with grpc.insecure_channel(addresses[0]) as one, grpc.insecure_channel(addresses[1]) as other:
-            yield Pair(authorized(Stub(one), token), authorized(Stub(other), token))
+            yield Pair(authorized(Stub(one), token), authorized(Stub(other), token), addresses[0], token)
         assert all(worker.cache.num_free_pages == 16 for worker in island.workers)
 
 

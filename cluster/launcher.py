@@ -168,7 +168,7 @@ class Cluster:
         return Island(self._processes, config, max_model_len, name, epoch)
 
     def _start_gateway(self, max_model_len: int) -> Doors:
-        num_pages = min(island.island.num_pages for island in self._islands)
+        num_pages = min(island.num_pages for island in self._islands)
         settings = gateway_settings(self._config, max_model_len, num_pages)
         self._gateway = GatewaySupervisor(
             self._processes, settings, self._membership, self._release, self.scale, self._config.recovery, self._fail

@@ -172,6 +172,12 @@ class TestWaiting:
         with door(model, {"gateway.queue_seconds": 0.05}, alone=True) as opened:
             assert "gateway.queue_seconds" in refused(post(opened.http, COMPLETIONS, BODY), 504)["message"]
 
+    def test_the_deadline_counts_in_the_queue_too(self, model: Path) -> None:
+        with door(model, {"gateway.request_seconds": 0.05}, alone=True) as opened:
+            response = httpx.post(f"http://{opened.http}{COMPLETIONS}", json=BODY, timeout=20, trust_env=False)
+            assert "deadline passed while it was placed" in refused(response, 504)["message"]
+            until(lambda: not opened.gateway._router.queued)
+
     def test_a_full_queue_says_when_to_come_again(self, model: Path) -> None:
         with door(model, {"gateway.max_queued": 1}, alone=True) as opened:
             first = threading.Thread(target=partial(answer, opened.http, COMPLETIONS, **BODY))

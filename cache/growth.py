@@ -82,7 +82,7 @@ class Growth:
     def foresee(self, seq_ids: tuple[int, ...]) -> None:
         """Clears what stands behind the ends of sequences that are being received: writers write before it."""
         rows = self._table.rows(seq_ids)
-        if not self._table.receiving[rows].all():
+        if rows.size == 0 or not self._table.receiving[rows].all():
             raise InvalidArgument(f"seq_ids is {list(seq_ids)}; all have to be received now")
         lengths = self._table.lengths[rows]
         self._receptions.clear_ends(rows, lengths)

@@ -57,8 +57,8 @@ class SequencePages:
 
         All int64 [B]; rows are distinct. gone: further pages to be released. clear: whether new last pages are cleared.
         """
-        reserved = self._table.reserved_places[rows]
-        appends = lay_out_appends(rows, lengths, new_lengths, queries, reserved, self._page_size)
+        reserved, shortened = self._table.reserved_places[rows], self._table.shortened[rows]
+        appends = lay_out_appends(rows, lengths, new_lengths, queries, reserved, shortened, self._page_size)
         growths = [group.plan_growth(appends) for group in self._groups]
         gone = tuple(
             np.concatenate((growth.gone, ids)) if ids.size else growth.gone

@@ -131,12 +131,12 @@ class SequenceTable:
 
     def _look_up(self, keys: tuple[int, ...]) -> Int64Array:
         try:
-            rows = [self._rows[sequence] for sequence in keys]
+            rows = np.fromiter(map(self._rows.__getitem__, keys), np.int64, len(keys))
         except (KeyError, TypeError):
-            rows = [self.row(sequence) for sequence in keys]  # says which is not there
-        if len(set(rows)) != len(rows):
+            rows = np.array([self.row(sequence) for sequence in keys])  # says which is not there
+        if len(set(keys)) != len(keys):
             raise InvalidArgument(f"sequences {list(keys)} are not distinct; one may stand once in a forward")
-        return np.array(rows, np.int64)
+        return rows
 
     def standing(self, rows: Int64Array) -> Standing:
         """That of `rows` now."""

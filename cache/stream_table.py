@@ -103,9 +103,9 @@ class StreamTable:
         """int64 [n]: where rows[i] stores positions[i], which it has not evicted."""
         return np.where(positions < self.sinks[rows], positions, positions - self.dropped[rows])
 
-    def in_use(self, rows: Int64Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """int64 [n], how many indices rows of `lengths` (int64 [n]) use, and those, one row after another."""
+    def in_use(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
+        """int64: the indices that rows of `lengths` (int64 [n] each) use, one row after another."""
         holes = self.holes[rows]
         counts = lengths - holes
         places = ragged_range(0, counts)
-        return counts, places + (places >= self.sinks[rows].repeat(counts)) * holes.repeat(counts)
+        return places + (places >= self.sinks[rows].repeat(counts)) * holes.repeat(counts)

@@ -58,11 +58,12 @@ class Collected(StreamFanout):
 
 
 class CountedWrites(PageWriter):
-    """Passes everything on; bytes_written counts what was issued, landed or not. For layouts of one group."""
+    """Passes everything on; bytes_written counts what was issued, landed or not, tokens_written what of it went with
+    forwards. For layouts of one group."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.bytes_written = 0
+        self.bytes_written = self.tokens_written = 0
 
     def write_tokens(
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
@@ -70,21 +71,11 @@ class CountedWrites(PageWriter):
         self._transport.write_tokens(pe, group, layer, k, v, token_indices, slots)
         layout = self._transport.layout
         self.bytes_written += len(slots) * layout.token_bytes // layout.num_layers
+        self.tokens_written += len(slots) * (layer == 0)
 
-    def write_slots(
-        self,
-        pe: int,
-        group: int,
-        source_slots: Int32Array,
-        target_slots: Int32Array,
-        layers: range | None = None,
-        *,
-        stored: bool = False,
-    ) -> None:
-        self._transport.write_slots(pe, group, source_slots, target_slots, layers, stored=stored)
-        layout = self._transport.layout
-        share = 1 if layers is None else len(layers) / layout.num_layers
-        self.bytes_written += int(target_slots.size * layout.token_bytes * share)
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+        self._transport.write_slots(pe, group, source_slots, target_slots)
+        self.bytes_written += target_slots.size * self._transport.layout.token_bytes
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
         return self._transport.peer_pool(pe, group)
@@ -212,6 +203,10 @@ class LoopPair:
     @property
     def bytes_written(self) -> int:
         return self._writes[PREFILL].bytes_written
+
+    @property
+    def tokens_written(self) -> int:
+        return self._writes[PREFILL].tokens_written
 
     @property
     def in_flight(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 COPIES = ("Memcpy HtoD", "Memcpy DtoH")
+FIRST_KERNEL = "_fetch"  # of a step's CUDA graph
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Idle:
-    """µs in which nothing ran. between: before and after copies, which is where a step waits for the host. inside: of
-    all other gaps, those between the kernels of a graph. Both are too large by what recording each kernel costs.
+    """µs in which nothing ran. between: before a step's first kernel, and before and after copies. inside: of all other
+    gaps, those between the kernels of a graph. Both are too large by what recording each kernel costs.
     """
 
     between: float
@@ -37,7 +38,7 @@ def idle(spans: Sequence[Span]) -> Idle:
     last = ordered[0]  # of those so far the one that ends last
     for span in ordered[1:]:
         gap = max(span.begin - last.end, 0.0)
-        if span.is_copy or last.is_copy:
+        if span.is_copy or last.is_copy or span.name == FIRST_KERNEL:
             between += gap
         else:
             inside += gap

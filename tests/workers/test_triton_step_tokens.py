@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from tandem.workers.kernels import triton_step_tokens
 from tandem.workers.kernels.torch_step_tokens import TorchStepTokens
 from tandem.workers.kernels.triton_step_tokens import TritonStepTokens
+from tandem.workers.posted_samples import TOKEN_BITS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -27,8 +28,15 @@ def test_the_first_of_the_best_tokens_is_kept(dtype: torch.dtype, monkeypatch: p
     logits[3] = -torch.inf
     logits[4, 150] = torch.inf
     logits = logits.to(DEVICE)
-    last, expected = (torch.full((8,), -7, device=DEVICE) for _ in range(2))
-    TritonStepTokens().keep_best(logits, last[:6])
-    TorchStepTokens().keep_best(logits, expected[:6])
+    tickets = torch.tensor([7 << TOKEN_BITS, 7 << TOKEN_BITS, 2**38 << TOKEN_BITS, 1 << TOKEN_BITS, 6 << TOKEN_BITS, 0])
+    last, expected = torch.full((8,), -7, device=DEVICE), torch.full((8,), -7)
+    words, expected_words = (torch.full((2, 7), -3, pin_memory=DEVICE == "cuda") for _ in range(2))
+    TritonStepTokens().keep_best(logits, last[:6], tickets.to(DEVICE), words)
+    TorchStepTokens().keep_best(logits.cpu(), expected[:6], tickets, expected_words)
     assert last.tolist() == expected.tolist()
     assert last[:5].tolist() == [202, 0, 6, 0, 150]
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert words.tolist() == expected_words.tolist()
+    posted = (tickets[:5] + last[:5].cpu()).tolist()
+    assert words.tolist() == [[-3, -3, posted[2], -3, posted[4], -3, -3], [*posted[:2], -3, posted[3], -3, -3, -3]]

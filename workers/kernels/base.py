@@ -59,7 +59,11 @@ class StepTokens(Protocol):
         """[n]: tokens [n] where sources [n] is negative, elsewhere last[sources]."""
         ...
 
-    def keep_best(self, logits: Tensor, last: Tensor) -> None:
+    def keep_best(self, logits: Tensor, last: Tensor, tickets: Tensor, words: Tensor) -> None:
         """Into last [n] the first of the best of each row of logits [n, vocab], whose rows are contiguous; some token
-        where a row has NaN."""
+        where a row has NaN. And ticket | token into the row's word, in pinned memory where the device is a GPU.
+
+        tickets: [n], see posted_samples; 0: nothing is posted. words: [2, at least n], of which the ticket says the
+        half.
+        """
         ...

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.workers.posted_samples import TOKEN_BITS
+
 BLOCK, WARPS = 16384, 16
 
 
@@ -23,10 +25,11 @@ class TritonStepTokens:
         kernel(tokens, sources, last, inputs, rows, BLOCK=triton.next_power_of_2(rows))
         return inputs
 
-    def keep_best(self, logits: Tensor, last: Tensor) -> None:
+    def keep_best(self, logits: Tensor, last: Tensor, tickets: Tensor, words: Tensor) -> None:
         rows, vocab = logits.shape
         kernel: Any = _keep_best[(rows,)]
-        kernel(logits, last, logits.stride(0), vocab, BLOCK=BLOCK, num_warps=WARPS)
+        sizes = (logits.stride(0), words.stride(0), vocab)
+        kernel(logits, last, tickets, words, *sizes, TOKEN_BITS=TOKEN_BITS, BLOCK=BLOCK, num_warps=WARPS)
 
 
 @triton.jit
@@ -39,7 +42,7 @@ def _inputs(tokens, sources, last, inputs, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _keep_best(logits, last, pitch, vocab, BLOCK: tl.constexpr):
+def _keep_best(logits, last, tickets, words, pitch, half_size, vocab, TOKEN_BITS: tl.constexpr, BLOCK: tl.constexpr):
     """A program a row; each lane keeps the best of what it has seen."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * pitch
@@ -51,4 +54,9 @@ def _keep_best(logits, last, pitch, vocab, BLOCK: tl.constexpr):
         logit = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         better = logit > best
         best, where = tl.where(better, logit, best), tl.where(better, token, where)
-    tl.store(last + row, tl.min(tl.where(best == tl.max(best, 0), where, vocab - 1), 0))
+    token = tl.min(tl.where(best == tl.max(best, 0), where, vocab - 1), 0)
+    ticket = tl.load(tickets + row)
+    tl.store(last + row, token)
+    # One store of eight bytes: who finds the ticket in it has the token, too.
+    word = words + ((ticket >> TOKEN_BITS) & 1) * half_size + row
+    tl.store(word, ticket | token, mask=ticket > 0, cache_modifier=".wt")

@@ -11,7 +11,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import ForwardPlan
 from tandem.cache.window import Int64Array
 from tandem.workers.batch_buckets import bucket_sizes, sharing_sizes
-from tandem.workers.decode_graphs import NUM_INPUTS, Capture, DecodeGraphs, GraphCapture
+from tandem.workers.decode_graphs import Capture, DecodeGraphs, GraphCapture
 from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.layer_progress import LayerProgress
 from tandem.workers.models.decoder import DenseDecoder
@@ -20,6 +20,7 @@ from tandem.workers.planned_attention import PlannedAttention
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling import Sampler
 from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.step_inputs import NUM_INPUTS
 
 
 class ModelRunner:

@@ -23,8 +23,8 @@ def fetch(host: Tensor, on_device: Tensor, finished: Tensor, fetched: Tensor) ->
 
 @triton.jit
 def _fetch(host, on_device, finished, fetched, BLOCK: tl.constexpr):
-    filling = tl.load(host, volatile=True)
-    count = 2 * tl.load(host + 1, volatile=True)
+    filling = tl.load(host)
+    count = 2 * tl.load(host + 1)
     for begin in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         place = begin + tl.arange(0, BLOCK)
         tl.store(on_device + place, tl.load(host + 2 + place, mask=place < count), mask=place < count)

@@ -1,6 +1,7 @@
 """Decode steps in CUDA graphs against the eager path: batches that grow, shrink and cross buckets, step after step."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,8 @@ class Steps:
         rows, pending = flight
         samples = pending.wait()
         drawn = zip(samples.token_ids.tolist(), samples.logprobs, strict=True)
-        made.append(dict(zip(rows.tolist(), ((token, dict(one.top)) for token, one in drawn), strict=True)))
+        told = ((token, dict(one.top) if one is not None else {}) for token, one in drawn)
+        made.append(dict(zip(rows.tolist(), told, strict=True)))
         tokens.update({sequence: token for sequence, (token, _) in made[-1].items()})
 
 
@@ -143,6 +145,13 @@ def assert_alike(ours: list[Drawn], theirs: list[Drawn], tolerance: float, count
 def test_graphs_go_on_as_the_eager_path(family: str, params: SamplingParams, tmp_path: Path) -> None:
     make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     assert_graphs_go_on(tmp_path, params, PROGRAM)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_tokens_that_graphs_post(params: SamplingParams, tmp_path: Path) -> None:
+    """Without log-probabilities nothing but the graph's words comes to the host."""
+    make_model("qwen3", **sizes_on_gpu("qwen3")).save_pretrained(tmp_path)
+    assert_graphs_go_on(tmp_path, replace(params, logprobs=None), PROGRAM)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])

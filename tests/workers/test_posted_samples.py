@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from tandem.workers import posted_samples
+from tandem.workers.kernels.base import RowDraws
 from tandem.workers.kernels.torch_step_tokens import TorchStepTokens
 from tandem.workers.posted_samples import TOKEN_BITS, PostBox, PostedSamples
 
+GREEDY = RowDraws(*torch.zeros((5, 4)))
 TICKET = 5 << TOKEN_BITS
 
 
@@ -61,7 +63,7 @@ def test_a_half_is_read_before_it_is_posted_to_again() -> None:
         ticket = box.next_ticket()
         logits = torch.eye(10)[torch.arange(4) + step]
         tickets = torch.tensor([ticket] * count + [0] * (4 - count))
-        kernels.keep_best(logits, torch.zeros(4, dtype=torch.int64), tickets, box.words)
+        kernels.keep(logits, GREEDY, torch.zeros(4, dtype=torch.int64), tickets, box.words)
         samples.append(box.expect(ticket, count))
     for step, count in enumerate(sizes):
         assert samples[step].wait().token_ids.tolist() == [step + row for row in range(count)]

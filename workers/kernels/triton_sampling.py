@@ -21,11 +21,7 @@ BLOCK, WARPS = 4096, 16
 def draw(
     logits: Tensor, rows: Tensor, draws: Tensor, temperature: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor
 ) -> Tensor:
-    """Token ids int64 [m], which Sampler's torch operations draw too, but for rounding: see Draw.
-
-    logits: [n, vocab], contiguous; the others [m], where m may be less than n: rows int64, which of them; draws
-    float64; temperature, top_p and min_p float32; top_k int64, 0 for all.
-    """
+    """What torch_sampling draws, but for rounding."""
     count, vocab = rows.shape[0], logits.shape[1]
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     gathered = torch.empty((count, BLOCK), dtype=logits.dtype, device=logits.device)
@@ -40,11 +36,22 @@ def draw(
 def _draw(
     logits, rows, draws, temperature, top_p, min_p, top_k, gathered, places, tokens, vocab, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A program a row. A token's weight is its probability ÷ that of the best."""
+    """A program a row."""
     one = tl.program_id(0)
     row = logits + tl.load(rows + one) * vocab
+    token = draw_token(row, one, draws, temperature, top_p, min_p, top_k, gathered, places, vocab, BLOCK)
+    tl.store(tokens + one, token)
+
+
+@triton.jit
+def draw_token(
+    row, one, draws, temperature, top_p, min_p, top_k, gathered, places, vocab, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The token, int64, that a program draws from the logits at `row`, with entry `one` of the others. A token's weight
+    is its probability ÷ that of the best."""
     heat, least, share, k = (
-        tl.load(temperature + one), tl.load(min_p + one), tl.load(top_p + one), tl.load(top_k + one)
+        tl.load(temperature + one).to(tl.float32), tl.load(min_p + one).to(tl.float32),
+        tl.load(top_p + one).to(tl.float32), tl.load(top_k + one)
     )  # fmt: skip
     most = tl.full((BLOCK,), float("-inf"), tl.float32)
     for begin in range(0, vocab, BLOCK):
@@ -70,7 +77,7 @@ def _draw(
     token = _invert(row, vocab, heat, best, least, low, tl.load(draws + one) * total, BLOCK)
     if few:
         token = tl.load(places + token).to(tl.int64)
-    tl.store(tokens + one, token)
+    return token
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """What a captured step does with token ids before and behind the model, in a kernel each.
 
-In torch these are four and three launches: a tenth of what a step of a small model takes (LOG.md).
+In torch these are many launches: a tenth of what a step of a small model takes (LOG.md).
 """
 
 from typing import Any
@@ -10,9 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.workers.kernels.base import RowDraws
+from tandem.workers.kernels.triton_sampling import BLOCK as DRAW_BLOCK
+from tandem.workers.kernels.triton_sampling import WARPS, draw_token
 from tandem.workers.posted_samples import TOKEN_BITS
+from tandem.workers.sample_batch import GREEDY_BELOW
 
-BLOCK, WARPS = 16384, 16
+BLOCK = 16384
 
 
 class TritonStepTokens:
@@ -25,11 +29,19 @@ class TritonStepTokens:
         kernel(tokens, sources, last, inputs, rows, BLOCK=triton.next_power_of_2(rows))
         return inputs
 
-    def keep_best(self, logits: Tensor, last: Tensor, tickets: Tensor, words: Tensor) -> None:
+    def keep(self, logits: Tensor, draws: RowDraws, last: Tensor, tickets: Tensor, words: Tensor) -> None:
         rows, vocab = logits.shape
-        kernel: Any = _keep_best[(rows,)]
-        sizes = (logits.stride(0), words.stride(0), vocab)
-        kernel(logits, last, tickets, words, *sizes, TOKEN_BITS=TOKEN_BITS, BLOCK=BLOCK, num_warps=WARPS)
+        gathered = torch.empty((rows, DRAW_BLOCK), dtype=logits.dtype, device=logits.device)
+        places = torch.empty((rows, DRAW_BLOCK), dtype=torch.int32, device=logits.device)
+        columns = (draws.draws, draws.temperature, draws.top_p, draws.min_p, draws.top_k, gathered, places)
+        kernel: Any = _keep[(rows,)]
+        kernel(
+            *(logits, *columns, last, tickets, words, logits.stride(0), words.stride(0), vocab, GREEDY_BELOW),
+            TOKEN_BITS=TOKEN_BITS,
+            BLOCK=BLOCK,
+            DRAW_BLOCK=DRAW_BLOCK,
+            num_warps=WARPS,
+        )
 
 
 @triton.jit
@@ -42,21 +54,35 @@ def _inputs(tokens, sources, last, inputs, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _keep_best(logits, last, tickets, words, pitch, half_size, vocab, TOKEN_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program a row; each lane keeps the best of what it has seen."""
+def _keep(
+    logits, draws, temperature, top_p, min_p, top_k, gathered, places, last, tickets, words, pitch, half_size, vocab,
+    greedy_below, TOKEN_BITS: tl.constexpr, BLOCK: tl.constexpr, DRAW_BLOCK: tl.constexpr
+):  # fmt: skip
+    """A program a row."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * pitch
-    lane = tl.arange(0, BLOCK)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    where = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, vocab, BLOCK):
-        token = begin + lane
-        logit = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        better = logit > best
-        best, where = tl.where(better, logit, best), tl.where(better, token, where)
-    token = tl.min(tl.where(best == tl.max(best, 0), where, vocab - 1), 0)
+    if tl.load(temperature + row).to(tl.float32) < greedy_below:
+        token = _best(logits, vocab, BLOCK)
+    else:
+        token = draw_token(
+            logits, row, draws, temperature, top_p, min_p, top_k, gathered, places, vocab, DRAW_BLOCK
+        )  # fmt: skip
     ticket = tl.load(tickets + row)
     tl.store(last + row, token)
     # One store of eight bytes: who finds the ticket in it has the token, too.
     word = words + ((ticket >> TOKEN_BITS) & 1) * half_size + row
     tl.store(word, ticket | token, mask=ticket > 0, cache_modifier=".wt")
+
+
+@triton.jit
+def _best(row, vocab, BLOCK: tl.constexpr):
+    """The first of the best tokens, int64. Each lane keeps the best of what it has seen."""
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    where = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, vocab, BLOCK):
+        token = begin + lane
+        logit = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        better = logit > best
+        best, where = tl.where(better, logit, best), tl.where(better, token, where)
+    return tl.cast(tl.min(tl.where(best == tl.max(best, 0), where, vocab - 1), 0), tl.int64)

@@ -1,8 +1,12 @@
 """Memory for a step's arrays that the step itself fetches from the host."""
 
+import time
+
 import torch
 
 from tandem.cache.kernels.staging import ALIGNMENT
+
+POLL_SECONDS = 0.00001
 
 
 class FetchedStaging:
@@ -34,7 +38,7 @@ class FetchedStaging:
         if self._on_gpu:
             stream = torch.cuda.current_stream()
             while self._seen[0] != self._head[0] and not stream.query():
-                pass
+                time.sleep(POLL_SECONDS)
 
     def send(self, num_bytes: int) -> None:
         """The first num_bytes of the host's side are what the next fetch() is for."""

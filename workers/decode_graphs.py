@@ -43,7 +43,7 @@ class DecodeGraphs:
         self._sharing = [batch for batch in batches if batch.sharing]
         self._sizes = [batch.size for batch in self._batches]
         self._sharing_sizes = [batch.size for batch in self._sharing]
-        self._tokens = choose_step_tokens(model.device)
+        self._tokens = choose_step_tokens(self._sizes[-1], model.device)
         self._posts = PostBox(self._sizes[-1], model.device)
         self._last = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)  # what the last step drew
         self._replays: dict[FixedBatch, Replay] = {}

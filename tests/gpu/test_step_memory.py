@@ -46,7 +46,7 @@ def test_what_is_filled_and_never_fetched_holds_nobody_up() -> None:
 
 
 def test_posts_are_seen_while_later_work_runs() -> None:
-    rows, box, kernels = 5, PostBox(8, DEVICE), choose_step_tokens(DEVICE)
+    rows, box, kernels = 5, PostBox(8, DEVICE), choose_step_tokens(8, DEVICE)
     logits, last = torch.eye(rows, 40, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     greedy = RowDraws(*torch.zeros((5, rows), dtype=torch.float64, device=DEVICE))
     tickets = torch.zeros(rows, dtype=torch.int64, device=DEVICE)

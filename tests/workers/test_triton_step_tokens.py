@@ -24,20 +24,27 @@ GREEDY = SamplingParams(temperature=0)
 def test_inputs_come_from_the_host_or_from_the_last_step() -> None:
     tokens, last = torch.arange(100, 105, device=DEVICE), torch.arange(200, 208, device=DEVICE)
     sources = torch.tensor([-1, 7, 0, -1, 3], device=DEVICE)
-    actual = TritonStepTokens().inputs(tokens, sources, last)
+    actual = TritonStepTokens(8, torch.device(DEVICE)).inputs(tokens, sources, last)
     assert actual.tolist() == TorchStepTokens().inputs(tokens, sources, last).tolist() == [100, 207, 200, 103, 203]
 
 
+@pytest.mark.parametrize("programs", [1, 12, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_first_of_the_best_tokens_is_kept(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_the_best_tokens_is_kept(
+    dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one program a row, two, or one a block."""
     monkeypatch.setattr(triton_step_tokens, "BLOCK", 64)
+    monkeypatch.setattr(triton_step_tokens, "MOST_PROGRAMS", programs)
     logits = torch.randint(-20, 20, (6, 203), generator=torch.Generator().manual_seed(3)).to(dtype)  # with equals
     logits[0, 202] = logits[1, 0] = logits[2, [70, 134, 6]] = 30  # at both ends; in one lane and in two
     logits[3] = -torch.inf
     logits[4, 150] = torch.inf
+    logits[5] = -logits[5].abs() - 1
+    logits[5, [13, 200]] = torch.tensor([-0.0, 0.0]).to(dtype)
     tickets = torch.tensor([turn << TOKEN_BITS for turn in (7, 7, 2**38, 1, 6, 0)])
     kept, words = keep_by_both(logits, [GREEDY] * 6, tickets)
-    assert kept[:5] == [202, 0, 6, 0, 150]
+    assert kept == [202, 0, 6, 0, 150, 13]
     posted = [int(ticket) | token for ticket, token in zip(tickets[:5], kept, strict=False)]
     assert words == [[-3, -3, posted[2], -3, posted[4], -3, -3], [*posted[:2], -3, posted[3], -3, -3, -3]]
 
@@ -66,11 +73,17 @@ def keep_by_both(
     rows, results = logits.shape[0], []
     nothing = np.zeros(rows, np.int64)
     inputs = pack_inputs(nothing, nothing, 0, SampleBatch.from_params(params), np.arange(rows))
-    for kernels, device in ((TorchStepTokens(), "cpu"), (TritonStepTokens(), DEVICE)):
+    in_triton = TritonStepTokens(rows, torch.device(DEVICE))
+    for kernels, device in (
+        (TorchStepTokens(), "cpu"),
+        (in_triton, DEVICE),
+        (in_triton, DEVICE),
+    ):  # again: is it reset?
         *_, draws = unpack_inputs([torch.from_numpy(array).to(device) for array in inputs])
         last = torch.full((rows + 2,), -7, device=device)
         words = torch.full((2, 7), -3, pin_memory=device == "cuda")
-        kernels.keep(logits.to(device), draws, last[:rows], tickets.to(device), words)
+        for step in (logits + 5, logits):  # nothing is left of a step before
+            kernels.keep(step.to(device), draws, last[:rows], tickets.to(device), words)
         assert last[rows:].tolist() == [-7, -7]
         if device == "cuda":
             torch.cuda.synchronize()

@@ -56,10 +56,10 @@ def choose_draw(device: torch.device) -> Draw:
     return draw
 
 
-def choose_step_tokens(device: torch.device) -> StepTokens:
-    """Triton's on a GPU, else torch's."""
+def choose_step_tokens(num_rows: int, device: torch.device) -> StepTokens:
+    """For steps of up to num_rows rows: Triton's on a GPU, else torch's."""
     if device.type != "cuda":
         return TorchStepTokens()
     from tandem.workers.kernels.triton_step_tokens import TritonStepTokens  # triton may be missing elsewhere
 
-    return TritonStepTokens()
+    return TritonStepTokens(num_rows, device)

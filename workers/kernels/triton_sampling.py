@@ -57,13 +57,13 @@ def draw_token(
     for begin in range(0, vocab, BLOCK):
         most = tl.maximum(most, _load(row, begin, vocab, heat, BLOCK))
     best = tl.max(most, 0)
-    above = _order(best).to(tl.int64) + 1  # nothing has an order this high
+    above = order_of(best).to(tl.int64) + 1  # nothing has an order this high
     low = tl.full((), -(1 << 31), tl.int64)
     gathered += one * BLOCK
     places += one * BLOCK
     few = False
     if k > 0 and k < tl.minimum(vocab, BLOCK):
-        few = _gather(row, vocab, heat, _best(_order(most), k), gathered, places, BLOCK)
+        few = _gather(row, vocab, heat, _best(order_of(most), k), gathered, places, BLOCK)
     # Not by an `if`: the compiler is to know that both are multiples of 16, or it loads number by number.
     row, vocab = tl.where(few, gathered, row), tl.where(few, BLOCK, vocab)
     if k > 0 and k < vocab:
@@ -98,7 +98,7 @@ def _gather(row, vocab, heat, least, gathered, places, BLOCK: tl.constexpr):
     count = tl.full((), 0, tl.int32)
     for begin in range(0, vocab, BLOCK):
         token = begin + tl.arange(0, BLOCK)
-        here = (_order(_load(row, begin, vocab, heat, BLOCK)) >= least) & (token < vocab)
+        here = (order_of(_load(row, begin, vocab, heat, BLOCK)) >= least) & (token < vocab)
         number = tl.sum(here.to(tl.int32), 0)
         if number != 0:
             place = count + tl.cumsum(here.to(tl.int32), 0) - 1
@@ -121,7 +121,7 @@ def _load(row, begin, vocab, heat, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _order(values):
+def order_of(values):
     """int32 that are ordered as the floats are."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -131,7 +131,7 @@ def _order(values):
 def _weights(scaled, best, least, low):
     """float64, 0 for what is filtered out: weights below `least`, orders below `low`."""
     weights = tl.exp(scaled - best)
-    return tl.where((weights >= least) & (_order(scaled) >= low.to(tl.int32)), weights, 0.0).to(tl.float64)
+    return tl.where((weights >= least) & (order_of(scaled) >= low.to(tl.int32)), weights, 0.0).to(tl.float64)
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _search(row, vocab, heat, best, least, low, above, limit, WEIGH: tl.constexp
         )  # fmt: skip
         for begin in range(0, vocab, BLOCK):
             scaled = _load(row, begin, vocab, heat, BLOCK)
-            order = _order(scaled)
+            order = order_of(scaled)
             there = (begin + tl.arange(0, BLOCK) < vocab) & (order >= filtered.to(tl.int32))
             under_a, under_b = there & (order < a.to(tl.int32)), there & (order < b.to(tl.int32))
             under_c = there & (order < c.to(tl.int32))

@@ -15,7 +15,7 @@ class BatchPrefixes:
     """Of one layer group; rule None: nothing is shared there.
 
     What was found stays true while the rows are the same and none of them has lost or exchanged a page: a row that
-    grows gets pages of its own.
+    grows gets pages of its own, and streams, which slide, do not share.
     """
 
     def __init__(self, table: GroupTable, rule: SharingRule | None, page_size: int) -> None:

@@ -14,12 +14,12 @@ from tandem.cache.group_table import GroupTable
 from tandem.cache.kernels.base import Kernels, PageKernels, PushingKernels, SharingKernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.page_look_up import PageLookUp
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, own_tables, slots_of
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes
-from tandem.cache.step_tables import StepTables
 from tandem.cache.stream_attention import StreamParts, no_output
 from tandem.cache.window import Int64Array
 
@@ -42,7 +42,7 @@ class GroupForward:
         self._writer = writer
         self._page_size = page_size
         rule = kernels.sharing if isinstance(kernels, SharingKernels) else None
-        self._tables = StepTables(table, window, page_size)
+        self._tables = PageLookUp(table, window, page_size)
         self._prefixes = BatchPrefixes(table, rule, page_size)
         self._pushing = kernels if isinstance(kernels, PushingKernels) else None  # asking for a protocol is slow
 

@@ -115,8 +115,10 @@ class GroupPages:
             wanted = np.minimum(wanted, np.maximum(begins + table.budgets[rows], appends.ends))
             partial = partial[appends.places[partial] >= begins[partial]]
             opened = opened[appends.ends[opened] > begins[opened]]
-        tails = table.pages[rows[partial], appends.places[partial]]
-        copied = partial[self._pools.are_shared(self._group, tails)]
+        copied = partial
+        if partial.size:
+            tails = table.pages[rows[partial], appends.places[partial]]
+            copied = partial[self._pools.are_shared(self._group, tails)]
         counts = np.maximum(wanted - starts, 0)  # a stream gives pages back before it takes some
         return PlaceGrowth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
 
@@ -129,7 +131,8 @@ class GroupPages:
         if pages.size:
             added = pages.size - copied.size
             table.put(rows, growth.starts, growth.counts, pages[:added])
-            self._replace(rows[copied], appends.places[copied], pages[added:])
+            if copied.size:
+                self._replace(rows[copied], appends.places[copied], pages[added:])
         if growth.begins is not None:
             table.begins[rows] = growth.begins
         if pages.size or growth.begins is not None:

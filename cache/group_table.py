@@ -3,7 +3,7 @@
 import numpy as np
 
 from tandem.cache.position_map import Int32Array
-from tandem.cache.ragged import ragged_range
+from tandem.cache.ragged import ragged_pairs
 from tandem.cache.window import Int64Array
 
 
@@ -13,7 +13,8 @@ class GroupTable:
     pages: int32 [max_sequences, max_pages], of which row i holds places begins[i] … ends[i] - 1 (int64 [max_sequences]
     each): places before have left the group's window, places past the sequence's end are reserved. budgets: int64
     [max_sequences], the pages that a reservation keeps for a row from the first on that is its own; 0 without one.
-    num_changes: how often a row has lost a page that it held, or got another in its place, and went on.
+    num_changes: how often a row has lost a page that it held, or got another in its place, and went on; but by a window
+    or, see StreamTable, a slide.
     """
 
     def __init__(self, max_sequences: int, max_pages: int) -> None:
@@ -39,15 +40,12 @@ class GroupTable:
         gone = self.held_between(rows, begins, ends)
         self.put(rows, begins, held - ends, self.held_between(rows, ends, held))
         self.ends[rows] = begins + held - ends
-        self.num_changes += 1
         return gone
 
     def held_between(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
         """The page ids at places begins[i] … ends[i] - 1 of rows[i], one row after another; all int64 [B]."""
-        counts = ends - begins
-        owners, places = np.repeat(rows, counts), ragged_range(begins, counts)
-        return self.pages[owners, places]
+        return self.pages[ragged_pairs(rows, begins, ends - begins)]
 
     def put(self, rows: Int64Array, begins: Int64Array, counts: Int64Array, pages: Int32Array) -> None:
         """Hands pages (int32 [sum of counts]) to rows: counts[i] of them to rows[i], from place begins[i] on."""
-        self.pages[np.repeat(rows, counts), ragged_range(begins, counts)] = pages
+        self.pages[ragged_pairs(rows, begins, counts)] = pages

@@ -17,8 +17,8 @@ class LastStep:
     """A forward of one token each of `rows`, `lengths` long with it (int64 [B] each). num_changes: SequenceTable's
     behind it. cleared: whether the pages are that the next step begins.
 
-    While no row loses or exchanges a page but by a window, one that it has begun stays its own: others come to share
-    only full ones.
+    While no row loses or exchanges a page but by a window or a slide, one that it has begun stays its own: others come
+    to share only full ones.
     """
 
     rows: Int64Array
@@ -64,6 +64,8 @@ class Growth:
         self._streams.check_unsent(seq_ids, rows, appends, self._marks)
         trees = self._trees.extended(seq_ids, appends, parents)
         before = self._last_step if each_one and not trees else None
+        held = self._table.lengths[rows]
+        steps = before is not None and before.is_before(rows, held, self._table.num_changes)
         with self._streams.slid(rows, appends) as gone:
             lengths = self._table.lengths[rows]
             new_lengths = lengths + appends
@@ -72,9 +74,10 @@ class Growth:
                 queries = self._trees.bases(seq_ids, lengths)
             else:
                 queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
-            if before is not None and before.is_before(rows, lengths, self._table.num_changes):
-                self._pages.step(rows, lengths, new_lengths, queries, clear=not before.cleared)
-                tokens = before.tokens.then_one()
+            if before is not None and steps:
+                slid = lengths != held if self._table.streams.count else None
+                self._pages.step(rows, lengths, new_lengths, queries, gone, slid, clear=not before.cleared)
+                tokens = before.tokens.then_one(lengths)
             else:
                 self._pages.grow(rows, lengths, new_lengths, queries, gone)
                 self._receptions.clear_ends(rows, lengths)
@@ -111,8 +114,9 @@ class Growth:
         if rows.size == 0 or appends.shape != rows.shape:
             raise InvalidArgument(f"append_lengths has shape {appends.shape}; it must be [B], B = {rows.size} ≥ 1")
         each_one = not np.count_nonzero(appends != 1)
-        if not each_one and int(appends.min()) < 1:
-            raise InvalidArgument(f"append_lengths has {int(appends.min())}; lengths must be at least 1")
+        for length in () if each_one else (int(appends.min()), int(appends.max())):  # sums of larger ones overflow
+            if not 1 <= length <= self._max_length:
+                raise InvalidArgument(f"append_lengths has {length}; 1 … {self._max_length} are accepted")
         if len(self._receptions) and self._table.receiving[rows].any():
             self._receptions.check_settled_rows(rows)
         return each_one

@@ -8,6 +8,8 @@ import numpy as np
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.window import Int64Array
 
+MOST = np.iinfo(np.int64).max
+
 
 def integer(name: str, value: object, least: int | None = None) -> int:
     """value as an int. InvalidArgument, which calls it `name`, unless it is one, of Python's or numpy's, and not below
@@ -26,7 +28,8 @@ def integers(name: str, values: Any) -> Int64Array:
         array = np.asarray(values)
     except ValueError:  # rows of unlike lengths
         array = np.empty((0, 0))
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+    too_large = array.dtype == np.uint64 and array.size and int(array.max()) > MOST
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or too_large:
         raise InvalidArgument(f"{name} is {reprlib.repr(values)}; a row of integers of 64 bits is accepted")
     return array.astype(np.int64, copy=False)
 

@@ -1,13 +1,13 @@
 """The scales of a cache that stores K and V in 8 bits, as checkpoints carry them."""
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.factors import check_factor
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -44,7 +44,4 @@ class KVScales:
                         f"scales.{name} has {len(of_layer)} numbers for layer {layer}; {accepted} are accepted"
                     )
                 for scale in of_layer:
-                    if not 0 < scale < math.inf:
-                        raise InvalidArgument(
-                            f"scales.{name} has {scale} for layer {layer}; finite numbers above 0 are accepted"
-                        )
+                    check_factor(f"scales.{name} of layer {layer}", scale)

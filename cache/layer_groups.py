@@ -1,6 +1,5 @@
 """The layer groups of a cache, made from its layout: what each does in a forward, and what moves its pages."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from tandem.cache.attention_inputs import AttentionInputs
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.factors import check_factor
 from tandem.cache.group_attention import GroupAttention
 from tandem.cache.group_pages import GroupPages
 from tandem.cache.group_table import GroupTable
@@ -37,8 +37,8 @@ class Heads:
     def check(self, layout: KVLayout) -> None:
         """InvalidArgument unless a cache of `layout` can have them."""
         for name, value in (("scale", self.scale), ("softcap", self.softcap)):
-            if value is not None and not 0 < value < math.inf:
-                raise InvalidArgument(f"{name} is {value}; None or a finite number above 0 is accepted")
+            if value is not None:
+                check_factor(name, value)
         latent = self.latent
         if layout.has_latents != (latent is not None):
             raise InvalidArgument(

@@ -42,7 +42,12 @@ class OpenTrees:
         """
         if parents is None and not self._parents:
             return {}
-        given = [None] * len(seq_ids) if parents is None else parents
+        try:
+            given = [None] * len(seq_ids) if parents is None else list(parents)
+        except TypeError:
+            raise InvalidArgument(
+                f"token_tree_parents is {parents!r}; an entry for each sequence is accepted"
+            ) from None
         if len(given) != len(seq_ids):
             raise InvalidArgument(f"token_tree_parents has {len(given)} entries; seq_ids has {len(seq_ids)}")
         trees: dict[int, Int64Array] = {}
@@ -51,10 +56,11 @@ class OpenTrees:
                 self.check_closed(sequence)
                 continue
             name = f"token_tree_parents[{index}]"
-            if len(added) != int(appends[index]):
-                raise InvalidArgument(f"{name} has {len(added)} entries; append_lengths[{index}] is {appends[index]}")
+            nodes = integers(name, added)
+            if nodes.size != int(appends[index]):
+                raise InvalidArgument(f"{name} has {nodes.size} entries; append_lengths[{index}] is {appends[index]}")
             self._check_can_open(sequence)
-            trees[sequence] = extend_tree(self._parents.get(sequence, NO_NODES), added, name)
+            trees[sequence] = extend_tree(self._parents.get(sequence, NO_NODES), nodes, name)
         return trees
 
     def bases(self, seq_ids: tuple[int, ...], lengths: Int64Array) -> Int64Array:

@@ -217,6 +217,7 @@ class PagedKVCache:
 
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
+        plan.standing.check_owner(self._table)
         if plan.sent is not None:
             self._marks.commit(plan.sent)
 
@@ -370,6 +371,8 @@ class PagedKVCache:
     def gather_group(self, sequence: int, group: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """gather_kv() of one layer group's layers, for which `begin` may be as early as the group holds positions."""
         row, length = self._table.row(sequence), self.num_tokens(sequence)
+        if not 0 <= integer("group", group) < len(self._groups):
+            raise InvalidArgument(f"group is {group}; 0 … {len(self._groups) - 1} are accepted")
         if not 0 <= integer("begin", begin) <= integer("end", end) <= length:
             raise InvalidArgument(f"begin and end are {begin} and {end}; 0 ≤ begin ≤ end ≤ {length} is accepted")
         first = int(self._table.groups[group].begins[row]) * self.layout.page_size

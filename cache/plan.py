@@ -39,14 +39,11 @@ class TokenLayout:
         """Whether every sequence has one new token."""
         return self.positions.size == self.seq_lens.size
 
-    def then_one(self) -> "TokenLayout":
-        """The next step: one more token of each sequence, of which this has one each."""
-        return TokenLayout(self.qo_indptr, self.seq_lens + np.int32(1), self.seq_lens, self.owners)
-
-    def follows(self, before: "TokenLayout") -> bool:
-        """Whether this is before.then_one(). Then no sequence has lost or exchanged a page in between, but by a window;
-        see Growth."""
-        return self.positions is before.seq_lens
+    def then_one(self, lengths: Int64Array) -> "TokenLayout":
+        """One more token each of the sequences, which have `lengths` positions (int64 [B]) now; of which this has one
+        each."""
+        positions = lengths.astype(np.int32)
+        return TokenLayout(self.qo_indptr, positions + np.int32(1), positions, self.owners)
 
     @property
     def in_trees(self) -> NDArray[np.bool_]:

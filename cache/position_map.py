@@ -19,8 +19,8 @@ Int32Array = NDArray[np.int32]
 class SlotRuns:
     """Slots in compressed form: run i stands for begins[i], begins[i]+1, … (lengths[i] slots).
 
-    begins, lengths: int32 [n]. A run whose begin is SKIP stands for lengths[i] times SKIP.
-    The packed form `[n, begin_1, length_1, …, begin_n, length_n]` is Apache TVM's compressed append position map.
+    begins, lengths: int32 [n]. A run whose begin is SKIP stands for lengths[i] times SKIP. (Apache TVM has the same as
+    [n, begin_1, length_1, …, begin_n, length_n].)
     """
 
     begins: Int32Array
@@ -82,21 +82,6 @@ class SlotRuns:
     def then(self, other: "SlotRuns") -> "SlotRuns":
         """These runs and then those of `other`."""
         return SlotRuns(np.concatenate((self.begins, other.begins)), np.concatenate((self.lengths, other.lengths)))
-
-    def packed(self) -> Int32Array:
-        """int32 [1 + 2n]: n, then begin and length of each run."""
-        result = np.empty(1 + 2 * self.begins.size, np.int32)
-        result[0] = self.begins.size
-        result[1::2] = self.begins
-        result[2::2] = self.lengths
-        return result
-
-    @classmethod
-    def from_packed(cls, packed: Int32Array) -> "SlotRuns":
-        """Inverse of packed(); InvalidArgument when the count does not fit the length."""
-        if packed.ndim != 1 or packed.size < 1 or packed.size != 1 + 2 * int(packed[0]):
-            raise InvalidArgument(f"packed has {packed.size} numbers; it must have 1 + 2·n, n first")
-        return cls(packed[1::2].copy(), packed[2::2].copy())
 
 
 @dataclass(frozen=True)

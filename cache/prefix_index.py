@@ -1,13 +1,12 @@
 """Pages that hold the KV of known token prefixes, for other sequences to share."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from hashlib import blake2b
 
 import numpy as np
 
 from tandem.cache.allocator import PageAllocator
 from tandem.cache.errors import InvalidArgument
-from tandem.cache.integers import integers
 from tandem.cache.position_map import Int32Array
 from tandem.cache.window import Int64Array
 
@@ -43,7 +42,7 @@ class PrefixIndex:
         """Entries that no sequence uses."""
         return int(np.count_nonzero(self._unused()))
 
-    def match(self, token_ids: Sequence[int] | Int64Array, max_pages: int) -> tuple[Int32Array, ...]:
+    def match(self, token_ids: Int64Array, max_pages: int) -> tuple[Int32Array, ...]:
         """Per group the pages of the longest known prefix, at most max_pages; the caller retains them at once."""
         found = []
         for digest in _chain(token_ids, self._page_size, max_pages):
@@ -55,7 +54,7 @@ class PrefixIndex:
         self._touch(entries)
         return tuple(pages[entries] for pages in self._pages)
 
-    def publish(self, token_ids: Sequence[int] | Int64Array, pages: tuple[Int32Array, ...]) -> None:
+    def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...]) -> None:
         """Indexes pages (per group int32 [n], full) as the KV of the first n pages of token_ids; known entries stay."""
         digests = list(_chain(token_ids, self._page_size, pages[0].size))
         new = [place for place, digest in enumerate(digests) if digest not in self._entries]
@@ -100,9 +99,9 @@ class PrefixIndex:
         self._stamps[entries] = self._clock - np.arange(entries.size)
 
 
-def _chain(token_ids: Sequence[int] | Int64Array, page_size: int, num_pages: int) -> Iterator[bytes]:
+def _chain(token_ids: Int64Array, page_size: int, num_pages: int) -> Iterator[bytes]:
     """Digests of the first num_pages full pages, each taken when it is asked for."""
-    tokens = memoryview(integers("token_ids", token_ids[: num_pages * page_size]).tobytes())
+    tokens = memoryview(token_ids[: num_pages * page_size].tobytes())
     stride, digest = 8 * page_size, b""
     for begin in range(0, num_pages * stride, stride):
         state = blake2b(digest, digest_size=DIGEST_BYTES)

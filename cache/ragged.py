@@ -25,6 +25,15 @@ def ragged_range(begins: IntArray | int, counts: IntArray) -> Int64Array:
     return np.arange(total) + (begins + counts - ends).repeat(counts)
 
 
+def ragged_pairs(rows: Int64Array, begins: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Indices of columns begins[i], begins[i] + 1, … (counts[i] of them) of rows[i], one row after another."""
+    most = int(counts.max())
+    if most <= 1:  # as when each row grows by one position
+        some = counts.nonzero()[0]
+        return rows[some], begins[some]
+    return rows.repeat(counts), ragged_range(begins, counts)
+
+
 def ragged_rows(
     pages: Int32Array, rows: Int64Array, indptr: Int32Array, first_columns: Int64Array | None = None
 ) -> Int32Array:
@@ -39,13 +48,3 @@ def ragged_rows(
     places = (begins if first_columns is None else begins + first_columns).repeat(counts)
     places += np.arange(places.size)
     return pages.reshape(-1).take(places)
-
-
-def insert(entries: Int32Array, places: IntArray, added: Int32Array) -> Int32Array:
-    """`entries` with added[i] before the one at places[i], which ascend; both [n]. numpy's takes twice as long."""
-    at = places + np.arange(places.size)
-    result = np.empty(entries.size + added.size, np.int32)
-    old = np.ones(result.size, np.bool_)
-    old[at] = False
-    result[old], result[at] = entries, added
-    return result

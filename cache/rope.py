@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.factors import check_factor
 from tandem.cache.integers import integer
 
 ROPE_TYPES = ("none", "default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -54,9 +55,7 @@ class RopeParameters:
         if integer("rotary_dim", self.rotary_dim) < 2 or self.rotary_dim % 2:
             raise InvalidArgument(f"rotary_dim is {self.rotary_dim}; it must be even and at least 2")
         for name in ("theta", "factor", "beta_fast", "beta_slow"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise InvalidArgument(f"{name} is {value}; it must be a finite number above 0")
+            check_factor(name, getattr(self, name))
         if self.rope_type == "dynamic":
             self._require("max_position_embeddings")
             if self.rotary_dim < 4:
@@ -67,8 +66,12 @@ class RopeParameters:
                 raise InvalidArgument(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
         if self.rope_type == "yarn":
             self._require("original_max_position_embeddings")
+            if self.theta == 1:
+                raise InvalidArgument(f"theta is {self.theta}; rope_type 'yarn' needs another than 1")
         if self.rope_type == "longrope":
             self._check_longrope()
+        if self.rope_type in ("yarn", "longrope") and self.attention_factor is not None:
+            check_factor("attention_factor", self.attention_factor)
 
     def _require(self, *names: str) -> None:
         for name in names:
@@ -78,6 +81,8 @@ class RopeParameters:
 
     def _check_longrope(self) -> None:
         self._require("original_max_position_embeddings")
+        if self.original_max_position_embeddings == 1:
+            raise InvalidArgument("original_max_position_embeddings is 1; rope_type 'longrope' needs at least 2")
         needed = self.rotary_dim // 2
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tandem.cache.errors import InvalidArgument, OutOfPages
 from tandem.cache.group_pages import GroupPages, Ownership, lay_out_appends
@@ -80,22 +81,32 @@ class SequencePages:
         return True
 
     def step(
-        self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array, *, clear: bool
+        self,
+        rows: Int64Array,
+        lengths: Int64Array,
+        new_lengths: Int64Array,
+        queries: Int64Array,
+        gone: PageIds,
+        slid: NDArray[np.bool_] | None,
+        *,
+        clear: bool,
     ) -> None:
         """As grow() by one position of rows whose partial pages are their own: something changes only where one begins
-        a page, or a page leaves a window."""
+        a page, a page leaves a window, or a stream has let go of some: those in `slid` (bool [B]; None: none)."""
         changing = lengths % self._page_size == 0
+        if slid is not None:
+            changing |= slid
         for group in self._windowed:
             changing |= group.are_leaving(rows, queries)
         changed = changing.nonzero()[0]
         if changed.size:
             which, began = rows[changed], lengths[changed]
             places = began // self._page_size
-            if not self._windowed and all(group.holds(which, places) for group in self._groups):
+            if slid is None and not self._windowed and all(group.holds(which, places) for group in self._groups):
                 for group in self._groups if clear else ():
                     group.clear(which, places)
             else:
-                self.grow(which, began, new_lengths[changed], queries[changed], self._pools.none)
+                self.grow(which, began, new_lengths[changed], queries[changed], gone)
         self._table.lengths[rows] = new_lengths
 
     def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:

@@ -15,7 +15,10 @@ from tandem.cache.window import Int64Array
 
 def ids_of(seq_ids: Sequence[int] | Int64Array) -> tuple[int, ...]:
     """What a caller knows sequences by, as SequenceTable takes it."""
-    return tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
+    try:
+        return tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
+    except TypeError:
+        raise InvalidArgument(f"seq_ids is {seq_ids!r}; a row of sequences is accepted") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,10 +30,14 @@ class Standing:
     cuts: Int64Array
     num_cuts: int
 
-    def check(self, table: "SequenceTable") -> None:
-        """InvalidArgument unless this is of `table`, and no position of the rows has been taken back since."""
+    def check_owner(self, table: "SequenceTable") -> None:
+        """InvalidArgument unless this is of `table`."""
         if table is not self.table:
             raise InvalidArgument("plan is of another cache; begin_forward of this one makes plans")
+
+    def check(self, table: "SequenceTable") -> None:
+        """InvalidArgument unless this is of `table`, and no position of the rows has been taken back since."""
+        self.check_owner(table)
         if table.num_cuts != self.num_cuts and (table.cuts[self.rows] != self.cuts).any():
             raise InvalidArgument("plan has a sequence that was shortened or removed since; begin_forward plans anew")
 
@@ -96,8 +103,8 @@ class SequenceTable:
 
     @property
     def num_changes(self) -> int:
-        """That of all groups; see GroupTable."""
-        return sum(group.num_changes for group in self.groups)
+        """That of all groups, see GroupTable, and slides."""
+        return sum(group.num_changes for group in self.groups) + self.streams.num_slides
 
     def row(self, sequence: int) -> int:
         try:
@@ -122,8 +129,8 @@ class SequenceTable:
     def _look_up(self, keys: tuple[int, ...]) -> Int64Array:
         try:
             rows = [self._rows[sequence] for sequence in keys]
-        except KeyError as error:
-            raise InvalidArgument(f"sequence {error.args[0]} is not there; add_sequence makes one") from None
+        except (KeyError, TypeError):
+            rows = [self.row(sequence) for sequence in keys]  # says which is not there
         if len(set(rows)) != len(rows):
             raise InvalidArgument(f"sequences {list(keys)} are not distinct; one may stand once in a forward")
         return np.array(rows, np.int64)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tandem.cache.errors import CacheError, InvalidArgument
 from tandem.cache.growth import Growth
-from tandem.cache.integers import checked_reach, integer
+from tandem.cache.integers import checked_reach, integer, integers
 from tandem.cache.open_trees import OpenTrees
 from tandem.cache.receptions import Receptions
 from tandem.cache.store import Store
@@ -86,6 +86,8 @@ class Sequences:
             raise InvalidArgument("the layout has groups with latents; sequences slide only in layouts without")
         if self._table.num_positions(row):
             raise InvalidArgument(f"sequence {sequence} holds positions; only an empty one can begin to slide")
+        if self._marks.any_open(row):  # the receiver of its position map would have to slide alike
+            raise InvalidArgument(f"sequence {sequence} is marked to be sent; only one that is not can begin to slide")
         self._streams.check_window(window, sink, self._max_length)
         self._table.streams.enable(row, window, sink)
 
@@ -94,18 +96,19 @@ class Sequences:
         row = self._table.row(sequence)
         if any(pages.size for pages in self._table.held_pages(row)):
             raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
-        pages = self._pools.prefixes.match(token_ids, max(len(token_ids) - 1, 0) // self._layout.page_size)
+        tokens = integers("token_ids", token_ids)
+        pages = self._pools.prefixes.match(tokens, max(tokens.size - 1, 0) // self._layout.page_size)
         self._pages.share(row, pages)
         return pages[0].size * self._layout.page_size
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> None:
         self._check_sharing(sequence)
         row = self.settled_row(sequence)
-        length = int(self._table.lengths[row])
-        if len(token_ids) > length:
-            raise InvalidArgument(f"token_ids has {len(token_ids)} tokens; sequence {sequence} holds {length}")
-        pages = self._table.held_pages(row, 0, len(token_ids) // self._layout.page_size)
-        self._pools.prefixes.publish(token_ids, pages)
+        length, tokens = int(self._table.lengths[row]), integers("token_ids", token_ids)
+        if tokens.size > length:
+            raise InvalidArgument(f"token_ids has {tokens.size} tokens; sequence {sequence} holds {length}")
+        pages = self._table.held_pages(row, 0, tokens.size // self._layout.page_size)
+        self._pools.prefixes.publish(tokens, pages)
 
     def _check_sharing(self, sequence: int) -> None:
         if self._table.streams.windows[self._table.row(sequence)]:

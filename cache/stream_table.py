@@ -37,13 +37,14 @@ class StreamTable:
     """Arrays int64 [max_sequences]. windows: positions that may be stored, sinks included; 0 for other sequences.
 
     holes: indices after the sinks that are not in use. dropped: by how much positions after the sinks are above their
-    indices.
+    indices. num_slides: how often rows were taken pages from the middle.
     """
 
     def __init__(self, max_sequences: int, page_size: int) -> None:
         self._page_size = page_size
         self.windows, self.sinks, self.holes, self.dropped = (np.zeros(max_sequences, np.int64) for _ in range(4))
         self.count = 0  # rows with a window
+        self.num_slides = 0
 
     def sliding(self, row: int) -> tuple[int, int] | None:
         """The window and sink of a row; None where it does not slide."""

@@ -181,6 +181,7 @@ class Streams:
         if moved.size == 0:
             return self._nothing
         table.lengths[moved], table.streams.dropped[moved] = slides.lengths, slides.dropped
+        table.streams.num_slides += 1
         return tuple(group.take_out(moved, slides.firsts, slides.ends) for group in table.groups)
 
     def _restore(self, before: _Before) -> None:

@@ -47,14 +47,11 @@ class TokenTrees:
         return visible_nodes(self.parents, window)[_new_nodes(self.sizes, self.counts)]
 
 
-def extend_tree(parents: Int64Array, added: object, name: str) -> Int64Array:
+def extend_tree(parents: Int64Array, more: Int64Array, name: str) -> Int64Array:
     """`parents` and those of further nodes, indices over the whole tree; int64 [nodes].
 
-    InvalidArgument, which calls them `name`, unless they are integers, −1 or of an earlier node, and at most MAX_NODES.
+    InvalidArgument, which calls them `name`, unless they are −1 or of an earlier node, and at most MAX_NODES.
     """
-    more = np.asarray(added)
-    if more.ndim != 1 or more.dtype.kind not in "iu":
-        raise InvalidArgument(f"{name} is {added!r}; one integer for each new node is accepted")
     total = parents.size + more.size
     if total > MAX_NODES:
         raise InvalidArgument(f"{name} makes a tree of {total} nodes; at most {MAX_NODES} are accepted")
@@ -65,7 +62,7 @@ def extend_tree(parents: Int64Array, added: object, name: str) -> Int64Array:
         raise InvalidArgument(
             f"{name} has {int(more[wrong[0]])} as parent of node {node}; -1 … {node - 1} are accepted"
         )
-    return np.concatenate((parents, more.astype(np.int64)))
+    return np.concatenate((parents, more))
 
 
 def path_to(parents: Int64Array, leaf: int) -> Int64Array:

@@ -10,6 +10,7 @@ import grpc.aio
 import numpy as np
 
 from tandem.cache.window import Int64Array
+from tandem.cluster.announcements import Drawn
 from tandem.cluster.errors import InvalidRequest, ServerError
 from tandem.cluster.request import ValidRequest
 from tandem.cluster.router import Placement
@@ -81,14 +82,15 @@ class Generation:
         send, start = self._calls(placement)
         # The prompt first: the other call waits for what it brings about.
         sent = placement.prefill.stub.RemoteSend(send, timeout=timeout)
-        first = unwatched(asyncio.ensure_future(_answer(placement.prefill, sent)))
-        first.add_done_callback(lambda _: placement.prefill.awaited.discard(placement.request_id))
+        answer = unwatched(asyncio.ensure_future(self._answer(placement.prefill, sent)))
+        answer.add_done_callback(lambda _: placement.prefill.awaited.discard(placement.request_id))
         stream = placement.decode.stub.StartGenerate(start, timeout=timeout)
         try:
-            message = self._first_message(await first)
+            message = self._first_message(await self._first_token(placement.drawn, answer))
             yield message
             if message.finish_reason and not self._first_is_last:
                 return  # a stop string: the decode worker does not know
+            await answer  # all has landed, else the decode worker would wait in vain
             async for tokens in _tokens(placement.decode, stream):
                 reason = FinishReason(tokens.finish_reason)
                 if reason == FinishReason.ERROR:
@@ -105,7 +107,7 @@ class Generation:
                     return
             raise AttemptLost("the decode worker's stream ended before the request did")
         finally:
-            first.cancel()
+            answer.cancel()
             stream.cancel()
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
@@ -138,19 +140,45 @@ class Generation:
         )
         return send, start
 
-    def _first_message(self, sent: worker_pb2.RemoteSendResponse) -> inference_pb2.GenerateResponse:
-        timings = self._timings
-        timings.prefill_seconds += sent.prefill_seconds
-        timings.push_seconds += sent.push_seconds
-        timings.bytes_pushed += sent.bytes_pushed
-        if not timings.first_token_seconds:
-            timings.first_token_seconds = time.perf_counter() - self._arrived
+    async def _answer(
+        self, prefill: WorkerLink, call: Awaitable[worker_pb2.RemoteSendResponse]
+    ) -> worker_pb2.RemoteSendResponse:
+        begun = bool(self._timings.first_token_seconds)  # in an earlier placement
+        try:
+            sent = await call
+        except grpc.aio.AioRpcError as error:
+            raise _attempt_error(prefill, error) from error
+        self._timings.prefill_seconds += sent.prefill_seconds
+        self._timings.push_seconds += sent.push_seconds
+        self._timings.bytes_pushed += sent.bytes_pushed
+        if not begun:
             self._usage.cached_tokens = min(sent.cached_tokens, self._usage.prompt_tokens)
-        reason = self._rule.reason(sent.first_token, len(self._sent) + 1)
+        return sent
+
+    async def _first_token(
+        self, drawn: Drawn | None, answer: "asyncio.Future[worker_pb2.RemoteSendResponse]"
+    ) -> worker_pb2.FirstToken:
+        """As soon as it is drawn, unless it may be the last one: the last message says what only the answer does."""
+        if drawn is not None:
+            await asyncio.wait((drawn, answer), return_when=asyncio.FIRST_COMPLETED)
+            if drawn.done() and not drawn.cancelled() and not self._may_end_with(drawn.result().token_id):
+                return drawn.result()
+        sent = await answer
+        logprobs = sent.logprobs if sent.HasField("logprobs") else None
+        return worker_pb2.FirstToken(token_id=sent.first_token, logprobs=logprobs)
+
+    def _may_end_with(self, token_id: int) -> bool:
+        stops = len(self._request.params.stop) > 0
+        return stops or self._rule.reason(token_id, len(self._sent) + 1) != FinishReason.RUNNING
+
+    def _first_message(self, first: worker_pb2.FirstToken) -> inference_pb2.GenerateResponse:
+        if not self._timings.first_token_seconds:
+            self._timings.first_token_seconds = time.perf_counter() - self._arrived
+        reason = self._rule.reason(first.token_id, len(self._sent) + 1)
         self._first_is_last = reason != FinishReason.RUNNING
-        message = self._message([sent.first_token], reason)
-        if sent.HasField("logprobs"):
-            message.logprobs.append(sent.logprobs)
+        message = self._message([first.token_id], reason)
+        if first.HasField("logprobs"):
+            message.logprobs.append(first.logprobs)
         return message
 
     def _message(self, token_ids: list[int], reason: FinishReason) -> inference_pb2.GenerateResponse:
@@ -169,13 +197,6 @@ class Generation:
             message.usage.CopyFrom(self._usage)
             message.timings.CopyFrom(self._timings)
         return message
-
-
-async def _answer(prefill: WorkerLink, call: Awaitable[worker_pb2.RemoteSendResponse]) -> worker_pb2.RemoteSendResponse:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise _attempt_error(prefill, error) from error
 
 
 async def _tokens(

@@ -25,7 +25,7 @@ class IslandLinks:
 
     async def close(self) -> None:
         """Calls under way fail."""
-        await asyncio.gather(*(link.channel.close() for link in self.links))
+        await asyncio.gather(*(link.close() for link in self.links))
 
 
 class Islands:

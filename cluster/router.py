@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import grpc.aio
 
 from tandem.cache.window import Int64Array
 from tandem.cluster.admission import AdmissionQueue
+from tandem.cluster.announcements import Drawn
 from tandem.cluster.errors import DeadlineExceeded
 from tandem.cluster.islands import Islands
 from tandem.cluster.worker_link import WORKER_LOST, WorkerLink
@@ -21,7 +22,6 @@ from tandem.workers.messages import prompt_to_bytes
 
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
 PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
-ANNOUNCE_SECONDS = 1.0  # nobody waits for its answer
 ABORT_AGAIN_SECONDS = 1.0
 # A worker that does not answer in time may be stopped, and may answer all the same when it goes on.
 PREPARE_LOST = WORKER_LOST | {grpc.StatusCode.DEADLINE_EXCEEDED}
@@ -29,7 +29,8 @@ PREPARE_LOST = WORKER_LOST | {grpc.StatusCode.DEADLINE_EXCEEDED}
 
 @dataclass(frozen=True)
 class Placement:
-    """A pair of workers and the pages that the decode worker set aside. request_id is the one the workers know."""
+    """A pair of workers and the pages that the decode worker set aside. request_id is the one the workers know; drawn
+    may have the first token before the prefill worker's answer does, where it has heard of the prompt already."""
 
     request_id: str
     prefill: WorkerLink
@@ -37,6 +38,7 @@ class Placement:
     reservation: worker_pb2.Reservation
     prompt_tokens: int
     total_tokens: int
+    drawn: Drawn | None = None
 
 
 class Router:
@@ -92,6 +94,8 @@ class Router:
         """
         request_id, quiet = placement.request_id, True
         placement.prefill.awaited.discard(request_id)
+        if placement.drawn is not None:
+            placement.drawn.cancel()
         if not complete:
             quiet = await placement.prefill.abort(request_id)
             await placement.decode.abort(request_id, writer_quiet=quiet)
@@ -138,9 +142,8 @@ class Router:
                 max_tokens=max_tokens,
                 writer_pe=prefill.pe,
             )
-            announced, announce = announce and not prefill.awaited, False
-            if announced:
-                self.in_background(_sent(prefill.announce(worker_id, request.prompt, ANNOUNCE_SECONDS)))
+            drawn = self._announce(prefill, worker_id, request.prompt) if announce and not prefill.awaited else None
+            announce = False
             prefill.awaited.add(worker_id)
             decode.load += total
             prefill.load += len(token_ids)  # already, for the next request comes while this one waits for the answer
@@ -152,11 +155,18 @@ class Router:
                     decode.load -= total
                     prefill.load -= len(token_ids)
                     prefill.awaited.discard(worker_id)
-                    if announced:
+                    if drawn is not None:
+                        drawn.cancel()
                         self.in_background(prefill.abort(worker_id))
             if reservation is not None:
-                return Placement(worker_id, prefill, decode, reservation, len(token_ids), total)
+                return Placement(worker_id, prefill, decode, reservation, len(token_ids), total, drawn)
         return None
+
+    def _announce(self, prefill: WorkerLink, request_id: str, prompt: bytes) -> Drawn:
+        drawn = prefill.announcements.expect(request_id)
+        announcement = worker_pb2.AnnounceRequest(request_id=request_id, epoch=prefill.epoch, prompt=prompt)
+        self.in_background(prefill.announcements.send(announcement))
+        return drawn
 
     async def _prepare(
         self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
@@ -197,9 +207,3 @@ class Router:
         task = asyncio.create_task(coroutine)
         self._cleanup.add(task)
         task.add_done_callback(self._cleanup.discard)
-
-
-async def _sent(call: Awaitable[object]) -> None:
-    """A call whose answer nobody needs."""
-    with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):  # the latter when the channel is closed
-        await call

@@ -1,12 +1,12 @@
 """The gateway's connection to one worker."""
 
 import time
-from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
 
+from tandem.cluster.announcements import Announcements
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
 from tandem.workers.config import Role
@@ -44,6 +44,7 @@ class WorkerLink:
     epoch: int
     channel: grpc.aio.Channel
     stub: worker_pb2_grpc.WorkerStub
+    announcements: Announcements
     load: int = 0
     awaited: set[str] = field(default_factory=set)
     _avoid_until: float = 0.0
@@ -58,7 +59,7 @@ class WorkerLink:
         ]
         channel = grpc.aio.insecure_channel(worker.address, options=options)
         stub = authorized(worker_pb2_grpc.WorkerStub(channel), worker.token)
-        return cls(worker.role, worker.pe, worker.address, epoch, channel, stub)
+        return cls(worker.role, worker.pe, worker.address, epoch, channel, stub, Announcements(stub))
 
     @property
     def reachable(self) -> bool:
@@ -68,11 +69,6 @@ class WorkerLink:
     def avoid(self) -> None:
         self._avoid_until = time.monotonic() + AVOID_SECONDS
 
-    def announce(self, request_id: str, prompt: bytes, seconds: float) -> Awaitable[worker_pb2.AnnounceResponse]:
-        """Sends off, before it returns, that the prompt is to come; see Worker/Announce."""
-        request = worker_pb2.AnnounceRequest(request_id=request_id, epoch=self.epoch, prompt=prompt)
-        return self.stub.Announce(request, timeout=seconds)
-
     async def abort(self, request_id: str, writer_quiet: bool = False) -> bool:
         """True when the worker has said that it neither computes nor writes for the request any more."""
         request = worker_pb2.AbortRequest(request_id=request_id, epoch=self.epoch, writer_quiet=writer_quiet)
@@ -81,6 +77,11 @@ class WorkerLink:
         except (grpc.aio.AioRpcError, grpc.aio.UsageError):  # the latter when the channel is closed
             return False
         return True
+
+    async def close(self) -> None:
+        """Calls under way fail."""
+        await self.announcements.close()
+        await self.channel.close()
 
     async def status(self) -> inference_pb2.WorkerInfo:
         """What the worker says of itself; alive is false when it does not answer in time."""

@@ -71,9 +71,15 @@ class AnnounceRequest(_message.Message):
     prompt: bytes
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ...) -> None: ...
 
-class AnnounceResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+class FirstToken(_message.Message):
+    __slots__ = ("request_id", "token_id", "logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    token_id: int
+    logprobs: _inference_pb2.TokenLogprobs
+    def __init__(self, request_id: _Optional[str] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class RemoteSendRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "sampling", "reservation", "prompt")

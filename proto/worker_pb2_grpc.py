@@ -40,10 +40,10 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_proto_dot_worker__pb2.PrepareReceiveRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_worker__pb2.Reservation.FromString,
                 _registered_method=True)
-        self.Announce = channel.unary_unary(
+        self.Announce = channel.stream_stream(
                 '/tandem.v1.Worker/Announce',
                 request_serializer=tandem_dot_proto_dot_worker__pb2.AnnounceRequest.SerializeToString,
-                response_deserializer=tandem_dot_proto_dot_worker__pb2.AnnounceResponse.FromString,
+                response_deserializer=tandem_dot_proto_dot_worker__pb2.FirstToken.FromString,
                 _registered_method=True)
         self.RemoteSend = channel.unary_unary(
                 '/tandem.v1.Worker/RemoteSend',
@@ -78,9 +78,11 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Announce(self, request, context):
-        """Prefill side: a prompt that a RemoteSend will come for, unless an Abort does. It may be computed while the decode
-        worker is asked for room; nothing is written. May come late, twice or never: a RemoteSend needs none.
+    def Announce(self, request_iterator, context):
+        """Prefill side: prompts that a RemoteSend will come for, unless an Abort does. One may be computed while the decode
+        worker is asked for room; nothing is written. Back come the first tokens of those that were, as soon as they are
+        drawn: RemoteSend's answer says the same once all has landed. One stream for a connection, for a message on it is
+        sooner there than a call. Hints both ways: late, twice or never, and the stream may end; a RemoteSend needs none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,10 +126,10 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_proto_dot_worker__pb2.PrepareReceiveRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_worker__pb2.Reservation.SerializeToString,
             ),
-            'Announce': grpc.unary_unary_rpc_method_handler(
+            'Announce': grpc.stream_stream_rpc_method_handler(
                     servicer.Announce,
                     request_deserializer=tandem_dot_proto_dot_worker__pb2.AnnounceRequest.FromString,
-                    response_serializer=tandem_dot_proto_dot_worker__pb2.AnnounceResponse.SerializeToString,
+                    response_serializer=tandem_dot_proto_dot_worker__pb2.FirstToken.SerializeToString,
             ),
             'RemoteSend': grpc.unary_unary_rpc_method_handler(
                     servicer.RemoteSend,
@@ -188,7 +190,7 @@ class Worker(object):
             _registered_method=True)
 
     @staticmethod
-    def Announce(request,
+    def Announce(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -198,12 +200,12 @@ class Worker(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/tandem.v1.Worker/Announce',
             tandem_dot_proto_dot_worker__pb2.AnnounceRequest.SerializeToString,
-            tandem_dot_proto_dot_worker__pb2.AnnounceResponse.FromString,
+            tandem_dot_proto_dot_worker__pb2.FirstToken.FromString,
             options,
             channel_credentials,
             insecure,

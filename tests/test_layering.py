@@ -21,6 +21,7 @@ HOMES = {
     "uvicorn": {"cluster/http_door.py"},
     "grpc": {
         "cluster/admin.py",
+        "cluster/announcements.py",
         "cluster/attempts.py",
         "cluster/client.py",
         "cluster/client_messages.py",

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.window import Int64Array
+from tandem.workers.first_token import FirstToken
 from tandem.workers.layer_progress import LayerProgress
 from tandem.workers.lease import Clock, Lease
 from tandem.workers.model_runner import ModelRunner
@@ -22,6 +24,7 @@ class Head:
 
     computed: positions whose KV is in the cache once its forward is done, 0 before it is launched. logits: [1, vocab],
     behind the last token, where that forward reaches so far. progress: of that forward, where it goes on by itself.
+    drawn: never ends where the prompt is dropped.
     """
 
     request_id: str
@@ -32,6 +35,7 @@ class Head:
     computed: int = 0
     logits: Tensor | None = None
     progress: LayerProgress | None = None
+    drawn: "Future[FirstToken]" = field(default_factory=Future)
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -65,14 +69,15 @@ class HeadStart:
         """Whose prompt it is; None without one."""
         return None if self._head is None else self._head.request_id
 
-    def take(self, request_id: str, sequence_id: int, token_ids: Int64Array) -> None:
-        """Launches the prompt's first forward; nothing happens when there is a prompt already, or no room.
+    def take(self, request_id: str, sequence_id: int, token_ids: Int64Array) -> "Future[FirstToken] | None":
+        """Launches the prompt's first forward; what is drawn behind the prompt, once it is claimed and that far.
 
-        Where the forward fails, the prompt is computed with its place known.
+        None, and nothing happens, when there is a prompt already, or no room. Where the forward fails, the prompt is
+        computed with its place known.
         """
         cache = self._cache
         if self._head is not None or not cache.has_room(len(token_ids), self._max_batch_tokens):
-            return
+            return None
         head = Head(request_id, sequence_id, token_ids, Lease(self._lease_seconds, self._clock))
         cache.add_sequence(sequence_id)
         if self._sharing:
@@ -84,6 +89,7 @@ class HeadStart:
         except Exception:
             log.exception("computing the prompt of %r ahead of its reservation failed", head.request_id)
             self.drop()
+        return head.drawn
 
     def claim(self, request_id: str, token_ids: Int64Array) -> Head | None:
         """The prompt, whose sequence is the caller's from now on; None where it is another."""

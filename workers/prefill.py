@@ -20,6 +20,7 @@ from tandem.transfer.transport import Transport
 from tandem.workers.counters import Counters
 from tandem.workers.ended_requests import EndedRequests
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, LeaseExpired
+from tandem.workers.first_token import FirstToken
 from tandem.workers.grants import Grants, signal_of
 from tandem.workers.head_start import HeadStart
 from tandem.workers.landing import Landing
@@ -37,6 +38,7 @@ RECALL_POLL_SECONDS = 0.02
 LEASE_SHARE = 0.8  # the writer stops before the receiver's own lease is over
 # A push is nearly always through when its last token is sampled: its answer should not wait for another's forward.
 PATIENCE_SECONDS = 0.002
+QUIET_POLL_SECONDS = 0.00002  # meanwhile the event loop has the interpreter, for the first token
 POLL_SECONDS = 0.001
 PART_POLL_SECONDS = 0.0003  # of layers that are computed
 
@@ -74,13 +76,9 @@ class PrefillLoop:
         self._clock = clock
         self.counters = Counters()
         self._grants = Grants(transport, self.counters)
+        kept = lease_seconds * LEASE_SHARE
         self._head_start = HeadStart(
-            runner,
-            cache,
-            max_batch_tokens=max_batch_tokens,
-            sharing=sharing,
-            lease_seconds=lease_seconds * LEASE_SHARE,
-            clock=clock,
+            runner, cache, max_batch_tokens=max_batch_tokens, sharing=sharing, lease_seconds=kept, clock=clock
         )
         self._recalls_read = -RECALL_POLL_SECONDS
         self._waiting: deque[PrefillRequest] = deque()
@@ -92,17 +90,17 @@ class PrefillLoop:
 
     # Commands
 
-    def announce(self, request_id: str, token_ids: Int64Array) -> None:
+    def announce(self, request_id: str, token_ids: Int64Array) -> "Future[FirstToken] | None":
         """A prompt that submit() is to come for, unless its room is not found: abort() then ends it, or its lease.
 
-        Its first forward is launched where there is nothing else to do. One prompt at a time: others are not heeded,
-        nor is one that has ended or came before.
+        Its first forward is launched where there is nothing else to do, and its first token told when it is drawn. One
+        prompt at a time: others are not heeded, nor is one that has ended or came before: None.
         """
         ended = self._ended.is_aborted(request_id) or self._ended.result(request_id) is not None
         if ended or request_id in self._by_id or self._waiting or self._running:
-            return
-        self._head_start.take(request_id, self._next_sequence, token_ids)
+            return None
         self._next_sequence += 1
+        return self._head_start.take(request_id, self._next_sequence - 1, token_ids)
 
     def submit(
         self,
@@ -335,7 +333,7 @@ class PrefillLoop:
         )
         for row, request in enumerate(requests):
             request.sampled = time.perf_counter()
-            request.first_token, request.logprobs = int(samples.token_ids[row]), samples.logprobs[row]
+            request.drawn.set_result(FirstToken(int(samples.token_ids[row]), samples.logprobs[row]))
             self._end(request)
 
     def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
@@ -355,7 +353,7 @@ class PrefillLoop:
             reservation.target_pe,
             reservation.signal_slot,
             pack_signal(reservation.generation, request.position_map.num_tokens),
-            pack_payload(request.first_token, digest),
+            pack_payload(request.drawn.result(0).token_id, digest),
         )
         self._land(request, None)
 
@@ -391,6 +389,7 @@ class PrefillLoop:
         until = time.monotonic() + PATIENCE_SECONDS
         self._settle()
         while any(request.request_id in self._landing for request in ended) and time.monotonic() < until:
+            time.sleep(QUIET_POLL_SECONDS)
             self._settle()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from tandem.cache.cached_send import CachedSend
 from tandem.cache.position_map import PositionMap
 from tandem.cache.window import Int64Array
+from tandem.workers.first_token import FirstToken
 from tandem.workers.head_start import Head
 from tandem.workers.layer_progress import LayerProgress
 from tandem.workers.lease import Lease
@@ -40,7 +41,7 @@ class PrefillRequest:
 
     marked: its forwards send what they compute. Not so where all was launched before the reservation came: then logits
     are there ([1, vocab]), progress is that forward's, and sending is what goes to the receiver, once that has begun.
-    sampled is the time of the first token; that and logprobs are there from then on.
+    sampled is the time of the first token, which is in drawn from then on.
     """
 
     request_id: str
@@ -62,8 +63,7 @@ class PrefillRequest:
     sampled: float = 0.0
     push_seconds: float = 0.0
     bytes_pushed: int = 0
-    first_token: int = -1
-    logprobs: TokenLogprobs | None = None
+    drawn: "Future[FirstToken]" = field(default_factory=Future)
 
     @property
     def num_tokens(self) -> int:
@@ -77,15 +77,15 @@ class PrefillRequest:
     def take_over(self, head: Head) -> None:
         """Goes on from a prompt that is begun."""
         self.sequence_id, self.logits, self.progress = head.sequence_id, head.logits, head.progress
-        self.computed, self.cached_tokens = head.computed, head.cached_tokens
+        self.computed, self.cached_tokens, self.drawn = head.computed, head.cached_tokens, head.drawn
         self.arrived = self.started = head.started
 
     def landed(self) -> PrefillResult:
         """The result, now that all KV has landed."""
-        now = time.perf_counter()
+        now, first = time.perf_counter(), self.drawn.result(0)
         return PrefillResult(
-            first_token=self.first_token,
-            logprobs=self.logprobs,
+            first_token=first.token_id,
+            logprobs=first.logprobs,
             cached_tokens=self.cached_tokens,
             queue_seconds=self.started - self.arrived,
             prefill_seconds=now - self.started,

@@ -15,7 +15,7 @@ from tandem.cache.layout import DTYPES
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.errors import InvalidConfig
 from tandem.workers.models.parameters import allocate_parameters
-from tandem.workers.models.places import checkpoint_places
+from tandem.workers.models.places import LM_HEAD, checkpoint_places
 from tandem.workers.models.registry import load_config
 from tandem.workers.sample_text import SENTENCES
 from tandem.workers.weights import INDEX
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 SHARD_BYTES = 5 << 30
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 LOGITS_STD = 4  # about what trained models have: sampling at temperature 1 then has favourites
 
 

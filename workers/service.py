@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
@@ -32,6 +33,7 @@ from tandem.workers.errors import (
 )
 from tandem.workers.event_loop import unwatched
 from tandem.workers.finish import FinishReason
+from tandem.workers.first_token import FirstTokens
 from tandem.workers.lease import Lease
 from tandem.workers.messages import (
     logprobs_to_proto,
@@ -132,15 +134,24 @@ class WorkerService(worker_pb2_grpc.WorkerServicer, Generic[LoopT]):
 class PrefillService(WorkerService[PrefillLoop]):
     """Announce, RemoteSend and Abort."""
 
-    async def Announce(self, request: worker_pb2.AnnounceRequest, context: Context) -> worker_pb2.AnnounceResponse:
-        def announce() -> None:
+    async def Announce(self, request_iterator: AsyncIterable[worker_pb2.AnnounceRequest], context: Context) -> None:
+        drawn = FirstTokens(asyncio.get_running_loop())
+
+        def announce(request: worker_pb2.AnnounceRequest) -> None:
             check_request_id(request.request_id)
             prompt = check_prompt(request.prompt, self._vocab_size)
             check_length(len(prompt), 1, self._config.max_model_len)
-            self._loop.announce(request.request_id, prompt)
+            future = self._loop.announce(request.request_id, prompt)
+            if future is not None:
+                drawn.expect(request.request_id, future)
 
-        await self._on_step_thread(context, request.epoch, announce)
-        return worker_pb2.AnnounceResponse()
+        await context.send_initial_metadata(())  # now, while nobody waits for it
+        writing = unwatched(asyncio.ensure_future(_write_all(context, drawn)))
+        try:
+            async for request in request_iterator:
+                await self._on_step_thread(context, request.epoch, partial(announce, request))
+        finally:
+            writing.cancel()
 
     async def RemoteSend(
         self, request: worker_pb2.RemoteSendRequest, context: Context
@@ -227,6 +238,13 @@ class DecodeService(WorkerService[DecodeLoop]):
 
         known = await self._on_step_thread(context, request.epoch, abort)
         return worker_pb2.AbortResponse(known=known)
+
+
+async def _write_all(context: Context, drawn: FirstTokens) -> None:
+    while True:
+        request_id, first = await drawn.next()
+        logprobs = None if first.logprobs is None else logprobs_to_proto(first.logprobs)
+        await context.write(worker_pb2.FirstToken(request_id=request_id, token_id=first.token_id, logprobs=logprobs))
 
 
 def _resident_bytes() -> int:

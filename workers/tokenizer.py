@@ -14,11 +14,16 @@ HELD_TOKENS = 16  # more than any character takes: whoever holds back longer is 
 
 
 class Tokenizer:
-    """tokenizer.json of a checkpoint, and its chat template if it has one. Safe to share between threads."""
+    """tokenizer.json of a checkpoint, and its chat template if it has one. Safe to share between threads.
+
+    special_ids: what decode() may skip.
+    """
 
     def __init__(self, inner: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
         self._inner = inner
         self._chat_template = chat_template
+        added = inner.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
@@ -82,36 +87,39 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._context: list[int] = []
-        self._context_text = ""
         self._held: list[int] = []
+        self._emitted = 0  # characters of the decoding of context and held that were returned
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became complete with these tokens, perhaps ""."""
-        self._held += token_ids
-        text = self._decode(self._context + self._held)
+        new = [token_id for token_id in token_ids if token_id not in self._skipped]
+        held = self._held + new
+        text = self._decode(self._context + held)
         incomplete = _incomplete_tail(text)
-        if (incomplete or len(text) == len(self._context_text)) and len(self._held) < HELD_TOKENS:
+        if incomplete and len(new) > 1:  # a decoder may spoil what is complete with what is not
+            return "".join(self.push([token_id]) for token_id in new)
+        self._held = held
+        if (incomplete or len(text) == self._emitted) and len(held) < HELD_TOKENS:
             return ""
         return self._emit(text, incomplete)
 
     def flush(self) -> str:
         """What is held back, at the end of the request; incomplete bytes become the replacement character."""
-        return self._emit(self._decode(self._context + self._held), 0) if self._held else ""
+        return self._emit(self._decode(self._context + self._held), 0)
 
     def _emit(self, text: str, incomplete: int) -> str:
         """All of `text` that is new but the last `incomplete` characters; the held tokens become the context."""
-        new = text[len(self._context_text) : len(text) - incomplete]
+        new = text[self._emitted : len(text) - incomplete]
         if new:
             self._context = self._held
-            context_text = self._decode(self._context)
-            self._context_text = context_text[: len(context_text) - incomplete]
+            self._emitted = len(self._decode(self._context)) - incomplete
         self._held = []
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 def _incomplete_tail(text: str) -> int:
@@ -139,7 +147,14 @@ def _read_chat_template(folder: Path) -> ChatTemplate | None:
         return None
     if not isinstance(source, str):
         raise InvalidTokenizer(f"{fields.source}: chat_template is a {type(source).__name__}; it must be a string")
-    return ChatTemplate(source, _special_tokens(fields))
+    return ChatTemplate(source, _special_tokens(fields) | _older_special_tokens(folder, fields))
+
+
+def _older_special_tokens(folder: Path, fields: Fields) -> dict[str, str]:
+    """Those of special_tokens_map.json, which go before fields of a tokenizer_config.json from the time when added
+    tokens were not in it."""
+    path = folder / "special_tokens_map.json"
+    return {} if "added_tokens_decoder" in fields or not path.exists() else _special_tokens(Fields.from_file(path))
 
 
 def _special_tokens(fields: Fields) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """From a checkpoint folder to filled parameters: safetensors only, in parallel reads, straight into their places."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, InvalidWeights
 from tandem.workers.models.fields import Fields
 from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
-from tandem.workers.models.places import checkpoint_places
+from tandem.workers.models.places import LM_HEAD, checkpoint_places
 from tandem.workers.models.scale_tensors import is_scale
 from tandem.workers.progress import ReportBytes, ignore_progress
 from tandem.workers.safetensors_file import SafetensorsFile, TensorPart, new_staging
@@ -53,12 +54,16 @@ def load_parameters(
     """
     if load_format not in LOAD_FORMATS:
         raise InvalidConfig(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
-    paths = weight_files(folder) if load_format == "safetensors" else []
-    parameters = allocate_parameters(config, torch.device(device))
     if load_format == "dummy":
+        parameters = allocate_parameters(config, torch.device(device))
         fill_randomly(config, checkpoint_places(config, parameters))
-    else:
-        fill_from_files(paths, config, parameters, report)
+        return parameters
+    with ExitStack() as stack:
+        files = _open(stack, folder)
+        parameters, places = _allocate(files, config, torch.device(device))
+        _fill(files, places, torch.device(device), report)
+    if config.tie_word_embeddings and torch.equal(parameters.lm_head, parameters.embedding):
+        return dataclasses.replace(parameters, lm_head=parameters.embedding)
     return parameters
 
 
@@ -87,23 +92,20 @@ def weight_files(folder: Path) -> list[Path]:
 def check_weights(folder: Path, config: ModelConfig) -> None:
     """Raises what load_parameters would raise for these files as they are, from their headers and sizes alone."""
     with ExitStack() as stack:
-        _open(stack, weight_files(folder), config, allocate_parameters(config, torch.device("meta")))
+        _allocate(_open(stack, folder), config, torch.device("meta"))
 
 
-def fill_from_files(
-    paths: Iterable[Path], config: ModelConfig, parameters: DecoderParameters, report: ReportBytes
+def _fill(
+    files: Sequence[SafetensorsFile], places: Mapping[str, Tensor], device: torch.device, report: ReportBytes
 ) -> None:
-    """Reads every tensor of the model from `paths`; InvalidWeights names what is missing, unknown or misshapen."""
-    with ExitStack() as stack:
-        files, places = _open(stack, paths, config, parameters)
-        total, done = sum(place.nbytes for place in places.values()), 0
+    total, done = sum(place.nbytes for place in places.values()), 0
+    report(done, total)
+    wanted = [(file, name) for file in files for name in file.tensors if name in places]
+    parts = [part for file, name in wanted for part in file.parts(name, places[name])]
+    parts.sort(key=lambda part: (part.file.path, part.offset))  # as a disk likes to read
+    for filled in _read(parts, device):
+        done += filled
         report(done, total)
-        wanted = [(file, name) for file in files for name in file.tensors if name in places]
-        parts = [part for file, name in wanted for part in file.parts(name, places[name])]
-        parts.sort(key=lambda part: (part.file.path, part.offset))  # as a disk likes to read
-        for filled in _read(parts, parameters.embedding.device):
-            done += filled
-            report(done, total)
 
 
 def _read(parts: Iterable[TensorPart], device: torch.device) -> Iterator[int]:
@@ -123,14 +125,27 @@ def _read(parts: Iterable[TensorPart], device: torch.device) -> Iterator[int]:
         yield from readers.map(read, parts)
 
 
-def _open(
-    stack: ExitStack, paths: Iterable[Path], config: ModelConfig, parameters: DecoderParameters
-) -> tuple[list[SafetensorsFile], dict[str, Tensor]]:
-    """The files, for as long as `stack` is open, and the places of their tensors, both checked."""
-    files = [stack.enter_context(SafetensorsFile(path)) for path in paths]
-    places = checkpoint_places(config, parameters, {name for file in files for name in file.tensors})
+def _open(stack: ExitStack, folder: Path) -> list[SafetensorsFile]:
+    """The files of a checkpoint, for as long as `stack` is open."""
+    return [stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder)]
+
+
+def _allocate(
+    files: Sequence[SafetensorsFile], config: ModelConfig, device: torch.device
+) -> tuple[DecoderParameters, dict[str, Tensor]]:
+    """Parameters and the places of the files' tensors, both checked. InvalidWeights names what is missing, unknown or
+    misshapen.
+
+    A head that the files have gets a place even where embeddings are to be tied: it may be another, and transformers
+    then serves it.
+    """
+    names = {name for file in files for name in file.tensors}
+    if LM_HEAD in names:
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    parameters = allocate_parameters(config, device)
+    places = checkpoint_places(config, parameters, names)
     check_tensors(files, places, config)
-    return files, places
+    return parameters, places
 
 
 def check_tensors(files: Iterable[SafetensorsFile], places: Mapping[str, Tensor], config: ModelConfig) -> None:
@@ -148,6 +163,8 @@ def check_tensors(files: Iterable[SafetensorsFile], places: Mapping[str, Tensor]
                 )
             else:
                 file.dtype_of(name)  # raises where it is none that can be read
+                if name not in missing:
+                    raise InvalidWeights(f"{file.path}: tensor {name} is in another file, too; it must be in one")
             missing.pop(name, None)
     if missing:
         raise InvalidWeights(
@@ -175,7 +192,6 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     return (
         is_scale(name)
         or name.endswith("rotary_emb.inv_freq")
-        or (config.tie_word_embeddings and name == "lm_head.weight")
         or any(name.startswith(f"model.layers.{layer}.") for layer in extra)
     )
 

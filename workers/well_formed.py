@@ -1,6 +1,6 @@
 """What a gRPC server takes for a message: bytes that parse, and no field that this version does not know."""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -37,6 +37,16 @@ class WellFormedRequired(grpc.aio.ServerInterceptor):
             except Malformed as error:
                 return error
 
+        if handler.request_streaming:
+
+            async def behave_stream(
+                requests: AsyncIterable[Message | Malformed], context: grpc.aio.ServicerContext
+            ) -> None:
+                await handler.stream_stream(_well_formed(requests, context), context)
+
+            return grpc.stream_stream_rpc_method_handler(
+                behave_stream, request_deserializer=parse, response_serializer=handler.response_serializer
+            )
         method = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
         async def behave(request: Message | Malformed, context: grpc.aio.ServicerContext) -> Any:
@@ -48,6 +58,15 @@ class WellFormedRequired(grpc.aio.ServerInterceptor):
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
         return remade(behave, request_deserializer=parse, response_serializer=handler.response_serializer)
+
+
+async def _well_formed(
+    requests: AsyncIterable[Message | Malformed], context: grpc.aio.ServicerContext
+) -> AsyncIterator[Message]:
+    async for request in requests:
+        if isinstance(request, Malformed):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
+        yield request
 
 
 def _refuse_unknown_fields(message: Message) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.actors import GatewayActor, WorkerActor
+from tandem.cluster.announcements import Announcements
 from tandem.cluster.forked_actor import ForkedActor
 from tandem.cluster.processes import ActorSpec
-from tandem.cluster.worker_link import WorkerLink
 from tandem.workers.config import Role, WorkerConfig
 from tests.local_processes import LocalGroup, LocalProcesses
 
@@ -70,8 +70,8 @@ class TracedGateway(GatewayActor):
 
     def announcements(self, wanted: bool) -> None:
         """Whether prompts are announced from now on."""
-        link: Any = WorkerLink
-        link.announce = _announce if wanted else _announce_nothing
+        announcements: Any = Announcements
+        announcements.send = _send if wanted else _send_nothing
 
 
 class TracedWorker(WorkerActor):
@@ -103,10 +103,10 @@ class TracedProcesses(LocalProcesses):
         return super().start_group(traced, gpus=0, threads=threads)
 
 
-_announce = WorkerLink.announce
+_send = Announcements.send
 
 
-async def _announce_nothing(*_: object) -> None:
+async def _send_nothing(*_: object) -> None:
     pass
 
 

@@ -151,8 +151,9 @@ class AtOnce(worker_pb2_grpc.WorkerServicer):
             token="token",
         )
 
-    async def Announce(self, request: Any, context: Any) -> worker_pb2.AnnounceResponse:
-        return worker_pb2.AnnounceResponse()
+    async def Announce(self, request_iterator: Any, context: Any) -> AsyncIterator[worker_pb2.FirstToken]:
+        async for request in request_iterator:
+            yield worker_pb2.FirstToken(request_id=request.request_id, token_id=5)
 
     async def PrepareReceive(self, request: Any, context: Any) -> worker_pb2.Reservation:
         return self._reservation
@@ -198,14 +199,16 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
     )
     start = worker_pb2.StartGenerateRequest(request_id="r", epoch=1, reservation_id=1)
 
+    announcements = bare_stub.Announce(timeout=60)
+
     async def bare() -> None:
-        announced = bare_stub.Announce(announce, timeout=5)
+        await announcements.write(announce)
         await bare_stub.PrepareReceive(prepare, timeout=5)
         stream = bare_stub.StartGenerate(start, timeout=5)
         await bare_stub.RemoteSend(send, timeout=5)
         async for _ in stream:
             pass
-        await announced
+        await announcements.read()
 
     ours, theirs = [], []
     for number in range(rounds + 20):

@@ -151,14 +151,17 @@ def nixl_seconds(pe: int, side: nixl_writes.NixlPages, length: int, rounds: int)
 
 
 def check_landed(pe: int, pool: torch.Tensor, length: int, seed: int) -> None:
-    """The pages of the last round hold the same bits on both sides, by a checksum of each that heeds the order."""
-    words = pool.view(NUM_PAGES, -1).view(torch.int64)
-    weights = torch.arange(1, words.shape[1] + 1, device=words.device)
-    sender, receiver = exchange(
-        [int((words[page] * weights).sum()) for page in random_pages(length, seed)[pe].tolist()]
-    )
+    """The pages of the last round hold the same bits on both sides."""
+    sender, receiver = exchange(page_sums(pool, random_pages(length, seed)[pe]))
     if sender != receiver:
         raise SystemExit(f"{length} tokens: pages did not land as sent")
+
+
+def page_sums(pool: torch.Tensor, pages: Int32Array) -> list[int]:
+    """A checksum of each of the pages, in their order, that heeds the order within a page."""
+    words = pool.view(pool.shape[0], -1).view(torch.int64)
+    weights = torch.arange(1, words.shape[1] + 1, device=words.device)
+    return [int((words[page] * weights).sum()) for page in pages.tolist()]
 
 
 def push_numbers(transport: Transport, length: int, rounds: int, roof: float) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan import ForwardPlan, lay_out_tokens, look_up_pages
+from tandem.cache.plan import ForwardPlan, TokenLayout, lay_out_tokens, look_up_pages
 from tests.cache.naive import run_layer
 from tests.cache.oracle import NUM_PLACES
 
@@ -123,7 +123,7 @@ class Side:
         trees = parents if any(of is not None for of in parents) else None
         plan = self.cache.begin_forward(batch, counts, token_tree_parents=trees)
         check_tables(self.cache, plan)
-        self.stepped = self.plan is not None and plan.tokens.follows(self.plan.tokens)
+        self.stepped = self.plan is not None and follows(plan.tokens, self.plan.tokens)
         self.batch, self.plan = batch, plan
         outputs = [run_layer(self.cache, plan, layer, *of_layer, sinks) for layer, of_layer in enumerate(inputs)]
         self.cache.end_forward(plan)
@@ -166,6 +166,11 @@ class Side:
             return self.first_places(length) == self.first_places(max(length, known.queries))
         least = known.stream[1] if len(known.kept) < len(known.ids) else 0
         return len(known.kept) - (len(known.ids) - length) >= least
+
+
+def follows(tokens: TokenLayout, before: TokenLayout) -> bool:
+    """Whether `tokens` were laid out as the step after `before`."""
+    return tokens.owners is before.owners
 
 
 def check_tables(cache: PagedKVCache, plan: ForwardPlan) -> None:

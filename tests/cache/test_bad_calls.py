@@ -1,5 +1,6 @@
 """Arguments that PagedKVCache must not take: each is refused by name, and nothing has changed."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,17 @@ from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import PositionMap, SlotRuns
 from tandem.cache.rope import RopeParameters
-from tests.cache.naive import LATENT_HEADS, cache_of, draw_inputs, layout_of, pools_of, ropes_of, run, up_projections
+from tests.cache.naive import (
+    LATENT_HEADS,
+    MAX_LENGTH,
+    cache_of,
+    draw_inputs,
+    layout_of,
+    pools_of,
+    ropes_of,
+    run,
+    up_projections,
+)
 from tests.cache.peer_writer import PeerWriter
 
 LAYOUT = layout_of(2)
@@ -35,12 +46,16 @@ SCALARS: dict[str, tuple[str, Call]] = {
     "length": ("length", lambda cache, value: cache.prepare_receive(0, value)),
     "begin": ("begin", lambda cache, value: cache.gather_kv(0, value, 3)),
     "end": ("end", lambda cache, value: cache.gather_kv(0, 0, value)),
+    "group": ("group", lambda cache, value: cache.gather_group(0, value, 0, 3)),
 }
 ROWS: dict[str, Call] = {
     "append_lengths": lambda cache, value: cache.begin_forward([0], [value]),
     "rope_lengths": lambda cache, value: cache.begin_forward([0], [1], rope_lengths=[value]),
     "leaf_indices": lambda cache, value: cache.commit_token_tree([1], [value]),
     "token_ids": lambda cache, value: cache.match_prefix(2, [value] * 5),
+    "token_ids of no page": lambda cache, value: cache.match_prefix(2, [value]),
+    "token_ids to publish": lambda cache, value: cache.publish_prefix(0, [value] * 5),
+    "token_tree_parents[0]": lambda cache, value: cache.begin_forward([0], [1], token_tree_parents=[[value]]),
 }
 
 
@@ -74,11 +89,50 @@ def test_what_is_no_integer(name: str, call: Call, value: Any) -> None:
     refuses(cache, lambda: call(cache, value), rf"^{name} is .*; an integer is accepted")
 
 
-@pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)
+@pytest.mark.parametrize("value", [*NO_INTEGERS, 1 << 63, [[1], 2]], ids=repr)
 @pytest.mark.parametrize(("name", "call"), ROWS.items(), ids=ROWS.keys())
 def test_rows_of_what_are_no_integers(name: str, call: Call, value: Any) -> None:
+    cache, argument = filled(), re.escape(name.split()[0])
+    refuses(cache, lambda: call(cache, value), rf"^{argument} is .*; a row of integers of 64 bits is accepted")
+
+
+@pytest.mark.parametrize("longest", [MAX_LENGTH + 1, (1 << 63) - 1])
+@pytest.mark.parametrize("others", [[], [1], [2, 1]], ids=len)
+def test_appends_that_no_sequence_can_hold(longest: int, others: list[int]) -> None:
+    """With a sum that overflows it would be the shortest of all."""
     cache = filled()
-    refuses(cache, lambda: call(cache, value), rf"^{name} is .*; a row of integers of 64 bits is accepted")
+    cache.commit_token_tree([1], [-1])
+    sequences = [0, 1, 2][: 1 + len(others)]
+    message = f"append_lengths has {longest}; 1 … {MAX_LENGTH} are accepted"
+    refuses(cache, lambda: cache.begin_forward(sequences, [longest, *others]), message)
+    refuses(cache, lambda: cache.begin_forward(sequences[::-1], [*others, longest]), message)
+
+
+@pytest.mark.parametrize(
+    ("seq_ids", "message"),
+    [(0, "seq_ids is 0; a row"), (None, "seq_ids is None; a row"), ([[0]], r"sequence \[0\] is not there")],
+    ids=repr,
+)
+def test_rows_of_what_are_no_sequences(seq_ids: Any, message: str) -> None:
+    cache = filled()
+    refuses(cache, lambda: cache.begin_forward(seq_ids, [1]), message)
+    refuses(cache, lambda: cache.commit_token_tree(seq_ids, [0]), message)
+    refuses(cache, lambda: cache.foresee(seq_ids), message)
+
+
+def test_trees_of_nobody() -> None:
+    cache, none = filled(), 5
+    refuses(
+        cache,
+        lambda: cache.begin_forward([0], [1], token_tree_parents=none),  # type: ignore[arg-type]
+        "token_tree_parents is 5; an entry for each sequence is accepted",
+    )
+
+
+def test_groups_that_are_not_there() -> None:
+    cache = filled()
+    for group in (-1, 1):
+        refuses(cache, lambda group=group: cache.gather_group(0, group, 0, 3), f"group is {group}; 0 … 0 are accepted")
 
 
 def test_reservations_below_nothing() -> None:
@@ -115,6 +169,17 @@ def test_peers_that_are_not_there() -> None:
         refuses(cache, lambda pe=pe: cache.mark_send(0, 0, asked, pe), f"pe is {pe}; 0 … 1 are accepted")
     cache.begin_forward([0], [4])
     assert cache.sends_done(0)
+
+
+def test_what_is_marked_does_not_begin_to_slide() -> None:
+    """Its receiver, which was asked before, would take K for rotated."""
+    pools = [pools_of(LAYOUT, 32) for _ in range(2)]
+    cache = filled(pools=pools[0], writer=PeerWriter(0, pools))
+    cache.mark_send(2, 0, PositionMap(0, (SlotRuns.from_slots(range(9)),)), 1)
+    refuses(cache, lambda: cache.enable_sliding_window(2, 8, 2), "sequence 2 is marked to be sent")
+    run(cache, [2], [9], draw_inputs(LAYOUT, 9, seed=3))
+    cache.pop(2, 9)
+    cache.enable_sliding_window(2, 8, 2)
 
 
 def test_maps_that_cannot_be() -> None:
@@ -215,9 +280,15 @@ def test_a_plan_outlives_what_happens_to_others() -> None:
 
 
 def test_a_plan_of_another_cache() -> None:
-    cache, (q, k, v) = filled(), draw_inputs(LAYOUT, 2, seed=2).layers[0]
-    plan = filled().begin_forward([0], [2])
-    refuses(cache, lambda: cache.attention(plan, 0, q, k, v), "plan is of another cache")
+    pools = [pools_of(LAYOUT, 32) for _ in range(2)]
+    cache, other = (filled(pools=pools[pe], writer=PeerWriter(pe, pools)) for pe in range(2))
+    (q, k, v), plans = draw_inputs(LAYOUT, 2, seed=2).layers[0], []
+    for one in (cache, other):
+        one.mark_send(0, 0, PositionMap(0, (SlotRuns.from_slots(range(9)),)), 1)
+        plans.append(one.begin_forward([0], [2]))
+    refuses(cache, lambda: cache.attention(plans[1], 0, q, k, v), "plan is of another cache")
+    refuses(cache, lambda: cache.end_forward(plans[1]), "plan is of another cache")
+    assert cache.num_sent(0) == 0
 
 
 @pytest.mark.parametrize("name", ["page_size", "num_kv_heads", "head_dim", "window", "layers", "latent_rank"])

@@ -1,6 +1,7 @@
 """K and V stored in 8 bits, against a naive cache that rounds each number by the definition of e4m3."""
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.cache.naive import (
     windowed,
 )
 from tests.cache.peer_writer import PeerWriter
+from tests.cache.test_factors import NO_FACTORS
 from tests.tolerances import assert_close
 
 SCALES = {
@@ -202,8 +204,11 @@ def test_layouts_with_other_scales_are_not_alike() -> None:
     [
         (KVScales.uniform(3), "scales.k is for 3 layers; the layout has 2"),
         (KVScales(((1.0, 1.0, 1.0), (1.0,)), ((1.0,),) * 2), "scales.k has 3 numbers for layer 0; 1 or 2 numbers are"),
-        (KVScales.uniform(2, v=0.0), "scales.v has 0.0 for layer 0; finite numbers above 0 are accepted"),
-        (KVScales.uniform(2, k=math.nan), "scales.k has nan"),
+        *(
+            (KVScales.uniform(2, v=value), rf"scales\.v of layer 0 is {re.escape(str(value))}; ")
+            for value in NO_FACTORS
+        ),
+        (KVScales(((1.0,), (1.0, 0.0)), ((1.0,),) * 2), r"scales\.k of layer 1 is 0\.0; a number from"),
     ],
 )
 def test_scales_that_do_not_fit(scales: KVScales, message: str) -> None:

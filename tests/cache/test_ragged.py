@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tandem.cache.ragged import indptr_of, insert, ragged_range, ragged_rows
+from tandem.cache.ragged import indptr_of, ragged_range, ragged_rows
 
 
 def test_pieces_one_after_another() -> None:
@@ -26,12 +26,3 @@ def test_pieces_of_rows(least: int, shifted: bool) -> None:
         begins = [0] * size if columns is None else columns.tolist()
         expected = [pages[row, first : first + count] for row, first, count in zip(rows, begins, counts, strict=True)]
         assert np.array_equal(ragged_rows(pages, rows, indptr_of(counts), columns), np.concatenate(expected))
-
-
-def test_entries_inserted() -> None:
-    random = np.random.default_rng(0)
-    for size in range(1, 12):
-        entries = random.integers(0, 99, size).astype(np.int32)
-        places = np.flatnonzero(random.integers(0, 2, size + 1))
-        added = random.integers(0, 99, places.size).astype(np.int32)
-        assert np.array_equal(insert(entries, places, added), np.insert(entries, places, added))

@@ -159,7 +159,11 @@ def test_the_rotation_has_the_dtype_of_q_and_k() -> None:
         ({"rope_type": "dynamic"}, "max_position_embeddings is None"),
         ({"rope_type": "yarn"}, "original_max_position_embeddings is None"),
         ({"rope_type": "longrope", "original_max_position_embeddings": 8}, r"short_factor is \(\); .* needs 4 numbers"),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 1}, "original_max_position_embeddings is 1;"),
         ({"rope_type": "llama3", "original_max_position_embeddings": 8}, "low_freq_factor is None"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 8, "theta": 1.0}, r"theta is 1\.0; .* than 1"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 8, "attention_factor": 0.0}, "^attention_factor is"),
+        ({"theta": "1"}, "theta is '1'; a number"),
     ],
 )
 def test_bad_parameters_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -142,6 +142,19 @@ def test_beside_prompts_streams_and_strangers() -> None:
             assert_close(actual[rows["streams"]], stream.double())
 
 
+def test_streams_that_slide_leave_what_others_share() -> None:
+    """It is not looked for again."""
+    twins = Twins()
+    twins.add(0)
+    twins.run({0: 17})
+    twins.fork(0, 1, 16)
+    twins.cache.add_sequence(10)
+    twins.cache.enable_sliding_window(10, 16, 8)
+    plans = [twins.cache.begin_forward([0, 1, 10], [1, 1, 1]) for _ in range(40)]
+    assert levels(plans[0]) == [((0, 1), 4)]
+    assert all(plan.groups[0].tables.shared is plans[0].groups[0].tables.shared for plan in plans)
+
+
 def test_layer_groups_with_a_window_do_not_share() -> None:
     twins = Twins(windowed(LAYOUT, None, 11))
     twins.add(0)

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from tandem.cluster.actors import GatewayActor
+from tandem.cluster.announcements import Announcements
 from tandem.cluster.forked_actor import ForkedActor
 from tandem.cluster.gateway import GatewaySettings
 from tandem.cluster.processes import ActorSpec
@@ -54,6 +55,7 @@ class BadlyConnectedGateway(GatewayActor):
         faults = _Faults(argument.network, argument.settings.incarnation)
         connect = grpc.aio.insecure_channel
         grpc.aio.insecure_channel = partial(connect, interceptors=[_Answers(faults), _Streams(faults)])
+        Announcements.send = lambda *message: faults.announce(*message)  # type: ignore[method-assign]
         super().__init__(argument.settings)
 
 
@@ -71,6 +73,9 @@ class BadlyConnectedProcesses(LocalProcesses):
         return ActorSpec(spec.name, BadlyConnectedGateway, BadlyConnected(spec.argument, self._network))
 
 
+_send = Announcements.send
+
+
 class _Faults:
     """Draws what happens to each message, and keeps what was sent a second time until it is answered."""
 
@@ -85,11 +90,8 @@ class _Faults:
         The call, and None; or, where the answer is to be lost, a number between 0 and 1 that says after how much of it.
         answer: waits for all that comes of a call; for what was sent twice, the second time.
         """
-        kind = self._random.choices(("", *KINDS), (1 - sum(SHARES), *SHARES))[0]
-        amount = self._random.random()
-        if kind:
-            name = details.method.decode() if isinstance(details.method, bytes) else details.method
-            self.note(f"{name.rpartition('/')[2]} {kind}")
+        name = details.method.decode() if isinstance(details.method, bytes) else details.method
+        kind, amount = self._draw(name.rpartition("/")[2])
         if kind == "request lost":
             raise _broken()
         if kind == "late":
@@ -98,6 +100,25 @@ class _Faults:
         if kind == "twice":
             self.in_background(_again(continuation, details, request, amount, answer))
         return call, amount if kind == "answer lost" else None
+
+    async def announce(self, announcements: Announcements, request: Any) -> None:
+        kind, amount = self._draw("Announce")
+        if kind == "late":
+            await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)
+        if kind != "request lost":
+            await _send(announcements, request)
+        if kind == "twice":
+            await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)
+            await _send(announcements, request)
+        if kind == "answer lost" and announcements._call is not None:
+            announcements._call.cancel()
+
+    def _draw(self, name: str) -> tuple[str, float]:
+        """What happens to a message, and a number between 0 and 1."""
+        kind = self._random.choices(("", *KINDS), (1 - sum(SHARES), *SHARES))[0]
+        if kind:
+            self.note(f"{name} {kind}")
+        return kind, self._random.random()
 
     def note(self, what: str) -> None:
         os.write(self._log, f"{what}\n".encode())

@@ -29,6 +29,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     sent: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     writer_quiet: list[bool] = field(default_factory=list)
+    draws_early: bool = False  # whether announced prompts get their first tokens over Announce
+    streams: int = 0  # of announcements
+    landed: asyncio.Event | None = None  # what RemoteSend waits for
     address: str = ""
 
     async def start(self) -> None:
@@ -52,14 +55,21 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._prepared[request.request_id] = (prompt_from_bytes(request.prompt).tolist(), request.max_tokens)
         return worker_pb2.Reservation(reservation_id=1, epoch=request.epoch, pages=1)
 
-    async def Announce(self, request: worker_pb2.AnnounceRequest, context: Any) -> worker_pb2.AnnounceResponse:
-        self.announced[request.request_id] = prompt_from_bytes(request.prompt).tolist()
-        await self._maybe_fail("Announce", context)
-        return worker_pb2.AnnounceResponse()
+    async def Announce(
+        self, request_iterator: AsyncIterator[worker_pb2.AnnounceRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.FirstToken]:
+        self.streams += 1
+        async for request in request_iterator:
+            self.announced[request.request_id] = prompt = prompt_from_bytes(request.prompt).tolist()
+            await self._maybe_fail("Announce", context)
+            if self.draws_early:
+                yield worker_pb2.FirstToken(request_id=request.request_id, token_id=self.say(prompt))
 
     async def RemoteSend(self, request: worker_pb2.RemoteSendRequest, context: Any) -> worker_pb2.RemoteSendResponse:
         self.sent.append(request.request_id)
         self.prompts.append(prompt_from_bytes(request.prompt).tolist())
+        if self.landed is not None:
+            await self.landed.wait()
         await self._maybe_fail("RemoteSend", context)
         return worker_pb2.RemoteSendResponse(first_token=self.say(self.prompts[-1]), prefill_seconds=1.0)
 

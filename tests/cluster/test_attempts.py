@@ -255,3 +255,58 @@ def test_a_busy_prefill_worker_hears_of_no_other_prompt(model: Path) -> None:
         assert list(worker.announced) == [worker.sent[0], worker.sent[2]]
 
     with_gateway(model, FakeWorker(say, {"RemoteSend": ["hang"]}), body)
+
+
+def test_a_first_token_is_passed_on_when_it_is_drawn(model: Path) -> None:
+    """Whatever else is still to come: the other tokens, and what the answer says, wait for that."""
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        stream = client.generate(PROMPT, max_tokens=len(TOKENS), temperature=0, timeout=20)
+        assert tokens_of([await anext(stream)]) == TOKENS[:1]
+        landed.set()
+        rest = [update async for update in stream]
+        assert tokens_of(rest) == TOKENS[1:]
+        assert rest[-1].timings is not None
+        assert rest[-1].timings.prefill_seconds == 1.0
+
+    landed = asyncio.Event()
+    with_gateway(model, FakeWorker(say, draws_early=True, landed=landed), body)
+
+
+@pytest.mark.parametrize("sampling", [{"max_tokens": 1}, {"max_tokens": 6, "stop_token_ids": [TOKENS[0]]}])
+def test_a_first_token_that_is_the_last_waits_for_the_answer(model: Path, sampling: dict[str, Any]) -> None:
+    """The last message says how long it took."""
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        (update,) = [update async for update in client.generate(PROMPT, temperature=0, timeout=20, **sampling)]
+        assert tokens_of([update]) == TOKENS[:1]
+        assert update.finish_reason in ("length", "stop")
+        assert update.timings is not None
+        assert update.timings.prefill_seconds == 1.0
+
+    with_gateway(model, FakeWorker(say, draws_early=True), body)
+
+
+def test_a_push_that_fails_behind_its_first_token_is_placed_again(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        stream = client.generate(PROMPT, max_tokens=len(TOKENS), temperature=0, timeout=20)
+        updates = [await anext(stream)]
+        landed.set()
+        updates += [update async for update in stream]
+        assert tokens_of(updates) == TOKENS
+        assert worker.prompts == [PROMPT, PROMPT + TOKENS[:1]]
+        assert updates[-1].timings is not None
+        assert (updates[-1].timings.attempts, updates[-1].timings.prefill_seconds) == (2, 1.0)
+
+    landed = asyncio.Event()
+    with_gateway(model, FakeWorker(say, {"RemoteSend": ["UNAVAILABLE"]}, draws_early=True, landed=landed), body)
+
+
+def test_announcements_go_on_after_their_stream_has_ended(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        for _ in range(3):
+            assert tokens_of(await ask(client)) == TOKENS
+        assert list(worker.announced) == worker.sent
+        assert worker.streams == 2  # one ended, the other served two requests
+
+    with_gateway(model, FakeWorker(say, {"Announce": ["UNAVAILABLE"]}, draws_early=True), body)

@@ -11,10 +11,10 @@ import torch
 
 from tandem.cache.kv_scales import KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
-from tandem.cache.position_map import Int32Array
 from tandem.transfer.completion import SignalBoard, pack_signal
 from tandem.transfer.copy_plan import plan_copy
 from tandem.transfer.membership import TransportConfig
+from tests.gpu.pe_pools import check, copy_slots, fill, put_tokens, wait_for_mail
 from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, join, pe_processes, together
 from tests.transfer.layouts import PAGE_SIZE, latents_beside_kv, two_groups
 
@@ -45,7 +45,6 @@ LAYOUTS = {
 }
 # Every layout over mapped peers, and over puts.
 ISLANDS = {f"{name}-{how}": (layout, how == "mapped") for name, layout in LAYOUTS.items() for how in ("mapped", "puts")}
-Contents = list[np.ndarray]
 
 
 @pytest.fixture(scope="module")
@@ -71,27 +70,6 @@ def island(processes: list[PeProcess], mapped: bool) -> list[PeProcess]:
     assert together(processes, "is_mapped", 0) == [True, mapped]
     assert together(processes, "is_mapped", 1) == [mapped, True]
     return processes
-
-
-def fill(island: list[PeProcess], seed: int) -> list[Contents]:
-    return [process.do("fill", seed + process.pe) for process in island]
-
-
-def check(island: list[PeProcess], expected: list[Contents]) -> None:
-    for contents, wanted in zip(together(island, "contents"), expected, strict=True):
-        assert all(np.array_equal(pool, want) for pool, want in zip(contents, wanted, strict=True))
-
-
-def copy_slots(source: np.ndarray, target: np.ndarray, source_slots: Int32Array, target_slots: Int32Array) -> None:
-    for s, t in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
-        target[t // PAGE_SIZE, :, :, :, t % PAGE_SIZE] = source[s // PAGE_SIZE, :, :, :, s % PAGE_SIZE]
-
-
-def put_tokens(pool: np.ndarray, layer: int, rows: Contents, indices: list[int], slots: Int32Array) -> None:
-    """rows: of each plane."""
-    for index, slot in zip(indices, slots.tolist(), strict=True):
-        for plane, values in enumerate(rows):
-            pool[slot // PAGE_SIZE, layer, plane, :, slot % PAGE_SIZE] = values[index]
 
 
 @pytest.mark.parametrize("target", [0, 1], ids=["self", "peer"])
@@ -231,15 +209,6 @@ def test_a_forward_does_not_wait_for_its_push(island: list[PeProcess]) -> None:
     copy_slots(expected[0][0], expected[1][0], slots, slots)
     island[0].do("call", "quiet", 1)
     check(island, expected)
-
-
-def wait_for_mail(process: PeProcess, row: int, signal: int) -> np.ndarray:
-    deadline = time.monotonic() + 10
-    while True:
-        mail = process.do("call", "mailbox")
-        if int(mail[row, 0]) == signal:
-            return mail
-        assert time.monotonic() < deadline, f"the signal never came; row {row} is {mail[row]}"
 
 
 def test_a_post_to_oneself(island: list[PeProcess]) -> None:

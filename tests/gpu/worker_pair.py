@@ -65,7 +65,7 @@ class Pair:
             announcement = worker_pb2.AnnounceRequest(
                 request_id=request_id, epoch=EPOCH, prompt=prompt_to_bytes(prompt)
             )
-            self.prefill_stub.Announce(announcement, timeout=60)
+            list(self.prefill_stub.Announce(iter([announcement]), timeout=60))
             assert self.status()[0].waiting == 1
         reservation = self.prepare(request_id, prompt)
         answer = self.send(request_id, prompt, reservation)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tandem.cache.cached_send import CachedSend
@@ -159,7 +160,7 @@ def a_prefix_is_shared_before_it_landed(patch: pytest.MonkeyPatch) -> None:
         cache = self._cache
         position_map = cache.prepare_receive(request.sequence_id, request.expected_tokens)
         pages = cache._table.held_pages(cache._table.row(request.sequence_id), 0, len(token_ids))
-        cache._pools.prefixes.publish(token_ids, pages)
+        cache._pools.prefixes.publish(np.array(token_ids), pages)
         patched = pytest.MonkeyPatch()
         patched.setattr(cache, "prepare_receive", lambda *_: (patched.undo(), position_map)[1])
         return request

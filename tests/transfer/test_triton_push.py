@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tandem.cache.layout import LayerGroup
 from tandem.transfer.kernels import torch_push
+from tests.cache.far_pages import far_pages
 
 triton_push = pytest.importorskip("tandem.transfer.kernels.triton_push", reason="needs triton", exc_type=ImportError)
 
@@ -61,6 +62,23 @@ def test_slots(pools: list[Tensor], count: int, layers: range) -> None:
     triton_push.push_slots(source, target, begins, ends, layers)
     torch_push.push_slots(source, expected, begins, ends, layers)
     assert same_bits(target, expected)
+
+
+@pytest.mark.parametrize("pools", [SHAPES["odd"], SHAPES["latents"]], indirect=True, ids=["odd", "latents"])
+def test_far_pages(pools: list[Tensor]) -> None:
+    near, source = pools
+    (far, first), (far_source, first_source) = far_pages(near), far_pages(source)
+    _, _, planes, heads, page_size, head_dim = near.shape
+    tokens, slots = draw(4, 30, 2, torch.int64), draw(8, NUM_PAGES * page_size, 3, torch.int32)
+    k, v = torch.randn(2, 30, heads, head_dim, device=DEVICE).to(near.dtype)
+    for pool, begin in ((near, 0), (far, first)):
+        own = slots + begin * page_size
+        triton_push.push_tokens(pool, 1, k, v if planes == 2 else None, tokens, own[:4])
+    triton_push.push_slots(source, near, slots[:4], slots[4:], range(3))
+    triton_push.push_slots(
+        far_source, far, slots[:4] + first_source * page_size, slots[4:] + first * page_size, range(3)
+    )
+    assert same_bits(far[first:], near)
 
 
 @pytest.mark.parametrize(("signal", "payload"), [(0, 0), (1, -1), (2**62 + 1, 16), (5, -(2**40))])

@@ -67,6 +67,13 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, without)).num_kv_heads == 4
 
 
+@pytest.mark.parametrize(("fields", "eps"), [(MIXTRAL, 1e-5), (PHI3, 1e-5), (GPT_OSS, 1e-5), (GEMMA2, 1e-6)])
+def test_the_epsilon_of_norms_is_the_familys_where_it_is_absent(
+    tmp_path: Path, fields: dict[str, Any], eps: float
+) -> None:
+    assert load_config(write(tmp_path, fields)).rms_norm_eps == eps
+
+
 def test_biases_and_norms_are_the_families(tmp_path: Path) -> None:
     qwen2 = load_config(write(tmp_path, QWEN2))
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
@@ -82,6 +89,8 @@ def test_old_and_new_spelling_of_rope_agree(tmp_path: Path) -> None:
     old = load_config(write(tmp_path, {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "yarn", **yarn}}))
     assert new.rope == old.rope
     assert new.rope.theta == 5e5
+    both = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **yarn}, "rope_scaling": {}}
+    assert load_config(write(tmp_path, {**LLAMA, **both})).rope == old.rope
     default = load_config(write(tmp_path, {**LLAMA, "rope_theta": 5e5, "rope_scaling": None}))
     assert default.rope.rope_type == "default"
     assert default.rope.theta == 5e5
@@ -364,6 +373,14 @@ def test_deepseek(tmp_path: Path) -> None:
     groups = GroupLimit(4, 2, counted=2)
     assert (v3.latent.q_rank, v3.moe.layers, v3.moe.shared_size, v3.num_extra_layers) == (1536, {1}, 40, 1)
     assert v3.moe.routing == Routing(3, normalize=True, sigmoid=True, groups=groups, corrected=True, scale=2.5)
+
+
+def test_null_is_false_where_transformers_takes_it_for_that(tmp_path: Path) -> None:
+    """And not the default, which is true."""
+    v3 = load_config(write(tmp_path, {**V3, "norm_topk_prob": None, "rope_interleave": None}))
+    assert v3.latent is not None
+    assert v3.moe is not None
+    assert (v3.moe.routing.normalize, v3.latent.interleaved) == (False, False)
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,19 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
         assert tokens.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_gets_a_token_of_the_vocabulary(bad: float, options: dict[str, Any]) -> None:
+    """Anything else would fail the forward of all that are stepped with it."""
+    logits = random_logits(3)
+    params = [SamplingParams(seed=row, **options) for row in range(3)]
+    expected = sample(logits, params, [0] * 3)
+    logits[1] = bad
+    tokens = sample(logits, params, [0] * 3)
+    assert 0 <= tokens[1] < VOCAB
+    assert (tokens[0], tokens[2]) == (expected[0], expected[2])
+
+
 def test_logprobs_are_of_the_raw_logits() -> None:
     logits = torch.from_numpy(random_logits(4))
     params = [

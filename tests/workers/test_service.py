@@ -1,5 +1,6 @@
 """The worker service itself, as the gateway speaks to it: idempotence, epochs, bad maps, draining."""
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -127,6 +128,31 @@ def test_a_doubled_remote_send_is_computed_once(pair: Pair) -> None:
     one, other = (call.result() for call in calls)
     assert one.first_token == other.first_token
     assert len(pair.generate("r", reservation)) == 3
+
+
+def test_an_announced_prompt_gets_its_first_token_before_all_has_landed(folder: Path) -> None:
+    transports = FakeIsland()
+    with running_pair(folder, transports=transports) as pair:
+        announcements: queue.SimpleQueue[worker_pb2.AnnounceRequest | None] = queue.SimpleQueue()
+        first_tokens = pair.prefill.Announce(iter(announcements.get, None), timeout=30)
+        for number in range(2):
+            request_id = f"r{number}"
+            announcements.put(
+                worker_pb2.AnnounceRequest(request_id=request_id, epoch=EPOCH, prompt=prompt_to_bytes(PROMPT))
+            )
+            while not pair.status(pair.prefill).waiting:
+                pass
+            reservation = pair.prepare(request_id)
+            transports.fabric.hold(1)
+            call = pair.sending(request_id, reservation)
+            first = next(first_tokens)
+            assert (first.request_id, first.token_id) == (request_id, greedy(load_oracle(folder), PROMPT, 1)[0])
+            assert not call.done()
+            transports.fabric.release(1)
+            assert call.result().first_token == first.token_id
+            assert len(pair.generate(request_id, reservation)) == 3
+        announcements.put(None)
+        assert not list(first_tokens)
 
 
 def test_no_room_is_resource_exhausted_and_holds_nothing(pair: Pair) -> None:

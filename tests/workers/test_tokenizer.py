@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -40,6 +41,7 @@ def byte_fallback() -> Tokenizer:
     inner = Inner(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     inner.decoder = decoders.Sequence(steps)
+    inner.add_special_tokens(["<s>"])
     return Tokenizer(inner, None)
 
 
@@ -81,6 +83,36 @@ def test_any_text_in_any_pieces(folder: Path, text: str, data: st.DataObject) ->
     assert "".join(stream_text(tokenizer, pieces, skip_special_tokens=False)) == tokenizer.decode(
         ids, skip_special_tokens=False
     )
+
+
+@pytest.mark.parametrize("kind", ["bytes", "fallback"])
+@given(text=st.text(max_size=40), data=st.data())
+def test_skipped_tokens_and_large_pieces_change_nothing(
+    folder: Path, kind: str, text: str, data: st.DataObject
+) -> None:
+    """Where a gateway is slow many tokens come at once, and may end within a character."""
+    tokenizer = load(folder) if kind == "bytes" else byte_fallback()
+    skipped, *_ = tokenizer.special_ids
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for _ in range(data.draw(st.integers(0, 2))):
+        place = data.draw(st.integers(0, len(ids)))
+        ids[place:place] = [skipped] * data.draw(st.sampled_from([1, HELD_TOKENS - 1, HELD_TOKENS]))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)), max_size=3)))
+    pieces = [ids[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    assert "".join(stream_text(tokenizer, pieces)) == tokenizer.decode(ids)
+
+
+def test_a_large_piece_may_end_within_a_character() -> None:
+    """Which a decoder of single bytes takes for bad, with all bytes before it."""
+    tokenizer = byte_fallback()
+    ids = tokenizer.encode("日" * HELD_TOKENS)
+    assert stream_text(tokenizer, [ids[:-1], ids[-1:]]) == ["日" * (HELD_TOKENS - 1), "日", ""]
+
+
+def test_what_a_large_piece_leaves_incomplete_is_flushed(folder: Path) -> None:
+    tokenizer = load(folder)
+    ids = tokenizer.encode("a" * HELD_TOKENS + "🦢", add_special_tokens=False)[:-1]
+    assert "".join(stream_text(tokenizer, [ids])) == tokenizer.decode(ids)
 
 
 @given(st.text(alphabet="ab日🦢 ", min_size=1, max_size=20))
@@ -146,6 +178,21 @@ def test_template_renders_as_in_transformers(folder: Path, tmp_path: Path) -> No
         MESSAGES, add_generation_prompt=True, tokenize=False
     )
     assert EOS in expected
+    assert load(tmp_path).encode_chat(MESSAGES) == load(folder).encode(expected, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("newer", [{}, {"added_tokens_decoder": {}}])
+def test_special_tokens_of_an_older_checkpoint(folder: Path, tmp_path: Path, newer: dict[str, Any]) -> None:
+    """They stand in a file of their own, which later ones have for still older readers."""
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "not this", "chat_template": TEMPLATE, **newer}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    tokens = {"eos_token": {"content": EOS, "lstrip": False}, "unk_token": EOS}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        MESSAGES, add_generation_prompt=True, tokenize=False
+    )
+    assert (EOS * 2 in expected) == (not newer)
     assert load(tmp_path).encode_chat(MESSAGES) == load(folder).encode(expected, add_special_tokens=False)
 
 

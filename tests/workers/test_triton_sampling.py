@@ -52,6 +52,15 @@ def test_draws_equal_those_of_torch(seed: int, block: int, monkeypatch: pytest.M
     assert actual == expected
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_gets_a_token_of_the_vocabulary(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_sampling, "BLOCK", 128)
+    logits = random_logits(len(PARAMS), seed=3).fill_(bad)
+    _, actual = both(logits, [SamplingParams(**options, seed=row) for row, options in enumerate(PARAMS)])
+    assert all(0 <= token < VOCAB for token in actual)
+
+
 def test_logits_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sampling, "BLOCK", 128)
     params = [SamplingParams(**options, seed=row) for row, options in enumerate(PARAMS[5:])]

@@ -82,7 +82,7 @@ def keep_by_both(
         *_, draws = unpack_inputs([torch.from_numpy(array).to(device) for array in inputs])
         last = torch.full((rows + 2,), -7, device=device)
         words = torch.full((2, 7), -3, pin_memory=device == "cuda")
-        for step in (logits + 5, logits):  # nothing is left of a step before
+        for step in (5 - logits, logits):  # nothing is left of a step before
             kernels.keep(step.to(device), draws, last[:rows], tickets.to(device), words)
         assert last[rows:].tolist() == [-7, -7]
         if device == "cuda":

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, InvalidWeights, ModelError
 from tandem.workers.models.parameters import allocate_parameters
-from tandem.workers.models.places import checkpoint_places
+from tandem.workers.models.places import LM_HEAD, checkpoint_places
 from tandem.workers.models.registry import load_config
 from tandem.workers.random_checkpoint import make_checkpoint
 from tandem.workers.safetensors_file import SafetensorsFile
 from tandem.workers.weights import INDEX, check_weights, load_parameters
 from tests.checkpoints import make_model, save_checkpoint
+from tests.oracle import load_oracle
 
 SINGLE = "model.safetensors"
 
@@ -139,13 +140,36 @@ def test_progress_counts_all_bytes(sharded: Path) -> None:
     assert seen == sorted(seen)
 
 
-def test_tied_embeddings_ignore_a_stored_head(tmp_path: Path) -> None:
+def test_tied_embeddings_are_one_tensor_though_the_head_is_stored(tmp_path: Path) -> None:
     save_checkpoint("llama-tied", tmp_path)
-    head = torch.zeros(199, 64)
-    rewrite(tmp_path, {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    head = load_file(tmp_path / SINGLE)["model.embed_tokens.weight"]
+    rewrite(tmp_path, {LM_HEAD: head.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    load_places(tmp_path)
     parameters = load_parameters(tmp_path, load_config(tmp_path))
     assert parameters.lm_head is parameters.embedding
-    assert not torch.equal(parameters.lm_head, head)
+
+
+def test_a_stored_head_that_is_not_the_embedding_is_not_tied_to_it(tmp_path: Path) -> None:
+    """As in transformers, whatever tie_word_embeddings says."""
+    save_checkpoint("llama-tied", tmp_path)
+    head = torch.randn(199, 64)
+    rewrite(tmp_path, {LM_HEAD: head})
+    assert torch.equal(load_oracle(tmp_path).lm_head.weight, head)
+    load_places(tmp_path)
+    assert torch.equal(load_parameters(tmp_path, load_config(tmp_path)).lm_head, head)
+    rewrite(tmp_path, {LM_HEAD: torch.randn(200, 64)})
+    with pytest.raises(InvalidWeights, match=r"lm_head\.weight has shape \[200, 64\]; config\.json asks for"):
+        load_places(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(sharded: Path) -> None:
+    """Which of them was read last would be chance."""
+    shards = sorted(sharded.glob("model-*.safetensors"))
+    first, last = load_file(shards[0]), load_file(shards[-1])
+    name = next(iter(first))
+    save_file({**last, name: first[name] + 1}, shards[-1])
+    with pytest.raises(InvalidWeights, match=f"{shards[-1].name}: tensor {name} is in another file, too"):
+        load_places(sharded)
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])

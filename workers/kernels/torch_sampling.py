@@ -57,7 +57,8 @@ def _sort(values: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, draws: Tensor) -> Tensor:
-    """The first index at which the running sum of a row exceeds draws · total, [m]. Weight 0 is never drawn.
+    """The first index at which the running sum of a row exceeds draws · total, [m]. Weight 0 is never drawn, where
+    all are finite.
 
     In the order of token ids, not of probability: rounding that swaps near-equals then does not change a draw.
     """
@@ -65,4 +66,5 @@ def _invert(weights: Tensor, draws: Tensor) -> Tensor:
     index = torch.searchsorted(sums, draws * sums[:, -1:], right=True)
     # draws · total may round up to the total itself: then the last index that carries weight
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    return torch.minimum(index, last).squeeze(1)
+    # Of a row that is not finite both are behind its end: such a token would fail the whole batch's next forward.
+    return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1).squeeze(1)

@@ -27,6 +27,7 @@ class ModelConfig:
     norm_offset, before they round. out_norms: attention and feed-forward have a norm behind them, too. embedding_scale:
     what embeddings are multiplied with. final_softcap: c of c · tanh(logits / c), None where there is none.
     attention_sinks: each layer has learned logits that take their share of the softmax.
+    tie_word_embeddings: the head is the embedding, unless the checkpoint has another.
     layer_windows: for each layer how many positions a token sees, its own included, or None for all; None when no layer
     has a window. attn_softcap, attn_scale: see PagedKVCache. local_rope: that of layers with a window, where theirs is
     another. fp8_kv: the checkpoint asks for K and V in 8 bits. latent: every layer keeps latents; num_kv_heads,
@@ -96,6 +97,7 @@ def read_dense_config(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     tie_word_embeddings: bool = False,
+    rms_norm_eps: float = 1e-6,
     rope: Callable[[Fields, int], RopeParameters] = read_rope,
     activation: tuple[str, str] = ("hidden_act", "silu"),
     windows: Windows = NO_WINDOWS,
@@ -117,7 +119,7 @@ def read_dense_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", rms_norm_eps),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", tie_word_embeddings),
         max_position_embeddings=fields.integer("max_position_embeddings", minimum=1),
         rope=rope(fields, head_dim),

@@ -12,8 +12,8 @@ from tandem.workers.models.errors import CheckpointMissing, InvalidConfig
 class Fields:
     """The fields of one JSON object; `source` is what errors call it, such as the path of config.json.
 
-    A field that is null counts as absent, as in transformers. A getter without a default raises InvalidConfig
-    when its field is absent.
+    A field that is null counts as absent, but for boolean(), which takes null for false, as transformers does. A getter
+    without a default raises InvalidConfig when its field is absent.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
@@ -62,7 +62,7 @@ class Fields:
         return None if default is None and name not in self else self.number(name, default, positive=True)
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
-        value = self._get(name, default, "true or false")
+        value = self._get(name, False if name in self._values else default, "true or false")
         if not isinstance(value, bool):
             raise self.invalid(name, "true or false")
         return value

@@ -12,7 +12,7 @@ from tandem.workers.models.rope_fields import read_rope
 from tandem.workers.models.window_fields import Windows, read_size
 
 NAMES = ExpertNames(block="mlp", router="router", projections=None, transposed=True)
-HEAD_DIM, WINDOW, THETA, ALPHA, LIMIT = 64, 128, 150_000.0, 1.702, 7.0  # when absent, as in transformers
+HEAD_DIM, WINDOW, THETA, EPS, ALPHA, LIMIT = 64, 128, 150_000.0, 1e-5, 1.702, 7.0  # when absent, as in transformers
 
 
 def read_config(fields: Fields, architecture: str) -> ModelConfig:
@@ -23,6 +23,7 @@ def read_config(fields: Fields, architecture: str) -> ModelConfig:
         fields,
         architecture,
         head_dim=HEAD_DIM,
+        rms_norm_eps=EPS,
         windows=Windows(read_size(fields, WINDOW), full_every=2),
         rope=partial(read_rope, default_theta=THETA),
     )

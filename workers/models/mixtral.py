@@ -10,10 +10,10 @@ from tandem.workers.models.rope_fields import read_rope
 from tandem.workers.models.window_fields import Windows, read_optional_size
 
 NAMES = ExpertNames(block="block_sparse_moe", router="gate", projections=("w1", "w3", "w2"))
-READ_ROPE = partial(read_rope, default_theta=1e6)  # of a config that does not give it, as in transformers
+READ_ROPE, EPS = partial(read_rope, default_theta=1e6), 1e-5  # what a config does not give, as in transformers
 
 
 def read_config(fields: Fields, architecture: str) -> ModelConfig:
     windows = Windows(read_optional_size(fields))
-    config = read_dense_config(fields, architecture, windows=windows, rope=READ_ROPE)
+    config = read_dense_config(fields, architecture, windows=windows, rope=READ_ROPE, rms_norm_eps=EPS)
     return dataclasses.replace(config, moe=read_moe(fields, NAMES, normalize=True))

@@ -9,6 +9,7 @@ from tandem.workers.models.rope_fields import read_rope
 from tandem.workers.models.window_fields import Windows, read_optional_size
 
 READ_ROPE = partial(read_rope, partial_rotary=True)
+EPS = 1e-5  # when absent, as in transformers
 
 
 def read_config(fields: Fields, architecture: str) -> ModelConfig:
@@ -17,5 +18,7 @@ def read_config(fields: Fields, architecture: str) -> ModelConfig:
     if window is not None and window >= fields.integer("max_position_embeddings", minimum=1):
         window = None  # that of the models for long contexts: no sequence grows beyond it
     windows = Windows(window)
-    config = read_dense_config(fields, architecture, num_kv_heads=num_heads, rope=READ_ROPE, windows=windows)
+    config = read_dense_config(
+        fields, architecture, num_kv_heads=num_heads, rms_norm_eps=EPS, rope=READ_ROPE, windows=windows
+    )
     return dataclasses.replace(config, fused_names=True)

@@ -16,6 +16,7 @@ from tandem.workers.models.parameters import (
     MoeParameters,
 )
 
+LM_HEAD = "lm_head.weight"
 Parts = tuple[tuple[str, int], ...]
 """Names and numbers of rows of the tensors that one fused tensor takes."""
 
@@ -28,8 +29,8 @@ def checkpoint_places(
     stored: the names that the checkpoint has; they decide where there is more than one layout of a family.
     """
     places = {"model.embed_tokens.weight": parameters.embedding, "model.norm.weight": parameters.final_norm}
-    if not config.tie_word_embeddings:
-        places["lm_head.weight"] = parameters.lm_head
+    if parameters.lm_head is not parameters.embedding:
+        places[LM_HEAD] = parameters.lm_head
     joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
     for index, layer in enumerate(parameters.layers):
         prefix = f"model.layers.{index}"

@@ -22,10 +22,10 @@ def read_rope(
 ) -> RopeParameters:
     """`rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (transformers 4).
 
-    As there, rope_scaling goes before rope_parameters, what the object says before what stands beside it, and `type`
-    is an old name of rope_type. partial_rotary: whether the family heeds partial_rotary_factor. theta_field: what the
-    base is called beside the object. layer_type: the layers meant where rope_parameters has an object for each kind;
-    then rope_scaling is that of full_attention.
+    As there, rope_scaling goes before rope_parameters unless it is empty, what the object says before what stands
+    beside it, and `type` is an old name of rope_type. partial_rotary: whether the family heeds partial_rotary_factor.
+    theta_field: what the base is called beside the object. layer_type: the layers meant where rope_parameters has an
+    object for each kind; then rope_scaling is that of full_attention.
     Raises UnsupportedFeature for a type not in ROPE_TYPES, and for partial rotation of a family that has none.
     """
     scaling = _scaling(fields, layer_type)
@@ -54,7 +54,7 @@ def read_rope(
 
 
 def _scaling(fields: Fields, layer_type: str | None) -> Fields:
-    if "rope_scaling" in fields and layer_type in (None, "full_attention"):
+    if fields.raw("rope_scaling") and layer_type in (None, "full_attention"):
         return fields.section("rope_scaling")
     scaling = fields.section("rope_parameters")
     return scaling if layer_type is None else scaling.section(layer_type)

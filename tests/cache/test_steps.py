@@ -13,9 +13,10 @@ from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import ForwardPlan, TokenLayout
 from tandem.cache.rope import RopeParameters
-from tests.cache.known import check_tables
+from tests.cache.known import check_tables, follows
 
 PAGE, LONGEST, BATCH, STEPS = 4, 60, 6, 400
+STREAM = 10, 3  # window, sink
 PLAIN = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 2, 8)), PAGE, torch.float32)
 WINDOWED = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, 9)), PAGE, torch.float32)
 
@@ -23,9 +24,10 @@ WINDOWED = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, 9)), PAGE, t
 class Stepping:
     """A batch that is stepped again and again; now and then something else happens to one of its sequences."""
 
-    def __init__(self, seed: int, layout: KVLayout) -> None:
+    def __init__(self, seed: int, layout: KVLayout, num_streams: int = 0) -> None:
+        """The first num_streams of the batch slide."""
         self.random, self.counts = Random(seed), Counter[str]()
-        self.layout = layout
+        self.layout, self.num_streams = layout, num_streams
         self.cache = PagedKVCache(
             layout,
             [torch.zeros(200, *layout.page_shape(group)) for group in range(2)],
@@ -37,16 +39,10 @@ class Stepping:
         self.batch = list(range(BATCH))
         for sequence in self.batch:
             self.renew(sequence)
-        self.events: list[Callable[[int], None]] = [
-            self.renew,
-            self.pop,
-            self.replace,
-            self.append,
-            self.receive,
-            self.grow_tree,
-            self.reserve,
-            self.receive_all,
-        ]
+        self.of_streams: list[Callable[[int], None]] = [self.renew, self.pop, self.append, self.receive, self.reserve]
+        self.events = [*self.of_streams, self.replace, self.grow_tree]
+        if not num_streams:
+            self.events.append(self.receive_all)
         self.foreseen: TokenLayout | None = None
         if not layout.has_windows:
             self.events += [self.fork, self.publish]
@@ -56,7 +52,9 @@ class Stepping:
         self.cache.remove_sequence(sequence)
         self.cache.add_sequence(sequence)
         length = self.random.randint(1, LONGEST // 2)
-        if not self.layout.has_windows:
+        if sequence < self.num_streams:
+            self.cache.enable_sliding_window(sequence, *STREAM)
+        elif not self.layout.has_windows:
             self.cache.match_prefix(sequence, [0] * length)
         self.cache.prepare_receive(sequence, length)
         self.cache.finish_receive(sequence)
@@ -65,7 +63,8 @@ class Stepping:
 
     def pop(self, sequence: int) -> None:
         """And as many appended again, or not."""
-        count = self.random.randint(0, min(self.cache.num_tokens(sequence), 1 if self.layout.has_windows else 9))
+        least = self.layout.has_windows or sequence < self.num_streams
+        count = self.random.randint(0, min(self.cache.num_tokens(sequence), 1 if least else 9))
         self.cache.pop(sequence, count)
         if count and self.random.random() < 0.5:
             self.cache.begin_forward([sequence], [count])
@@ -95,7 +94,8 @@ class Stepping:
             self.cache.pop(sequence, 1)
 
     def receive(self, sequence: int) -> None:
-        self.cache.prepare_receive(sequence, 1)
+        """With a page a stream may become no longer."""
+        self.cache.prepare_receive(sequence, self.random.choice([1, PAGE]) if sequence < self.num_streams else 1)
         self.cache.finish_receive(sequence)
 
     def receive_all(self, _: int) -> None:
@@ -142,19 +142,30 @@ class Stepping:
             plan = self.cache.begin_forward(self.batch, [count] * BATCH)
             assert plan.num_tokens == count * BATCH
             check_tables(self.cache, plan)
+            self.check_pages()
             if self.foreseen is not None:
-                self.counts["foreseen" if plan.tokens.follows(self.foreseen) else "not as foreseen"] += 1
+                self.counts["foreseen" if follows(plan.tokens, self.foreseen) else "not as foreseen"] += 1
                 self.foreseen = None
-            follows = before is not None and plan.tokens.follows(before.tokens)
+            stepped = before is not None and follows(plan.tokens, before.tokens)
             begun = (plan.positions % PAGE == 0).any()
-            self.counts["steps that begin pages" if follows and begun else "steps" if follows else "others"] += 1
-            if before is not None and follows and (kv_lens_of(plan) < kv_lens_of(before)).any():
+            self.counts["steps that begin pages" if stepped and begun else "steps" if stepped else "others"] += 1
+            if before is not None and stepped and (kv_lens_of(plan) < kv_lens_of(before)).any():
                 self.counts["steps at which pages leave a window"] += 1
+            if before is not None and stepped and (plan.positions < before.positions).any():
+                self.counts["steps at which streams let go of pages"] += 1
             before = plan
             if self.random.random() < 0.2:
-                event = self.random.choice(self.events)
-                event(self.random.choice(self.batch))
+                sequence = self.random.choice(self.batch)
+                event = self.random.choice(self.of_streams if sequence < self.num_streams else self.events)
+                event(sequence)
                 self.counts[event.__name__] += 1
+
+    def check_pages(self) -> None:
+        """What was reserved is there, as far as no window makes do with less, and what was received is cleared."""
+        table = self.cache._table
+        rows = [table.row(sequence) for sequence in self.batch]
+        assert (table.groups[0].ends[rows] >= table.reserved_places[rows]).all()
+        assert not table.unclean[rows].any()
 
 
 def kv_lens_of(plan: ForwardPlan) -> np.ndarray:
@@ -172,6 +183,15 @@ def test_with_windows() -> None:
     stepping = Stepping(0, WINDOWED)
     stepping.run()
     assert len(stepping.counts) == 6 + len(stepping.events)
+
+
+def test_with_streams() -> None:
+    counts = Counter[str]()
+    for seed in range(4):
+        stepping = Stepping(seed, PLAIN, num_streams=3)
+        stepping.run()
+        counts += stepping.counts
+    assert counts.keys() > {event.__name__ for event in stepping.events} | {"steps at which streams let go of pages"}
 
 
 def test_no_room_changes_nothing() -> None:

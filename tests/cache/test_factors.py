@@ -1,0 +1,26 @@
+"""What kernels multiply with, and divide by, in float32."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.cache.errors import InvalidArgument
+from tandem.cache.factors import LEAST, MOST, check_factor
+
+NO_FACTORS = [0.0, -1.0, float("nan"), float("inf"), 1e-39, 1e39]
+
+
+@pytest.mark.parametrize("value", [LEAST, MOST])
+def test_the_least_and_the_most_are_normal_in_float32_and_so_are_their_reciprocals(value: float) -> None:
+    for one in (value, 1 / value):
+        assert np.finfo(np.float32).tiny <= np.float32(one) < np.inf
+    check_factor("factor", value)
+    for factor in (1, np.float32(2)):
+        check_factor("factor", factor)
+
+
+@pytest.mark.parametrize("value", [*NO_FACTORS, LEAST * 0.999, MOST * 1.001, "1", None, True, 1j, [1.0]], ids=repr)
+def test_others_are_refused_by_name(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^factor is .*; a number from 1\.2e-38 to 8\.5e\+37 is accepted"):
+        check_factor("factor", value)

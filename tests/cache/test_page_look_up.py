@@ -1,0 +1,50 @@
+"""Page tables as C and as numpy look them up, against a loop over positions."""
+
+import numpy as np
+import pytest
+
+from tandem.cache import page_look_up
+from tandem.cache.group_table import GroupTable
+from tandem.cache.kernels.native_build import load_library
+from tandem.cache.page_look_up import SOURCE, PageLookUp
+from tandem.cache.plan import PageTables, lay_out_tokens
+from tests.cache.known import assert_same
+
+PAGE, ROWS, PLACES, WINDOW = 4, 9, 12, 10
+
+
+def expected_tables(table: GroupTable, rows: list[int], lengths: list[int], appends: list[int]) -> PageTables:
+    """lengths: before the appends."""
+    slots, indptr, indices, last_page_lens, kv_lens = [], [0], [], [], []
+    for row, length, append in zip(rows, lengths, appends, strict=True):
+        pages, begin = table.pages[row].tolist(), int(table.begins[row])
+        stored = [pages[at // PAGE] * PAGE + at % PAGE for at in range(begin * PAGE, length + append)]
+        slots += stored[-append:]
+        kv_lens.append(len(stored))
+        indices += pages[begin : (length + append - 1) // PAGE + 1]
+        indptr.append(len(indices))
+        last_page_lens.append(stored[-1] % PAGE + 1)
+    return PageTables(*(np.array(one, np.int32) for one in (slots, indptr, indices, last_page_lens, kv_lens)))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_tables(monkeypatch: pytest.MonkeyPatch, *, native: bool, window: int | None) -> None:
+    if native:
+        assert load_library(SOURCE) is not None
+    else:
+        monkeypatch.setattr(page_look_up, "load_library", lambda source: None)
+    random = np.random.default_rng(0)
+    table = GroupTable(ROWS, PLACES)
+    look_up = PageLookUp(table, window, PAGE)
+    for size in [*range(1, ROWS + 1), ROWS]:
+        table.pages[:] = random.permutation(ROWS * PLACES).reshape(ROWS, PLACES)
+        rows = random.permutation(ROWS)[:size]
+        appends = random.integers(1, 7, size) if size % 3 else np.ones(size, np.int64)
+        lengths = random.integers(0, PAGE * PLACES - 6, size)
+        if window is not None:
+            table.begins[rows] = np.maximum(lengths - window + 1, 0) // PAGE
+        found = look_up.look_up(rows, lay_out_tokens(lengths, appends))
+        expected = expected_tables(table, rows.tolist(), lengths.tolist(), appends.tolist())
+        for name in ("slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_lens"):
+            assert_same(getattr(found, name), getattr(expected, name))

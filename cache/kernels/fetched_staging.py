@@ -1,4 +1,4 @@
-"""Memory for a step's arrays that the step itself fetches from the host."""
+"""Memory for a step's arrays that is filled while the step before it runs."""
 
 import time
 
@@ -10,15 +10,20 @@ POLL_SECONDS = 0.00001
 
 
 class FetchedStaging:
-    """A Staging whose copy is a kernel, fetch(), of the CUDA graph that reads the arrays: between two graphs the device
-    then has nothing to do. On a CPU both sides are one memory.
+    """A Staging whose arrays come to the device on a stream of their own, beside what runs there, and to their places
+    by a kernel, fetch(), of the CUDA graph that reads them. So between two graphs the device has nothing to do. On a
+    CPU both sides are one memory.
 
-        host       filling | pairs of numbers | numbers ...        written by open(), the caller, send()
-                      |                             |
-        fetched  <----+   when all have been        +---->  on_device
-                          read: open() goes on
+        host      filling | pairs of numbers | numbers ...     open(), the caller writes, send()
+                     |  copied beside the step before
+        arrived      v
+                     |  fetch()
+        fetched  <---+--->  on_device
 
-    Its memory may go only when nothing on the stream is under way.
+    fetched, in the host's memory, is the filling that all have been read of: then open() goes on. The kernel does not
+    read the host's memory itself: each reading takes 1 µs, one after another (tests/benchmarks/LOG.md).
+
+    Its memory may go only when nothing is under way.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -26,11 +31,15 @@ class FetchedStaging:
         size = ALIGNMENT + _whole(num_bytes)
         self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=self._on_gpu)
         self.host = self._memory[ALIGNMENT:]
-        self.on_device = torch.zeros_like(self.host, device=device) if self._on_gpu else self.host
         self._head = self._memory[:ALIGNMENT].view(torch.int64).numpy()
-        self._finished = torch.zeros(1, dtype=torch.int32, device=device)
         self._fetched = torch.zeros(1, dtype=torch.int64, pin_memory=self._on_gpu)
         self._seen = self._fetched.numpy()
+        self._finished = torch.zeros(1, dtype=torch.int32, device=device)
+        self._arrived = torch.zeros_like(self._memory, device=device) if self._on_gpu else self._memory
+        self.on_device = torch.zeros_like(self.host, device=device) if self._on_gpu else self.host
+        if self._on_gpu:
+            self._stream = torch.cuda.Stream(device)
+            self._copied = torch.cuda.Event()
 
     def open(self) -> None:
         """Returns once what was sent last is fetched, or nothing is left that could fetch it; raises what the device
@@ -39,10 +48,17 @@ class FetchedStaging:
             stream = torch.cuda.current_stream()
             while self._seen[0] != self._head[0] and not stream.query():
                 time.sleep(POLL_SECONDS)
+            self._copied.synchronize()  # long done, where it was fetched
 
     def send(self, num_bytes: int) -> None:
-        """The first num_bytes of the host's side are what the next fetch() is for."""
+        """The first num_bytes of the host's side are what the next fetch() on the current stream is for."""
         self._head[:] = self._head[0] + 1, _whole(num_bytes) // ALIGNMENT
+        if self._on_gpu:
+            end = ALIGNMENT + _whole(num_bytes)
+            with torch.cuda.stream(self._stream):
+                self._arrived[:end].copy_(self._memory[:end], non_blocking=True)
+                self._copied.record()
+            self._copied.wait()
 
     def fetch(self, num_bytes: int) -> None:
         """Launches the kernel: num_bytes, those that a send() says, at most."""
@@ -51,7 +67,7 @@ class FetchedStaging:
         from tandem.cache.kernels.triton_fetch import fetch  # triton may be missing elsewhere
 
         on_device = self.on_device[: _whole(num_bytes)].view(torch.int64)
-        fetch(self._memory.view(torch.int64), on_device, self._finished, self._fetched)
+        fetch(self._arrived.view(torch.int64), on_device, self._finished, self._fetched)
 
 
 def _whole(num_bytes: int) -> int:

@@ -24,16 +24,20 @@ TRACED: dict[str, Sequence[tuple[str, str, str]]] = {
     "gateway": (
         ("tandem.cluster.gateway", "Gateway", "Generate"),
         ("tandem.cluster.router", "Router", "place"),
+        ("tandem.cluster.announcements", "Announcements", "send"),
+        ("tandem.cluster.generation", "Generation", "_answer"),
         ("tandem.cluster.generation", "Generation", "_first_message"),
         ("tandem.cluster.generation", "Generation", "_message"),
     ),
     "prefill": (
-        ("tandem.workers.service", "PrefillService", "Announce"),
+        ("tandem.workers.prefill", "PrefillLoop", "announce"),
         ("tandem.workers.head_start", "HeadStart", "_compute"),
         ("tandem.workers.service", "PrefillService", "RemoteSend"),
         ("tandem.workers.prefill", "PrefillLoop", "submit"),
         ("tandem.workers.prefill", "PrefillLoop", "_forward"),
         ("tandem.workers.prefill", "PrefillLoop", "_send_heads"),
+        ("tandem.workers.prefill", "PrefillLoop", "_end"),
+        ("tandem.workers.first_token", "FirstTokens", "next"),
         ("tandem.workers.landing", "Landing", "finish"),
     ),
     "decode": (

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tandem.cache.allocator import PageAllocator
 from tandem.cache.layout import KVLayout
+from tandem.cache.page_look_up import PageLookUp
 from tandem.workers.counters import Counters
 from tandem.workers.head_start import Head
 from tandem.workers.prefill_request import PrefillRequest, PrefillResult
@@ -89,11 +90,16 @@ def _reduce_allocator(allocator: PageAllocator) -> tuple[Any, ...]:
     return _allocator, ({name: value for name, value in vars(allocator).items() if name != "_free"},)
 
 
+def _reduce_look_up(look_up: PageLookUp) -> tuple[Any, ...]:
+    return PageLookUp, (look_up._table, look_up._window, look_up._page_size)
+
+
 _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Counters: lambda _: (Counters, ()),
     KVLayout: lambda _: (_layout, ()),
     Future: _reduce_future,
     PageAllocator: _reduce_allocator,
+    PageLookUp: _reduce_look_up,
     np.ndarray: _reduce_array,
     Tensor: _reduce_pool,
     PrefillRequest: _reduce_timed,

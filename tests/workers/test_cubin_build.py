@@ -1,5 +1,10 @@
-"""How cubins are compiled and kept, by a compiler that only writes down its orders; which models row_step.cu serves."""
+"""How cubins are compiled and kept, by a compiler that only writes down its orders; which models row_step.cu serves.
 
+Where there is an nvcc, no GPU needed, this checkout's own files are compiled too.
+"""
+
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +12,9 @@ import pytest
 import torch
 
 from tandem.workers.kernels.cubin_build import build_cubin, load_cubin
-from tandem.workers.kernels.row_step import SOURCE, RowStepShape
+from tandem.workers.kernels.row_step import SOURCE, WARPS, RowStepShape
+from tandem.workers.kernels.step_product import SOURCE as PRODUCTS
+from tandem.workers.kernels.step_product import TILINGS
 
 QWEN3 = RowStepShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16)
 BLOCKS = 132
@@ -40,6 +47,24 @@ def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
     assert ["-DHIDDEN=1024" in call for call in calls] == [True, False]
     assert all("code=sm_90" in call for call in calls)
     assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on the PATH")
+@pytest.mark.parametrize(
+    ("source", "defines", "arch", "kernels"),
+    [
+        (SOURCE, QWEN3.defines(BLOCKS, WARPS), "90", ["row_step"]),
+        (SOURCE, replace(QWEN3, head_dim=64, dtype=torch.float16).defines(BLOCKS, WARPS), "90", ["row_step"]),
+        (PRODUCTS, ("-DHALF=0",), "90a", [tiling.kernel for tiling in TILINGS]),
+        (PRODUCTS, ("-DHALF=1",), "90a", [tiling.kernel for tiling in TILINGS]),
+    ],
+    ids=["row-bfloat16", "row-float16", "products-bfloat16", "products-float16"],
+)
+def test_a_compiler_takes_them(
+    tmp_path: Path, source: Path, defines: Sequence[str], arch: str, kernels: list[str]
+) -> None:
+    cubin = build_cubin(source, tmp_path, defines, arch)
+    assert all(f".text.{kernel}\0".encode() in cubin for kernel in kernels)
 
 
 def test_it_is_compiled_anew_when_what_it_includes_has_changed(nvcc: Path, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class Bench:
         seen = idle(record(lambda: run(RECORDED_STEPS)))
         for sequence in range(batch):
             self.cache.remove_sequence(sequence)
-        return seconds, Idle(seen.between / RECORDED_STEPS, seen.inside / RECORDED_STEPS)
+        return seconds, Idle(seen.between / (RECORDED_STEPS - 1), seen.inside / RECORDED_STEPS)
 
     def prefill(self, length: int) -> float:
         """Seconds to the first token, median of three after one."""

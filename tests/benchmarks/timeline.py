@@ -17,7 +17,7 @@ class Span:
 
     @property
     def is_copy(self) -> bool:
-        """Between host and device: in no CUDA graph of ours, so a step begins and ends with one."""
+        """Between host and device: in no CUDA graph of ours."""
         return self.name.startswith(COPIES)
 
 
@@ -32,8 +32,9 @@ class Idle:
 
 
 def idle(spans: Sequence[Span]) -> Idle:
-    """Of a timeline, in any order; spans may overlap."""
-    ordered = sorted(spans, key=lambda span: span.begin)
+    """Of a timeline, in any order, from the first step's first kernel on; spans may overlap."""
+    begin = min((span.begin for span in spans if span.name == FIRST_KERNEL), default=0.0)
+    ordered = sorted((span for span in spans if span.begin >= begin), key=lambda span: span.begin)
     between = inside = 0.0
     last = ordered[0]  # of those so far the one that ends last
     for span in ordered[1:]:

@@ -42,8 +42,8 @@ class PageAllocator:
         if count == 0:
             return np.empty(0, np.int32)
         pages = self._pick(count)
-        self._references[pages] = 1
-        self._free[pages] = False
+        at = pages.astype(np.intp)  # numpy looks up by these several times as fast
+        self._references[at], self._free[at] = 1, False
         self.num_free -= count
         return pages
 
@@ -77,7 +77,7 @@ class PageAllocator:
     def _lower(self, counts: NDArray[np.int32], pages: Int32Array, verb: str) -> None:
         if pages.size == 0:
             return
-        at = pages.astype(np.intp)  # numpy looks up by these several times as fast
+        at = pages.astype(np.intp)
         held = np.count_nonzero(self._writers[at]) > 0  # else none of them drains, before or after
         draining_before = self._count_draining(at) if held else 0
         np.subtract.at(counts, at, 1)

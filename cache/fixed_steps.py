@@ -25,9 +25,7 @@ class FixedSteps:
         return any(one is not None for one in shared) and batch.takes(shared)
 
     def foresee(self, seq_ids: tuple[int, ...]) -> None:
-        rows, tokens = self._growth.foresee(seq_ids)
-        for group in self._groups:
-            group.look_up(rows, tokens)
+        self._growth.foresee(seq_ids)
 
     def begin(self, batch: FixedBatch, seq_ids: tuple[int, ...], inputs: Sequence[Int64Array]) -> None:
         if len(seq_ids) > batch.size:

@@ -97,14 +97,12 @@ class GroupForward:
                     send.target_pe, self._group, layer, k, v, send.token_indices, send.token_slots
                 )
 
-    def push_cached(self, sends: Sequence[Send], layers: range | None = None, *, stored: bool = False) -> None:
-        """Their cached positions; layers and stored: see PageWriter.write_slots."""
+    def push_cached(self, sends: Sequence[Send]) -> None:
+        """Their cached positions, page to page."""
         for send in sends:
             assert self._writer is not None
             if send.source_slots.size:
-                self._writer.write_slots(
-                    send.target_pe, self._group, send.source_slots, send.target_slots, layers, stored=stored
-                )
+                self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots)
 
     def gather(self, layers: Sequence[int], row: int, indices: Int64Array) -> list[tuple[Tensor, Tensor]]:
         """What kernels.read_slots gives of each of `layers` at `indices` (int64 [n]) of a row."""

@@ -17,7 +17,8 @@ class Appends:
     """Rows of `lengths` positions that are to hold more, seen by queries at `queries` and later; int64 [B] each.
 
     places: of the next position; ends: behind the last, then; wanted: those, or where a reservation ends. partial,
-    opened: int64, which of the rows have a place of which they use a part, and which begin one.
+    opened: int64, which of the rows have a place of which they use a part, whose page may be another's too, and which
+    begin one.
     """
 
     rows: Int64Array
@@ -36,12 +37,13 @@ def lay_out_appends(
     new_lengths: Int64Array,
     queries: Int64Array,
     reserved_places: Int64Array,
+    shortened: NDArray[np.bool_],
     page_size: int,
 ) -> Appends:
-    """All int64 [B]; reserved_places: see SequenceTable."""
+    """All int64 [B] or bool [B]; reserved_places, shortened: see SequenceTable."""
     places, ends = lengths // page_size, (new_lengths + (page_size - 1)) // page_size
-    used = lengths - places * page_size
-    partial, opened = used.nonzero()[0], (ends > places + (used > 0)).nonzero()[0]
+    used = lengths > places * page_size
+    partial, opened = (used & shortened).nonzero()[0], (ends > places + used).nonzero()[0]
     return Appends(rows, lengths, queries, places, ends, np.maximum(ends, reserved_places), partial, opened)
 
 

@@ -13,25 +13,18 @@ from tandem.cache.store import Store
 
 
 @dataclass(frozen=True, eq=False)
-class LastStep:
-    """A forward of one token each of `rows`, `lengths` long with it (int64 [B] each). num_changes: SequenceTable's
-    behind it. cleared: whether the pages are that the next step begins.
-
-    While no row loses or exchanges a page but by a window or a slide, one that it has begun stays its own: others come
-    to share only full ones.
-    """
+class Foreseen:
+    """The pages that the next step of `rows`, `lengths` long (int64 [B] each), begins are cleared, unless positions
+    were taken back since: num_cuts is SequenceTable's when they were."""
 
     rows: Int64Array
     lengths: Int64Array
-    tokens: TokenLayout
-    num_changes: int
-    cleared: bool = False
+    num_cuts: int
 
-    def is_before(self, rows: Int64Array, lengths: Int64Array, num_changes: int) -> bool:
-        """Whether one more token each of rows of `lengths` (int64 [B] each) is the next step of the same sequences."""
+    def is_next(self, rows: Int64Array, lengths: Int64Array, num_cuts: int) -> bool:
         return (
             rows is self.rows  # see SequenceTable.rows
-            and num_changes == self.num_changes
+            and num_cuts == self.num_cuts
             and not np.count_nonzero(lengths != self.lengths)
         )
 
@@ -44,7 +37,8 @@ class Growth:
         self._max_length = store.max_length
         self._receptions = receptions
         self._trees = trees
-        self._last_step: LastStep | None = None
+        self._foreseen: Foreseen | None = None
+        self._one_each: TokenLayout | None = None  # the last that was of one plain token a sequence
 
     def grow(
         self,
@@ -63,9 +57,9 @@ class Growth:
         each_one = self._check_appends(rows, appends)
         self._streams.check_unsent(seq_ids, rows, appends, self._marks)
         trees = self._trees.extended(seq_ids, appends, parents)
-        before = self._last_step if each_one and not trees else None
+        steps = each_one and not trees and not np.count_nonzero(self._table.shortened[rows])
         held = self._table.lengths[rows]
-        steps = before is not None and before.is_before(rows, held, self._table.num_changes)
+        cleared = self._foreseen is not None and self._foreseen.is_next(rows, held, self._table.num_cuts)
         with self._streams.slid(rows, appends) as gone:
             lengths = self._table.lengths[rows]
             new_lengths = lengths + appends
@@ -74,32 +68,36 @@ class Growth:
                 queries = self._trees.bases(seq_ids, lengths)
             else:
                 queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
-            if before is not None and steps:
+            if steps:
                 slid = lengths != held if self._table.streams.count else None
-                self._pages.step(rows, lengths, new_lengths, queries, gone, slid, clear=not before.cleared)
-                tokens = before.tokens.then_one(lengths)
+                self._pages.step(rows, lengths, new_lengths, queries, gone, slid, clear=not cleared)
             else:
                 self._pages.grow(rows, lengths, new_lengths, queries, gone)
-                self._receptions.clear_ends(rows, lengths)
-                tokens = lay_out_tokens(lengths, appends)
+        self._receptions.clear_ends(rows, lengths)
+        tokens = self._lay_out_one_each(lengths) if each_one else lay_out_tokens(lengths, appends)
         if trees:
             tokens = replace(tokens, trees=self._trees.put(trees, seq_ids, tokens.qo_indptr))
-        step = each_one and not trees
-        self._last_step = LastStep(rows, new_lengths, tokens, self._table.num_changes) if step else None
         return rows, tokens
 
-    def foresee(self, seq_ids: tuple[int, ...]) -> tuple[Int64Array, TokenLayout]:
-        """Makes a last step of the last positions of sequences that are being received, whose partial pages are their
-        own, and clears what stands behind them: writers write before it. Their rows, and those positions."""
+    def foresee(self, seq_ids: tuple[int, ...]) -> None:
+        """Clears what stands behind the ends of sequences that are being received: writers write before it."""
         rows = self._table.rows(seq_ids)
-        if not self._table.receiving[rows].all():
+        if rows.size == 0 or not self._table.receiving[rows].all():
             raise InvalidArgument(f"seq_ids is {list(seq_ids)}; all have to be received now")
         lengths = self._table.lengths[rows]
         self._receptions.clear_ends(rows, lengths)
-        cleared = self._pages.clear_next(rows, lengths)
-        tokens = lay_out_tokens(lengths - 1, np.ones_like(lengths))
-        self._last_step = LastStep(rows, lengths, tokens, self._table.num_changes, cleared)
-        return rows, tokens
+        if self._pages.clear_next(rows, lengths):
+            self._foreseen = Foreseen(rows, lengths, self._table.num_cuts)
+
+    def _lay_out_one_each(self, lengths: Int64Array) -> TokenLayout:
+        """As lay_out_tokens, of one token each."""
+        last = self._one_each
+        if last is None or last.owners.size != lengths.size:
+            tokens = lay_out_tokens(lengths, np.ones_like(lengths))
+        else:
+            tokens = last.then_one(lengths)
+        self._one_each = tokens
+        return tokens
 
     def _check_longest(self, seq_ids: tuple[int, ...], new_lengths: Int64Array) -> None:
         longest = int(new_lengths.argmax())

@@ -7,9 +7,11 @@ import numpy as np
 
 from tandem.cache.group_table import GroupTable
 from tandem.cache.kernels.native_build import load_library
-from tandem.cache.plan import PageTables, TokenLayout, look_up_pages
+from tandem.cache.plan import PageTables, TokenLayout, look_up_pages, slots_in
 from tandem.cache.position_map import Int32Array
+from tandem.cache.ragged import indptr_of
 from tandem.cache.shared_prefixes import SharedPrefixes
+from tandem.cache.stream_table import StreamTable
 from tandem.cache.window import Int64Array
 
 SOURCE = Path(__file__).parent / "kernels" / "page_tables.c"
@@ -30,46 +32,60 @@ class PageLookUp:
         self._window = window
         self._page_size = page_size
         library = load_library(SOURCE)
-        self._library = library
         if library is None:
+            self._native = None
             return
-        address, max_pages = _address(table.pages), table.pages.shape[1]
-        self._native = _Table(address, _address(table.begins), max_pages, page_size)
-        self._native_address = ctypes.addressof(self._native)
-        self._lay_out, self._gather = library.lay_out_tables, library.gather_pages
-        self._lay_out.argtypes = (POINTER, INT32, *(POINTER,) * 8)
-        self._lay_out.restype = INT64
-        self._gather.argtypes = (POINTER, INT32, *(POINTER,) * 3)
-        self._gather.restype = None
+        native_table = _Table(_address(table.pages), _address(table.begins), table.pages.shape[1], page_size)
+        self._native_table, self._native_address = native_table, ctypes.addressof(native_table)
+        self._native = library.look_up
+        self._native.argtypes = (POINTER, INT32, *(POINTER,) * 9, INT64)
+        self._native.restype = INT64
+        self._native_slots = library.stream_slots
+        self._native_slots.argtypes = (POINTER, INT32, *(POINTER,) * 5)
+        self._native_slots.restype = None
+        self._num_pages = 0  # of the last look-up
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
         """As look_up_pages of rows (int64 [B], B ≥ 1), those of the sequences that have grown by `tokens`."""
-        if self._library is not None:
+        if self._native is not None:
             return self._look_up_natively(rows, tokens, shared)
         begins = None if self._window is None else self._table.begins[rows]
         return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins, shared)
+
+    def stream_slots(
+        self, rows: Int64Array, lengths: Int64Array, streams: StreamTable
+    ) -> tuple[Int32Array, Int32Array]:
+        """bounds int32 [N + 1] and slots int32: slots[bounds[i] : bounds[i + 1]] are those of all that rows[i] (int64
+        [N], of `streams`) stores, in order; at least one. lengths: int64 [max_sequences]."""
+        bounds = indptr_of(lengths[rows] - streams.holes[rows])
+        if self._native is None:
+            indices = streams.in_use(rows, lengths[rows])
+            return bounds, slots_in(self._table.pages, rows.repeat(np.diff(bounds)), indices, self._page_size)
+        slots = np.empty(int(bounds[-1]), np.int32)
+        arrays = rows, lengths, streams.sinks, streams.holes, slots
+        self._native_slots(self._native_address, rows.size, *map(_address, arrays))
+        return bounds, slots
 
     def _look_up_natively(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None) -> PageTables:
         num_tokens, count = tokens.positions.size, rows.size
         bounds = num_tokens, num_tokens + count + 1, num_tokens + 2 * count + 1
         arrays = np.empty(num_tokens + 3 * count + 1, np.int32)
-        slots, of_rows = _address(arrays), _address(rows)
-        indptr, last_page_lens, kv_lens = (slots + 4 * bound for bound in bounds)
-        num_pages = self._lay_out(
-            self._native_address,
-            count,
-            of_rows,
+        slots = _address(arrays)
+        arguments = (
+            *(self._native_address, count, _address(rows)),
             *map(_address, (tokens.qo_indptr, tokens.positions, tokens.seq_lens)),
-            slots,
-            indptr,
-            last_page_lens,
-            kv_lens,
+            *(slots, *(slots + 4 * bound for bound in bounds)),
         )
-        kv_indices = np.empty(num_pages, np.int32)
-        self._gather(self._native_address, count, of_rows, indptr, _address(kv_indices))
+        room = self._num_pages + num_tokens  # enough for a step of the same sequences
+        kv_indices = np.empty(room, np.int32)
+        num_pages = self._native(*arguments, _address(kv_indices), room)
+        if num_pages > room:
+            kv_indices = np.empty(num_pages, np.int32)
+            self._native(*arguments, _address(kv_indices), num_pages)
+        self._num_pages = num_pages
         first, second, third = bounds
         return PageTables(
-            arrays[:first], arrays[first:second], kv_indices, arrays[second:third], arrays[third:], shared
+            arrays[:first], arrays[first:second], kv_indices[:num_pages], arrays[second:third], arrays[third:], shared
         )
 
 

@@ -23,20 +23,9 @@ class PageWriter(Protocol):
         """
         ...
 
-    def write_slots(
-        self,
-        pe: int,
-        group: int,
-        source_slots: Int32Array,
-        target_slots: Int32Array,
-        layers: range | None = None,
-        *,
-        stored: bool = False,
-    ) -> None:
-        """Layers of the own source_slots (int32 [n]) to the peer's target_slots (int32 [n]); None: all.
-
-        stored: they can be read now. Else they are once all that was launched so far is done.
-        """
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+        """All layers of the own source_slots (int32 [n]), once what was launched so far is done, to the peer's
+        target_slots (int32 [n])."""
         ...
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tandem.cache.cached_send import CachedSend
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
 from tandem.cache.fixed_steps import FixedSteps
@@ -26,7 +25,6 @@ from tandem.cache.receptions import Receptions
 from tandem.cache.rope import RopeParameters
 from tandem.cache.rotations import Rotations
 from tandem.cache.send_marks import SendMarks
-from tandem.cache.send_plan import plan_sends
 from tandem.cache.sequence_table import SequenceTable, ids_of
 from tandem.cache.sequences import Sequences
 from tandem.cache.store import Store
@@ -134,9 +132,11 @@ class PagedKVCache:
         return self._pages.needed(*checked_reach(num_tokens, longest_append))
 
     def has_room(self, num_tokens: int, longest_append: int | None = None) -> bool:
-        """Whether reserve() would work for one more sequence now."""
+        """Whether add_sequence() and reserve() would work for one more sequence now."""
         needed = self.num_pages_needed(num_tokens, longest_append)
-        return all(pages <= free for pages, free in zip(needed, self._pools.num_free, strict=True))
+        return self._table.has_vacancy and all(
+            pages <= free for pages, free in zip(needed, self._pools.num_free, strict=True)
+        )
 
     def shortage(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, int] | None:
         """Pages that reserve() would take of a layer group that has fewer in all, and how many it has; or None."""
@@ -158,8 +158,12 @@ class PagedKVCache:
         append_lengths: Sequence[int] | Int64Array,
         rope_lengths: Sequence[int] | Int64Array | None = None,
         token_tree_parents: Sequence[Parents | None] | None = None,
+        *,
+        push: bool = True,
     ) -> ForwardPlan:
         """Grows sequence seq_ids[i] by append_lengths[i] ≥ 1 positions and plans the forward that computes them.
+
+        push: whether it sends what is marked; if not, send_cached() or a later forward does.
 
         rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the
         whole prompt where it comes in chunks. None, or where smaller: the length after this append.
@@ -176,7 +180,7 @@ class PagedKVCache:
         if lengths is not None and lengths.shape != (len(sequences),):
             raise InvalidArgument(f"rope_lengths has shape {lengths.shape}; it must be [B], B = {len(sequences)}")
         rows, tokens = self._growth.grow(sequences, appends, token_tree_parents)
-        sends, sent = plan_sends(self._marks, self._table, rows, tokens, self.layout.page_size)
+        sends, sent = self._transmissions.plan(rows, tokens) if push else self._transmissions.nothing
         rotations, streams = self._streams.plan(rows, tokens, lengths)
         groups = tuple(
             group.plan(rows, tokens, rotation, to_send, sliding)
@@ -218,8 +222,7 @@ class PagedKVCache:
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
         plan.standing.check_owner(self._table)
-        if plan.sent is not None:
-            self._marks.commit(plan.sent)
+        self._marks.commit(plan.sent)
 
     def commit_token_tree(self, seq_ids: Sequence[int] | Int64Array, leaf_indices: Sequence[int] | Int64Array) -> None:
         """Ends the open tree of each sequence: the path to node leaf_indices[i] becomes its next positions, and all
@@ -286,15 +289,14 @@ class PagedKVCache:
     def mark_send(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
         """Positions `begin` (where the map starts) … end of the map go to target_pe while they are computed.
 
-        Cached ones go page to page in the next forward, which must have one more to compute than they are.
-        InvalidArgument when the map asks for some that have left a window here.
+        Cached ones go page to page, with the next forward or send_cached(). InvalidArgument when the map asks for some
+        that have left a window here.
         """
         self._transmissions.mark(sequence, begin, position_map, target_pe)
 
-    def send_cached(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> CachedSend:
-        """As mark_send, of a sequence that has all positions of the map once the forwards launched so far are done:
-        they go page to page, when the caller says so."""
-        return self._transmissions.send_cached(sequence, begin, position_map, target_pe)
+    def send_cached(self, sequence: int) -> None:
+        """What a marked sequence has and did not send goes page to page, behind the forwards launched so far."""
+        self._transmissions.send_cached(sequence)
 
     def num_sent(self, sequence: int) -> int:
         """Positions of its map that forwards have issued; less again after pop."""

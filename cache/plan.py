@@ -40,7 +40,7 @@ class TokenLayout:
         return self.positions.size == self.seq_lens.size
 
     def then_one(self, lengths: Int64Array) -> "TokenLayout":
-        """One more token each of the sequences, which have `lengths` positions (int64 [B]) now; of which this has one
+        """One token each of as many sequences of `lengths` positions (int64 [B]), without trees; of which this has one
         each."""
         positions = lengths.astype(np.int32)
         return TokenLayout(self.qo_indptr, positions + np.int32(1), positions, self.owners)

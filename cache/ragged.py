@@ -26,9 +26,8 @@ def ragged_range(begins: IntArray | int, counts: IntArray) -> Int64Array:
 
 
 def ragged_pairs(rows: Int64Array, begins: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Indices of columns begins[i], begins[i] + 1, … (counts[i] of them) of rows[i], one row after another."""
-    most = int(counts.max())
-    if most <= 1:  # as when each row grows by one position
+    """rows[i] with each of begins[i], begins[i] + 1, … (counts[i] of them), one row after another; at least one row."""
+    if int(counts.max()) <= 1:  # as when each row grows by one position
         some = counts.nonzero()[0]
         return rows[some], begins[some]
     return rows.repeat(counts), ragged_range(begins, counts)

@@ -81,8 +81,10 @@ class SendMarks:
         self.planned[rows] = ends
         return Sent(rows, self._serials[rows], ends)
 
-    def commit(self, sent: Sent) -> None:
-        """The forward that was to send this has ended."""
+    def commit(self, sent: Sent | None) -> None:
+        """This has been issued; None: nothing."""
+        if sent is None:
+            return
         same = self._serials[sent.rows] == sent.serials
         rows, ends = sent.rows[same], sent.ends[same]
         self.issued[rows] = np.minimum(np.maximum(self.issued[rows], ends), self.planned[rows])

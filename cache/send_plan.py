@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tandem.cache.plan import Send, TokenLayout, slots_in
 from tandem.cache.position_map import SKIP, Int32Array
-from tandem.cache.ragged import ragged_range
+from tandem.cache.ragged import ragged_pairs
 from tandem.cache.send_marks import SendMarks, Sent
 from tandem.cache.sequence_table import SequenceTable
 from tandem.cache.window import Int64Array
@@ -70,9 +70,8 @@ def _find_due(marks: SendMarks, table: SequenceTable, rows: Int64Array, firsts: 
 
 def _plan_sends_to(pe: int, due: _Due, marks: SendMarks, table: SequenceTable, page_size: int) -> list[Send]:
     """Per layer group."""
-    counts = due.ends - due.middles
-    tokens = ragged_range(due.middles + due.tokens, counts)
-    entries = tokens + (due.entries - due.tokens).repeat(counts)
+    aheads, tokens = ragged_pairs(due.entries - due.tokens, due.middles + due.tokens, due.ends - due.middles)
+    entries = tokens + aheads
     sends = []
     for slots, cached in zip(marks.slots.slots, _cached_slots(due, marks, table, page_size), strict=True):
         targets = slots[entries]
@@ -86,10 +85,11 @@ def _cached_slots(
 ) -> list[tuple[Int32Array, Int32Array]]:
     """Per layer group source_slots and target_slots of a Send."""
     counts = due.middles - due.begins
-    if not counts.any():
+    if not np.count_nonzero(counts):
         return [NO_SLOTS] * len(table.groups)
-    rows, positions = due.rows.repeat(counts), ragged_range(due.begins, counts)
-    indices, entries = table.streams.indices_of(rows, positions), positions + due.entries.repeat(counts)
+    of, positions = ragged_pairs(np.arange(counts.size), due.begins, counts)
+    rows, entries = due.rows[of], positions + due.entries[of]
+    indices = table.streams.indices_of(rows, positions)
     found = []
     for slots, group in zip(marks.slots.slots, table.groups, strict=True):
         targets = slots[entries]

@@ -57,8 +57,8 @@ class SequencePages:
 
         All int64 [B]; rows are distinct. gone: further pages to be released. clear: whether new last pages are cleared.
         """
-        reserved = self._table.reserved_places[rows]
-        appends = lay_out_appends(rows, lengths, new_lengths, queries, reserved, self._page_size)
+        reserved, shortened = self._table.reserved_places[rows], self._table.shortened[rows]
+        appends = lay_out_appends(rows, lengths, new_lengths, queries, reserved, shortened, self._page_size)
         growths = [group.plan_growth(appends) for group in self._groups]
         gone = tuple(
             np.concatenate((growth.gone, ids)) if ids.size else growth.gone
@@ -67,7 +67,7 @@ class SequencePages:
         pages = self._pools.exchange(gone, [growth.num_pages for growth in growths])
         for group, growth, ids in zip(self._groups, growths, pages, strict=True):
             group.grow(appends, growth, ids, clear=clear)
-        self._table.lengths[rows] = new_lengths
+        self._table.lengths[rows], self._table.shortened[rows] = new_lengths, False
 
     def clear_next(self, rows: Int64Array, lengths: Int64Array) -> bool:
         """Clears the pages that rows of `lengths` (int64 [B] each) begin next, where all of those are reserved."""
@@ -91,8 +91,9 @@ class SequencePages:
         *,
         clear: bool,
     ) -> None:
-        """As grow() by one position of rows whose partial pages are their own: something changes only where one begins
-        a page, a page leaves a window, or a stream has let go of some: those in `slid` (bool [B]; None: none)."""
+        """As grow() by one position of rows that were not shortened, whose partial pages so are their own: something
+        changes only where one begins a page, a page leaves a window, or a stream has let go of some: those in `slid`
+        (bool [B]; None: none)."""
         changing = lengths % self._page_size == 0
         if slid is not None:
             changing |= slid

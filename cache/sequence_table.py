@@ -48,7 +48,8 @@ class SequenceTable:
     lengths: positions stored, which are those appended except in a stream: a sequence with a sliding window, of which
     `streams` knows what was evicted. reserved_places: those that a reservation reaches to. receiving: a remote writer
     fills the last positions. unclean: what stands past the end in the last page was not cleared, see Receptions.
-    cuts: how often positions of a row were taken back. groups: the pages, per layer group.
+    cuts: how often positions of a row were taken back. shortened: whether they were since it last grew: only then its
+    last page, partly used, may be another's too, for else what is shared is full pages. groups: pages, per layer group.
     """
 
     def __init__(self, num_groups: int, max_sequences: int, max_length: int, page_size: int) -> None:
@@ -58,6 +59,7 @@ class SequenceTable:
         self.receiving = np.zeros(max_sequences, np.bool_)
         self.unclean = np.zeros(max_sequences, np.bool_)
         self.cuts = np.zeros(max_sequences, np.int64)
+        self.shortened = np.zeros(max_sequences, np.bool_)
         self.num_cuts = 0  # of all rows
         self.streams = StreamTable(max_sequences, page_size)
         self.groups = tuple(GroupTable(max_sequences, -(-max_length // page_size)) for _ in range(num_groups))
@@ -72,6 +74,11 @@ class SequenceTable:
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._rows
 
+    @property
+    def has_vacancy(self) -> bool:
+        """Whether add() has a row for one more."""
+        return len(self._vacant) > 0
+
     def sequences(self) -> list[int]:
         return list(self._rows)
 
@@ -84,7 +91,7 @@ class SequenceTable:
         row = self._vacant.pop()
         self._rows[sequence] = row
         self.lengths[row] = self.reserved_places[row] = 0
-        self.receiving[row] = self.unclean[row] = False
+        self.receiving[row] = self.unclean[row] = self.shortened[row] = False
         for group in self.groups:
             group.reset(row)
         return row
@@ -99,12 +106,8 @@ class SequenceTable:
     def count_cut(self, row: int) -> None:
         """Positions of a row are taken back: forwards planned before cannot be computed any more."""
         self.cuts[row] += 1
+        self.shortened[row] = True
         self.num_cuts += 1
-
-    @property
-    def num_changes(self) -> int:
-        """That of all groups, see GroupTable, and slides."""
-        return sum(group.num_changes for group in self.groups) + self.streams.num_slides
 
     def row(self, sequence: int) -> int:
         try:
@@ -128,12 +131,12 @@ class SequenceTable:
 
     def _look_up(self, keys: tuple[int, ...]) -> Int64Array:
         try:
-            rows = [self._rows[sequence] for sequence in keys]
+            rows = np.fromiter(map(self._rows.__getitem__, keys), np.int64, len(keys))
         except (KeyError, TypeError):
-            rows = [self.row(sequence) for sequence in keys]  # says which is not there
-        if len(set(rows)) != len(rows):
+            rows = np.array([self.row(sequence) for sequence in keys])  # says which is not there
+        if len(set(keys)) != len(keys):
             raise InvalidArgument(f"sequences {list(keys)} are not distinct; one may stand once in a forward")
-        return np.array(rows, np.int64)
+        return rows
 
     def standing(self, rows: Int64Array) -> Standing:
         """That of `rows` now."""

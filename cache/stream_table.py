@@ -37,14 +37,13 @@ class StreamTable:
     """Arrays int64 [max_sequences]. windows: positions that may be stored, sinks included; 0 for other sequences.
 
     holes: indices after the sinks that are not in use. dropped: by how much positions after the sinks are above their
-    indices. num_slides: how often rows were taken pages from the middle.
+    indices.
     """
 
     def __init__(self, max_sequences: int, page_size: int) -> None:
         self._page_size = page_size
         self.windows, self.sinks, self.holes, self.dropped = (np.zeros(max_sequences, np.int64) for _ in range(4))
         self.count = 0  # rows with a window
-        self.num_slides = 0
 
     def sliding(self, row: int) -> tuple[int, int] | None:
         """The window and sink of a row; None where it does not slide."""
@@ -104,9 +103,9 @@ class StreamTable:
         """int64 [n]: where rows[i] stores positions[i], which it has not evicted."""
         return np.where(positions < self.sinks[rows], positions, positions - self.dropped[rows])
 
-    def in_use(self, rows: Int64Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """int64 [n], how many indices rows of `lengths` (int64 [n]) use, and those, one row after another."""
+    def in_use(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
+        """int64: the indices that rows of `lengths` (int64 [n] each) use, one row after another."""
         holes = self.holes[rows]
         counts = lengths - holes
         places = ragged_range(0, counts)
-        return counts, places + (places >= self.sinks[rows].repeat(counts)) * holes.repeat(counts)
+        return places + (places >= self.sinks[rows].repeat(counts)) * holes.repeat(counts)

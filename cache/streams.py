@@ -8,10 +8,10 @@ import numpy as np
 
 from tandem.cache.errors import CacheError, InvalidArgument
 from tandem.cache.integers import integer
+from tandem.cache.page_look_up import PageLookUp
 from tandem.cache.page_pools import PageIds
-from tandem.cache.plan import TokenLayout, slots_in
+from tandem.cache.plan import TokenLayout
 from tandem.cache.position_map import SKIP, Int32Array, PositionMap
-from tandem.cache.ragged import indptr_of
 from tandem.cache.rope import Rotation
 from tandem.cache.rotations import Rotations
 from tandem.cache.send_marks import SendMarks
@@ -41,6 +41,7 @@ class Streams:
         self._table = table
         self._rotations = rotations
         self._page_size = page_size
+        self._look_ups = [PageLookUp(group, None, page_size) for group in table.groups]
         self._nothing: PageIds = tuple(np.empty(0, np.int32) for _ in table.groups)
         self._unslid = nullcontext(self._nothing)
         self._no_parts: list[StreamParts | None] = [None] * len(table.groups)
@@ -107,14 +108,12 @@ class Streams:
         if sliding.size == 0:
             return self._rotations.plan(tokens, rope_lengths), self._no_parts
         rotations = self._rotations.plan(tokens, rope_lengths, unrotated=slides[tokens.owners])
-        counts, indices = table.streams.in_use(rows[sliding], table.lengths[rows[sliding]])
-        owners, bounds = rows[sliding].repeat(counts), indptr_of(counts)
         begins, ends = tokens.qo_indptr[sliding], tokens.qo_indptr[sliding + 1]
         parts: list[StreamParts | None] = [
             StreamParts(
-                sliding, begins, ends, bounds, slots_in(group.pages, owners, indices, self._page_size), rotation
+                sliding, begins, ends, *look_up.stream_slots(rows[sliding], table.lengths, table.streams), rotation
             )
-            for group, rotation in zip(table.groups, self._rotations.of_places, strict=True)
+            for look_up, rotation in zip(self._look_ups, self._rotations.of_places, strict=True)
         ]
         return rotations, parts
 
@@ -181,7 +180,6 @@ class Streams:
         if moved.size == 0:
             return self._nothing
         table.lengths[moved], table.streams.dropped[moved] = slides.lengths, slides.dropped
-        table.streams.num_slides += 1
         return tuple(group.take_out(moved, slides.firsts, slides.ends) for group in table.groups)
 
     def _restore(self, before: _Before) -> None:

@@ -1,18 +1,17 @@
 """Sequences that are sent to another worker: with the forwards that compute them, or afterwards."""
 
-from functools import partial
-
 import numpy as np
 
-from tandem.cache.cached_send import CachedSend
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.integers import integer
 from tandem.cache.open_trees import OpenTrees
 from tandem.cache.page_writer import PageWriter
-from tandem.cache.plan import lay_out_tokens
+from tandem.cache.plan import TokenLayout, lay_out_tokens
 from tandem.cache.position_map import PositionMap
-from tandem.cache.send_plan import plan_sends
+from tandem.cache.send_marks import Sent
+from tandem.cache.send_plan import Sends, plan_sends
 from tandem.cache.store import Store
+from tandem.cache.window import Int64Array
 
 
 class Transmissions:
@@ -24,36 +23,24 @@ class Transmissions:
         self._trees = trees
         self._writer = writer
 
-    def mark(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
-        length = self._length(sequence)
-        if position_map.end_position <= length:
-            raise InvalidArgument(
-                f"the position map ends at {position_map.end_position}; it must reach further than the {length} "
-                f"positions of sequence {sequence} that are cached"
-            )
-        self._mark(sequence, begin, position_map, target_pe)
+        self.nothing: tuple[Sends, Sent | None] = [()] * len(store.groups), None
 
-    def send_cached(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> CachedSend:
-        length = self._length(sequence)
-        if position_map.end_position > length:
-            raise InvalidArgument(
-                f"the position map ends at {position_map.end_position}; sequence {sequence} has {length} positions"
-            )
-        self._mark(sequence, begin, position_map, target_pe)
+    def plan(self, rows: Int64Array, tokens: TokenLayout) -> tuple[Sends, Sent | None]:
+        """What a forward sends that has grown rows (int64 [B]) by `tokens`; see plan_sends."""
+        return plan_sends(self._marks, self._table, rows, tokens, self._layout.page_size)
+
+    def send_cached(self, sequence: int) -> None:
         rows = np.array([self._table.row(sequence)])
-        nothing = lay_out_tokens(self._table.lengths[rows], np.zeros(1, np.int64))
-        sends, sent = plan_sends(self._marks, self._table, rows, nothing, self._layout.page_size)
-        assert sent is not None  # no map is empty
-        return CachedSend(self._groups, self._layout, sends, partial(self._marks.commit, sent))
+        sends, sent = self.plan(rows, lay_out_tokens(self._table.lengths[rows], np.zeros(1, np.int64)))
+        for group, to_send in zip(self._groups, sends, strict=True):
+            group.push_cached(to_send)
+        self._marks.commit(sent)
 
     def bytes_sent(self, sequence: int) -> int:
         counts, layout = self._marks.num_slots_sent(self._table.row(sequence)), self._layout
         return sum(n * layout.page_bytes(group) // layout.page_size for group, n in enumerate(counts))
 
-    def _length(self, sequence: int) -> int:
-        return self._table.num_positions(self._table.row(sequence))
-
-    def _mark(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
+    def mark(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
         row = self._table.row(sequence)
         self._trees.check_closed(sequence)
         if self._writer is None:

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from tandem.cluster.actor_server import set_title
 from tandem.cluster.errors import TandemError
 from tandem.cluster.gateway import Doors, Gateway, GatewaySettings
+from tandem.cluster.gpu_claim import GpuClaim
 from tandem.cluster.heartbeat import MEETING
 from tandem.cluster.membership import IslandState
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
-from tandem.workers.gpu_room import GpuRoom
 from tandem.workers.worker import Worker
 
 
@@ -23,6 +23,7 @@ class WorkerActor:
         self._stopped = threading.Event()
         self._phase = ""  # of what prepares it right now
         self._worker = Worker(config)
+        self._claim: GpuClaim | None = None
 
     def load(self) -> None:
         with self._preparing("weights"):
@@ -32,8 +33,9 @@ class WorkerActor:
         """Phase of its start, bytes of weights that were read, bytes in all."""
         return self._phase, self._worker.loaded_bytes, self._worker.total_bytes
 
-    def pages_that_fit(self, utilization: float) -> GpuRoom:
+    def pages_that_fit(self, utilization: float) -> int:
         with self._preparing("memory"):
+            self._claim = self._claim or GpuClaim(self._worker.gpu)
             return self._worker.pages_that_fit(utilization)
 
     def open(self, num_pages: int) -> bytes:
@@ -81,6 +83,8 @@ class WorkerActor:
 
     def stop(self) -> None:
         self._worker.stop()
+        if self._claim is not None:
+            self._claim.release()
         self._stopped.set()
 
 

@@ -29,8 +29,7 @@ class Announcements:
         self._expected: dict[str, Drawn] = {}
 
     def expect(self, request_id: str) -> Drawn:
-        """Will have that request's first token, or be cancelled when it cannot come here any more. To be cancelled by
-        the caller where it does not matter any more."""
+        """Will have that request's first token, if it is told here. To be cancelled where nobody waits any more."""
         drawn: Drawn = asyncio.get_running_loop().create_future()
         drawn.add_done_callback(lambda _: self._expected.pop(request_id, None))
         self._expected[request_id] = drawn
@@ -56,13 +55,8 @@ class Announcements:
         return call
 
     async def _read(self, call: Call) -> None:
-        try:
+        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
             async for first in call:
                 drawn = self._expected.get(first.request_id)
                 if drawn is not None:
                     drawn.set_result(first)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
-            pass
-        finally:
-            for drawn in list(self._expected.values()):
-                drawn.cancel()

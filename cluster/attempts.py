@@ -57,13 +57,17 @@ class Attempts:
 
     async def _attempt(self, deadline: float, again: bool) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         generation = self._generation
-        placement = await self._router.place(
-            generation.request_id, generation.prompt, generation.max_tokens_left, self._client, again=again
-        )
+        try:
+            async with asyncio.timeout_at(deadline):
+                placement = await self._router.place(
+                    generation.request_id, generation.prompt, generation.max_tokens_left, self._client, again=again
+                )
+        except DeadlineExceeded:  # gateway.queue_seconds
+            raise
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed while it was placed") from None
         try:
             left = deadline - asyncio.get_running_loop().time()
-            if left <= 0:
-                raise DeadlineExceeded("the request's deadline passed while it was placed")
             async with aclosing(generation.run(placement, left)) as messages:
                 async for message in messages:
                     yield message

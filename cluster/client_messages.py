@@ -174,7 +174,7 @@ def call_error(address: str, error: grpc.RpcError, request: Message, timeout: fl
     if code == grpc.StatusCode.UNAVAILABLE:  # the connection's word, never the gateway's
         return Unavailable(f"{address}: no gateway answers there: {details}")
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return Overloaded(f"{address}: {details}", _retry_after_seconds(error))
+        return Overloaded(f"{address}: {details}", retry_after_seconds(error))
     kinds: dict[grpc.StatusCode, type[CallError]] = {
         grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -188,8 +188,8 @@ def call_error(address: str, error: grpc.RpcError, request: Message, timeout: fl
     return ServerError(f"{address}: {code.name}: {details}")
 
 
-def _retry_after_seconds(error: grpc.RpcError) -> float:
-    """What the gateway's trailing metadata advises; 1 where it says nothing."""
+def retry_after_seconds(error: grpc.RpcError) -> float:
+    """Of a RESOURCE_EXHAUSTED: what the gateway's trailing metadata advises; 1 where it says nothing."""
     metadata: Any = error.trailing_metadata() or ()
     advised = str(dict(metadata).get(RETRY_AFTER_KEY, ""))
     return int(advised) / 1000 if advised.isdecimal() else 1.0

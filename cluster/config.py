@@ -161,7 +161,7 @@ class GatewaySection(Section):
     request_seconds: float = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
     max_message_mib: Count = Field(default=16, le=1024, description="largest message that the gateway takes, in MiB")
     max_calls: Count = Field(
-        default=4096, le=1 << 20, description="most calls at a time through either door, waiting ones included"
+        default=4096, le=1 << 20, description="most calls at a time through both doors together, waiting ones included"
     )
 
     @field_validator("http_port")

@@ -1,7 +1,6 @@
 """The gateway's process: tandem.v1.Inference over gRPC, with health and reflection, and the HTTP door beside it."""
 
 import asyncio
-import math
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,7 +15,8 @@ from grpc_reflection.v1alpha import reflection
 from tandem.cache.kv_scales import KVScales
 from tandem.cluster.admin import Admin
 from tandem.cluster.admission import AdmissionQueue
-from tandem.cluster.client_messages import CLIENT_ID_KEY, RETRY_AFTER_KEY
+from tandem.cluster.call_limit import CallLimit
+from tandem.cluster.client_messages import CLIENT_ID_KEY
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import (
     AttemptsExhausted,
@@ -24,10 +24,10 @@ from tandem.cluster.errors import (
     InvalidRequest,
     Overloaded,
     ServerError,
-    StartFailed,
     Superseded,
     TandemError,
 )
+from tandem.cluster.grpc_door import grpc_server, open_port, refuse
 from tandem.cluster.http_app import HttpApp
 from tandem.cluster.intake import Intake
 from tandem.cluster.islands import Islands
@@ -36,13 +36,11 @@ from tandem.cluster.request import ModelLimits, RequestValidator
 from tandem.cluster.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import max_message_bytes
 from tandem.workers.kv_scales import stores_fp8
 from tandem.workers.model_cache import kv_layout
 from tandem.workers.models.registry import load_config
 from tandem.workers.tokenizer import Tokenizer
-from tandem.workers.well_formed import WellFormedRequired
 
 if TYPE_CHECKING:
     from tandem.cluster.http_door import HttpDoor
@@ -139,11 +137,12 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             max_attempts=settings.max_attempts,
             request_seconds=settings.request_seconds,
         )
+        self._limit = CallLimit(settings.max_calls)
         self._admin = Admin()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         self._server = self._grpc_server()
         self._http = self._http_door()
-        address = self._open()
+        address = open_port(self._server, settings.host, settings.port, settings.security.credentials())
         self._doors = Doors(address, None if self._http is None else await self._http.start())
         await self._server.start()
         for service in ("", *SERVICES):
@@ -152,36 +151,13 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 
     def _grpc_server(self) -> grpc.aio.Server:
         """With its services, without a port."""
-        limit, token = self._settings.max_message_bytes, self._settings.security.token()
-        options = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
-        server = grpc.aio.server(
-            options=[*options, ("grpc.so_reuseport", 0)],  # else a second gateway could share a port that is in use
-            interceptors=[*([] if token is None else [TokenRequired(token)]), WellFormedRequired()],
-            maximum_concurrent_rpcs=self._settings.max_calls,
-        )
+        settings = self._settings
+        server = grpc_server(self._limit, settings.security.token(), settings.max_message_bytes)
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         return server
-
-    def _open(self) -> str:
-        """Opens the gRPC port; HOST:PORT."""
-        settings, credentials = self._settings, self._settings.security.credentials()
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        address = f"{host}:{settings.port}"
-        try:
-            port = (
-                self._server.add_insecure_port(address)
-                if credentials is None
-                else self._server.add_secure_port(address, credentials)
-            )
-        except RuntimeError as error:
-            raise StartFailed(
-                f"gateway.port {settings.port} on {settings.host} cannot be opened; "
-                "choose a free one, or 0 for any free one"
-            ) from error
-        return f"{host}:{port}"
 
     def _http_door(self) -> "HttpDoor | None":
         settings = self._settings
@@ -194,9 +170,9 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             self._tokenizer,
             model=self._name,
             max_model_len=settings.max_model_len,
+            limit=self._limit,
             token=settings.security.token(),
             max_bytes=settings.max_message_bytes,
-            max_calls=settings.max_calls,
         )
         return HttpDoor(app, settings.host, settings.http_port, settings.security)
 
@@ -233,8 +209,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         try:
             await self._intake.serve(request, _client_of(context), context.write, seconds=context.time_remaining())
         except Overloaded as error:
-            advice = ((RETRY_AFTER_KEY, str(math.ceil(1000 * error.retry_after_seconds))),)
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), trailing_metadata=advice)
+            await refuse(error, context)
         except TandemError as error:
             await context.abort(STATUS_OF_ERROR.get(type(error), grpc.StatusCode.INTERNAL), str(error))
 

@@ -161,7 +161,7 @@ class Generation:
         """As soon as it is drawn, unless it may be the last one: the last message says what only the answer does."""
         if drawn is not None:
             await asyncio.wait((drawn, answer), return_when=asyncio.FIRST_COMPLETED)
-            if drawn.done() and not drawn.cancelled() and not self._may_end_with(drawn.result().token_id):
+            if drawn.done() and not self._may_end_with(drawn.result().token_id):
                 return drawn.result()
         sent = await answer
         logprobs = sent.logprobs if sent.HasField("logprobs") else None

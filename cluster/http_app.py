@@ -6,14 +6,15 @@ import time
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
+from tandem.cluster.call_limit import CallLimit
 from tandem.cluster.credentials import is_loopback
-from tandem.cluster.errors import CallError, Overloaded, Unauthenticated
+from tandem.cluster.errors import CallError, Unauthenticated
 from tandem.cluster.http_answers import ChatAnswer, CompletionAnswer
 from tandem.cluster.http_bodies import ChatBody, CompletionBody
 from tandem.cluster.http_errors import HttpError
 from tandem.cluster.http_generation import ClientGone, GenerationRoute, header
 from tandem.cluster.http_reply import Receive, Reply, Scope, Send
-from tandem.cluster.intake import RETRY_SECONDS, Intake
+from tandem.cluster.intake import Intake
 from tandem.workers.authentication import HEADER, BearerToken
 from tandem.workers.tokenizer import Tokenizer
 
@@ -34,13 +35,13 @@ class HttpApp:
         *,
         model: str,
         max_model_len: int,
+        limit: CallLimit,
         token: str | None,
         max_bytes: int,
-        max_calls: int,
     ) -> None:
-        """model: its name; token: None lets everybody in; max_bytes of one body; max_calls at a time."""
+        """model: its name; token: None lets everybody in; max_bytes of one body."""
         self._token = None if token is None else BearerToken(token)
-        self._max_calls = max_calls
+        self._limit = limit
         self._calls: set[asyncio.Task[object]] = set()
         self._model = {
             "id": model,
@@ -97,9 +98,8 @@ class HttpApp:
         if method not in methods:
             allowed = ", ".join(methods)
             raise HttpError(405, f"{path} takes {allowed}, not {method!r:.80}", headers={"allow": allowed})
-        if path != HEALTH and len(self._calls) >= self._max_calls:
-            reason = f"{len(self._calls)} calls are under way; gateway.max_calls is {self._max_calls}"
-            raise Overloaded(reason, RETRY_SECONDS)
+        if path != HEALTH:
+            self._limit.admit()
         return route
 
     def _check_caller(self, scope: Scope) -> None:

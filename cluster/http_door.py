@@ -6,13 +6,59 @@ import socket
 import ssl
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tandem.cluster.call_limit import connections_of_a_door
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import StartFailed
 from tandem.cluster.http_app import HttpApp
 
 START_POLL_SECONDS = 0.001
 END_SECONDS = 2.0  # between the end of the calls and the end of connections that nobody reads from
+IDLE_SECONDS = 60.0  # from a connection's begin, or the end of an answer, until the whole head of the next request
+SILENT_SECONDS = 60  # without a sign of life, or with data that the client does not take
+OPTIONS = (  # which connections inherit from their listener
+    ((socket.IPPROTO_TCP, socket.TCP_NODELAY), 1),  # asyncio sets it for sockets that it made; else events wait 40 ms
+    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), SILENT_SECONDS // 2),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), SILENT_SECONDS // 6),
+    ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 1000 * SILENT_SECONDS),
+)
+
+
+class Connection(H11Protocol):
+    """One client's. uvicorn itself would wait for its first request, and for the rest of any head, without bound."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), "a stream's"
+        super().connection_made(transport)
+        self.idle_since: float | None = None
+        self._become_idle()
+        if len(self.connections) > connections_of_a_door():
+            self._longest_idle().transport.abort()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._end_of_idleness.cancel()
+            self.idle_since = None
+
+    def on_response_complete(self) -> None:
+        self._become_idle()
+        super().on_response_complete()  # which begins with the next request, if that is there
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_of_idleness.cancel()
+        super().connection_lost(exc)
+
+    def _become_idle(self) -> None:
+        self.idle_since = self.loop.time()
+        self._end_of_idleness = self.loop.call_later(IDLE_SECONDS, self.transport.close)
+
+    def _longest_idle(self) -> "Connection":
+        """Perhaps this one: a stranger's connections must not keep others from the door."""
+        idle = [one for one in self.connections if isinstance(one, Connection) and one.idle_since is not None]
+        return min(idle, key=lambda one: one.idle_since or 0.0)
 
 
 class HttpDoor:
@@ -30,7 +76,8 @@ class HttpDoor:
         listener = self._listen()
         config = uvicorn.Config(
             self._app,
-            http="h11",
+            http=Connection,
+            timeout_keep_alive=IDLE_SECONDS,  # type: ignore[arg-type]  # any number
             ws="none",
             lifespan="off",
             log_config=None,
@@ -73,6 +120,6 @@ class HttpDoor:
                 f"gateway.http_port {self._port} on {self._host} cannot be opened ({os.strerror(error.errno or 0)}); "
                 "choose a free one, or 0 for any free one"
             ) from error
-        # Connections inherit it; asyncio sets it itself only for sockets that it made. Else events wait 40 ms for ACKs.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option, value in OPTIONS:
+            listener.setsockopt(*option, value)
         return listener

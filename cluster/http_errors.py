@@ -57,6 +57,10 @@ class HttpError(Exception):
             headers = {"www-authenticate": "Bearer"}
         return cls(STATUS_OF_ERROR.get(type(error), 500), str(error), headers=headers)
 
+    @classmethod
+    def other_model(cls, asked: str, served: str) -> "HttpError":
+        return cls(404, f"model is {asked!r:.80}; {served!r} is served here", param="model", code="model_not_found")
+
     @property
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")

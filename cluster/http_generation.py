@@ -37,8 +37,7 @@ class GenerationRoute:
         """A client that goes away ends its request. Raises HttpError, ClientGone and what Intake.serve raises."""
         body = await self._body(scope, receive)
         if body.model not in (None, self.model):
-            reason = f"model is {body.model!r:.80}; {self.model!r} is served here"
-            raise HttpError(404, reason, param="model", code="model_not_found")
+            raise HttpError.other_model(body.model or "", self.model)
         work = unwatched(asyncio.ensure_future(self._generate(body, client_of(scope), reply)))
         gone = unwatched(asyncio.ensure_future(_disconnected(receive)))
         try:

@@ -25,9 +25,10 @@ class Reply:
 
     async def whole(self, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:
         """value: what JSON can hold. TimeoutError when the client does not read."""
+        content = _json(value)
         async with asyncio.timeout(LAST_SECONDS):
-            await self._begin(status, "application/json", headers or {})
-            await self._write(_json(value), last=True)
+            await self._begin(status, "application/json", {"content-length": str(len(content)), **(headers or {})})
+            await self._write(content, last=True)
 
     async def event(self, value: object) -> None:
         """Returns when the client's connection takes more; without bound when it never does."""

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from tandem.cluster.attempts import Attempts
+from tandem.cluster.call_limit import RETRY_SECONDS
 from tandem.cluster.errors import CallError, DeadlineExceeded, InvalidRequest, Overloaded, ServerError, Superseded
 from tandem.cluster.generation import Generation
 from tandem.cluster.request import RequestValidator, ValidRequest
@@ -17,7 +18,6 @@ from tandem.proto import inference_pb2
 from tandem.workers.tokenizer import Tokenizer
 
 LONG_TEXT = 4096  # characters; shorter ones take less than a thread does
-RETRY_SECONDS = 1.0  # what is advised when a worker or a door, and not the queue, is full
 
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 

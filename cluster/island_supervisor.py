@@ -43,6 +43,11 @@ class IslandSupervisor(Supervisor):
         self._orders = ScaleOrders()
         self.island = island_of(self._epoch, shape)
 
+    @property
+    def num_pages(self) -> int:
+        """Of each worker, in every epoch; 0 before the first."""
+        return self._num_pages or 0
+
     def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
         """Gives the island another shape, in its turn. ScaleRefused: it serves on as it was; other errors: it does not,
         and is started again as it was. The outcome comes once the gateway knows of the new shape, or is gone."""

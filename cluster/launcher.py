@@ -139,6 +139,7 @@ class Cluster:
         return max_model_len
 
     def _start_islands(self, max_model_len: int) -> None:
+        self._check_room()
         for name in island_names(self._config):
             island = IslandSupervisor(
                 name,
@@ -151,13 +152,23 @@ class Cluster:
             self._islands.append(island)
             island.start()
 
+    def _check_room(self) -> None:
+        """Island by island it would be found out late: after those before have loaded their weights."""
+        section, islands = self._config.island, self._config.num_islands
+        workers = islands * (section.num_prefill + section.num_decode)
+        try:
+            self._processes.check_room(workers, gpus=1 if section.device == "cuda" else 0)
+        except StartFailed as error:
+            each = f"island.num_prefill {section.num_prefill} and island.num_decode {section.num_decode}"
+            raise StartFailed(f"num_islands is {islands}, each with {each}: {error}") from error
+
     def _island(self, max_model_len: int, name: str, epoch: int, shape: Shape) -> Island:
         section = self._config.island.model_copy(update=asdict(shape))
         config = self._config.model_copy(update={"island": section})
         return Island(self._processes, config, max_model_len, name, epoch)
 
     def _start_gateway(self, max_model_len: int) -> Doors:
-        num_pages = min(island.island.num_pages for island in self._islands)
+        num_pages = min(island.num_pages for island in self._islands)
         settings = gateway_settings(self._config, max_model_len, num_pages)
         self._gateway = GatewaySupervisor(
             self._processes, settings, self._membership, self._release, self.scale, self._config.recovery, self._fail

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-from collections import Counter
 from collections.abc import Sequence
 
 from tandem.cluster.config import ClusterConfig
@@ -10,7 +9,6 @@ from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.gateway import GatewaySettings
 from tandem.workers.config import Role, WorkerConfig
-from tandem.workers.gpu_room import GpuRoom
 
 FIRST_EPOCH = 1
 TOKEN_BYTES = 32
@@ -85,22 +83,14 @@ def utilization_to_fill(config: ClusterConfig) -> float | None:
     return config.cache.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
 
 
-def agreed_pages(config: ClusterConfig, rooms: Sequence[GpuRoom], max_model_len: int) -> int:
+def agreed_pages(config: ClusterConfig, rooms: Sequence[int], max_model_len: int) -> int:
     """Pages in every pool. rooms: of each worker, empty where utilization_to_fill() is None.
 
-    Raises ConfigError when so few fit that the longest request could never run, or when workers share a GPU: each has
-    counted what is free for itself.
+    Raises ConfigError when so few fit that the longest request could never run.
     """
     if not rooms:
         return config.cache.num_pages or CPU_PAGES
-    gpus = Counter(room.gpu for room in rooms)
-    gpu, workers = gpus.most_common(1)[0]
-    if workers > 1:
-        raise ConfigError(
-            f"cache.num_pages is null, and {workers} workers share the GPU {gpu}: what each may have does not follow "
-            "from cache.gpu_memory_utilization; give cache.num_pages, or each worker a GPU of its own"
-        )
-    num_pages, page_size = min(room.num_pages for room in rooms), config.cache.page_size
+    num_pages, page_size = min(rooms), config.cache.page_size
     if num_pages * page_size < max_model_len:
         raise ConfigError(
             f"cache.gpu_memory_utilization {utilization_to_fill(config)} has room for {num_pages} pages of {page_size} "

@@ -81,6 +81,10 @@ class Processes(ABC):
         """Raises ClusterRunning when a cluster of that name runs there, StartFailed when nothing can be started."""
 
     @abstractmethod
+    def check_room(self, processes: int, *, gpus: int) -> None:
+        """StartFailed where there can never be so many processes at a time, with `gpus` GPUs each."""
+
+    @abstractmethod
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> ProcessGroup:
         """Places all of specs or none, with `gpus` GPUs and `threads` compute threads each. StartFailed if it cannot.
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -26,6 +25,7 @@ from tandem.cluster.errors import ClusterRunning, ProcessEnded, StartFailed
 from tandem.cluster.fork_server import ForkServer
 from tandem.cluster.forked_actor import ForkedActor, open_answer
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
+from tandem.cluster.ray_address import check_ray_answers
 from tandem.cluster.ray_token import hide_token
 
 NAMESPACE = "tandem"
@@ -34,7 +34,6 @@ PLACEMENT_SECONDS = 30
 NODE_SHARE = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
 IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
-CONNECT_SECONDS = 5.0
 END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store
 
@@ -61,8 +60,11 @@ class RayProcesses(Processes):
         """HOST:PORT by which others can join this Ray; after start()."""
         return ray.get_runtime_context().gcs_address
 
+    def check_room(self, processes: int, *, gpus: int) -> None:
+        _check_there([_share(gpus)] * processes)
+
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "RayGroup":
-        share: dict[str, float] = {"CPU": CPU_SHARE, "GPU": gpus} if gpus else {"CPU": CPU_SHARE}
+        share = _share(gpus)
         with self._placing:  # islands that start at once must not count on the same room
             (whole,) = _place([[share] * len(specs)])
             host = _host_of(whole)
@@ -86,7 +88,10 @@ class RayProcesses(Processes):
                 "object_store_memory": OBJECT_STORE_BYTES,
             }
         else:
-            _check_listens(self._address)
+            if self._address != "auto":  # Ray finds it
+                host = self._address.rpartition(":")[0].strip("[]")
+                # Where a host says that it is this one, Ray asks at the address that others know it by.
+                check_ray_answers(self._address, ray.util.get_node_ip_address() if is_loopback(host) else host)
             options["address"] = self._address
         try:
             with _sigterm_kept():
@@ -234,22 +239,6 @@ class RayActor(ActorProcess):
         ray.kill(self.place)
 
 
-def _check_listens(address: str) -> None:
-    """StartFailed where nothing takes a connection: Ray itself would try for more than a minute. Where a host says
-    that it is this one, Ray asks at the address that others know it by."""
-    if address == "auto":  # Ray finds it
-        return
-    host, _, port = address.rpartition(":")
-    try:
-        host = host.strip("[]")
-        asked = ray.util.get_node_ip_address() if is_loopback(host) else host
-        socket.create_connection((asked, int(port)), CONNECT_SECONDS).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise StartFailed(
-            f"--address is {address!r}: {error}; HOST:PORT of a Ray that runs is accepted, or auto for this machine's"
-        ) from error
-
-
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
     """Ray takes SIGTERM from whoever starts it, and aborts the process then."""
@@ -261,16 +250,26 @@ def _sigterm_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, kept)
 
 
-def _place(wanted: Sequence[Sequence[dict[str, float]]]) -> list[PlacementGroup]:
-    """A placement group for each list of bundles, or StartFailed and none."""
-    bundles = [bundle for group in wanted for bundle in group]
-    needed = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
+def _share(gpus: int) -> dict[str, float]:
+    """What one process has set aside."""
+    return {"CPU": CPU_SHARE, "GPU": gpus} if gpus else {"CPU": CPU_SHARE}
+
+
+def _check_there(bundles: Sequence[dict[str, float]]) -> str:
+    """What they need, in words; StartFailed where Ray does not have it, free or not."""
+    needed = {name: round(sum(bundle.get(name, 0) for bundle in bundles), 4) for name in ("CPU", "GPU")}
     text = f"{needed['CPU']:.1f} CPUs" + (f" and {needed['GPU']:.0f} GPUs" if needed["GPU"] else "")
     there = ray.cluster_resources()
     if not there:
         raise StartFailed("Ray has no node any more: its raylet, or the whole of Ray, has ended")
     if any(there.get(name, 0) < amount for name, amount in needed.items()):
         raise StartFailed(f"{text} are needed; Ray has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs")
+    return text
+
+
+def _place(wanted: Sequence[Sequence[dict[str, float]]]) -> list[PlacementGroup]:
+    """A placement group for each list of bundles, or StartFailed and none."""
+    text = _check_there([bundle for group in wanted for bundle in group])
     placed = [placement_group(list(group), strategy="STRICT_PACK") for group in wanted]
     deadline = time.monotonic() + PLACEMENT_SECONDS
     if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in placed):

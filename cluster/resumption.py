@@ -7,6 +7,7 @@ import uuid
 
 import grpc
 
+from tandem.cluster.client_messages import retry_after_seconds
 from tandem.proto import inference_pb2
 
 RETRY_SECONDS = 0.2
@@ -43,19 +44,22 @@ class Resumption:
         self.finished = message.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
 
     def pause(self, error: grpc.RpcError, answered: bool) -> float | None:
-        """Seconds to wait before the request, by then changed to resume, is sent again; None when it has failed.
+        """Seconds to wait before the request, by then changed to resume, is sent again; None when it has failed. A
+        full queue is no failure of a request that had been admitted: all others come back with it.
 
         UNAVAILABLE is the connection's word, never the gateway's. A gateway that has not once `answered` this client,
         and to which it had no connection either, is taken to be no gateway.
         """
         now = time.monotonic()
+        crowded = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and self._broken_since is not None
         self._broken_since = now if self._broken_since is None else self._broken_since
         self._reached |= answered or (error.details() or "").startswith(BROKEN)
-        if error.code() != grpc.StatusCode.UNAVAILABLE or not self._reached:
+        if not crowded and (error.code() != grpc.StatusCode.UNAVAILABLE or not self._reached):
             return None
-        if now - self._broken_since >= self._resume_seconds or self.seconds_left <= RETRY_SECONDS:
+        pause = retry_after_seconds(error) if crowded else RETRY_SECONDS
+        if now - self._broken_since >= self._resume_seconds or self.seconds_left <= pause:
             return None
         self.request.resume.Clear()
         self.request.resume.SetInParent()
         self.request.resume.token_ids.extend(self._tokens)
-        return RETRY_SECONDS * random.uniform(0.5, 1.0)  # or all clients of a gateway would come back at once
+        return pause * random.uniform(0.5, 1.0)  # or all clients of a gateway would come back at once

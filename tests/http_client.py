@@ -26,6 +26,7 @@ def answer(address: str, path: str, **body: Any) -> dict[str, Any]:
     response = post(address, path, body)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "application/json"
+    assert int(response.headers["content-length"]) == len(response.content)
     return response.json()
 
 

@@ -48,6 +48,9 @@ class LocalProcesses(Processes):
     def start(self, cluster: str, num_cpus: int | None) -> None:
         pass
 
+    def check_room(self, processes: int, *, gpus: int) -> None:
+        pass
+
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "LocalGroup[ForkedActor]":
         assert not gpus
         return LocalGroup(self._start(specs), self._start)

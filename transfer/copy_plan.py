@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.position_map import Int32Array
-from tandem.cache.ragged import ragged_range
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,28 +22,6 @@ class CopyPlan:
     num_pages: Int32Array
     source_slots: Int32Array
     target_slots: Int32Array
-
-
-@dataclass(frozen=True, eq=False)
-class Spans:
-    """Bytes to copy: sizes[i] at sources[i] to targets[i], from the beginnings of the pools; int64 [n] each."""
-
-    targets: NDArray[np.int64]
-    sources: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-
-
-def page_spans(plan: CopyPlan, layers: range, num_layers: int, page_bytes: int) -> Spans:
-    """Consecutive layers of the plan's pages, whose num_layers layers stand one after another: with all layers a span
-    for each run of pages, else one for each page."""
-    pages, counts = np.stack((plan.target_pages, plan.source_pages)), plan.num_pages
-    if len(layers) == num_layers:
-        targets, sources = pages * np.int64(page_bytes)
-        return Spans(targets, sources, counts * np.int64(page_bytes))
-    layer_bytes = page_bytes // num_layers
-    pages = pages.repeat(counts, axis=1) + ragged_range(np.zeros(counts.size, np.int64), counts)
-    targets, sources = pages * page_bytes + layers.start * layer_bytes
-    return Spans(targets, sources, np.full(targets.size, len(layers) * layer_bytes))
 
 
 def plan_copy(source_slots: Int32Array, target_slots: Int32Array, page_size: int) -> CopyPlan:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tandem.cache.kernels.upload import upload
 from tandem.cache.position_map import Int32Array
-from tandem.transfer.copy_plan import Spans
+from tandem.transfer.copy_plan import CopyPlan
+from tandem.transfer.transport import Int64Array
 
 KERNELS = ("put_runs", "put_slots", "put_tokens", "quiet", "post_row")
 BLOCKS, THREADS = 64, 256
@@ -38,22 +39,22 @@ class DevicePuts:
         self._staging = staging
         self._staged = 0  # bytes of it that puts since the last quiet may still read
 
-    def put_spans(self, pe: int, pool: Tensor, spans: Spans) -> None:
-        """Within pools that lie alike; in multiples of 16 bytes."""
-        targets, sources, sizes = upload([spans.targets, spans.sources, spans.sizes], pool.device)
+    def put_pages(self, pe: int, pool: Tensor, plan: CopyPlan) -> None:
+        """The plan's runs of whole pages, within pools that lie alike."""
+        page_bytes = pool[0].nbytes
+        runs: list[Int64Array] = [
+            part.astype("int64") * page_bytes for part in (plan.target_pages, plan.source_pages, plan.num_pages)
+        ]
+        targets, sources, sizes = upload(runs, pool.device)
         num_runs = int(sizes.shape[0])
         grid = (min(num_runs, BLOCKS), max(1, BLOCKS // num_runs), 1)
         self._run("put_runs", grid, pool, pool, targets, sources, sizes, num_runs, pe)
 
-    def put_slots(
-        self, pe: int, pool: Tensor, source_slots: Int32Array, target_slots: Int32Array, layers: range
-    ) -> None:
-        """Consecutive layers of source_slots (int32 [n]) to target_slots."""
+    def put_slots(self, pe: int, pool: Tensor, source_slots: Int32Array, target_slots: Int32Array) -> None:
+        """All layers of source_slots (int32 [n]) to target_slots."""
         rows, page_size, row_bytes = _extents(pool)
-        layer_rows = rows // pool.shape[1]
         targets, sources = upload([target_slots, source_slots], pool.device)
-        extents = (layers.start * layer_rows, len(layers) * layer_rows, pool[0].nbytes, page_size, row_bytes)
-        self._run("put_slots", BLOCKS, pool, pool, targets, sources, source_slots.size, *extents, pe)
+        self._run("put_slots", BLOCKS, pool, pool, targets, sources, source_slots.size, rows, page_size, row_bytes, pe)
 
     def put_tokens(
         self, pe: int, pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: Tensor, slots: Tensor

@@ -301,20 +301,10 @@ class FakeTransport(Transport):
         write = partial(pool.put_tokens, layer, rows, keys, values)
         self._fabric._write("write_tokens", self.pe, pe, [write], self._entry(pool, layer, int(rows[0])))
 
-    def write_slots(
-        self,
-        pe: int,
-        group: int,
-        source_slots: Int32Array,
-        target_slots: Int32Array,
-        layers: range | None = None,
-        *,
-        stored: bool = False,
-    ) -> None:
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         self._check_peer(pe)
         self._check_slots(group, "source_slots", source_slots)
         self._check_slots(group, "target_slots", target_slots)
-        some = self._layers(group, layers)
         if not target_slots.size:
             return
         source, pool = self._pools(self.pe)[group], self._pools(pe)[group]
@@ -322,8 +312,8 @@ class FakeTransport(Transport):
             plan_copy(source_slots[part], target_slots[part], self.layout.page_size)
             for part in _page_sized(target_slots, self.layout.page_size)
         ]
-        writes = [partial(pool.copy, source, part, some) for part in parts]
-        self._fabric._write("write_slots", self.pe, pe, writes, self._entry(pool, some.start, int(target_slots[0])))
+        writes = [partial(pool.copy, source, part) for part in parts]
+        self._fabric._write("write_slots", self.pe, pe, writes, self._entry(pool, 0, int(target_slots[0])))
 
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)

@@ -28,7 +28,7 @@ from tandem.cache.kernels.build_once import cache_folder
 from tandem.cache.kernels.upload import upload
 from tandem.cache.position_map import Int32Array
 from tandem.transfer.copy_engine import copy, copy_all
-from tandem.transfer.copy_plan import CopyPlan, Spans, page_spans, plan_copy
+from tandem.transfer.copy_plan import CopyPlan, plan_copy
 from tandem.transfer.device_puts import STAGING_BYTES, DevicePuts
 from tandem.transfer.errors import MembershipRefused, TransportClosed, TransportError, TransportTimeout
 from tandem.transfer.kernels.device_build import build_device_puts
@@ -40,7 +40,6 @@ from tandem.transfer.transport import Fence, Int64Array, Transport
 NAME = "nvshmem"
 MAILBOX_SECONDS = 30.0
 COPY_ENGINE_BYTES = 1 << 20  # mean length of a run from which copy engines outrun the kernel
-PART_BYTES = 1 << 18  # the same where some layers are sent while others are computed, with which a kernel would compete
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,31 +141,20 @@ class NvshmemTransport(Transport):
         else:
             push_tokens(peer, layer, k, v, tokens, places)
 
-    def write_slots(
-        self,
-        pe: int,
-        group: int,
-        source_slots: Int32Array,
-        target_slots: Int32Array,
-        layers: range | None = None,
-        *,
-        stored: bool = False,
-    ) -> None:
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         self._check_peer(pe)
         self._check_slots(group, "source_slots", source_slots)
         self._check_slots(group, "target_slots", target_slots)
-        some = self._layers(group, layers)
         if not source_slots.size:
             return
         plan = plan_copy(source_slots, target_slots, self.layout.page_size)
-        if not stored:
-            self._follow_current()
+        self._follow_current()
         with torch.cuda.stream(self._stream):
             peer = self._peer_words(pe, group)
             if peer is None:
-                self._put_slots(pe, group, plan, some)
+                self._put_slots(pe, group, plan)
             else:
-                self._copy_slots(peer, group, plan, source_slots, target_slots, some)
+                self._copy_slots(peer, group, plan, source_slots, target_slots)
 
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
@@ -256,35 +244,24 @@ class NvshmemTransport(Transport):
         return DevicePuts(library, *self._symmetric[self._num_pools :])
 
     def _copy_slots(
-        self,
-        peer: Tensor,
-        group: int,
-        plan: CopyPlan,
-        source_slots: Int32Array,
-        target_slots: Int32Array,
-        layers: range,
+        self, peer: Tensor, group: int, plan: CopyPlan, source_slots: Int32Array, target_slots: Int32Array
     ) -> None:
-        own = self._symmetric[group]
-        spans = self._spans(group, plan, layers)
-        least = COPY_ENGINE_BYTES if len(layers) == own.shape[1] else PART_BYTES
-        if int(spans.sizes.sum()) < least * max(1, spans.sizes.size):
-            sources, targets = upload([source_slots, target_slots], self._device)
-            push_slots(own, peer, sources, targets, layers)
+        own, page_bytes = self._symmetric[group], self.layout.page_bytes(group)
+        sizes = np.multiply(plan.num_pages, page_bytes, dtype=np.int64)
+        if int(sizes.sum()) < COPY_ENGINE_BYTES * max(1, sizes.size):
+            push_slots(own, peer, *upload([source_slots, target_slots], self._device))
             return
-        copy_all(spans.targets + peer.data_ptr(), spans.sources + own.data_ptr(), spans.sizes, self._stream.cuda_stream)
+        targets = np.multiply(plan.target_pages, page_bytes, dtype=np.int64) + peer.data_ptr()
+        sources = np.multiply(plan.source_pages, page_bytes, dtype=np.int64) + own.data_ptr()
+        copy_all(targets, sources, sizes, self._stream.cuda_stream)
         if plan.source_slots.size:
-            sources, targets = upload([plan.source_slots, plan.target_slots], self._device)
-            push_slots(own, peer, sources, targets, layers)
+            push_slots(own, peer, *upload([plan.source_slots, plan.target_slots], self._device))
 
-    def _put_slots(self, pe: int, group: int, plan: CopyPlan, layers: range) -> None:
-        pool = self._symmetric[group]
+    def _put_slots(self, pe: int, group: int, plan: CopyPlan) -> None:
         if plan.num_pages.size:
-            self._puts.put_spans(pe, pool, self._spans(group, plan, layers))
+            self._puts.put_pages(pe, self._symmetric[group], plan)
         if plan.source_slots.size:
-            self._puts.put_slots(pe, pool, plan.source_slots, plan.target_slots, layers)
-
-    def _spans(self, group: int, plan: CopyPlan, layers: range) -> Spans:
-        return page_spans(plan, layers, self._symmetric[group].shape[1], self.layout.page_bytes(group))
+            self._puts.put_slots(pe, self._symmetric[group], plan.source_slots, plan.target_slots)
 
     def _follow_current(self) -> None:
         """What is queued on the transport's stream from now on comes after what is on the current stream."""

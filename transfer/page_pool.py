@@ -40,21 +40,22 @@ class PagePool:
         if v is not None:
             self._rows.index_copy_(0, rows + self._value_rows, movable(v).view(-1, self._head_dim))
 
-    def copy_slots(self, source: "PagePool", source_slots: Tensor, target_slots: Tensor, layers: slice) -> None:
-        """Layers of single slots from `source`; both int64 [n]."""
-        size = self._page_size
-        values = source._pages[source_slots // size, layers, :, :, source_slots % size]
-        self._pages[target_slots // size, layers, :, :, target_slots % size] = values
+    def copy_pages(self, source: "PagePool", source_page: int, target_page: int, num_pages: int) -> None:
+        """Consecutive whole pages from `source`, all layers."""
+        self._pages[target_page : target_page + num_pages] = source._pages[source_page : source_page + num_pages]
 
-    def copy(self, source: "PagePool", plan: CopyPlan, layers: range) -> None:
-        """Consecutive layers of all of a plan. Its slots must lie inside both pools."""
-        some = slice(layers.start, layers.stop)
+    def copy_slots(self, source: "PagePool", source_slots: Tensor, target_slots: Tensor) -> None:
+        """Single slots from `source`, all layers; both int64 [n]."""
+        size = self._page_size
+        values = source._pages[source_slots // size, :, :, :, source_slots % size]
+        self._pages[target_slots // size, :, :, :, target_slots % size] = values
+
+    def copy(self, source: "PagePool", plan: CopyPlan) -> None:
+        """All of a plan. Its slots must lie inside both pools."""
         runs = zip(plan.source_pages.tolist(), plan.target_pages.tolist(), plan.num_pages.tolist(), strict=True)
         for source_page, target_page, num_pages in runs:
-            values = source._pages[source_page : source_page + num_pages, some]
-            self._pages[target_page : target_page + num_pages, some] = values
+            self.copy_pages(source, source_page, target_page, num_pages)
         if plan.source_slots.size:
-            source_slots, target_slots = (
-                torch.from_numpy(part).long() for part in (plan.source_slots, plan.target_slots)
+            self.copy_slots(
+                source, torch.from_numpy(plan.source_slots).long(), torch.from_numpy(plan.target_slots).long()
             )
-            self.copy_slots(source, source_slots, target_slots, some)

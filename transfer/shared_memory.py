@@ -62,22 +62,12 @@ class SharedMemoryTransport(Transport):
         rows = None if v is None else v.index_select(0, token_indices)
         self._pools[pe][group].put_tokens(layer, slots.long(), k.index_select(0, token_indices), rows)
 
-    def write_slots(
-        self,
-        pe: int,
-        group: int,
-        source_slots: Int32Array,
-        target_slots: Int32Array,
-        layers: range | None = None,
-        *,
-        stored: bool = False,
-    ) -> None:
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         self._check_peer(pe)
         self._check_slots(group, "source_slots", source_slots)
         self._check_slots(group, "target_slots", target_slots)
         pool = self._pools[pe][group]
-        plan = plan_copy(source_slots, target_slots, self.layout.page_size)
-        pool.copy(self._pools[self.pe][group], plan, self._layers(group, layers))
+        pool.copy(self._pools[self.pe][group], plan_copy(source_slots, target_slots, self.layout.page_size))
 
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)

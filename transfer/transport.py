@@ -85,20 +85,11 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def write_slots(
-        self,
-        pe: int,
-        group: int,
-        source_slots: Int32Array,
-        target_slots: Int32Array,
-        layers: range | None = None,
-        *,
-        stored: bool = False,
-    ) -> None:
-        """Layers of the own source_slots (int32 [n]) to the peer's target_slots [n]; None: all of the group's.
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+        """All layers of the own source_slots (int32 [n]) to the peer's target_slots [n].
 
-        Whole pages travel as such. The source may be read until a later fence is quiet. stored: on a GPU, what is to be
-        read is there; else it is read behind all that is on the current stream.
+        Whole pages travel as such. The source may be read until a later fence is quiet, on a GPU behind all that is on
+        the current stream.
         """
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
@@ -147,15 +138,6 @@ class Transport(ABC):
         limit = self._num_slots(group)
         if slots.size and int(slots.view(np.uint32).max()) >= limit:  # negative ones become large
             raise InvalidArgument(f"{field} are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
-
-    def _layers(self, group: int, layers: range | None) -> range:
-        """Consecutive layers of a group; None: all. InvalidArgument for others than it has."""
-        count = len(self.layout.groups[group].layers)
-        if layers is None:
-            return range(count)
-        if layers.step != 1 or not 0 <= layers.start < layers.stop <= count:
-            raise InvalidArgument(f"layers is {layers}; consecutive ones of 0 … {count - 1} are accepted")
-        return layers
 
     def _check_signal(self, slot: int) -> None:
         if not 0 <= slot < self.num_signals:

@@ -43,7 +43,7 @@ class TokenRequired(grpc.aio.ServerInterceptor):
         given = [value for key, value in handler_call_details.invocation_metadata or () if key == HEADER]
         if handler_call_details.method in OPEN_METHODS or self._token.admits(given):
             return await continuation(handler_call_details)
-        return grpc.unary_unary_rpc_method_handler(_deny)
+        return grpc.stream_unary_rpc_method_handler(_deny)  # one that asks for no request: it may never come
 
 
 def authorized(stub: StubT, token: str) -> StubT:

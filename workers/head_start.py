@@ -11,7 +11,6 @@ from torch import Tensor
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.window import Int64Array
 from tandem.workers.first_token import FirstToken
-from tandem.workers.layer_progress import LayerProgress
 from tandem.workers.lease import Clock, Lease
 from tandem.workers.model_runner import ModelRunner
 
@@ -23,8 +22,7 @@ class Head:
     """A prompt without a place to land, of which cached_tokens were found in the prefix index.
 
     computed: positions whose KV is in the cache once its forward is done, 0 before it is launched. logits: [1, vocab],
-    behind the last token, where that forward reaches so far. progress: of that forward, where it goes on by itself.
-    drawn: never ends where the prompt is dropped.
+    behind the last token, where that forward reaches so far. drawn: never ends where the prompt is dropped.
     """
 
     request_id: str
@@ -34,7 +32,6 @@ class Head:
     cached_tokens: int = 0
     computed: int = 0
     logits: Tensor | None = None
-    progress: LayerProgress | None = None
     drawn: "Future[FirstToken]" = field(default_factory=Future)
     started: float = field(default_factory=time.perf_counter)
 
@@ -122,9 +119,8 @@ class HeadStart:
         tokens = head.token_ids[head.cached_tokens : end]
         plan = cache.begin_forward([head.sequence_id], [len(tokens)], [whole])
         last_rows = np.array([len(tokens) - 1] if end == whole else [], np.int64)
-        progress = self._runner.progress()
-        logits = self._runner.forward(tokens, plan, last_rows, progress)
+        logits = self._runner.forward(tokens, plan, last_rows)
         cache.end_forward(plan)
-        head.computed, head.progress = end, progress
+        head.computed = end
         if end == whole:
             head.logits = logits

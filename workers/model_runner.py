@@ -13,7 +13,6 @@ from tandem.cache.window import Int64Array
 from tandem.workers.batch_buckets import bucket_sizes, sharing_sizes
 from tandem.workers.decode_graphs import Capture, DecodeGraphs, GraphCapture
 from tandem.workers.kernels.choice import choose_draw
-from tandem.workers.layer_progress import LayerProgress
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.pending_samples import CopiedSamples, PendingSamples, Samples
 from tandem.workers.planned_attention import PlannedAttention
@@ -92,21 +91,11 @@ class ModelRunner:
             torch.cuda.current_stream(self._model.device).synchronize()
 
     @torch.inference_mode()
-    def forward(
-        self,
-        token_ids: Int64Array,
-        plan: ForwardPlan,
-        last_rows: Int64Array | None,
-        progress: LayerProgress | None = None,
-    ) -> Tensor:
+    def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array | None) -> Tensor:
         """Logits [n, vocab] that follow rows last_rows (int64 [n]; None: all) of token_ids int64 [T]."""
         arrays = [token_ids] if last_rows is None else [token_ids, last_rows]
         ids, *rows = upload(arrays, self._model.device)
-        return self._model.forward(ids, PlannedAttention(self._cache, plan, progress), rows[0] if rows else None)
-
-    def progress(self) -> LayerProgress | None:
-        """For the next forward(); None where that returns when all is computed."""
-        return LayerProgress(self._model.config.num_layers) if self._model.device.type == "cuda" else None
+        return self._model.forward(ids, PlannedAttention(self._cache, plan), rows[0] if rows else None)
 
     def sample(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> Samples:
         """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be drawn."""

@@ -8,31 +8,24 @@ from tandem.cache.head_norm import HeadNorm
 from tandem.cache.latent import UpProjections
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import ForwardPlan
-from tandem.workers.layer_progress import LayerProgress
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedAttention:
-    """See CachedAttention. progress: what is to be told of it."""
+    """See CachedAttention."""
 
     cache: PagedKVCache
     plan: ForwardPlan
-    progress: LayerProgress | None = None
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
     ) -> Tensor:
         if norm is not None:
             q, k = norm.apply(q, k)
-        return self._noted(layer, self.cache.attention(self.plan, layer, q, k, v, sinks))
+        return self.cache.attention(self.plan, layer, q, k, v, sinks)
 
     def step_pages(self) -> None:
         """A plan's arrays do not stay where they are: there is no whole step over them."""
 
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
-        return self._noted(layer, self.cache.latent_attention(self.plan, layer, q, latents, keys, up))
-
-    def _noted(self, layer: int, output: Tensor) -> Tensor:
-        if self.progress is not None:
-            self.progress.launched(layer)
-        return output
+        return self.cache.latent_attention(self.plan, layer, q, latents, keys, up)

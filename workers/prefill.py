@@ -27,6 +27,7 @@ from tandem.workers.landing import Landing
 from tandem.workers.lease import Clock, Lease
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.prefill_request import PrefillRequest, PrefillResult
+from tandem.workers.prompt_forwards import Chunks, PromptForwards
 from tandem.workers.push_meter import PushMeter
 from tandem.workers.reservation import Reservation
 from tandem.workers.sample_batch import SampleBatch
@@ -40,7 +41,6 @@ LEASE_SHARE = 0.8  # the writer stops before the receiver's own lease is over
 PATIENCE_SECONDS = 0.002
 QUIET_POLL_SECONDS = 0.00002  # meanwhile the event loop has the interpreter, for the first token
 POLL_SECONDS = 0.001
-PART_POLL_SECONDS = 0.0003  # of layers that are computed
 
 
 class PrefillLoop:
@@ -69,7 +69,7 @@ class PrefillLoop:
         self._runner = runner
         self._cache = cache
         self._transport = transport
-        self._meter = meter
+        self._forwards = PromptForwards(runner, cache, meter)
         self._max_batch_tokens = max_batch_tokens
         self._sharing = sharing
         self._verify = verify
@@ -185,8 +185,6 @@ class PrefillLoop:
         self._attempt(heads, lambda: self._send_heads(heads))
         chunks = self._next_chunks()
         self._attempt([request for request, _ in chunks], lambda: self._forward(chunks))
-        if heads and heads == self._running:
-            return PART_POLL_SECONDS
         if self._running or ((chunks or heads) and self._waiting):
             return 0
         return POLL_SECONDS if self._landing else RECALL_POLL_SECONDS
@@ -264,7 +262,7 @@ class PrefillLoop:
         request.started = time.perf_counter()
         self._running.append(request)
 
-    def _next_chunks(self) -> list[tuple[PrefillRequest, int]]:
+    def _next_chunks(self) -> Chunks:
         budget, chunks = self._max_batch_tokens, []
         for request in [request for request in self._running if request.logits is None]:
             length = min(budget, request.num_tokens - request.computed)
@@ -274,52 +272,21 @@ class PrefillLoop:
                 break
         return chunks
 
-    def _forward(self, chunks: list[tuple[PrefillRequest, int]]) -> list[PrefillRequest]:
-        """Computes, or at least launches, one chunk of each; the requests that have come to their end."""
-        cache, seconds_before = self._cache, self._meter.seconds
-        for request, _ in chunks:
-            if not request.marked:
-                cache.mark_send(request.sequence_id, *request.destination)
-                request.marked = True
-        plan = cache.begin_forward(
-            [request.sequence_id for request, _ in chunks],
-            [length for _, length in chunks],
-            [request.num_tokens for request, _ in chunks],
-        )
-        tokens, num_rows, last_rows, ending = [], 0, [], []
-        for request, length in chunks:
-            tokens.append(request.token_ids[request.computed : request.computed + length])
-            num_rows += length
-            request.computed += length
-            if request.computed == request.num_tokens:
-                last_rows.append(num_rows - 1)
-                ending.append(request)
-        logits = self._runner.forward(np.concatenate(tokens), plan, np.array(last_rows, np.int64))
-        cache.end_forward(plan)
-        self._count_pushed([request for request, _ in chunks], self._meter.seconds - seconds_before)
-        if ending:  # sampling waits for the device; without it the next chunk is launched while this one computes
+    def _forward(self, chunks: Chunks) -> list[PrefillRequest]:
+        """One chunk of each request; those that have come to their end."""
+        alone = len(self._running) == 1 and not self._waiting
+        ending, logits = self._forwards.launch(chunks, alone=alone)
+        if ending:
             self._finish(ending, logits)
         return ending
 
     def _send_heads(self, heads: list[PrefillRequest]) -> list[PrefillRequest]:
-        """Prompts that were launched before it was known where to: layers that are stored, while others are computed
-        and nobody waits, then the rest. The requests that have come to their end."""
-        others, ended = bool(self._waiting) or heads != self._running, []
+        """Prompts that were launched as a whole before it was known where to; they have come to their end."""
         for request in heads:
-            seconds_before = self._meter.seconds
-            if request.sending is None:
-                request.sending = self._cache.send_cached(request.sequence_id, *request.destination)
-            stored = None if others or request.progress is None else request.progress.layers_stored()
-            if stored is None:
-                request.sending.write_rest()
-            else:
-                request.sending.write_stored(stored)
-            request.push_seconds += self._meter.seconds - seconds_before
-            request.bytes_pushed = self._cache.bytes_sent(request.sequence_id)
-            if stored is None and request.logits is not None:
-                self._finish([request], request.logits)
-                ended.append(request)
-        return ended
+            assert request.logits is not None
+            self._forwards.send_head(request)
+            self._finish([request], request.logits)
+        return heads
 
     def _finish(self, requests: list[PrefillRequest], logits: Tensor) -> None:
         """Draws the first tokens of requests of which all is computed and sent. Waits for the device."""
@@ -335,15 +302,6 @@ class PrefillLoop:
             request.sampled = time.perf_counter()
             request.drawn.set_result(FirstToken(int(samples.token_ids[row]), samples.logprobs[row]))
             self._end(request)
-
-    def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
-        """Shares out, by bytes, the seconds that a forward spent in calls that write."""
-        sent = [self._cache.bytes_sent(request.sequence_id) for request in requests]
-        pushed = sum(sent) - sum(request.bytes_pushed for request in requests)
-        for request, total in zip(requests, sent, strict=True):
-            if pushed:
-                request.push_seconds += seconds * (total - request.bytes_pushed) / pushed
-            request.bytes_pushed = total
 
     def _end(self, request: PrefillRequest) -> None:
         reservation, digest = request.reservation, 0

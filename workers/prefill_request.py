@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tandem.cache.cached_send import CachedSend
 from tandem.cache.position_map import PositionMap
 from tandem.cache.window import Int64Array
 from tandem.workers.first_token import FirstToken
 from tandem.workers.head_start import Head
-from tandem.workers.layer_progress import LayerProgress
 from tandem.workers.lease import Lease
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
@@ -39,8 +37,7 @@ class PrefillResult:
 class PrefillRequest:
     """computed counts positions whose KV is in the cache here, or will be once the forwards launched so far are done.
 
-    marked: its forwards send what they compute. Not so where all was launched before the reservation came: then logits
-    are there ([1, vocab]), progress is that forward's, and sending is what goes to the receiver, once that has begun.
+    marked: the cache knows where it goes. logits: [1, vocab], where all was launched before the reservation came.
     sampled is the time of the first token, which is in drawn from then on.
     """
 
@@ -53,8 +50,6 @@ class PrefillRequest:
     lease: Lease
     result: "Future[PrefillResult]" = field(default_factory=Future)
     logits: Tensor | None = None
-    progress: LayerProgress | None = None
-    sending: CachedSend | None = None
     marked: bool = False
     computed: int = 0
     cached_tokens: int = 0
@@ -76,7 +71,7 @@ class PrefillRequest:
 
     def take_over(self, head: Head) -> None:
         """Goes on from a prompt that is begun."""
-        self.sequence_id, self.logits, self.progress = head.sequence_id, head.logits, head.progress
+        self.sequence_id, self.logits = head.sequence_id, head.logits
         self.computed, self.cached_tokens, self.drawn = head.computed, head.cached_tokens, head.drawn
         self.arrived = self.started = head.started
 

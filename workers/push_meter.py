@@ -25,18 +25,9 @@ class PushMeter(PageWriter):
         self._writer.write_tokens(pe, group, layer, k, v, token_indices, slots)
         self.seconds += time.perf_counter() - began
 
-    def write_slots(
-        self,
-        pe: int,
-        group: int,
-        source_slots: Int32Array,
-        target_slots: Int32Array,
-        layers: range | None = None,
-        *,
-        stored: bool = False,
-    ) -> None:
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         began = time.perf_counter()
-        self._writer.write_slots(pe, group, source_slots, target_slots, layers, stored=stored)
+        self._writer.write_slots(pe, group, source_slots, target_slots)
         self.seconds += time.perf_counter() - began
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:

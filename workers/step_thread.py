@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -36,10 +37,9 @@ class StepThread:
 
     def call(self, command: Callable[[], T]) -> "Future[T]":
         future: Future[T] = Future()
-        if self._stopping:
-            future.set_exception(RuntimeError("the worker is stopping"))
-        else:
-            self._inbox.put((command, future))
+        self._inbox.put((command, future))
+        if self._stopping and not self._thread.is_alive():  # stop() may have looked before the command was there
+            self._fail_rest()
         return future
 
     def stop(self, timeout: float = 30.0) -> None:
@@ -80,7 +80,9 @@ class StepThread:
             pass
 
     def _fail_rest(self) -> None:
-        while not self._inbox.empty():
-            item = self._inbox.get_nowait()
-            if item is not None:
-                item[1].set_exception(RuntimeError("the worker is stopping"))
+        """From any thread, once the step thread has ended."""
+        with suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if item is not None and item[1].set_running_or_notify_cancel():
+                    item[1].set_exception(RuntimeError("the worker is stopping"))

@@ -23,7 +23,6 @@ from tandem.workers.config import Role, WorkerConfig, max_message_bytes
 from tandem.workers.core_share import CoreShare
 from tandem.workers.decode import DecodeLoop
 from tandem.workers.event_loop import EventLoopThread
-from tandem.workers.gpu_room import GpuRoom
 from tandem.workers.kv_scales import choose_scales
 from tandem.workers.memory_budget import measure_budget
 from tandem.workers.model_cache import kv_layout, make_cache
@@ -95,7 +94,12 @@ class Worker:
             report=progress,
         )
 
-    def pages_that_fit(self, utilization: float) -> GpuRoom:
+    @property
+    def gpu(self) -> str:
+        """The UUID of its GPU, after load()."""
+        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+    def pages_that_fit(self, utilization: float) -> int:
         """Between load() and open(), on a GPU: how many pages this part of its memory has room for; or GpuTooSmall."""
         config = self.config
         budget = measure_budget(
@@ -106,8 +110,7 @@ class Worker:
             max_positions=config.max_batch_tokens // 2 * config.max_model_len,  # sequences of two new tokens and more
         )
         room = budget.room(self._layout.token_bytes * config.page_size)
-        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        return GpuRoom(gpu, num_pages_in(self._layout, room, page_uses(config)))
+        return num_pages_in(self._layout, room, page_uses(config))
 
     def open(self, num_pages: int) -> bytes:
         """This PE's half of the membership handshake. num_pages is the same on every PE: pools are symmetric.

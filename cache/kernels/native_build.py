@@ -24,7 +24,7 @@ FLAGS += ("-fno-signed-zeros", "-fassociative-math", "-pthread")
 @cache
 def load_library(source: Path) -> ctypes.CDLL | None:
     """build_library() in the user's cache folder, once in a process; None after one warning in the log."""
-    return built_or_none(source.name, "torch serves instead", lambda: build_library(source, cache_folder()))
+    return built_or_none(source.name, "Python serves instead", lambda: build_library(source, cache_folder()))
 
 
 def build_library(source: Path, folder: Path) -> ctypes.CDLL:

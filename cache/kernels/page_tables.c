@@ -13,31 +13,48 @@ typedef struct {
 } Table;
 
 /* rows [n]: those of n sequences, which have tokens qo_indptr[i] … qo_indptr[i + 1] - 1, at `positions`, and are
- * seq_lens[i] long with them. Returns how many pages they hold. */
-int64_t lay_out_tables(const Table *table, int32_t n, const int64_t *rows, const int32_t *qo_indptr,
-                       const int32_t *positions, const int32_t *seq_lens, int32_t *slots, int32_t *kv_indptr,
-                       int32_t *last_page_lens, int32_t *kv_lens) {
+ * seq_lens[i] long with them. Returns how many pages they hold; where those are more than `room`, kv_indices is not
+ * complete. */
+int64_t look_up(const Table *table, int32_t n, const int64_t *rows, const int32_t *qo_indptr, const int32_t *positions,
+                const int32_t *seq_lens, int32_t *slots, int32_t *kv_indptr, int32_t *last_page_lens, int32_t *kv_lens,
+                int32_t *kv_indices, int64_t room) {
     const int32_t size = table->page_size;
     int32_t total = 0;
     for (int32_t i = 0; i < n; i++) {
         const int32_t *const pages = table->pages + rows[i] * table->max_pages;
         const int32_t begin = (int32_t)table->begins[rows[i]], last_place = (seq_lens[i] - 1) / size;
+        const int32_t count = last_place + 1 - begin;
         for (int32_t t = qo_indptr[i]; t < qo_indptr[i + 1]; t++) {
             const int32_t place = positions[t] / size;
             slots[t] = (pages[place] - place) * size + positions[t];
         }
         kv_indptr[i] = total;
-        total += last_place + 1 - begin;
         last_page_lens[i] = seq_lens[i] - last_place * size;
         kv_lens[i] = seq_lens[i] - begin * size;
+        if (total + count <= room) memcpy(kv_indices + total, pages + begin, sizeof(int32_t) * count);
+        total += count;
     }
     kv_indptr[n] = total;
     return total;
 }
 
-/* kv_indices [kv_indptr[n]] of those n rows. */
-void gather_pages(const Table *table, int32_t n, const int64_t *rows, const int32_t *kv_indptr, int32_t *kv_indices) {
-    for (int32_t i = 0; i < n; i++)
-        memcpy(kv_indices + kv_indptr[i], table->pages + rows[i] * table->max_pages + table->begins[rows[i]],
-               sizeof(int32_t) * (kv_indptr[i + 1] - kv_indptr[i]));
+static int32_t *put_slots(const int32_t *pages, int32_t size, int64_t begin, int64_t end, int32_t *slots) {
+    while (begin < end) {
+        const int64_t first = begin / size * size, page_end = first + size < end ? first + size : end;
+        const int32_t slot = pages[first / size] * size;
+        for (; begin < page_end; begin++) *slots++ = slot + (int32_t)(begin - first);
+    }
+    return slots;
+}
+
+/* The slots of all indices that rows [n] use, which are streams: those before the row's sinks, and from behind its hole
+ * on. lengths, sinks, holes: [max_sequences]. */
+void stream_slots(const Table *table, int32_t n, const int64_t *rows, const int64_t *lengths, const int64_t *sinks,
+                  const int64_t *holes, int32_t *slots) {
+    for (int32_t i = 0; i < n; i++) {
+        const int64_t row = rows[i], length = lengths[row], sink = sinks[row] < length ? sinks[row] : length;
+        const int32_t *const pages = table->pages + row * table->max_pages;
+        slots = put_slots(pages, table->page_size, 0, sink, slots);
+        slots = put_slots(pages, table->page_size, sink + holes[row], length, slots);
+    }
 }

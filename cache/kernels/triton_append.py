@@ -90,19 +90,9 @@ def _append(
     q, k, v, q_out, k_out, cos, sin, pool, slots, peer_rows, fp8_factors,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token,
     page_elements, layer_elements, num_q_heads, num_kv_heads,
-    PARTS: tl.constexpr,
-    Q_PARTS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROTATE: tl.constexpr,
-    KEEP_K: tl.constexpr,
-    HAS_PEER: tl.constexpr,
-    FP8: tl.constexpr,
-    PDL: tl.constexpr,
+    PARTS: tl.constexpr, Q_PARTS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    ROTATE: tl.constexpr, KEEP_K: tl.constexpr, HAS_PEER: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has some heads of q, or of k and v, of one token; a token's programs are neighbours."""
     if PDL:
@@ -116,49 +106,46 @@ def _append(
         heads = part * HEADS + tl.arange(0, HEADS)[:, None]
         there = heads < num_q_heads
         rows = q + token * q_token + heads * q_head
-        a, b, c = _load(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, ROTATE)
+        queries = _load(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, ROTATE)
         q_rows = q_out + (token * num_q_heads + heads) * HEAD_DIM
-        _store(q_rows, a, b, c, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+        _store(q_rows, queries, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
     else:
         heads = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)[:, None]
         there = heads < num_kv_heads
         rows = k + token * k_token + heads * k_head
-        ka, kb, kc = _load(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, ROTATE)
+        keys = _load(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, ROTATE)
         rows = v + token * v_token + heads * v_head
-        va, vb, vc = _load(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, tl.constexpr(False))
+        values = _load(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, tl.constexpr(False))
         if KEEP_K:
             k_rows = k_out + (token * num_kv_heads + heads) * HEAD_DIM
-            _store(k_rows, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+            _store(k_rows, keys, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
         if FP8:
             entry: tl.constexpr = pool.dtype.element_ty
-            ka, kb, kc = _quantised(ka, kb, kc, fp8_factors + heads, there, entry)
-            va, vb, vc = _quantised(va, vb, vc, fp8_factors + num_kv_heads + heads, there, entry)
+            keys = _quantised(keys, fp8_factors + heads, there, entry)
+            values = _quantised(values, fp8_factors + num_kv_heads + heads, there, entry)
         slot = tl.load(slots + token)
         in_layer = layer_elements + heads * (PAGE_SIZE * HEAD_DIM)
         to_values = num_kv_heads * (PAGE_SIZE * HEAD_DIM)
         if slot >= 0:
             own = pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements + (slot % PAGE_SIZE) * HEAD_DIM + in_layer
-            _store(own, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
-            _store(own + to_values, va, vb, vc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+            _store(own, keys, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+            _store(own + to_values, values, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
         if HAS_PEER:
             address = tl.load(peer_rows + token)
             if address != 0:
                 # Without the hint the stores would be of one element each.
                 peer = tl.multiple_of(address, 16).to(pool.dtype) + in_layer
-                _store(peer, ka, kb, kc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
-                _store(peer + to_values, va, vb, vc, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+                _store(peer, keys, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+                _store(peer + to_values, values, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
 
 
 @triton.jit
 def _load(
     rows, cos, sin, there,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
     ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Elements 0 … HALF-1, HALF … 2·HALF-1 and the rest of each row, the first two rotated; rows: pointers [n, 1]."""
+    """The parts of each row: elements 0 … HALF-1 and HALF … 2·HALF-1, rotated, and the rest; rows: pointers [n, 1]."""
     column = tl.arange(0, HALF_BLOCK)[None, :]
     inside = there & (column < HALF)
     first = tl.load(rows + column, mask=inside)
@@ -180,20 +167,19 @@ def _load(
 
 
 @triton.jit
-def _quantised(first, second, rest, factor, there, entry: tl.constexpr):
+def _quantised(parts, factor, there, entry: tl.constexpr):
     """The parts of rows as 8-bit entries; factor: pointers [n, 1]."""
     by = tl.load(factor, mask=there)
-    return quantise(first, by, entry), quantise(second, by, entry), quantise(rest, by, entry)
+    return quantise(parts[0], by, entry), quantise(parts[1], by, entry), quantise(parts[2], by, entry)
 
 
 @triton.jit
 def _store(
-    rows, first, second, rest, there,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
+    rows, parts, there,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Parts as _load gives them."""
+    first, second, rest = parts
     column = tl.arange(0, HALF_BLOCK)[None, :]
     inside = there & (column < HALF)
     tl.store(rows + column, first, mask=inside)

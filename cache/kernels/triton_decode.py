@@ -140,24 +140,10 @@ def _decode(
     q, k, v, norm, cos, sin, pool, slots, kv_indptr, kv_indices, kv_last_page_len, sinks,
     factors, inverse, partial, counters, output,
     q_token, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    FEW_ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
-    NORM: tl.constexpr,
-    ROUND: tl.constexpr,
-    ROTATE: tl.constexpr,
-    FP8: tl.constexpr,
-    PTX: tl.constexpr,
-    PDL: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
+    ROTATE: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has a share of the positions of one sequence, for the q heads of one KV head.
 
@@ -229,13 +215,8 @@ def _decode(
 @triton.jit
 def _attend(
     query, most, total, sums, places, to_values, pages, begin, end, page_elements, scale, softcap,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr,
-    FP8: tl.constexpr,
-    PTX: tl.constexpr,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The softmax of largest scores `most`, sums of weights `total` and weighted `sums` of V, continued over positions
     begin … end; places: of K on page 0; pages: of the sequence."""
@@ -271,11 +252,7 @@ def _attend(
 @triton.jit
 def _prepare(
     rows, weights, cos, sin, there, column, eps,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    NORM: tl.constexpr,
-    ROUND: tl.constexpr,
-    ROTATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Heads [n, HEAD_DIM] at `rows` (pointers [n, 1]), normed and rotated, in their own dtype; 0 where not there."""
     dtype = rows.dtype.element_ty
@@ -314,12 +291,8 @@ def _score(products, scale, softcap, CAPPED: tl.constexpr):
 @triton.jit
 def _leave(
     most, total, sums, partial, counter, sinks, output, q_heads, head, split, used,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    FEW_ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SINKS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Writes the output of one KV head's q heads, or what `split` has found of it: the last of `used` merges."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
@@ -344,11 +317,7 @@ def _leave(
 @triton.jit
 def _merge(
     partial, sinks, output, q_heads, head, used,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SINKS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Writes the output of one KV head's q heads from what its `used` programs have found."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]

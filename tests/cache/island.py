@@ -26,5 +26,5 @@ class Island:
         return cls(caches, writers[0])
 
 
-def forward(cache: PagedKVCache, sequence: int, count: int, seed: int = 0) -> None:
-    run(cache, [sequence], [count], draw_inputs(cache.layout, count, seed))
+def forward(cache: PagedKVCache, sequence: int, count: int, seed: int = 0, *, push: bool = True) -> None:
+    run(cache, [sequence], [count], draw_inputs(cache.layout, count, seed), push=push)

@@ -1,12 +1,13 @@
 """What a caller of two paged caches knows of them, and what follows for what they accept."""
 
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import numpy as np
 from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan import ForwardPlan, TokenLayout, lay_out_tokens, look_up_pages
+from tandem.cache.plan import ForwardPlan, lay_out_tokens, look_up_pages
 from tests.cache.naive import run_layer
 from tests.cache.oracle import NUM_PLACES
 
@@ -85,12 +86,11 @@ class Transfer:
 
 @dataclass
 class Side:
-    """One cache, and what a caller of it knows. batch, plan: of the last forward; stepped: it was a step."""
+    """One cache, and what a caller of it knows. batch: of the last forward; stepped: it was a step."""
 
     cache: PagedKVCache
     known: dict[int, Known] = field(default_factory=dict)
     batch: list[int] = field(default_factory=list)
-    plan: ForwardPlan | None = None
     stepped: bool = False
     published: list[list[int]] = field(default_factory=list)
     incoming: dict[int, Transfer] = field(default_factory=dict)
@@ -121,10 +121,11 @@ class Side:
     ) -> list[Tensor]:
         """o of each layer. parents: of each sequence's new tokens, None for plain ones."""
         trees = parents if any(of is not None for of in parents) else None
-        plan = self.cache.begin_forward(batch, counts, token_tree_parents=trees)
+        pages = self.cache._pages
+        with patch.object(pages, "step", wraps=pages.step) as step:
+            plan = self.cache.begin_forward(batch, counts, token_tree_parents=trees)
+        self.batch, self.stepped = batch, step.called
         check_tables(self.cache, plan)
-        self.stepped = self.plan is not None and follows(plan.tokens, self.plan.tokens)
-        self.batch, self.plan = batch, plan
         outputs = [run_layer(self.cache, plan, layer, *of_layer, sinks) for layer, of_layer in enumerate(inputs)]
         self.cache.end_forward(plan)
         return outputs
@@ -166,11 +167,6 @@ class Side:
             return self.first_places(length) == self.first_places(max(length, known.queries))
         least = known.stream[1] if len(known.kept) < len(known.ids) else 0
         return len(known.kept) - (len(known.ids) - length) >= least
-
-
-def follows(tokens: TokenLayout, before: TokenLayout) -> bool:
-    """Whether `tokens` were laid out as the step after `before`."""
-    return tokens.owners is before.owners
 
 
 def check_tables(cache: PagedKVCache, plan: ForwardPlan) -> None:

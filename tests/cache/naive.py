@@ -121,10 +121,12 @@ def run(
     inputs: Inputs,
     sinks: Tensor | None = None,
     parents: Sequence[Sequence[int] | None] | None = None,
+    *,
+    push: bool = True,
 ) -> list[Tensor]:
     """One forward through the paged cache; o of each layer. parents: token_tree_parents."""
     with torch.inference_mode():
-        plan = cache.begin_forward(seq_ids, lengths, token_tree_parents=parents)
+        plan = cache.begin_forward(seq_ids, lengths, token_tree_parents=parents, push=push)
         outputs = [run_layer(cache, plan, layer, *tensors, sinks) for layer, tensors in enumerate(inputs.layers)]
         cache.end_forward(plan)
     return outputs

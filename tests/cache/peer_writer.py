@@ -30,25 +30,13 @@ class PeerWriter:
                 pool[slot // size, layer, 1, :, slot % size] = v[token]
         self.token_writes.append((pe, group, layer, len(slots)))
 
-    def write_slots(
-        self,
-        pe: int,
-        group: int,
-        source_slots: Int32Array,
-        target_slots: Int32Array,
-        layers: range | None = None,
-        *,
-        stored: bool = False,
-    ) -> None:
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         assert source_slots.dtype == target_slots.dtype == np.int32
         source, target = self._pools[self._own][group], self._pools[pe][group]
         size = target.shape[4]
-        some = layers or range(target.shape[1])
-        part = slice(some.start, some.stop)
         for begin, end in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
-            target[end // size, part, :, :, end % size] = source[begin // size, part, :, :, begin % size]
-        if some.stop == target.shape[1]:
-            self.slot_writes.append((pe, group, source_slots.size))
+            target[end // size, :, :, :, end % size] = source[begin // size, :, :, :, begin % size]
+        self.slot_writes.append((pe, group, source_slots.size))
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
         return None

@@ -119,10 +119,14 @@ class Pages(RuleBasedStateMachine):
             self.holds.append(list(pages))
 
     @precondition(lambda self: self.references)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        pages = self.references.pop(data.draw(st.integers(0, len(self.references) - 1)))
+    @rule(data=st.data(), lists=st.integers(1, 2))
+    def release(self, data: st.DataObject, lists: int) -> None:
+        pages: list[int] = []
+        for _ in range(min(lists, len(self.references))):
+            pages += self.references.pop(data.draw(st.integers(0, len(self.references) - 1)))
+        free, freed = self.allocator.num_free, self.allocator.count_freed(np.array(pages, np.int32))
         self.allocator.release(np.array(pages, np.int32))
+        assert self.allocator.num_free == free + freed
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())

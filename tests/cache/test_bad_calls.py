@@ -120,6 +120,13 @@ def test_rows_of_what_are_no_sequences(seq_ids: Any, message: str) -> None:
     refuses(cache, lambda: cache.foresee(seq_ids), message)
 
 
+def test_only_sequences_that_are_received_are_foreseen() -> None:
+    cache = filled()
+    cache.prepare_receive(2, 3)
+    for seq_ids in ([], [0], [2, 0]):
+        refuses(cache, lambda ids=seq_ids: cache.foresee(ids), re.escape(f"seq_ids is {seq_ids}; all have to be"))
+
+
 def test_trees_of_nobody() -> None:
     cache, none = filled(), 5
     refuses(

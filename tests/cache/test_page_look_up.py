@@ -8,6 +8,7 @@ from tandem.cache.group_table import GroupTable
 from tandem.cache.kernels.native_build import load_library
 from tandem.cache.page_look_up import SOURCE, PageLookUp
 from tandem.cache.plan import PageTables, lay_out_tokens
+from tandem.cache.stream_table import StreamTable
 from tests.cache.known import assert_same
 
 PAGE, ROWS, PLACES, WINDOW = 4, 9, 12, 10
@@ -27,13 +28,17 @@ def expected_tables(table: GroupTable, rows: list[int], lengths: list[int], appe
     return PageTables(*(np.array(one, np.int32) for one in (slots, indptr, indices, last_page_lens, kv_lens)))
 
 
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("window", [None, WINDOW])
-def test_tables(monkeypatch: pytest.MonkeyPatch, *, native: bool, window: int | None) -> None:
-    if native:
+@pytest.fixture(params=["native", "numpy"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "native":
         assert load_library(SOURCE) is not None
     else:
         monkeypatch.setattr(page_look_up, "load_library", lambda source: None)
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_tables(window: int | None) -> None:
     random = np.random.default_rng(0)
     table = GroupTable(ROWS, PLACES)
     look_up = PageLookUp(table, window, PAGE)
@@ -48,3 +53,26 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, *, native: bool, window: int | 
         expected = expected_tables(table, rows.tolist(), lengths.tolist(), appends.tolist())
         for name in ("slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_lens"):
             assert_same(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.usefixtures("_way")
+def test_slots_of_streams() -> None:
+    """Sinks are whole pages or not, more than there are positions, or none."""
+    random = np.random.default_rng(0)
+    table, streams = GroupTable(ROWS, PLACES), StreamTable(ROWS, PAGE)
+    table.pages[:] = random.permutation(ROWS * PLACES).reshape(ROWS, PLACES)
+    look_up = PageLookUp(table, None, PAGE)
+    for _ in range(20):
+        streams.sinks[:] = random.integers(0, 9, ROWS)
+        lengths = random.integers(1, PAGE * PLACES, ROWS)
+        streams.holes[:] = random.integers(0, np.maximum(lengths - streams.sinks, 1))
+        rows = random.permutation(ROWS)[: random.integers(1, ROWS + 1)]
+        bounds, slots = look_up.stream_slots(rows, lengths, streams)
+        expected, ends = [], [0]
+        for row in rows.tolist():
+            sink, hole = int(streams.sinks[row]), int(streams.holes[row])
+            used = [index for index in range(lengths[row]) if not sink <= index < sink + hole]
+            expected += [int(table.pages[row, index // PAGE]) * PAGE + index % PAGE for index in used]
+            ends.append(len(expected))
+        assert_same(bounds, np.array(ends, np.int32))
+        assert_same(slots, np.array(expected, np.int32))

@@ -18,6 +18,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": ("dynamic", {"factor": 2.5}),
     "llama3": ("llama3", LLAMA3),
     "yarn": ("yarn", YARN),
+    "yarn, a little": ("yarn", {**YARN, "factor": 1.5}),
+    "yarn, by less than 1": ("yarn", {**YARN, "factor": 0.5}),
     "yarn attention factor": ("yarn", {**YARN, "attention_factor": 1.7}),
     "yarn betas": ("yarn", {**YARN, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False}),
     "yarn mscale": ("yarn", {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}),

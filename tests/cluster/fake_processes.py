@@ -1,6 +1,5 @@
 """Processes that are no processes: a test says when they answer, fail and end."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -9,7 +8,6 @@ from typing import Any
 from tandem.cluster.errors import ProcessEnded, StartFailed
 from tandem.cluster.gateway import Doors
 from tandem.cluster.processes import ActorProcess, ActorSpec, Processes
-from tandem.workers.gpu_room import GpuRoom
 from tests.local_processes import LocalGroup
 
 ANSWERS: dict[str, Any] = {"progress": ("weights", 1, 2), "open": b"handle", "placed_tokens": 0}
@@ -21,9 +19,8 @@ def no_answer(method: str) -> None:
 
 
 def room_of_each(pages: Iterator[int]) -> Callable[[str], Any]:
-    """What processes answer that have room for so many pages, one after another, each on a GPU of its own."""
-    gpus = map(str, itertools.count())
-    return lambda method: GpuRoom(next(gpus), next(pages)) if method == "pages_that_fit" else None
+    """What processes answer that have room for so many pages, one after another."""
+    return lambda method: next(pages) if method == "pages_that_fit" else None
 
 
 class FakeProcess(ActorProcess):
@@ -87,6 +84,9 @@ class FakeProcesses(Processes):
     keeps_places: bool = False  # whether a group can start others in its members' places
 
     def start(self, cluster: str, num_cpus: int | None) -> None:
+        pass
+
+    def check_room(self, processes: int, *, gpus: int) -> None:
         pass
 
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> FakeGroup:

@@ -5,14 +5,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
+from tandem.cluster.announcements import Announcements
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.client_messages import GenerateUpdate
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, ServerError
 from tandem.cluster.gateway import Gateway
 from tandem.cluster.process_settings import gateway_settings
+from tandem.proto import worker_pb2, worker_pb2_grpc
+from tandem.workers.messages import prompt_to_bytes
 from tandem.workers.random_checkpoint import make_checkpoint
 from tests.checkpoints import save_checkpoint
 from tests.cluster.fake_worker import FakeWorker
@@ -310,3 +314,24 @@ def test_announcements_go_on_after_their_stream_has_ended(model: Path) -> None:
         assert worker.streams == 2  # one ended, the other served two requests
 
     with_gateway(model, FakeWorker(say, {"Announce": ["UNAVAILABLE"]}, draws_early=True), body)
+
+
+def test_announcements_at_once_all_arrive(model: Path) -> None:
+    """A stream takes one message at a time."""
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            announcements = Announcements(worker_pb2_grpc.WorkerStub(channel))
+            prompts = {f"r{number}": [number + 5] for number in range(20)}
+            drawn = [announcements.expect(request_id) for request_id in prompts]
+            messages = [
+                worker_pb2.AnnounceRequest(request_id=request_id, prompt=prompt_to_bytes(prompt))
+                for request_id, prompt in prompts.items()
+            ]
+            await asyncio.gather(*map(announcements.send, messages))
+            first_tokens = await asyncio.wait_for(asyncio.gather(*drawn), 10)
+            assert [first.token_id for first in first_tokens] == [sum(prompt) for prompt in prompts.values()]
+            assert (worker.announced, worker.streams) == (prompts, 1)
+            await announcements.close()
+
+    with_gateway(model, FakeWorker(sum, draws_early=True), body)

@@ -91,22 +91,6 @@ def test_slots_land_bit_for_bit_and_nowhere_else(island: list[Transport], seed: 
         assert same_bits(transport.pools, before[pe])
 
 
-@pytest.mark.parametrize("layers", [range(1), range(1, 2)], ids=str)
-def test_layers_of_slots_land_and_no_others(island: list[Transport], layers: range) -> None:
-    before = {pe: fill(transport, pe) for pe, transport in enumerate(island)}
-    source_slots, target_slots = runs_of_slots(seed=1)
-    island[0].write_slots(1, 0, source_slots, target_slots, layers, stored=True)
-    untouched = [pool.clone() for pool in before[1]]
-    naive_slots(before[1], 0, before[0], source_slots, target_slots)
-    for layer in set(range(before[1][0].shape[1])) - set(layers):
-        before[1][0][:, layer] = untouched[0][:, layer]
-    island[0].quiet(1)
-    for pe, transport in enumerate(island):
-        assert same_bits(transport.pools, before[pe])
-    with pytest.raises(InvalidArgument, match="layers is"):
-        island[0].write_slots(1, 0, source_slots, target_slots, range(1, 9))
-
-
 def test_slots_land_within_the_own_pools(island: list[Transport]) -> None:
     before = fill(island[1], 5)
     source, target = np.arange(0, 10, dtype=np.int32), np.arange(24, 34, dtype=np.int32)

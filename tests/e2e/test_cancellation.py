@@ -130,7 +130,7 @@ def between_reservation_and_prefill(scene: Scene) -> None:
 
 
 def between_two_chunks(scene: Scene) -> None:
-    pause = scene.transports.fabric.pause_next("write_tokens", DECODE, skip=2)  # two layers: the second chunk's first
+    pause = scene.transports.fabric.pause_next("write_slots", DECODE, skip=1)
     call = scene.call()
     assert pause.entered.wait(STEP_SECONDS)
     call.cancel()
@@ -163,7 +163,7 @@ def at_its_deadline_in_the_queue(scene: Scene) -> None:
 
 
 def at_its_deadline_in_mid_push(scene: Scene) -> None:
-    pause = scene.transports.fabric.pause_next("write_tokens", DECODE, skip=2)
+    pause = scene.transports.fabric.pause_next("write_slots", DECODE, skip=1)
     call = scene.call(timeout=0.5)
     assert pause.entered.wait(STEP_SECONDS)
     assert status_of(call) == grpc.StatusCode.DEADLINE_EXCEEDED

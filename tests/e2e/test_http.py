@@ -57,7 +57,8 @@ def test_health_and_models(island: Island) -> None:
     assert model["max_model_len"] == 512
     assert abs(model["created"] - time.time()) < 3600
     assert get(island.http, "/v1/models/model").json() == model
-    assert "not served" in refused(get(island.http, "/v1/models/other"), 404)["message"]
+    other = refused(get(island.http, "/v1/models/other"), 404)
+    assert (other["message"], other["code"]) == ("model is 'other'; 'model' is served here", "model_not_found")
 
 
 @pytest.mark.parametrize("length", [1, 9, 150])

@@ -14,7 +14,7 @@ from tests.checkpoints import save_checkpoint
 from tests.held_prefill import prefill_held
 from tests.island import Island, running_island
 from tests.oracle import greedy, greedy_all, load_oracle, random_prompt
-from tests.requests import GREEDY, complete, complete_all, tokens_of
+from tests.requests import GREEDY, complete, complete_all, complete_all_updates, tokens_of
 
 PAGE = 8
 PROBE = 1 << 20  # a sequence id that no request has
@@ -54,9 +54,9 @@ def recorded_forwards(worker: Worker) -> list[list[int]]:
     forwards: list[list[int]] = []
     begin = worker.cache.begin_forward
 
-    def record(sequences: Sequence[int], lengths: Sequence[int], *more: Any) -> ForwardPlan:
+    def record(sequences: Sequence[int], lengths: Sequence[int], *more: Any, **options: Any) -> ForwardPlan:
         forwards.append(sorted(lengths))
-        return begin(sequences, lengths, *more)
+        return begin(sequences, lengths, *more, **options)
 
     worker.cache.begin_forward = record  # type: ignore[method-assign]
     return forwards
@@ -80,15 +80,16 @@ def assert_same_kv(island: Island, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def test_token_push(island: Island) -> None:
-    prompt = random_prompt(61, 0)
-    with prefill_held(island, 1):  # not computed ahead of its reservation: that would go page to page
-        updates = complete(island.address, prompt, max_tokens=2, **GREEDY)
-    assert_same_kv(island, [prompt])
-    timings, usage = updates[-1].timings, updates[-1].usage
-    assert timings is not None
-    assert usage is not None
-    assert timings.bytes_pushed == 61 * island.workers[0].cache.layout.token_bytes
-    assert usage.cached_tokens == 0
+    prompts = [random_prompt(61, 0), random_prompt(23, 9)]
+    with prefill_held(island, 2):  # one that is alone would go page to page
+        of_both = complete_all_updates(island.address, prompts, max_tokens=2, **GREEDY)
+    assert_same_kv(island, prompts)
+    for prompt, updates in zip(prompts, of_both, strict=True):
+        timings, usage = updates[-1].timings, updates[-1].usage
+        assert timings is not None
+        assert usage is not None
+        assert timings.bytes_pushed == len(prompt) * island.workers[0].cache.layout.token_bytes
+        assert usage.cached_tokens == 0
 
 
 def test_page_to_page_push(checkpoint: Path, island: Island) -> None:

@@ -20,9 +20,10 @@ from tandem.cluster.forked_actor import ForkedActor
 from tandem.cluster.launcher import Cluster
 from tandem.cluster.processes import ActorSpec
 from tandem.proto import inference_pb2
+from tests.http_client import COMPLETIONS, chunks, events, streaming
 from tests.local_processes import LocalProcesses
 from tests.oracle import random_prompt
-from tests.requests import complete, tokens_of
+from tests.requests import complete, text_of, tokens_of
 from tests.waiting import until
 
 VOCABULARY = 512
@@ -32,6 +33,7 @@ OVERRIDES: dict[str, Any] = {
     "num_islands": 2,
     "island.threads_per_worker": 1,
     "gateway.port": 0,
+    "gateway.http_port": 0,
     "gateway.max_attempts": 20,
     "cache.num_pages": 128,
     "recovery.max_restarts": 100,
@@ -45,6 +47,7 @@ class Case:
 
     prompt: list[int]
     tokens: list[int]
+    text: str
 
 
 class StillbornProcesses(LocalProcesses):
@@ -73,7 +76,8 @@ def served(small_model: Path, processes: LocalProcesses) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def case(served: str) -> Case:
     prompt = random_prompt(50, 1, VOCABULARY)
-    return Case(prompt, tokens_of(complete(served, prompt, max_tokens=NUM_TOKENS, **DRAWN)))
+    updates = complete(served, prompt, max_tokens=NUM_TOKENS, **DRAWN)
+    return Case(prompt, tokens_of(updates), text_of(updates))
 
 
 def info(address: str) -> inference_pb2.ClusterInfo:
@@ -112,6 +116,18 @@ def disturbed(
     return updates
 
 
+def disturbed_over_http(address: str, case: Case, disturb: Callable[[], None]) -> list[dict[str, Any]]:
+    """The same through the HTTP door: the choices of its events."""
+    choices = []
+    body = {"prompt": case.prompt, "max_tokens": len(case.tokens), "return_token_ids": True, **DRAWN}
+    with streaming(info(address).http_address, COMPLETIONS, **body) as lines:
+        for event in events(lines):
+            choices += event["choices"]
+            if len(choices) == 3:
+                disturb()
+    return choices
+
+
 def attempts(updates: list[GenerateUpdate]) -> int:
     assert updates[-1].timings is not None
     return updates[-1].timings.attempts
@@ -136,13 +152,40 @@ def test_a_prefill_worker_dies_and_what_decodes_is_not_disturbed(served: str, ca
     until(lambda: sum(epochs(served)) == before + 1 and whole(served))
 
 
-def test_a_prefill_worker_dies_before_the_first_token(served: str, case: Case, processes: LocalProcesses) -> None:
+@pytest.mark.parametrize("lost", [0, 1], ids=["prefill", "decode"])
+def test_a_worker_dies_under_an_http_stream(served: str, case: Case, lost: int) -> None:
     until(lambda: whole(served))
+    before = sum(epochs(served))
+    choices = disturbed_over_http(served, case, lambda: os.kill(working(served)[lost].pid, signal.SIGKILL))
+    assert [token for choice in choices for token in choice["token_ids"]] == case.tokens
+    assert "".join(choice["text"] for choice in choices) == case.text
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    until(lambda: sum(epochs(served)) == before + 1 and whole(served))
+
+
+def twenty_by_grpc(address: str, case: Case) -> list[int]:
+    updates = complete(address, case.prompt, max_tokens=20, **DRAWN)
+    assert attempts(updates) == 2
+    return tokens_of(updates)
+
+
+def twenty_by_http(address: str, case: Case) -> list[int]:
+    body = {"prompt": case.prompt, "max_tokens": 20, "return_token_ids": True, **DRAWN}
+    found = chunks(address, COMPLETIONS, **body)
+    return [token for chunk in found for token in chunk["choices"][0]["token_ids"]]
+
+
+@pytest.mark.parametrize("twenty", [twenty_by_grpc, twenty_by_http], ids=["grpc", "http"])
+def test_a_prefill_worker_dies_before_the_first_token(
+    served: str, case: Case, processes: LocalProcesses, twenty: Callable[[str, Case], list[int]]
+) -> None:
+    until(lambda: whole(served))
+    address = served if twenty is twenty_by_grpc else info(served).http_address
     stopped = [pid for name, pid in processes.pids.items() if "/prefill" in name]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(complete, served, case.prompt, max_tokens=20, **DRAWN)
+        answer = pool.submit(twenty, address, case)
         try:
             decodes: dict[int, str] = {}
             until(lambda: decodes.update(_waiting(served)) or decodes)
@@ -153,9 +196,7 @@ def test_a_prefill_worker_dies_before_the_first_token(served: str, case: Case, p
             for pid in stopped:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
-        updates = answer.result(100)
-    assert tokens_of(updates) == case.tokens[:20]
-    assert attempts(updates) == 2
+        assert answer.result(100) == case.tokens[:20]
     until(lambda: whole(served))
 
 

@@ -14,7 +14,8 @@ import grpc
 import pytest
 
 from tandem.cluster.client import AsyncClient, Client
-from tandem.cluster.errors import AttemptsExhausted, Unavailable
+from tandem.cluster.client_messages import RETRY_AFTER_KEY
+from tandem.cluster.errors import AttemptsExhausted, Overloaded, Unavailable
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.workers.random_checkpoint import make_checkpoint
 from tests.cluster.fake_gateway import FakeGateway, serving
@@ -208,6 +209,32 @@ def test_the_client_asks_for_what_it_lacks() -> None:
         assert getattr(first, field) == getattr(second, field) == getattr(third, field)
     assert first.request_id
     assert first.sampling.HasField("seed")
+
+
+class CrowdedGateway(FakeGateway):
+    """Breaks off the first call, and has no room for the next ones."""
+
+    def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        if len(self.requests) in (1, 2):
+            self.requests.append(request)
+            context.set_trailing_metadata(((RETRY_AFTER_KEY, "20"),))
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "1 calls are under way")
+        self.fails = None if self.requests else (grpc.StatusCode.UNAVAILABLE, "gone")
+        yield from super().Generate(request, context)
+
+
+def test_a_stream_that_broke_waits_for_room() -> None:
+    """All clients of a gateway that was started again come back at once; a new request is refused all the same."""
+    gateway = CrowdedGateway()
+    with serving(gateway) as address, Client(address) as client:
+        assert tokens_of(list(client.generate("x"))) == [0, 1, 0, 1]
+        assert [len(request.resume.token_ids) for request in gateway.requests] == [0, 2, 2, 2]
+        del gateway.requests[1:]
+        with pytest.raises(Overloaded, match="under way"):
+            list(client.generate("x"))
+        assert len(gateway.requests) == 2
 
 
 def test_the_client_gives_up_in_time() -> None:

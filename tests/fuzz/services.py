@@ -301,6 +301,7 @@ class Fuzz:
             "clean-ups": len(gateway._router._cleanup),
             "orders": len(gateway._admin._outcomes),
             "placed tokens": sum(link.load for link in links),
+            "first tokens": sum(len(link.announcements._expected) for link in links),
         }
         return held + [f"gateway: {count} {name}" for name, count in of_gateway.items() if count]
 

@@ -116,20 +116,6 @@ def test_slots_land_bit_for_bit_and_nowhere_else(island: list[PeProcess], target
     check(island, expected)
 
 
-def test_layers_of_slots_land_and_no_others(island: list[PeProcess]) -> None:
-    expected = fill(island, 4)
-    source = np.concatenate([np.arange(0, 8), np.arange(9, 18), np.arange(20, 23)]).astype(np.int32)
-    where = np.concatenate([np.arange(40, 48), np.arange(25, 34), np.arange(37, 40)]).astype(np.int32)
-    count = expected[0][0].shape[1]
-    for layers in (range(1), range(1, count - 1), range(count - 1, count)):
-        if layers:
-            island[0].do("call", "write_slots", 1, 0, source, where, layers)
-            island[0].do("call", "quiet", 1)
-            part = slice(layers.start, layers.stop)
-            copy_slots(expected[0][0][:, part], expected[1][0][:, part], source, where)
-            check(island, expected)
-
-
 def test_pages_in_random_order(island: list[PeProcess]) -> None:
     expected = fill(island, 5)
     rng = np.random.default_rng(0)

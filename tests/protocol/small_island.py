@@ -104,12 +104,7 @@ class CountingModel:
         self.launched: deque[Step] = deque()
         self._last = np.empty(0, np.int64)
 
-    def progress(self) -> None:
-        """As of a model that has computed when forward() returns."""
-
-    def forward(
-        self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array, progress: None = None
-    ) -> Int64Array:
+    def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array) -> Int64Array:
         kv = torch.from_numpy(token_ids.astype(np.float32))[:, None, None]
         self._cache.attention(plan, 0, kv, kv, kv)
         return token_ids[last_rows] + 1

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.cache.cached_send import CachedSend
 from tandem.cache.receptions import Receptions
+from tandem.cache.transmissions import Transmissions
 from tandem.transfer.completion import Signal, SignalBoard
 from tandem.transfer.recall import RecallDesk, RecallInbox
 from tandem.workers import reservations
@@ -181,7 +181,7 @@ def an_announcement_is_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_head_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CachedSend, "write_rest", lambda _: None)
+    patch.setattr(Transmissions, "send_cached", lambda *_: None)
 
 
 PROTECTIONS: dict[str, tuple[str, Patch, str]] = {

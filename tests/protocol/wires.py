@@ -98,16 +98,7 @@ class WireTransport(Transport):
         tokens = k[token_indices, 0, 0].long()
         self._other.incoming.append(Write(tuple(slots.tolist()), tuple(tokens.tolist())))
 
-    def write_slots(
-        self,
-        pe: int,
-        group: int,
-        source_slots: Int32Array,
-        target_slots: Int32Array,
-        layers: range | None = None,
-        *,
-        stored: bool = False,
-    ) -> None:
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         tokens = self._own.memory.tokens[source_slots]
         self._other.incoming.append(Write(tuple(target_slots.tolist()), tuple(tokens.tolist())))
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.cache.errors import InvalidArgument
-from tandem.transfer.copy_plan import CopyPlan, page_spans, plan_copy
+from tandem.transfer.copy_plan import CopyPlan, plan_copy
 
 PAGE = 4
 
@@ -63,23 +63,3 @@ def test_pages_at_another_offset_go_slot_by_slot() -> None:
 def test_unequal_lengths_are_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"source_slots has shape \(3,\)"):
         plan_copy(np.arange(3, dtype=np.int32), np.arange(4, dtype=np.int32), PAGE)
-
-
-@pytest.mark.parametrize("layers", [range(3), range(1), range(1, 3), range(2, 3)], ids=str)
-def test_spans_are_the_layers_of_the_pages(layers: range) -> None:
-    """In pages of 3 layers of 8 bytes, also where pools are beyond 2 ** 31 bytes."""
-    far = 2**30
-    sources, targets, counts, none = (np.array(one, np.int32) for one in ([5, far], [7, 2], [3, 1], []))
-    plan = CopyPlan(sources, targets, counts, none, none)
-    spans = page_spans(plan, layers, 3, page_bytes=24)
-    copied = {
-        (source + at, target + at)
-        for target, source, size in zip(
-            spans.targets.tolist(), spans.sources.tolist(), spans.sizes.tolist(), strict=True
-        )
-        for at in range(size)
-    }
-    pages = [(5, 7), (6, 8), (7, 9), (far, 2)]
-    part = range(8 * layers.start, 8 * layers.stop)
-    assert copied == {(24 * source + at, 24 * target + at) for source, target in pages for at in part}
-    assert spans.sizes.size == (2 if len(layers) == 3 else 4)

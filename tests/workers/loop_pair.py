@@ -58,11 +58,12 @@ class Collected(StreamFanout):
 
 
 class CountedWrites(PageWriter):
-    """Passes everything on; bytes_written counts what was issued, landed or not. For layouts of one group."""
+    """Passes everything on; bytes_written counts what was issued, landed or not, tokens_written what of it went with
+    forwards. For layouts of one group."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.bytes_written = 0
+        self.bytes_written = self.tokens_written = 0
 
     def write_tokens(
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
@@ -70,21 +71,11 @@ class CountedWrites(PageWriter):
         self._transport.write_tokens(pe, group, layer, k, v, token_indices, slots)
         layout = self._transport.layout
         self.bytes_written += len(slots) * layout.token_bytes // layout.num_layers
+        self.tokens_written += len(slots) * (layer == 0)
 
-    def write_slots(
-        self,
-        pe: int,
-        group: int,
-        source_slots: Int32Array,
-        target_slots: Int32Array,
-        layers: range | None = None,
-        *,
-        stored: bool = False,
-    ) -> None:
-        self._transport.write_slots(pe, group, source_slots, target_slots, layers, stored=stored)
-        layout = self._transport.layout
-        share = 1 if layers is None else len(layers) / layout.num_layers
-        self.bytes_written += int(target_slots.size * layout.token_bytes * share)
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+        self._transport.write_slots(pe, group, source_slots, target_slots)
+        self.bytes_written += target_slots.size * self._transport.layout.token_bytes
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
         return self._transport.peer_pool(pe, group)
@@ -94,8 +85,16 @@ class LoopPair:
     """Nothing happens unless the test steps a loop or moves the clock."""
 
     def __init__(
-        self, folder: Path, *, num_pages: int = 32, num_signals: int = 8, sharing: bool = False, verify: bool = True
+        self,
+        folder: Path,
+        *,
+        num_pages: int = 32,
+        num_signals: int = 8,
+        max_sequences: tuple[int, int] = (64, 64),
+        sharing: bool = False,
+        verify: bool = True,
     ) -> None:
+        """max_sequences: of the caches."""
         config = load_config(folder)
         layout = kv_layout(config, PAGE)
         self.clock = Clock()
@@ -104,13 +103,13 @@ class LoopPair:
         self._writes = [CountedWrites(transport) for transport in self.transports]
         model = load_decoder(folder, config)
 
-        def cache_over(transport: Transport, writer: PageWriter) -> PagedKVCache:
+        def cache_over(transport: Transport, writer: PageWriter, most: int) -> PagedKVCache:
             pools, longest = transport.pools, config.max_length
-            cache = make_cache(config, layout, pools, max_sequences=64, max_length=longest, writer=writer)
+            cache = make_cache(config, layout, pools, max_sequences=most, max_length=longest, writer=writer)
             poison_free_pages(cache, transport.pools)
             return cache
 
-        self.caches = [cache_over(*ends) for ends in zip(self.transports, self._writes, strict=True)]
+        self.caches = [cache_over(*ends) for ends in zip(self.transports, self._writes, max_sequences, strict=True)]
         self.prefill = PrefillLoop(
             ModelRunner(model, self.caches[PREFILL]),
             self.caches[PREFILL],
@@ -204,6 +203,10 @@ class LoopPair:
     @property
     def bytes_written(self) -> int:
         return self._writes[PREFILL].bytes_written
+
+    @property
+    def tokens_written(self) -> int:
+        return self._writes[PREFILL].tokens_written
 
     @property
     def in_flight(self) -> int:

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.workers.authentication import HEADER
 from tandem.workers.messages import prompt_to_bytes
 from tests.workers.test_service import EPOCH, PROMPT, Pair, code_of, running_pair
 
@@ -79,6 +80,25 @@ def test_a_token_that_is_none_fails_nobody_else(pair: Pair) -> None:
     send.prompt = prompt_to_bytes([5, 100_000, 7])
     assert "prompt has token 100000" in refused(lambda: pair.prefill.RemoteSend(send, timeout=10))
     assert pair.abort(pair.decode, "token", writer_quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        (b"\x0a\x01r\x10\x01\x1a\x03abc", "prompt has 3 bytes"),
+        (b"\x0a\x01r\x10\x01\x78\x01", "AnnounceRequest has unknown field number 15"),
+        (b"\x0a\x09r", "3 bytes of the request cannot be read"),
+    ],
+)
+def test_announcements_that_are_none(pair: Pair, message: bytes, named: str) -> None:
+    good = worker_pb2.AnnounceRequest(request_id=f"announced {named}", epoch=EPOCH, prompt=prompt_to_bytes(PROMPT))
+    with grpc.insecure_channel(pair.prefill_address) as channel:
+        announce = channel.stream_stream("/tandem.v1.Worker/Announce")
+        metadata = ((HEADER, f"Bearer {pair.token}"),)
+        stream = announce(iter([good.SerializeToString(), message]), metadata=metadata, timeout=10)
+        assert named in refused(lambda: list(stream))
+    assert pair.abort(pair.prefill, f"announced {named}")
+    served(pair, f"after {named}")
 
 
 def test_pages_that_its_receiver_did_not_offer_are_not_written(pair: Pair) -> None:

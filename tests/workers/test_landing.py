@@ -18,7 +18,7 @@ from tests.waiting import until
 from tests.workers.test_service import EPOCH, GREEDY, PROMPT, Pair, Stub, code_of
 
 PREFILL, DECODE = 0, 1
-NUM_PAGES, NUM_LAYERS, CHUNK = 16, 2, 8
+NUM_PAGES, CHUNK = 16, 8
 SETTINGS = {
     "cache.num_pages": NUM_PAGES,
     "cache.prefix_sharing": False,
@@ -72,7 +72,7 @@ def test_a_chunk_does_not_wait_for_the_push_of_the_one_before(pair: FakePair) ->
     reservation = pair.calls.prepare("r")
     sending = pair.remote_send("r", reservation)
     num_chunks = -(-len(PROMPT) // CHUNK)
-    until(lambda: pair.fabric.num_in_flight(DECODE) == num_chunks * NUM_LAYERS)
+    until(lambda: pair.fabric.num_in_flight(DECODE) == num_chunks)  # of a page each
     assert not sending.done()
     assert pair.calls.status(pair.calls.prefill).running == 1
     pair.fabric.release(DECODE)
@@ -104,7 +104,7 @@ def test_a_forward_that_fails_ends_its_request_once_its_writes_are_quiet(
     if held:
         monkeypatch.setattr(landing, "QUIET_SECONDS", 0)
         pair.fabric.hold(DECODE)
-    pair.fabric.fail_next("write_tokens", DECODE)
+    pair.fabric.fail_next("write_slots", DECODE)
     pair.fabric.fail_next("fence", DECODE)
     pair.fabric.fail_next("is_quiet", DECODE)
     sending = pair.remote_send("r", pair.calls.prepare("r"))

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tandem.workers.errors import (
@@ -377,4 +378,20 @@ def test_the_gateways_word_frees_pages_while_their_recall_is_under_way(
     pair.decode.abort("d", writer_quiet=False)
     pair.heed_recalls()
     pair.heed_recalls()
+    pair.assert_free()
+
+
+def test_prompts_wait_for_a_place_among_sequences(folder: Path, oracle: dict[int, list[int]]) -> None:
+    """There are pages for all of them; several decode workers can offer room to more than a prefill worker keeps."""
+    pair = LoopPair(folder, num_pages=64, max_sequences=(2, 64))
+    prompts = {name: (PROMPT, OTHER)[number % 2] for number, name in enumerate("abcde")}
+    for name, prompt in prompts.items():
+        pair.prefill.announce(name, np.array(prompt))
+        reservation = pair.prepare(name, prompt)
+        pair.send(name, prompt, reservation)
+        pair.start(name, reservation)
+    pair.run_prefill()
+    pair.run_decode()
+    for name, prompt in prompts.items():
+        assert pair.tokens(name) == expected(oracle, prompt)[1:]
     pair.assert_free()

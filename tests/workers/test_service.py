@@ -33,9 +33,11 @@ Stub = worker_pb2_grpc.WorkerStub
 class Pair:
     """Both workers of a small island, and calls with the usual arguments."""
 
-    def __init__(self, prefill: Stub, decode: Stub) -> None:
+    def __init__(self, prefill: Stub, decode: Stub, prefill_address: str, token: str) -> None:
         self.prefill = prefill
         self.decode = decode
+        self.prefill_address = prefill_address
+        self.token = token
 
     def prepare(self, request_id: str, prompt: list[int] = PROMPT, max_tokens: int = 4) -> worker_pb2.Reservation:
         request = worker_pb2.PrepareReceiveRequest(
@@ -93,7 +95,7 @@ def running_pair(
         addresses = [worker.address for worker in island.workers]
         token = island.workers[0].config.token
         with grpc.insecure_channel(addresses[0]) as one, grpc.insecure_channel(addresses[1]) as other:
-            yield Pair(authorized(Stub(one), token), authorized(Stub(other), token))
+            yield Pair(authorized(Stub(one), token), authorized(Stub(other), token), addresses[0], token)
         assert all(worker.cache.num_free_pages == 16 for worker in island.workers)
 
 
@@ -211,8 +213,8 @@ def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(
     lease = 100.0  # so that it is over when the test says so, and no sooner
     settings = {"island.lease_seconds": lease, "scheduler.max_batch_tokens": 8}
     with running_pair(folder, settings, transports) as pair:
-        second_chunk = transports.fabric.pause_next("write_tokens", 1, skip=2)  # one for each of two layers
-        third_chunk = transports.fabric.pause_next("write_tokens", 1, skip=1)
+        second_chunk = transports.fabric.pause_next("write_slots", 1, skip=1)
+        third_chunk = transports.fabric.pause_next("write_slots", 1)
         reservation = pair.prepare("r")
         reader = pair.start("r", reservation)  # keeps the receiver from taking it back
         call = pair.sending("r", reservation)

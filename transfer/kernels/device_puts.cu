@@ -40,12 +40,13 @@ extern "C" __global__ void put_runs(char* target, const char* source, const int6
     }
 }
 
-// `rows` rows, from first_row of a page on, of source_slots[i] of one pool to target_slots[i] of the other, a warp a row.
+// All `rows` rows of source_slots[i] of one pool to target_slots[i] of the other, a warp a row.
 extern "C" __global__ void put_slots(char* target, const char* source, const int32_t* target_slots,
-                                     const int32_t* source_slots, int64_t num_slots, int64_t first_row, int64_t rows,
-                                     int64_t page_bytes, int64_t page_size, int64_t row_bytes, int64_t pe) {
+                                     const int32_t* source_slots, int64_t num_slots, int64_t rows, int64_t page_size,
+                                     int64_t row_bytes, int64_t pe) {
+    const int64_t page_bytes = rows * page_size * row_bytes;
     for (int64_t item = first_warp(); item < num_slots * rows; item += num_warps()) {
-        const int64_t slot = item / rows, row = first_row + item % rows;
+        const int64_t slot = item / rows, row = item % rows;
         nvshmemx_putmem_nbi_warp(target + place(target_slots[slot], row, page_bytes, page_size, row_bytes),
                                  source + place(source_slots[slot], row, page_bytes, page_size, row_bytes), row_bytes,
                                  int(pe));

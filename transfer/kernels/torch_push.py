@@ -15,10 +15,9 @@ def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: T
     PagePool(pool).put_tokens(layer, slots.long(), k.index_select(0, tokens), values)
 
 
-def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slots: Tensor, layers: range) -> None:
-    """Consecutive layers of source_slots (int32 [n]) of one pool to target_slots of another; both inside."""
-    some = slice(layers.start, layers.stop)
-    PagePool(target).copy_slots(PagePool(source), source_slots.long(), target_slots.long(), some)
+def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    """All layers of source_slots (int32 [n]) of one pool to target_slots of another; both inside."""
+    PagePool(target).copy_slots(PagePool(source), source_slots.long(), target_slots.long())
 
 
 def post_row(mailbox: Tensor, row: int, signal: int, payload: int) -> None:

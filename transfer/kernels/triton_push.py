@@ -35,17 +35,15 @@ def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: T
     )
 
 
-def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slots: Tensor, layers: range) -> None:
-    """Consecutive layers of source_slots (int32 [n]) of one pool to target_slots of another; both inside."""
-    _, num_layers, planes, heads, page_size, head_dim = source.shape
-    page_rows, dim_pad = num_layers * planes * heads, triton.next_power_of_2(head_dim)
-    first, rows = layers.start * planes * heads, len(layers) * planes * heads
-    block = min(max(1, ELEMENTS_PER_PROGRAM // dim_pad), triton.next_power_of_2(page_rows))
+def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    """All layers of source_slots (int32 [n]) of one pool to target_slots of another; both inside."""
+    _, layers, planes, heads, page_size, head_dim = source.shape
+    rows, dim_pad = layers * planes * heads, triton.next_power_of_2(head_dim)
+    block = min(max(1, ELEMENTS_PER_PROGRAM // dim_pad), triton.next_power_of_2(rows))
     _launch(
         _push_slots,
         (source_slots.shape[0], triton.cdiv(rows, block)),
-        *(source, target, source_slots, target_slots, first, first + rows, page_rows),
-        *(page_size, head_dim, dim_pad, block),
+        *(source, target, source_slots, target_slots, rows, page_size, head_dim, dim_pad, block),
     )
 
 
@@ -84,18 +82,18 @@ def _push_tokens(
         tl.store(pool + place, tl.load(v + row[:, None, None] * v_stride + within, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_row", "end_row"])
+@triton.jit
 def _push_slots(
-    source, target, source_slots, target_slots, first_row, end_row, page_rows,
+    source, target, source_slots, target_slots, num_rows,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     begin = tl.load(source_slots + tl.program_id(0)).to(tl.int64)
     end = tl.load(target_slots + tl.program_id(0)).to(tl.int64)
-    row = (first_row + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    row = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
     dim = tl.arange(0, DIM_PAD)[None, :]
-    mask = (row < end_row) & (dim < HEAD_DIM)
+    mask = (row < num_rows) & (dim < HEAD_DIM)
     within = row * (PAGE_SIZE * HEAD_DIM) + dim
-    page_elements = page_rows * (PAGE_SIZE * HEAD_DIM)
+    page_elements = num_rows * (PAGE_SIZE * HEAD_DIM)
     begin = begin // PAGE_SIZE * page_elements + begin % PAGE_SIZE * HEAD_DIM
     end = end // PAGE_SIZE * page_elements + end % PAGE_SIZE * HEAD_DIM
     tl.store(target + end + within, tl.load(source + begin + within, mask=mask), mask=mask)

@@ -1,0 +1,64 @@
+"""A gateway in this process, with both doors, whose workers answer as told."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster.config import load_config
+from tandem.cluster.gateway import Gateway
+from tandem.cluster.process_settings import gateway_settings
+from tandem.workers.event_loop import EventLoopThread
+from tests.cluster.fake_worker import FakeWorker
+
+PROMPT = [5, 6, 7]
+TOKENS = [(8 * 3 + number * 5) % 100 for number in range(6)]
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": len(TOKENS), "return_token_ids": True}
+
+
+def say(sequence: list[int]) -> int:
+    return TOKENS[len(sequence) - len(PROMPT)]
+
+
+@dataclass(frozen=True)
+class Door:
+    gateway: Gateway
+    worker: FakeWorker
+    events: EventLoopThread
+
+    @property
+    def http(self) -> str:
+        return self.gateway._doors.http or ""
+
+    @property
+    def grpc(self) -> str:
+        return self.gateway._doors.grpc
+
+    @property
+    def running(self) -> int:
+        return self.gateway._intake.running
+
+    def island_comes(self) -> None:
+        self.events.run(self.gateway.update_island(self.worker.state("i", epoch=1, version=1)), timeout=10)
+
+
+@contextmanager
+def door(
+    model: Path, options: dict[str, Any] | None = None, fails: dict[str, list[str]] | None = None, alone: bool = False
+) -> Iterator[Door]:
+    """A gateway in this process; fails is FakeWorker's. alone: it knows no island yet."""
+    events, worker = EventLoopThread("door"), FakeWorker(say, fails or {})
+    overrides = {"model.path": str(model), "gateway.port": 0, "gateway.http_port": 0, **(options or {})}
+    gateway = Gateway(gateway_settings(load_config(None, overrides), 256, 64))
+    opened = Door(gateway, worker, events)
+    try:
+        events.run(worker.start(), timeout=10)
+        events.run(gateway.start(), timeout=10)
+        if not alone:
+            opened.island_comes()
+        yield opened
+    finally:
+        events.run(gateway.stop(0.1), timeout=30)
+        events.run(worker.stop(), timeout=10)
+        events.stop()

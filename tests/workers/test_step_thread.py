@@ -1,0 +1,76 @@
+"""The step thread's end: every command posted to it comes to an end, whenever it was posted or cancelled."""
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tandem.workers.step_thread import StepThread
+
+
+class Gate:
+    """A loop whose steps wait until the test lets them end."""
+
+    def __init__(self) -> None:
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def step(self) -> float | None:
+        self.entered.set()
+        assert self.open.wait(30)
+        return None
+
+
+def stop_within_a_step(thread: StepThread, gate: Gate) -> None:
+    """So that commands posted during the step are not run."""
+    stopping = threading.Thread(target=thread.stop)
+    stopping.start()
+    while not thread._stopping:
+        pass
+    gate.open.set()
+    stopping.join(30)
+    assert not stopping.is_alive()
+
+
+def stuck() -> tuple[StepThread, Gate]:
+    gate = Gate()
+    thread = StepThread(gate, "test")
+    thread.start()
+    thread.call(lambda: None)
+    assert gate.entered.wait(30)
+    return thread, gate
+
+
+def test_commands_not_run_fail_and_cancelled_ones_stay_cancelled() -> None:
+    """As after a server was stopped in the middle of calls: their handlers cancelled what they had posted."""
+    thread, gate = stuck()
+    cancelled, waiting = thread.call(lambda: None), thread.call(lambda: None)
+    assert cancelled.cancel()
+    failures: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", failures.append)
+        stop_within_a_step(thread, gate)
+    assert not failures
+    assert cancelled.cancelled()
+    assert isinstance(waiting.exception(0), RuntimeError)
+    thread.stop()
+
+
+def test_a_command_posted_while_the_thread_ends_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the caller's first look and its putting the command there, all of stop() may happen."""
+    thread, gate = stuck()
+    gate.open.set()
+    put = thread._inbox.put
+
+    class Inbox:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inbox, name)
+
+        def put(self, item: tuple[Any, Future] | None) -> None:
+            if item is not None:
+                thread.stop()
+            put(item)
+
+    inbox = thread._inbox
+    monkeypatch.setattr(thread, "_inbox", Inbox())
+    assert isinstance(thread.call(lambda: None).exception(10), RuntimeError)

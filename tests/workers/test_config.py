@@ -156,7 +156,11 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor is missing; it must be a list of numbers"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1, "2"]}}, "it must be a list of numbers"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1, "2"]}}, "it must be a list of finite numbers"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1, 10**400]}}, "a list of finite numbers"),
+        ({"rope_theta": 10**400}, "0; it must be a finite number of at least 0"),
+        ({"max_position_embeddings": 1 << 31}, "max_position_embeddings is 2147483648; it must be at most 2147483647"),
+        ({"rope_theta": math.nan}, "rope_theta is nan; it must be a finite number of at least 0"),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]}},
             "'longrope' needs 8 numbers above 0",

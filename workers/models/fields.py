@@ -1,12 +1,14 @@
 """Typed reading of a JSON object: each getter returns a value of the type it names, or says what is wrong."""
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tandem.workers.models.errors import CheckpointMissing, InvalidConfig
+
+MAX_INTEGER = (1 << 31) - 1  # more than any model has of anything
 
 
 class Fields:
@@ -45,11 +47,13 @@ class Fields:
         value = self._get(name, default, "an integer")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.invalid(name, f"an integer of at least {minimum}")
+        if value > MAX_INTEGER:
+            raise self.invalid(name, f"at most {MAX_INTEGER}")
         return value
 
     def number(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
         value = self._get(name, default, "a number")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        if not _is_finite(value) or value < 0:
             raise self.invalid(name, "a finite number of at least 0")
         if positive and value == 0:
             raise self.invalid(name, "a finite number above 0")
@@ -85,8 +89,8 @@ class Fields:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         values = self._get(name, None, "a list of numbers")
-        if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values):
-            raise self.invalid(name, "a list of numbers")
+        if not isinstance(values, list) or not all(map(_is_finite, values)):
+            raise self.invalid(name, "a list of finite numbers")
         return tuple(float(value) for value in values)
 
     def section(self, name: str) -> "Fields":
@@ -111,3 +115,8 @@ class Fields:
         if default is None:
             raise InvalidConfig(f"{self.source}: {name} is missing; it must be {accepted}")
         return default
+
+
+def _is_finite(value: object) -> bool:
+    """Whether a float can hold it."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

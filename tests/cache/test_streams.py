@@ -300,6 +300,9 @@ def test_wrong_use_is_refused() -> None:
             call()
     with pytest.raises(InvalidArgument, match="append_lengths has 65; 1 … 64 are accepted"):
         cache.begin_forward([1], [65])
+    run(cache, [1], [9], draw_inputs(LAYOUT, 9, seed=9))
+    with pytest.raises(InvalidArgument, match=r"sequence 1 would have .* positions; 0 … 64 fit"):
+        cache.begin_forward([1], [64])
     cache.remove_sequence(1)
     cache.add_sequence(1)
     assert cache.match_prefix(1, [1] * 9) == 0  # a new sequence of the same id does not slide

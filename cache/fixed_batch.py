@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -19,7 +20,8 @@ from tandem.cache.kernels.base import (
     StepKernels,
     StepPages,
 )
-from tandem.cache.kernels.staging import ArraySize, FixedArrays, Staging
+from tandem.cache.kernels.fetched_staging import FetchedStaging
+from tandem.cache.kernels.staging import ArraySize, FixedArrays
 from tandem.cache.latent import UpProjections
 from tandem.cache.plan import Int64Array, PageTables, TokenLayout, lay_out_tokens
 from tandem.cache.ragged import IntArray
@@ -76,8 +78,8 @@ class FixedBatch:
 
     sharing: rows that share pages attend to them together, as the tables that fill() is given say.
 
-    attention() is called where the graph is captured, fill() before each replay. inputs: int64 [size] tensors that the
-    caller has filled along with the batch's own arrays, num_inputs of them.
+    attention() is called where the graph is captured, before all else, and fill() before each replay. inputs: int64
+    [size] tensors that the caller has filled along with the batch's own arrays, num_inputs of them.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class FixedBatch:
         num_q_heads: int,
         num_inputs: int,
         max_pages: int,
-        staging: Staging,
+        staging: FetchedStaging,
         sharing: bool,
     ) -> None:
         """places: see StepAttention. max_pages: of one sequence.
@@ -102,7 +104,9 @@ class FixedBatch:
         self._kernels = kernels
         self._rotations = rotations
         self._places = places
-        self._arrays = FixedArrays(staging, _sizes(size, len(kernels), num_inputs, max_pages))
+        sizes = _sizes(size, len(kernels), num_inputs, max_pages)
+        self._arrays = FixedArrays(staging, sizes)
+        self._fetch = partial(staging.fetch, FixedArrays.num_bytes(sizes))
         heads, tables = self._arrays.tensors[: num_inputs + 1], self._arrays.tensors[num_inputs + 1 :]
         self._positions, *self.inputs = heads
         self._plans = [
@@ -117,7 +121,9 @@ class FixedBatch:
         return FixedArrays.num_bytes(_sizes(size, num_groups, num_inputs, max_pages))
 
     def attention(self) -> "StepAttention":
-        """Of the step that stands in the arrays when it runs; this computes the rotation of its positions."""
+        """Of the step that was filled in last when it runs; this fetches its arrays, the inputs too, and computes the
+        rotation of its positions."""
+        self._fetch()
         return StepAttention(self._kernels, self._plans, self._rotations.at(self._positions), self._places)
 
     def clear(self) -> None:
@@ -161,7 +167,7 @@ def make_fixed_batches(
     fit = [one for one in kernels if isinstance(one, GraphKernels)]
     if len(fit) < len(kernels) or rotations.by_length or not sizes or (sharing and not any(map(can_share, fit))):
         return []
-    staging = Staging(FixedBatch.num_bytes(max(sizes), len(fit), num_inputs, max_pages), rotations.device)
+    staging = FetchedStaging(FixedBatch.num_bytes(max(sizes), len(fit), num_inputs, max_pages), rotations.device)
     return [
         FixedBatch(
             size,

@@ -32,23 +32,12 @@ class PageLookUp:
         self._window = window
         self._page_size = page_size
         library = load_library(SOURCE)
-        if library is None:
-            self._native = None
-            return
-        native_table = _Table(_address(table.pages), _address(table.begins), table.pages.shape[1], page_size)
-        self._native_table, self._native_address = native_table, ctypes.addressof(native_table)
-        self._native = library.look_up
-        self._native.argtypes = (POINTER, INT32, *(POINTER,) * 9, INT64)
-        self._native.restype = INT64
-        self._native_slots = library.stream_slots
-        self._native_slots.argtypes = (POINTER, INT32, *(POINTER,) * 5)
-        self._native_slots.restype = None
-        self._num_pages = 0  # of the last look-up
+        self._native = None if library is None else _NativeLookUp(library, table, page_size)
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
         """As look_up_pages of rows (int64 [B], B ≥ 1), those of the sequences that have grown by `tokens`."""
         if self._native is not None:
-            return self._look_up_natively(rows, tokens, shared)
+            return self._native.look_up(rows, tokens, shared)
         begins = None if self._window is None else self._table.begins[rows]
         return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins, shared)
 
@@ -58,35 +47,48 @@ class PageLookUp:
         """bounds int32 [N + 1] and slots int32: slots[bounds[i] : bounds[i + 1]] are those of all that rows[i] (int64
         [N], of `streams`) stores, in order; at least one. lengths: int64 [max_sequences]."""
         bounds = indptr_of(lengths[rows] - streams.holes[rows])
-        if self._native is None:
-            indices = streams.in_use(rows, lengths[rows])
-            return bounds, slots_in(self._table.pages, rows.repeat(np.diff(bounds)), indices, self._page_size)
-        slots = np.empty(int(bounds[-1]), np.int32)
-        arrays = rows, lengths, streams.sinks, streams.holes, slots
-        self._native_slots(self._native_address, rows.size, *map(_address, arrays))
-        return bounds, slots
+        if self._native is not None:
+            return bounds, self._native.stream_slots(rows, lengths, streams, int(bounds[-1]))
+        indices = streams.in_use(rows, lengths[rows])
+        return bounds, slots_in(self._table.pages, rows.repeat(np.diff(bounds)), indices, self._page_size)
 
-    def _look_up_natively(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None) -> PageTables:
+
+class _NativeLookUp:
+    """As PageLookUp, of whose table it reads the pages and begins where they stand."""
+
+    def __init__(self, library: ctypes.CDLL, table: GroupTable, page_size: int) -> None:
+        self._table = _Table(_address(table.pages), _address(table.begins), table.pages.shape[1], page_size)
+        self._address = ctypes.addressof(self._table)
+        self._look_up, self._stream_slots = library.look_up, library.stream_slots
+        self._look_up.argtypes = (POINTER, INT32, *(POINTER,) * 3, INT32, POINTER, INT64)
+        self._look_up.restype = INT64
+        self._stream_slots.argtypes = (POINTER, INT32, *(POINTER,) * 5)
+        self._stream_slots.restype = None
+        self._num_pages = 0  # of the last look-up
+
+    def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None) -> PageTables:
         num_tokens, count = tokens.positions.size, rows.size
-        bounds = num_tokens, num_tokens + count + 1, num_tokens + 2 * count + 1
-        arrays = np.empty(num_tokens + 3 * count + 1, np.int32)
-        slots = _address(arrays)
-        arguments = (
-            *(self._native_address, count, _address(rows)),
-            *map(_address, (tokens.qo_indptr, tokens.positions, tokens.seq_lens)),
-            *(slots, *(slots + 4 * bound for bound in bounds)),
-        )
-        room = self._num_pages + num_tokens  # enough for a step of the same sequences
-        kv_indices = np.empty(room, np.int32)
-        num_pages = self._native(*arguments, _address(kv_indices), room)
+        appended = None if tokens.each_one else _address(tokens.qo_indptr)
+        arguments = self._address, count, _address(rows), _address(tokens.seq_lens), appended, num_tokens
+        first, second, third = num_tokens, num_tokens + count + 1, num_tokens + 2 * count + 1
+        begin = third + count
+        room = self._num_pages + num_tokens  # enough for a step of the sequences of the last one
+        arrays = np.empty(begin + room, np.int32)
+        num_pages = self._look_up(*arguments, _address(arrays), room)
         if num_pages > room:
-            kv_indices = np.empty(num_pages, np.int32)
-            self._native(*arguments, _address(kv_indices), num_pages)
+            arrays = np.empty(begin + num_pages, np.int32)
+            self._look_up(*arguments, _address(arrays), num_pages)
         self._num_pages = num_pages
-        first, second, third = bounds
+        kv_indices = arrays[begin : begin + num_pages]
         return PageTables(
-            arrays[:first], arrays[first:second], kv_indices[:num_pages], arrays[second:third], arrays[third:], shared
+            arrays[:first], arrays[first:second], kv_indices, arrays[second:third], arrays[third:begin], shared
         )
+
+    def stream_slots(self, rows: Int64Array, lengths: Int64Array, streams: StreamTable, count: int) -> Int32Array:
+        slots = np.empty(count, np.int32)
+        arrays = rows, lengths, streams.sinks, streams.holes, slots
+        self._stream_slots(self._address, rows.size, *map(_address, arrays))
+        return slots
 
 
 def _address(array: Int32Array | Int64Array) -> int:

@@ -93,6 +93,9 @@ class HttpApp:
         if path != HEALTH:
             self._check_caller(scope)
         if path not in self._routes:
+            models, _, asked = path.rpartition("/")
+            if models == "/v1/models" and asked:
+                raise HttpError.other_model(asked, self._model["id"])
             raise HttpError(404, f"{path!r:.80} is not served; {', '.join(self._routes)} are")
         methods, route = self._routes[path]
         if method not in methods:

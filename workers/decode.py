@@ -144,33 +144,41 @@ class DecodeLoop:
     def _take_landed(self) -> None:
         """Moves every started request whose KV has landed into the batch."""
         mailbox = self._reservations.mailbox()
-        waiting = self._landing
-        landed = landed_tokens(mailbox, waiting)
+        landed = landed_tokens(mailbox, self._landing).tolist()
+        complete = [
+            request for request, tokens in zip(self._landing, landed, strict=True) if tokens >= request.expected_tokens
+        ]
         joining, updates = [], []
-        self._landing = []
-        for request, tokens in zip(waiting, landed.tolist(), strict=True):
-            if tokens < request.expected_tokens:
-                self._landing.append(request)
-                continue
-            assert request.rule is not None
+        for request in complete:
             assert request.stream is not None
+            self._landing.remove(request)
             try:
-                request.output.append(self._reservations.land(request, mailbox))
-            except CorruptKV as error:
+                reason = self._land(request, mailbox)
+            except Exception as error:
+                if not isinstance(error, CorruptKV):
+                    log.exception("a landing failed")
+                    error = ForwardFailed(f"landing of {request.request_id!r} failed: {error}")
                 self._fanout.fail(request.stream, error)
                 self._leave(request, writer_quiet=True)
                 continue
-            reason = request.rule.reason(request.output[0], 1)
             if reason == FinishReason.RUNNING:
                 joining.append(request)
             else:
                 updates.append(StreamUpdate(request.stream, None, None, reason))
-                self._publish_prompts([request])
                 self._leave(request, writer_quiet=True)
         if joining:
             self._batch.join(joining)
             self._unpublished += joining
         self._fanout.publish(updates)
+
+    def _land(self, request: DecodeRequest, mailbox: Int64Array) -> FinishReason:
+        """Takes the first token. A prompt that ends with it can be shared, and will not be stepped."""
+        assert request.rule is not None
+        request.output.append(self._reservations.land(request, mailbox))
+        reason = request.rule.reason(request.output[0], 1)
+        if reason != FinishReason.RUNNING:
+            self._publish_prompts([request])
+        return reason
 
     def _forward(self) -> float:
         """Launches a step, unless one is still to be read, and reads one that is done; see StepLoop.step."""

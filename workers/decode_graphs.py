@@ -10,11 +10,13 @@ from tandem.cache.fixed_batch import FixedBatch
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.window import Int64Array
 from tandem.workers.batch_buckets import LEAST_TO_SHARE, bucket_of
-from tandem.workers.kernels.choice import choose_draw, choose_step_tokens
+from tandem.workers.kernels.choice import choose_step_tokens
 from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.pending_samples import PendingSamples
-from tandem.workers.sample_batch import GREEDY_BELOW, NO_LOGPROBS, SampleBatch
-from tandem.workers.sampling import Sampler
+from tandem.workers.pending_samples import CopiedSamples, PendingSamples
+from tandem.workers.posted_samples import PostBox
+from tandem.workers.sample_batch import SampleBatch
+from tandem.workers.sampling import logprobs_of
+from tandem.workers.step_inputs import pack_inputs, unpack_inputs
 
 Replay = Callable[[], Tensor]
 Capture = Callable[[Callable[[], Tensor]], Replay]
@@ -22,8 +24,9 @@ Capture = Callable[[Callable[[], Tensor]], Replay]
 
 
 class DecodeGraphs:
-    """Each step's graph takes its input tokens from the step before, on the device, or from the host; then embeds,
-    attends and takes the best tokens. Rows that are drawn, or report log-probabilities, are sampled after it.
+    """Each step's graph fetches its arrays from the host, takes its input tokens from there or from the step before;
+    then embeds, attends, draws tokens and posts them to the host. Nothing stands between two graphs, unless rows report
+    log-probabilities.
 
     So a step can be launched before the host knows what the one before has drawn. A step whose rows share so many pages
     that reading them once for all pays (PagedKVCache.pays_to_share) runs in one of the sharing batches' graphs.
@@ -32,7 +35,7 @@ class DecodeGraphs:
     def __init__(
         self, model: DenseDecoder, cache: PagedKVCache, batches: Sequence[FixedBatch], capture: Capture
     ) -> None:
-        """batches: PagedKVCache.fixed_batches, with two inputs, in ascending order, then those that share, if any, in
+        """batches: PagedKVCache.fixed_batches with NUM_INPUTS, in ascending order, then those that share, if any, in
         ascending order too; captures a graph for each."""
         self._model = model
         self._cache = cache
@@ -40,8 +43,8 @@ class DecodeGraphs:
         self._sharing = [batch for batch in batches if batch.sharing]
         self._sizes = [batch.size for batch in self._batches]
         self._sharing_sizes = [batch.size for batch in self._sharing]
-        self._sampler = Sampler(choose_draw(model.device))
-        self._tokens = choose_step_tokens(model.device)
+        self._tokens = choose_step_tokens(self._sizes[-1], model.device)
+        self._posts = PostBox(self._sizes[-1], model.device)
         self._last = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)  # what the last step drew
         self._replays: dict[FixedBatch, Replay] = {}
         for batch in sorted(batches, key=lambda batch: -batch.size):  # the smaller ones fit into the larger's memory
@@ -60,13 +63,11 @@ class DecodeGraphs:
         """Launches one step; see ModelRunner.step."""
         rows = len(sequence_ids)
         batch = self._choose(sequence_ids)
-        self._cache.begin_fixed(batch, sequence_ids, [tokens, sources])
+        ticket = self._posts.next_ticket()
+        self._cache.begin_fixed(batch, sequence_ids, pack_inputs(tokens, sources, ticket, sampling, positions))
         logits = self._replays[batch]()[:rows]
-        if (sampling.temperature < GREEDY_BELOW).all() and (sampling.num_logprobs == NO_LOGPROBS).all():
-            return PendingSamples(self._last[:rows], None)
-        drawn, logprobs = self._sampler.sample(logits, sampling, positions)
-        self._last[:rows].copy_(drawn)
-        return PendingSamples(drawn, logprobs)
+        logprobs = logprobs_of(logits, self._last[:rows], sampling.num_logprobs)
+        return self._posts.expect(ticket, rows) if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
 
     def _choose(self, sequence_ids: Sequence[int] | Int64Array) -> FixedBatch:
         rows = len(sequence_ids)
@@ -77,10 +78,11 @@ class DecodeGraphs:
         return self._batches[bucket_of(self._sizes, rows)]
 
     def _compute(self, batch: FixedBatch) -> Tensor:
-        tokens, sources = batch.inputs
+        attention = batch.attention()
+        tokens, sources, tickets, draws = unpack_inputs(batch.inputs)
         inputs = self._tokens.inputs(tokens, sources, self._last)
-        logits = self._model.forward(inputs, batch.attention(), None)
-        self._tokens.keep_best(logits, self._last[: batch.size])
+        logits = self._model.forward(inputs, attention, None)
+        self._tokens.keep(logits, draws, self._last[: batch.size], tickets, self._posts.words)
         return logits
 
 

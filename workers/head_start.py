@@ -69,19 +69,18 @@ class HeadStart:
     def take(self, request_id: str, sequence_id: int, token_ids: Int64Array) -> "Future[FirstToken] | None":
         """Launches the prompt's first forward; what is drawn behind the prompt, once it is claimed and that far.
 
-        None, and nothing happens, when there is a prompt already, or no room. Where the forward fails, the prompt is
-        computed with its place known.
+        None, and nothing happens, when there is a prompt already, or no room. Where that fails, the prompt is computed
+        with its place known.
         """
         cache = self._cache
         if self._head is not None or not cache.has_room(len(token_ids), self._max_batch_tokens):
             return None
-        head = Head(request_id, sequence_id, token_ids, Lease(self._lease_seconds, self._clock))
-        cache.add_sequence(sequence_id)
-        if self._sharing:
-            head.cached_tokens = cache.match_prefix(sequence_id, token_ids)
-        cache.reserve(sequence_id, len(token_ids), self._max_batch_tokens)
-        self._head = head
+        head = self._head = Head(request_id, sequence_id, token_ids, Lease(self._lease_seconds, self._clock))
         try:
+            cache.add_sequence(sequence_id)
+            if self._sharing:
+                head.cached_tokens = cache.match_prefix(sequence_id, token_ids)
+            cache.reserve(sequence_id, len(token_ids), self._max_batch_tokens)
             self._compute(head)
         except Exception:
             log.exception("computing the prompt of %r ahead of its reservation failed", head.request_id)

@@ -1,7 +1,7 @@
 """Between protobuf messages and the values that the loops work with."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 
@@ -35,8 +35,7 @@ def prompt_from_bytes(prompt: bytes, field: str = "prompt") -> Int64Array:
 def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams:
     """Unset fields take the defaults of SamplingParams; nothing is validated here."""
     given = {name: getattr(message, name) for name in OPTIONAL_FIELDS if message.HasField(name)}
-    return replace(
-        SamplingParams(),
+    return SamplingParams(
         **given,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),

@@ -14,11 +14,12 @@ from tandem.workers.batch_buckets import bucket_sizes, sharing_sizes
 from tandem.workers.decode_graphs import Capture, DecodeGraphs, GraphCapture
 from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.pending_samples import PendingSamples, Samples
+from tandem.workers.pending_samples import CopiedSamples, PendingSamples, Samples
 from tandem.workers.planned_attention import PlannedAttention
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling import Sampler
 from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.step_inputs import NUM_INPUTS
 
 
 class ModelRunner:
@@ -48,8 +49,10 @@ class ModelRunner:
         if capture is None and self._model.device.type != "cuda":
             return
         num_q_heads = self._model.config.num_heads
-        batches = self._cache.fixed_batches(bucket_sizes(max_sequences), num_q_heads, num_inputs=2)
-        batches += self._cache.fixed_batches(sharing_sizes(max_sequences), num_q_heads, num_inputs=2, sharing=True)
+        batches = self._cache.fixed_batches(bucket_sizes(max_sequences), num_q_heads, num_inputs=NUM_INPUTS)
+        batches += self._cache.fixed_batches(
+            sharing_sizes(max_sequences), num_q_heads, num_inputs=NUM_INPUTS, sharing=True
+        )
         if batches:
             self._graphs = DecodeGraphs(self._model, self._cache, batches, capture or GraphCapture())
 
@@ -100,4 +103,4 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _draw(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> PendingSamples:
-        return PendingSamples(*self._sampler.sample(logits, batch, positions))
+        return CopiedSamples(*self._sampler.sample(logits, batch, positions))

@@ -1,6 +1,7 @@
 """Sampled tokens on their way from the device to the host."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,8 +20,20 @@ class Samples:
     logprobs: list[TokenLogprobs | None]
 
 
-class PendingSamples:
-    """What one step draws. Copied when made, behind the work on the current stream; wait() is for the copies' end."""
+class PendingSamples(Protocol):
+    """What one step draws."""
+
+    def is_done(self) -> bool:
+        """Whether wait() returns at once; raises what the device reports."""
+        ...
+
+    def wait(self) -> Samples:
+        """Blocks until the step is done; raises what the device reports."""
+        ...
+
+
+class CopiedSamples:
+    """Copied when made, behind the work on the current stream; wait() is for the copies' end."""
 
     def __init__(self, tokens: Tensor, logprobs: Logprobs | None) -> None:
         """tokens int64 [n] and logprobs, on the device: free to change once later work is queued on the stream."""
@@ -32,11 +45,9 @@ class PendingSamples:
             self._copied.record()
 
     def is_done(self) -> bool:
-        """Whether wait() returns at once."""
         return self._copied is None or self._copied.query()
 
     def wait(self) -> Samples:
-        """Blocks until the step is done; raises what the device reports."""
         if self._copied is not None:
             self._copied.synchronize()
         return Samples(self._token_ids, split_logprobs(self._logprobs, self._token_ids))

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -250,17 +251,17 @@ class PrefillLoop:
                 if not self._head_start.drop():
                     return
                 continue
-            self._waiting.popleft()
-            self._begin(request)
+            self._running.append(self._waiting.popleft())
+            self._attempt([request], partial(self._begin, request))
 
-    def _begin(self, request: PrefillRequest) -> None:
+    def _begin(self, request: PrefillRequest) -> list[PrefillRequest]:
         cache = self._cache
         cache.add_sequence(request.sequence_id)
         if self._sharing:
             request.cached_tokens = request.computed = cache.match_prefix(request.sequence_id, request.token_ids)
         cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
         request.started = time.perf_counter()
-        self._running.append(request)
+        return []  # nobody ends with it
 
     def _next_chunks(self) -> Chunks:
         budget, chunks = self._max_batch_tokens, []

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.kernels.staging import FixedArrays, Staging
+from tandem.cache.kernels.staging import CopiedStaging, FixedArrays
 from tandem.cache.kernels.upload import upload
 from tandem.cache.position_map import Int32Array
 from tandem.cache.ragged import IntArray, indptr_of
@@ -92,7 +92,7 @@ class FixedSharing:
         device = workspace.device
         counts = [num_rows, size + 1, num_rows, MOST_SEGMENTS * max_pages]
         sizes = [(count, torch.int32) for count in counts]
-        self._arrays = FixedArrays(Staging(FixedArrays.num_bytes(sizes), device), sizes)
+        self._arrays = FixedArrays(CopiedStaging(FixedArrays.num_bytes(sizes), device), sizes)
         self._size, self._num_rows = size, num_rows
         indptrs = torch.zeros((2, MOST_SEGMENTS + 1), dtype=torch.int32, device=device)
         self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(

@@ -12,21 +12,27 @@ typedef struct {
     int32_t page_size, unused;
 } Table;
 
-/* rows [n]: those of n sequences, which have tokens qo_indptr[i] … qo_indptr[i + 1] - 1, at `positions`, and are
- * seq_lens[i] long with them. Returns how many pages they hold; where those are more than `room`, kv_indices is not
- * complete. */
-int64_t look_up(const Table *table, int32_t n, const int64_t *rows, const int32_t *qo_indptr, const int32_t *positions,
-                const int32_t *seq_lens, int32_t *slots, int32_t *kv_indptr, int32_t *last_page_lens, int32_t *kv_lens,
-                int32_t *kv_indices, int64_t room) {
+/* rows [n]: those of sequences that are seq_lens[i] long with their new tokens, qo_indptr[i + 1] - qo_indptr[i] each;
+ * without qo_indptr one each. tables: slots [num_tokens], kv_indptr [n + 1], kv_last_page_len [n], kv_lens [n] and
+ * kv_indices [room] behind each other. Returns how many pages the rows hold; where those are more than `room`, kv_indices
+ * is not complete. */
+int64_t look_up(const Table *table, int32_t n, const int64_t *rows, const int32_t *seq_lens, const int32_t *qo_indptr,
+                int32_t num_tokens, int32_t *tables, int64_t room) {
     const int32_t size = table->page_size;
+    int32_t *const kv_indptr = tables + num_tokens, *const last_page_lens = kv_indptr + n + 1;
+    int32_t *const kv_lens = last_page_lens + n, *const kv_indices = kv_lens + n;
     int32_t total = 0;
     for (int32_t i = 0; i < n; i++) {
         const int32_t *const pages = table->pages + rows[i] * table->max_pages;
-        const int32_t begin = (int32_t)table->begins[rows[i]], last_place = (seq_lens[i] - 1) / size;
+        const int32_t begin = (int32_t)table->begins[rows[i]], last = seq_lens[i] - 1, last_place = last / size;
         const int32_t count = last_place + 1 - begin;
-        for (int32_t t = qo_indptr[i]; t < qo_indptr[i + 1]; t++) {
-            const int32_t place = positions[t] / size;
-            slots[t] = (pages[place] - place) * size + positions[t];
+        if (qo_indptr) {
+            for (int32_t t = qo_indptr[i], position = seq_lens[i] - (qo_indptr[i + 1] - t); t < qo_indptr[i + 1];) {
+                const int32_t place = position / size;
+                tables[t++] = (pages[place] - place) * size + position++;
+            }
+        } else {
+            tables[i] = (pages[last_place] - last_place) * size + last;
         }
         kv_indptr[i] = total;
         last_page_lens[i] = seq_lens[i] - last_place * size;

@@ -1,7 +1,7 @@
-"""Arrays at fixed places on a device, where a CUDA graph reads them, filled together by one copy from pinned memory."""
+"""Arrays at fixed places on a device, where a CUDA graph reads them, filled together from pinned memory."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,12 +14,23 @@ ArraySize = tuple[int, torch.dtype]
 """Elements and type of one array."""
 
 
-class Staging:
-    """Memory of one size on the host and on the device; several FixedArrays may take turns in it.
+class Staging(Protocol):
+    """Memory of one size on the host and on the device; several FixedArrays may take turns in it. Both are bytes."""
 
-    The copy is ordered on the current stream. open() waits until the one before is done, so that the host's side may
-    be written again.
-    """
+    host: Tensor
+    on_device: Tensor
+
+    def open(self) -> None:
+        """Returns once the host's side may be written again; raises what the device reports."""
+        ...
+
+    def send(self, num_bytes: int) -> None:
+        """The first num_bytes of the host's side are for work that is queued next."""
+        ...
+
+
+class CopiedStaging:
+    """By a copy on the current stream. open() waits until the one before is done."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"

@@ -38,7 +38,7 @@ from tandem.workers.config import Role
 from tandem.workers.decode_batch import DecodeBatch, DecodeRequest
 from tandem.workers.finish import FinishRule
 from tandem.workers.messages import prompt_to_bytes, reservation_to_proto
-from tandem.workers.pending_samples import PendingSamples
+from tandem.workers.pending_samples import CopiedSamples
 from tandem.workers.reservation import Reservation
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.token_stream import TokenStream
@@ -123,7 +123,7 @@ def decode_step_us(batch_size: int = 256, context: int = 1024, *, spread: bool =
     def step() -> None:
         plan = cache.begin_forward(batch.sequence_ids, np.ones(batch_size, np.int64))
         cache.end_forward(plan)
-        flight = batch.launched(PendingSamples(drawn, None))
+        flight = batch.launched(CopiedSamples(drawn, None))
         sampled = flight.pending.wait().token_ids
         batch.learn(sampled)
         flight.reasons(sampled)

@@ -1,8 +1,9 @@
 """Prefill and decode steps of Qwen3 shapes on one GPU, no cluster, against roofs of the same run; prints JSON.
 
 C: a device copy, bytes read and written a second. F: FLOP a second of an 8192³ bf16 product. decode: wall time of a
-step, run ahead as a decode worker does; floor: (weights + KV bytes) / C; idle: of the profiler's timeline of some more
-steps, what lies between steps (idle_us) and between the kernels of a step (gaps_us), a step.
+step, run ahead as a decode worker does; floor: (weights + KV bytes) / C; roof: the floor, where products take what is
+longer, weights / C or their FLOP / F; idle: of the profiler's timeline of some more steps, what lies between steps
+(idle_us) and between the kernels of a step (gaps_us), a step.
 prefill: chunks of 8192 up to the first token, FLOP counted with half of the attention square, ÷ time ÷ F.
 Random weights and KV. Beside them vLLM 0.23.0 on the same kind of GPU, CUDA graphs, prefix cache off.
 """
@@ -162,7 +163,7 @@ class Bench:
         seen = idle(record(lambda: run(RECORDED_STEPS)))
         for sequence in range(batch):
             self.cache.remove_sequence(sequence)
-        return seconds, Idle(seen.between / RECORDED_STEPS, seen.inside / RECORDED_STEPS)
+        return seconds, Idle(seen.between / (RECORDED_STEPS - 1), seen.inside / RECORDED_STEPS)
 
     def prefill(self, length: int) -> float:
         """Seconds to the first token, median of three after one."""
@@ -203,10 +204,24 @@ def layer_weights(config: ModelConfig) -> int:
     return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
 
 
-def decode_floor(config: ModelConfig, batch: int, context: int, roofs: Roofs) -> float:
-    weights = layer_weights(config) + config.vocab_size * config.hidden_size
+def product_weights(config: ModelConfig) -> int:
+    """Elements of all products of a decode step."""
+    return layer_weights(config) + config.vocab_size * config.hidden_size
+
+
+def kv_seconds(config: ModelConfig, batch: int, context: int, roofs: Roofs) -> float:
     kv = batch * context * 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return (weights + kv) * config.dtype.itemsize / roofs.copy
+    return kv * config.dtype.itemsize / roofs.copy
+
+
+def decode_floor(config: ModelConfig, batch: int, context: int, roofs: Roofs) -> float:
+    weights = product_weights(config) * config.dtype.itemsize / roofs.copy
+    return weights + kv_seconds(config, batch, context, roofs)
+
+
+def decode_roof(config: ModelConfig, batch: int, context: int, roofs: Roofs) -> float:
+    products = 2 * product_weights(config) * batch / roofs.product
+    return max(decode_floor(config, batch, context, roofs), products + kv_seconds(config, batch, context, roofs))
 
 
 def prefill_flops(config: ModelConfig, length: int) -> float:
@@ -226,6 +241,7 @@ def measure(name: str, roofs: Roofs, *, max_batch: int = 256) -> dict[str, Any]:
         result[f"decode {batch} at {context}"] = {
             "ms": round(seconds * 1e3, 3),
             "to_floor": round(seconds / decode_floor(bench.config, batch, context, roofs), 3),
+            "to_roof": round(seconds / decode_roof(bench.config, batch, context, roofs), 3),
             "idle_us": round(unused.between, 1),
             "gaps_us": round(unused.inside, 1),
             "to_vllm": round(seconds * 1e3 / theirs, 3),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 COPIES = ("Memcpy HtoD", "Memcpy DtoH")
+FIRST_KERNEL = "_fetch"  # of a step's CUDA graph
 
 
 @dataclass(frozen=True)
@@ -16,14 +17,14 @@ class Span:
 
     @property
     def is_copy(self) -> bool:
-        """Between host and device: in no CUDA graph of ours, so a step begins and ends with one."""
+        """Between host and device: in no CUDA graph of ours."""
         return self.name.startswith(COPIES)
 
 
 @dataclass(frozen=True)
 class Idle:
-    """µs in which nothing ran. between: before and after copies, which is where a step waits for the host. inside: of
-    all other gaps, those between the kernels of a graph. Both are too large by what recording each kernel costs.
+    """µs in which nothing ran. between: before a step's first kernel, and before and after copies. inside: of all other
+    gaps, those between the kernels of a graph. Both are too large by what recording each kernel costs.
     """
 
     between: float
@@ -31,13 +32,14 @@ class Idle:
 
 
 def idle(spans: Sequence[Span]) -> Idle:
-    """Of a timeline, in any order; spans may overlap."""
-    ordered = sorted(spans, key=lambda span: span.begin)
+    """Of a timeline, in any order, from the first step's first kernel on; spans may overlap."""
+    begin = min((span.begin for span in spans if span.name == FIRST_KERNEL), default=0.0)
+    ordered = sorted((span for span in spans if span.begin >= begin), key=lambda span: span.begin)
     between = inside = 0.0
     last = ordered[0]  # of those so far the one that ends last
     for span in ordered[1:]:
         gap = max(span.begin - last.end, 0.0)
-        if span.is_copy or last.is_copy:
+        if span.is_copy or last.is_copy or span.name == FIRST_KERNEL:
             between += gap
         else:
             inside += gap

@@ -1,6 +1,7 @@
 """Decode steps in CUDA graphs against the eager path: batches that grow, shrink and cross buckets, step after step."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,8 @@ class Steps:
         rows, pending = flight
         samples = pending.wait()
         drawn = zip(samples.token_ids.tolist(), samples.logprobs, strict=True)
-        made.append(dict(zip(rows.tolist(), ((token, dict(one.top)) for token, one in drawn), strict=True)))
+        told = ((token, dict(one.top) if one is not None else {}) for token, one in drawn)
+        made.append(dict(zip(rows.tolist(), told, strict=True)))
         tokens.update({sequence: token for sequence, (token, _) in made[-1].items()})
 
 
@@ -118,10 +120,14 @@ def tokens_of(made: list[Drawn]) -> list[dict[int, int]]:
 
 
 def assert_graphs_go_on(
-    folder: Path, params: SamplingParams, program: Sequence[int], tolerance: float = FLOAT16_LOGPROB
+    folder: Path,
+    params: SamplingParams,
+    program: Sequence[int],
+    tolerance: float = FLOAT16_LOGPROB,
+    dtype: str = "float16",
 ) -> None:
     """Kernels differ, so near-equals may swap: the eager path is told what the graphs drew, and may differ in few."""
-    eager, graphs = Steps(folder, "float16", graphs=False), Steps(folder, "float16", graphs=True)
+    eager, graphs = (Steps(folder, dtype, with_graphs) for with_graphs in (False, True))
     assert graphs.runner.runs_ahead
     assert not eager.runner.runs_ahead
     ours = graphs.run(params, program)
@@ -143,6 +149,13 @@ def assert_alike(ours: list[Drawn], theirs: list[Drawn], tolerance: float, count
 def test_graphs_go_on_as_the_eager_path(family: str, params: SamplingParams, tmp_path: Path) -> None:
     make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     assert_graphs_go_on(tmp_path, params, PROGRAM)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_tokens_that_graphs_post(params: SamplingParams, tmp_path: Path) -> None:
+    """Without log-probabilities nothing but the graph's words comes to the host."""
+    make_model("qwen3", head_dim=128, hidden_size=256).save_pretrained(tmp_path)
+    assert_graphs_go_on(tmp_path, replace(params, logprobs=None), PROGRAM, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])

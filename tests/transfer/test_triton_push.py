@@ -73,10 +73,8 @@ def test_far_pages(pools: list[Tensor]) -> None:
     for pool, begin in ((near, 0), (far, first)):
         own = slots + begin * page_size
         triton_push.push_tokens(pool, 1, k, v if planes == 2 else None, tokens, own[:4])
-    triton_push.push_slots(source, near, slots[:4], slots[4:], range(3))
-    triton_push.push_slots(
-        far_source, far, slots[:4] + first_source * page_size, slots[4:] + first * page_size, range(3)
-    )
+    triton_push.push_slots(source, near, slots[:4], slots[4:])
+    triton_push.push_slots(far_source, far, slots[:4] + first_source * page_size, slots[4:] + first * page_size)
     assert same_bits(far[first:], near)
 
 

@@ -34,7 +34,7 @@ PARAMS: list[dict[str, Any]] = [
 def both(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[list[int], list[int]]:
     """What the torch operations and the kernel draw."""
     batch, positions = SampleBatch.from_params(params), np.arange(len(params))
-    expected, _ = Sampler(draw=None).sample(logits, batch, positions)
+    expected, _ = Sampler().sample(logits, batch, positions)
     actual, _ = Sampler(draw=triton_sampling.draw).sample(logits.to(DEVICE), batch, positions)
     return expected.tolist(), actual.tolist()
 

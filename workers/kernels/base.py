@@ -52,6 +52,17 @@ class RowKernels(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class RowDraws:
+    """How each row's token is drawn, [n] each: float64, top_k int64; see torch_sampling, which rounds to float32."""
+
+    draws: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    top_k: Tensor
+
+
 class StepTokens(Protocol):
     """Token ids of a step's n rows, int64, from one step to the next without a word to the host."""
 
@@ -59,7 +70,12 @@ class StepTokens(Protocol):
         """[n]: tokens [n] where sources [n] is negative, elsewhere last[sources]."""
         ...
 
-    def keep_best(self, logits: Tensor, last: Tensor) -> None:
-        """Into last [n] the first of the best of each row of logits [n, vocab], whose rows are contiguous; some token
-        where a row has NaN."""
+    def keep(self, logits: Tensor, draws: RowDraws, last: Tensor, tickets: Tensor, words: Tensor) -> None:
+        """Into last [n] what each row of logits [n, vocab], whose rows are contiguous, draws, or the first of its best
+        tokens where its temperature is below GREEDY_BELOW; some token where a row has NaN. And ticket | token into the
+        row's word, in pinned memory where the device is a GPU.
+
+        tickets: [n], see posted_samples; 0: nothing is posted. words: [2, at least n], of which the ticket says the
+        half.
+        """
         ...

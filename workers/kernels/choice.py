@@ -8,6 +8,7 @@ from tandem.workers.kernels.native_layer import NativeLayerKernels, load_native_
 from tandem.workers.kernels.row_step import Launch, RowStepShape, load_launch
 from tandem.workers.kernels.step_product import StepProduct, load_step_products
 from tandem.workers.kernels.torch_layer import TorchLayerKernels
+from tandem.workers.kernels.torch_sampling import draw as torch_draw
 from tandem.workers.kernels.torch_step_tokens import TorchStepTokens
 from tandem.workers.sampling import Draw
 
@@ -46,19 +47,19 @@ def choose_row_launch(shape: RowStepShape, device: torch.device) -> Launch | Non
     return None if device.type != "cuda" else load_launch(shape, device)
 
 
-def choose_draw(device: torch.device) -> Draw | None:
-    """What a Sampler takes; None: torch operations do."""
+def choose_draw(device: torch.device) -> Draw:
+    """What a Sampler takes: Triton's on a GPU, else torch's."""
     if device.type != "cuda":
-        return None
+        return torch_draw
     from tandem.workers.kernels.triton_sampling import draw  # triton may be missing elsewhere
 
     return draw
 
 
-def choose_step_tokens(device: torch.device) -> StepTokens:
-    """Triton's on a GPU, else torch's."""
+def choose_step_tokens(num_rows: int, device: torch.device) -> StepTokens:
+    """For steps of up to num_rows rows: Triton's on a GPU, else torch's."""
     if device.type != "cuda":
         return TorchStepTokens()
     from tandem.workers.kernels.triton_step_tokens import TritonStepTokens  # triton may be missing elsewhere
 
-    return TritonStepTokens()
+    return TritonStepTokens(num_rows, device)

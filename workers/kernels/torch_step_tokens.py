@@ -1,7 +1,12 @@
-"""The reference of StepTokens: plain torch, on any device."""
+"""The reference of StepTokens: plain torch, on a CPU."""
 
 import torch
 from torch import Tensor
+
+from tandem.workers.kernels.base import RowDraws
+from tandem.workers.kernels.torch_sampling import draw
+from tandem.workers.posted_samples import half_of
+from tandem.workers.sample_batch import GREEDY_BELOW
 
 
 class TorchStepTokens:
@@ -10,5 +15,11 @@ class TorchStepTokens:
     def inputs(self, tokens: Tensor, sources: Tensor, last: Tensor) -> Tensor:
         return torch.where(sources < 0, tokens, last[sources])  # at -1 is some number
 
-    def keep_best(self, logits: Tensor, last: Tensor) -> None:
+    def keep(self, logits: Tensor, draws: RowDraws, last: Tensor, tickets: Tensor, words: Tensor) -> None:
         last.copy_(logits.argmax(-1))
+        (drawn,) = (draws.temperature.float() >= GREEDY_BELOW).nonzero(as_tuple=True)
+        if drawn.shape[0]:
+            columns = (draws.draws, draws.temperature, draws.top_p, draws.min_p, draws.top_k)
+            last[drawn] = draw(logits, drawn, *(column[drawn] for column in columns))
+        (rows,) = tickets.nonzero(as_tuple=True)
+        words[half_of(tickets[rows]), rows] = tickets[rows] | last[rows]

@@ -21,11 +21,7 @@ BLOCK, WARPS = 4096, 16
 def draw(
     logits: Tensor, rows: Tensor, draws: Tensor, temperature: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor
 ) -> Tensor:
-    """Token ids int64 [m], which Sampler's torch operations draw too, but for rounding: see Draw.
-
-    logits: [n, vocab], contiguous; the others [m], where m may be less than n: rows int64, which of them; draws
-    float64; temperature, top_p and min_p float32; top_k int64, 0 for all.
-    """
+    """What torch_sampling draws, but for rounding."""
     count, vocab = rows.shape[0], logits.shape[1]
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     gathered = torch.empty((count, BLOCK), dtype=logits.dtype, device=logits.device)
@@ -40,23 +36,34 @@ def draw(
 def _draw(
     logits, rows, draws, temperature, top_p, min_p, top_k, gathered, places, tokens, vocab, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A program a row. A token's weight is its probability ÷ that of the best."""
+    """A program a row."""
     one = tl.program_id(0)
     row = logits + tl.load(rows + one) * vocab
+    token = draw_token(row, one, draws, temperature, top_p, min_p, top_k, gathered, places, vocab, BLOCK)
+    tl.store(tokens + one, token)
+
+
+@triton.jit
+def draw_token(
+    row, one, draws, temperature, top_p, min_p, top_k, gathered, places, vocab, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The token, int64, that a program draws from the logits at `row`, with entry `one` of the others. A token's weight
+    is its probability ÷ that of the best."""
     heat, least, share, k = (
-        tl.load(temperature + one), tl.load(min_p + one), tl.load(top_p + one), tl.load(top_k + one)
+        tl.load(temperature + one).to(tl.float32), tl.load(min_p + one).to(tl.float32),
+        tl.load(top_p + one).to(tl.float32), tl.load(top_k + one)
     )  # fmt: skip
     most = tl.full((BLOCK,), float("-inf"), tl.float32)
     for begin in range(0, vocab, BLOCK):
         most = tl.maximum(most, _load(row, begin, vocab, heat, BLOCK))
     best = tl.max(most, 0)
-    above = _order(best).to(tl.int64) + 1  # nothing has an order this high
+    above = order_of(best).to(tl.int64) + 1  # nothing has an order this high
     low = tl.full((), -(1 << 31), tl.int64)
     gathered += one * BLOCK
     places += one * BLOCK
     few = False
     if k > 0 and k < tl.minimum(vocab, BLOCK):
-        few = _gather(row, vocab, heat, _best(_order(most), k), gathered, places, BLOCK)
+        few = _gather(row, vocab, heat, _best(order_of(most), k), gathered, places, BLOCK)
     # Not by an `if`: the compiler is to know that both are multiples of 16, or it loads number by number.
     row, vocab = tl.where(few, gathered, row), tl.where(few, BLOCK, vocab)
     if k > 0 and k < vocab:
@@ -70,7 +77,7 @@ def _draw(
     token = _invert(row, vocab, heat, best, least, low, tl.load(draws + one) * total, BLOCK)
     if few:
         token = tl.load(places + token).to(tl.int64)
-    tl.store(tokens + one, token)
+    return token
 
 
 @triton.jit
@@ -91,7 +98,7 @@ def _gather(row, vocab, heat, least, gathered, places, BLOCK: tl.constexpr):
     count = tl.full((), 0, tl.int32)
     for begin in range(0, vocab, BLOCK):
         token = begin + tl.arange(0, BLOCK)
-        here = (_order(_load(row, begin, vocab, heat, BLOCK)) >= least) & (token < vocab)
+        here = (order_of(_load(row, begin, vocab, heat, BLOCK)) >= least) & (token < vocab)
         number = tl.sum(here.to(tl.int32), 0)
         if number != 0:
             place = count + tl.cumsum(here.to(tl.int32), 0) - 1
@@ -114,7 +121,7 @@ def _load(row, begin, vocab, heat, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _order(values):
+def order_of(values):
     """int32 that are ordered as the floats are."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -124,7 +131,7 @@ def _order(values):
 def _weights(scaled, best, least, low):
     """float64, 0 for what is filtered out: weights below `least`, orders below `low`."""
     weights = tl.exp(scaled - best)
-    return tl.where((weights >= least) & (_order(scaled) >= low.to(tl.int32)), weights, 0.0).to(tl.float64)
+    return tl.where((weights >= least) & (order_of(scaled) >= low.to(tl.int32)), weights, 0.0).to(tl.float64)
 
 
 @triton.jit
@@ -152,7 +159,7 @@ def _search(row, vocab, heat, best, least, low, above, limit, WEIGH: tl.constexp
         )  # fmt: skip
         for begin in range(0, vocab, BLOCK):
             scaled = _load(row, begin, vocab, heat, BLOCK)
-            order = _order(scaled)
+            order = order_of(scaled)
             there = (begin + tl.arange(0, BLOCK) < vocab) & (order >= filtered.to(tl.int32))
             under_a, under_b = there & (order < a.to(tl.int32)), there & (order < b.to(tl.int32))
             under_c = there & (order < c.to(tl.int32))

@@ -1,6 +1,6 @@
 """What a captured step does with token ids before and behind the model, in a kernel each.
 
-In torch these are four and three launches: a tenth of what a step of a small model takes (LOG.md).
+In torch these are many launches: a tenth of what a step of a small model takes (LOG.md).
 """
 
 from typing import Any
@@ -10,11 +10,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 16384, 16
+from tandem.workers.kernels.base import RowDraws
+from tandem.workers.kernels.triton_sampling import BLOCK as DRAW_BLOCK
+from tandem.workers.kernels.triton_sampling import WARPS, draw_token, order_of
+from tandem.workers.posted_samples import TOKEN_BITS
+from tandem.workers.sample_batch import GREEDY_BELOW
+
+BLOCK = 16384
+MOST_PROGRAMS = 128  # as many as run at once
+LEAST_KEY = -(1 << 63)
 
 
 class TritonStepTokens:
-    """See StepTokens."""
+    """See StepTokens. Rows that are few are read by several programs each."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        """num_rows: of a step at most. Steps follow each other on one stream."""
+        self._keys = torch.full((num_rows,), LEAST_KEY, dtype=torch.int64, device=device)
+        self._done = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
     def inputs(self, tokens: Tensor, sources: Tensor, last: Tensor) -> Tensor:
         rows = tokens.shape[0]
@@ -23,10 +36,23 @@ class TritonStepTokens:
         kernel(tokens, sources, last, inputs, rows, BLOCK=triton.next_power_of_2(rows))
         return inputs
 
-    def keep_best(self, logits: Tensor, last: Tensor) -> None:
+    def keep(self, logits: Tensor, draws: RowDraws, last: Tensor, tickets: Tensor, words: Tensor) -> None:
         rows, vocab = logits.shape
-        kernel: Any = _keep_best[(rows,)]
-        kernel(logits, last, logits.stride(0), vocab, BLOCK=BLOCK, num_warps=WARPS)
+        gathered = torch.empty((rows, DRAW_BLOCK), dtype=logits.dtype, device=logits.device)
+        places = torch.empty((rows, DRAW_BLOCK), dtype=torch.int32, device=logits.device)
+        columns = (draws.draws, draws.temperature, draws.top_p, draws.min_p, draws.top_k, gathered, places)
+        parts = max(1, min(MOST_PROGRAMS // rows, triton.cdiv(vocab, BLOCK)))
+        kernel: Any = _keep[(rows, parts)]
+        kernel(
+            *(logits, *columns, last, tickets, words, self._keys, self._done),
+            *(logits.stride(0), words.stride(0), vocab, GREEDY_BELOW),
+            LEAST_KEY=LEAST_KEY,
+            TOKEN_BITS=TOKEN_BITS,
+            PARTS=parts,
+            BLOCK=BLOCK,
+            DRAW_BLOCK=DRAW_BLOCK,
+            num_warps=WARPS,
+        )
 
 
 @triton.jit
@@ -39,16 +65,54 @@ def _inputs(tokens, sources, last, inputs, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _keep_best(logits, last, pitch, vocab, BLOCK: tl.constexpr):
-    """A program a row; each lane keeps the best of what it has seen."""
-    row = tl.program_id(0)
+def _keep(
+    logits, draws, temperature, top_p, min_p, top_k, gathered, places, last, tickets, words, keys, done,
+    pitch, half_size, vocab, greedy_below, LEAST_KEY: tl.constexpr, TOKEN_BITS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, DRAW_BLOCK: tl.constexpr
+):  # fmt: skip
+    """PARTS programs a row: each brings its best token, and the last one posts the best of these."""
+    row, part = tl.program_id(0), tl.program_id(1)
     logits += row.to(tl.int64) * pitch
+    ticket = tl.load(tickets + row)
+    word = words + ((ticket >> TOKEN_BITS) & 1) * half_size + row
+    if tl.load(temperature + row).to(tl.float32) >= greedy_below:
+        if part == 0:
+            token = draw_token(
+                logits, row, draws, temperature, top_p, min_p, top_k, gathered, places, vocab, DRAW_BLOCK
+            )  # fmt: skip
+            _post(token, last + row, word, ticket)
+    else:
+        best, token = _best(logits, part, vocab, PARTS, BLOCK)
+        if PARTS == 1:
+            _post(token, last + row, word, ticket)
+        else:
+            # Of equals the first is the largest: zeros of either sign are equal.
+            key = (order_of(tl.where(best == 0, 0.0, best)).to(tl.int64) << 32) + (vocab - 1 - token)
+            tl.atomic_max(keys + row, key)
+            if tl.atomic_add(done + row, 1) == PARTS - 1:
+                key = tl.atomic_xchg(keys + row, LEAST_KEY)
+                tl.store(done + row, 0)
+                _post(vocab - 1 - (key & 0x7FFFFFFF), last + row, word, ticket)
+
+
+@triton.jit
+def _post(token, last, word, ticket):
+    tl.store(last, token)
+    # One store of eight bytes: who finds the ticket in it has the token, too.
+    tl.store(word, ticket | token, mask=ticket > 0, cache_modifier=".wt")
+
+
+@triton.jit
+def _best(row, part, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The best logit of every PARTS-th block, and the first token, int64, that has it. Each lane keeps the best of what
+    it has seen."""
     lane = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     where = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, vocab, BLOCK):
+    for begin in range(part * BLOCK, vocab, PARTS * BLOCK):
         token = begin + lane
-        logit = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        logit = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         better = logit > best
         best, where = tl.where(better, logit, best), tl.where(better, token, where)
-    tl.store(last + row, tl.min(tl.where(best == tl.max(best, 0), where, vocab - 1), 0))
+    most = tl.max(best, 0)
+    return most, tl.cast(tl.min(tl.where(best == most, where, vocab - 1), 0), tl.int64)

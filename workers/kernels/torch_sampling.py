@@ -1,0 +1,70 @@
+"""The reference of drawing: plain torch, on any device."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def draw(
+    logits: Tensor, rows: Tensor, draws: Tensor, temperature: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor
+) -> Tensor:
+    """Token ids int64 [m], one for each of `rows` of logits [n, vocab], which are contiguous.
+
+    The others [m], where m may be less than n: rows int64, draws float64 in [0, 1); temperature, top_p and min_p
+    float32, or float64 that were; top_k int64, at most 0 for all.
+    """
+    heat, share, least = (column.float()[:, None] for column in (temperature, top_p, min_p))
+    weights = _filtered(logits[rows].float() / heat, share, least, top_k[:, None])
+    return _invert(weights, draws[:, None])
+
+
+def _filtered(scaled: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor) -> Tensor:
+    """Probabilities [m, vocab], 0 below the threshold that each filter sets; rows need not sum to 1. Others: [m, 1].
+
+    Equals of a kept token are all kept. A filter that a row does not use changes nothing in it, so that a draw does
+    not depend on what else is in the batch.
+    """
+    probabilities = scaled.softmax(dim=-1)
+    if (min_p > 0).any():
+        best = probabilities.amax(dim=-1, keepdim=True)
+        probabilities.mul_(probabilities >= min_p * best)
+    if (top_k > 0).any():
+        probabilities.mul_(scaled >= _top_k_threshold(scaled, top_k.clamp(0, scaled.shape[-1])))
+    if (top_p < 1).any():
+        probabilities.mul_(probabilities >= _top_p_threshold(probabilities, top_p))
+    return probabilities
+
+
+def _top_k_threshold(scaled: Tensor, top_k: Tensor) -> Tensor:
+    """The k-th best value of each row, [m, 1]; -inf where top_k is 0."""
+    best = scaled.topk(int(top_k.max()), dim=-1).values
+    return best.gather(1, (top_k - 1).clamp_(min=0)).masked_fill_(top_k == 0, -torch.inf)
+
+
+def _top_p_threshold(probabilities: Tensor, top_p: Tensor) -> Tensor:
+    """The least probability, [m, 1], of the fewest best tokens that together reach top_p of their row's sum."""
+    ascending = _sort(probabilities)
+    sums = ascending.cumsum(dim=-1, dtype=torch.float64)
+    dropped = torch.searchsorted(sums, (1 - top_p.double()) * sums[:, -1:], right=True)
+    return ascending.gather(1, dropped.clamp_(max=ascending.shape[-1] - 1))
+
+
+def _sort(values: Tensor) -> Tensor:
+    """Rows in ascending order. On a CPU by numpy, which sorts 32 rows of 2048 six times as fast as torch."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.sort(values.numpy(), axis=-1))
+    return values.sort(dim=-1).values
+
+
+def _invert(weights: Tensor, draws: Tensor) -> Tensor:
+    """The first index at which the running sum of a row exceeds draws · total, [m]. Weight 0 is never drawn, where
+    all are finite.
+
+    In the order of token ids, not of probability: rounding that swaps near-equals then does not change a draw.
+    """
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    index = torch.searchsorted(sums, draws * sums[:, -1:], right=True)
+    # draws · total may round up to the total itself: then the last index that carries weight
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
+    # Of a row that is not finite both are behind its end: such a token would fail the whole batch's next forward.
+    return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1).squeeze(1)

@@ -56,6 +56,7 @@ class Growth:
         rows = self._table.rows(seq_ids)
         each_one = self._check_appends(rows, appends)
         self._streams.check_unsent(seq_ids, rows, appends, self._marks)
+        self._pages.check_unsent(seq_ids, rows, self._marks)
         trees = self._trees.extended(seq_ids, appends, parents)
         steps = each_one and not trees and not np.count_nonzero(self._table.shortened[rows])
         held = self._table.lengths[rows]

@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from tandem.cache.position_map import SKIP, Int32Array, PositionMap
 from tandem.cache.ragged import ragged_range
+from tandem.cache.window import Int64Array
 
 FIRST_CAPACITY = 1024
 
@@ -32,6 +33,11 @@ class MapSlots:
 
     def drop(self, row: int) -> None:
         self.counts[row] = 0
+
+    def wanted(self, row: int, group: int, begin: int, end: int) -> Int64Array:
+        """Which of the positions begin … end - 1 of a row's map a group's receiver wants, counted from `begin` on."""
+        offset = int(self.offsets[row])
+        return np.flatnonzero(self.slots[group, offset + begin : offset + max(begin, end)] != SKIP)
 
     def num_wanted(self, row: int, count: int) -> list[int]:
         """Per group how many of the first `count` positions of a row's map are not skipped."""

@@ -296,6 +296,7 @@ class PagedKVCache:
 
     def send_cached(self, sequence: int) -> None:
         """What a marked sequence has and did not send goes page to page, behind the forwards launched so far."""
+        self._receptions.check_settled(sequence)
         self._transmissions.send_cached(sequence)
 
     def num_sent(self, sequence: int) -> int:

@@ -66,6 +66,12 @@ class SendMarks:
         """Per group how many of these positions have a slot."""
         return self.slots.num_wanted(row, self.num_sent(row))
 
+    def first_unsent(self, row: int, group: int, end: int) -> int | None:
+        """The first position before `end` that a group's receiver wants and no forward was planned to send."""
+        begin, end = int(self.planned[row]), min(end, int(self.ends[row]))
+        wanted = self.slots.wanted(row, group, *(position - int(self.begins[row]) for position in (begin, end)))
+        return begin + int(wanted[0]) if wanted.size else None
+
     def any_open(self, rows: Int64Array | int) -> bool:
         """Whether a map of one of them has positions that were not issued."""
         return self.count > 0 and bool((self.issued[rows] < self.ends[rows]).any())
@@ -91,6 +97,8 @@ class SendMarks:
 
 
 def _check_map(position_map: PositionMap, held_from: Sequence[int]) -> None:
+    if position_map.num_tokens == 0:
+        raise InvalidArgument("the position map has no positions; at least 1 is accepted")
     if len(position_map.runs) != len(held_from):
         raise InvalidArgument(
             f"the position map has {len(position_map.runs)} layer groups; the layout has {len(held_from)}"

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from tandem.cache.errors import InvalidArgument, OutOfPages
 from tandem.cache.group_pages import GroupPages, Ownership, lay_out_appends
 from tandem.cache.page_pools import PageIds, PagePools
+from tandem.cache.send_marks import SendMarks
 from tandem.cache.sequence_table import SequenceTable
 from tandem.cache.window import Int64Array
 
@@ -41,6 +42,22 @@ class SequencePages:
                     f"{what} would have {length} positions, but those before {begin * self._page_size} have left the "
                     f"window of layer group {index}; at least {least} are accepted"
                 )
+
+    def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, marks: SendMarks) -> None:
+        """InvalidArgument where growing would let go of positions that a row is to send and has not: a group with a
+        window knows only what later queries see."""
+        if not self._windowed or marks.count == 0:
+            return
+        lengths = self._table.lengths[rows]
+        for index in (marks.planned[rows] < np.minimum(marks.ends[rows], lengths)).nonzero()[0].tolist():
+            for place, group in enumerate(self._groups):
+                kept = group.first_place(int(lengths[index])) * self._page_size
+                position = marks.first_unsent(int(rows[index]), place, kept)
+                if position is not None:
+                    raise InvalidArgument(
+                        f"sequence {seq_ids[index]} is to send position {position}, which would leave the window of "
+                        f"layer group {place}; send_cached sends it first"
+                    )
 
     def grow(
         self,

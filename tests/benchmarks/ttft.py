@@ -17,7 +17,8 @@ A decode step is the mean time between the tokens after the second. Where the fi
     reservation            at the gateway, from the request's arrival to the decode worker's answer; the prefill worker
                            has begun by then
     prefill_less_local     at the prefill worker, from the first forward to the signal: what the push costs
-    gateway_less_prefill   at the gateway, from the request's arrival to the first token, less that prefill
+    gateway_less_prefill   at the gateway, from the request's arrival to the first token, less that prefill, which lasts
+                           until all has landed: below 0 where the token is sooner
     client                 what the client saw less what the gateway saw
 
 Under a minute: --models qwen3-8b --lengths 1024 8192 --rounds 4

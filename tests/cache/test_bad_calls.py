@@ -189,6 +189,26 @@ def test_what_is_marked_does_not_begin_to_slide() -> None:
     cache.enable_sliding_window(2, 8, 2)
 
 
+def test_what_has_not_landed_is_not_sent_on() -> None:
+    pools = [pools_of(LAYOUT, 32) for _ in range(2)]
+    cache, asked = filled(pools=pools[0], writer=PeerWriter(0, pools)), PositionMap(0, (SlotRuns.from_slots(range(3)),))
+    cache.prepare_receive(2, 3)
+    cache.mark_send(2, 0, asked, 1)
+    refuses(cache, lambda: cache.send_cached(2), "sequence 2 is being received; finish_receive ends that")
+    assert cache.num_sent(2) == 0
+    cache.finish_receive(2)
+    cache.send_cached(2)
+    assert cache.sends_done(2)
+
+
+def test_maps_of_nothing() -> None:
+    pools = [pools_of(LAYOUT, 32) for _ in range(2)]
+    cache, nothing = filled(pools=pools[0], writer=PeerWriter(0, pools)), PositionMap(0, (SlotRuns.from_slots([]),))
+    refuses(
+        cache, lambda: cache.mark_send(2, 0, nothing, 1), "the position map has no positions; at least 1 is accepted"
+    )
+
+
 def test_maps_that_cannot_be() -> None:
     ones = np.ones(1)
     with pytest.raises(InvalidArgument, match="begins is float64 and lengths float64; both must be int32"):

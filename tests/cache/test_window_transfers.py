@@ -97,3 +97,46 @@ def test_a_map_of_what_has_left_the_window_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="with windows it receives only afterwards"):
         receiver.prepare_receive(0, 3)
     assert position_map.num_tokens == 3
+
+
+def test_what_is_yet_to_be_sent_does_not_leave_a_window() -> None:
+    """The page might be another sequence's before it is read."""
+    island = Island.of(WINDOWS)
+    sender, receiver = island.caches
+    for sequence in range(2):
+        for cache in island.caches:
+            cache.add_sequence(sequence)
+    forward(sender, 0, 14)
+    sender.mark_send(0, 0, receiver.prepare_receive(0, 10), 1)
+    every = PositionMap(3, tuple(SlotRuns.from_slots(range(40, 67)) for _ in WINDOWS.groups))
+    sender.mark_send(1, 3, every, 1)
+    forward(sender, 1, 20, push=False)
+    for sequence, position, length in ((0, 4, 14), (1, 3, 20)):
+        message = f"sequence {sequence} is to send position {position}, which would leave the window of layer group 1"
+        with pytest.raises(InvalidArgument, match=message):
+            forward(sender, sequence, 1)
+        assert sender.num_tokens(sequence) == length
+        sender.send_cached(sequence)
+    assert_same_kv(sender, receiver, 0, 0, 4, 10)
+    for sequence in range(2):
+        forward(sender, sequence, 10)
+        assert sender.sends_done(sequence)
+
+
+def test_what_a_window_still_holds_is_sent_with_the_forward() -> None:
+    """That lets go of what is before position 4, or of all that a map skips."""
+    island = Island.of(WINDOWS)
+    sender, receiver = island.caches
+    for sequence in range(3):
+        for cache in island.caches:
+            cache.add_sequence(sequence)
+    forward(sender, 0, 12)
+    sender.mark_send(0, 0, receiver.prepare_receive(0, 10), 1)
+    nowhere = SlotRuns.from_slots([-1] * 10)
+    forward(sender, 1, 20)
+    sender.mark_send(1, 0, PositionMap(0, (receiver.prepare_receive(1, 10).runs[0], nowhere)), 1)
+    sender.mark_send(2, 0, PositionMap(0, (SlotRuns.from_slots(range(60, 70)),) * 2), 1)
+    for sequence in range(2):
+        forward(sender, sequence, 1)
+        assert sender.sends_done(sequence)
+    assert_same_kv(sender, receiver, 0, 0, 4, 10)

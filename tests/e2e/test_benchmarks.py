@@ -39,8 +39,8 @@ def test_ttft(island: Island) -> None:
     with Pair(island.address, island.workers[0].config.token) as pair:
         numbers = ttft.measure(pair, 40, rounds=1)
     assert numbers["ttft_less_local_ms"] == pytest.approx(numbers["ttft_ms"] - numbers["local_ms"], abs=0.02)
-    parts = ("gateway_less_prefill_ms", "client_ms")
-    assert min(numbers[name] for name in (*parts, "reservation_ms")) > 0
+    parts = ("gateway_less_prefill_ms", "client_ms")  # the first token may come before all has landed
+    assert min(numbers["client_ms"], numbers["reservation_ms"]) > 0
     assert sum(numbers[name] for name in parts) < numbers["ttft_ms"]
     assert numbers["handoff_ms"] > numbers["ttft_less_local_ms"]
     result = ttft.result_of({"m": {1024: numbers, 8192: numbers}}, rounds=1)

@@ -57,7 +57,7 @@ def fake_pair(folder: Path) -> Iterator[FakePair]:
         addresses = [worker.address for worker in island.workers]
         token = island.workers[0].config.token
         with grpc.insecure_channel(addresses[0]) as one, grpc.insecure_channel(addresses[1]) as other:
-            stubs = Pair(authorized(Stub(one), token), authorized(Stub(other), token))
+            stubs = Pair(authorized(Stub(one), token), authorized(Stub(other), token), addresses[0], token)
             yield FakePair(transports.fabric, stubs, island.address)
 
 

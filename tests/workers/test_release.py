@@ -25,7 +25,7 @@ def island(folder: Path) -> Iterator[tuple[Pair, FakeFabric, Worker, Worker]]:
         prefill, decode = running.workers
         with grpc.insecure_channel(prefill.address) as one, grpc.insecure_channel(decode.address) as other:
             token = prefill.config.token
-            pair = Pair(authorized(Stub(one), token), authorized(Stub(other), token))
+            pair = Pair(authorized(Stub(one), token), authorized(Stub(other), token), prefill.address, token)
             yield pair, transports.fabric, prefill, decode
 
 

@@ -78,7 +78,7 @@ class HttpApp:
         except asyncio.CancelledError:
             await reply.error(HttpError(503, "the gateway is stopping"))
         except Exception:
-            log.exception("a call of %s failed", scope["path"])
+            log.exception("a call of %r failed", scope["path"])
             await reply.error(HttpError(500, "the gateway failed; its log says how"))
         finally:
             self._calls.discard(call)

@@ -20,10 +20,11 @@ class PageMemory:
 
     def __init__(self, pool: Tensor) -> None:
         self._words = movable(pool)
+        self._pages = _widened(pool)
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
         source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._words.device)
-        self._words.index_copy_(0, target, self._words.index_select(0, source))
+        self._pages.index_copy_(0, target, self._pages.index_select(0, source))
 
     def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
         slots = np.concatenate((sources, targets)).astype(np.int64)
@@ -34,4 +35,10 @@ class PageMemory:
 
     def clear_pages(self, pages: Int32Array) -> None:
         (index,) = upload([pages.astype(np.int64)], self._words.device)
-        self._words.index_fill_(0, index, 0)
+        self._pages.index_fill_(0, index, 0)
+
+
+def _widened(pool: Tensor) -> Tensor:
+    """[num_pages, numbers of a page]: int64 where a page is some of these, for on a GPU each number costs the same."""
+    pages = pool.view(torch.uint8).view(pool.shape[0], -1)
+    return pages.view(torch.int64) if pages.shape[1] % 8 == 0 else pages

@@ -25,7 +25,9 @@ def expected_tables(table: GroupTable, rows: list[int], lengths: list[int], appe
         indices += pages[begin : (length + append - 1) // PAGE + 1]
         indptr.append(len(indices))
         last_page_lens.append(stored[-1] % PAGE + 1)
-    return PageTables(*(np.array(one, np.int32) for one in (slots, indptr, indices, last_page_lens, kv_lens)))
+    lists = slots, indptr, indices, last_page_lens, kv_lens
+    first, second, third, fourth, fifth = (np.array(one, np.int32) for one in lists)
+    return PageTables(first, second, third, fourth, fifth)
 
 
 @pytest.fixture(params=["native", "numpy"])

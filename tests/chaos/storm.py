@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tandem.cluster.client import AsyncClient, Client
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import CallError
@@ -24,6 +26,7 @@ from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2
 from tandem.workers.tokenizer import Tokenizer
 from tests.chaos.bad_network import BadlyConnectedProcesses, BadNetwork
+from tests.chaos.http_stream import HttpStream
 from tests.local_processes import started_at
 from tests.oracle import greedy, load_oracle, random_prompt
 
@@ -43,6 +46,7 @@ CONFIG: dict[str, Any] = {
     "cache.num_pages": 96,
     "scheduler.max_batch_tokens": 32,
     "gateway.port": 0,
+    "gateway.http_port": 0,
     "gateway.max_attempts": 100,
     "recovery.max_restarts": 100_000,
     "recovery.drain_seconds": 1.0,
@@ -79,7 +83,9 @@ class Outcome:
     """
 
     finished: int = 0
+    finished_over_http: int = 0
     disconnected: int = 0
+    broken: int = 0  # over HTTP, by the end of a gateway
     placed_again: int = 0
     blows: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
@@ -177,9 +183,21 @@ class Storm:
                     client, rng.choice(cases), rng.randrange(OUTPUT_TOKENS) if rng.random() < 0.2 else None
                 )
 
-        async with AsyncClient(address) as client:
+        async def one_over_http(client: httpx.AsyncClient) -> None:
+            rng = random.Random(f"{self._seed} http")
+            while not self._over.is_set():
+                case = rng.choice(cases)
+                await self._request_over_http(
+                    client, case, rng.randrange(OUTPUT_TOKENS) if rng.random() < 0.2 else None
+                )
+
+        door = f"http://{self.cluster.http_address}"
+        async with (
+            AsyncClient(address) as client,
+            httpx.AsyncClient(base_url=door, timeout=120, trust_env=False) as http,
+        ):
             await client.cluster_info()
-            await asyncio.gather(*(one(client, number) for number in range(self._num_clients)))
+            await asyncio.gather(*(one(client, number) for number in range(self._num_clients)), one_over_http(http))
 
     @property
     def _made(self) -> int:
@@ -219,6 +237,23 @@ class Storm:
         self._silences["placed again" if again else "placed once"].append(silence)
         self.outcome.placed_again += again
         self.outcome.finished += 1
+
+    async def _request_over_http(self, client: httpx.AsyncClient, case: Case, leave_after: int | None) -> None:
+        stream = HttpStream()
+        body = {"prompt": case.prompt, "return_token_ids": True, **case.sampling}
+        await stream.receive(client, body, leave_after)
+        assert stream.tokens == case.tokens[: len(stream.tokens)], (
+            f"{stream.tokens}: not the beginning of {case.tokens}"
+        )
+        if stream.error:
+            self.outcome.errors[stream.error] += 1
+        elif stream.broken:
+            self.outcome.broken += 1
+            await asyncio.sleep(0.05)  # perhaps nobody listens yet
+        elif stream.ended:
+            assert stream.tokens == case.tokens, f"{stream.tokens} ended before {case.tokens}"
+            assert case.text.startswith(stream.text) if "stop" in case.sampling else stream.text == case.text
+            self.outcome.finished_over_http += 1
 
     # Blows
 

@@ -14,5 +14,6 @@ def test_nothing_is_lost_in_a_storm(tmp_path: Path) -> None:
     outcome = Storm(tmp_path / "model", tmp_path / "faults", seed=1).run(num_blows=30, num_requests=60)
     assert not outcome.errors
     assert outcome.finished >= 40
+    assert outcome.finished_over_http > 0
     assert outcome.placed_again > 0
     assert min(outcome.restarts.values()) > 0

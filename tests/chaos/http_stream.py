@@ -1,0 +1,46 @@
+"""One request of a storm through the HTTP door, whose clients do not resume what the end of a gateway breaks off."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.http_client import COMPLETIONS
+
+
+@dataclass
+class HttpStream:
+    """What came. ended: with [DONE]. broken: with its connection. error: what the door said of it."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    ended: bool = False
+    broken: bool = False
+    error: str = ""
+
+    async def receive(self, client: httpx.AsyncClient, body: dict[str, Any], leave_after: int | None) -> None:
+        """Goes away after leave_after tokens if that is not None."""
+        try:
+            async with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as response:
+                if response.status_code != 200:
+                    self.error = (await response.aread()).decode()
+                    return
+                async for line in response.aiter_lines():
+                    self._add(line)
+                    if leave_after is not None and len(self.tokens) > leave_after:
+                        return
+        except httpx.TransportError:
+            self.broken = not self.ended
+
+    def _add(self, line: str) -> None:
+        if line == "data: [DONE]":
+            self.ended = True
+        elif line:
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                self.error = str(event)
+                return
+            (choice,) = event["choices"]
+            self.tokens += choice["token_ids"]
+            self.text += choice["text"]

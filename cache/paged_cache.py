@@ -290,7 +290,7 @@ class PagedKVCache:
         """Positions `begin` (where the map starts) … end of the map go to target_pe while they are computed.
 
         Cached ones go page to page, with the next forward or send_cached(). InvalidArgument when the map asks for some
-        that have left a window here.
+        that have left a window here; a forward that would let go of some not yet sent is refused.
         """
         self._transmissions.mark(sequence, begin, position_map, target_pe)
 

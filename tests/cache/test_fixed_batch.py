@@ -14,7 +14,11 @@ from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import PageTables
+from tandem.cache.position_map import PositionMap, SlotRuns
 from tandem.cache.rope import RopeParameters
+from tests.cache.island import forward
+from tests.cache.naive import cache_of, layout_of, windowed
+from tests.cache.peer_writer import PeerWriter
 from tests.cache.sharing_kernels import sharing_all
 from tests.cache.table_kernels import TableKernels
 from tests.transfer.layouts import two_groups
@@ -29,7 +33,13 @@ def make_cache(kernels: KernelFactory = TableKernels, rope: RopeParameters | Non
     pools = [torch.full((40, *layout.page_shape(group)), torch.nan) for group in range(2)]
     rope = rope or RopeParameters("default", 4)
     cache = PagedKVCache(
-        layout, pools, max_sequences=8, max_sequence_length=40, rope=rope, writer=None, kernels=kernels
+        layout,
+        pools,
+        max_sequences=8,
+        max_sequence_length=40,
+        rope=rope,
+        writer=PeerWriter(0, [tuple(pools)] * 2),
+        kernels=kernels,
     )
     for sequence, length in enumerate(LENGTHS):
         cache.add_sequence(sequence)
@@ -151,7 +161,25 @@ def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     for inputs in ([], [np.zeros(1, np.int64)], [np.zeros(2, np.int64)] * 2):
         with pytest.raises(InvalidArgument, match=r"inputs has shapes .*; 1 of \(2,\) are accepted"):
             cache.begin_fixed(batch, [0, 1], inputs)
-    assert [cache.num_tokens(sequence) for sequence in range(4)] == list(LENGTHS)
+    cache.add_sequence(4)
+    cache.enable_sliding_window(4, 8, 2)
+    cache.mark_send(0, 0, PositionMap(0, (SlotRuns.from_slots(range(9)),) * 2), 1)
+    for sequence, message in ((4, "a sequence that slides"), (0, "a sequence that is being sent")):
+        with pytest.raises(InvalidArgument, match=f"seq_ids has {message}; a fixed batch"):
+            cache.begin_fixed(batch, [1, sequence], [np.zeros(2, np.int64)])
+    assert [cache.num_tokens(sequence) for sequence in range(5)] == [*LENGTHS, 0]
+
+
+def test_what_the_step_before_sees_stays() -> None:
+    """It may still run when the next one is begun: with a window, its first page is let go of a step later."""
+    layout, size, window = windowed(layout_of(2), 6), 4, 6
+    cache = cache_of(layout, kernels=TableKernels)
+    cache.add_sequence(0)
+    forward(cache, 0, 9)
+    (batch,) = cache.fixed_batches([1], num_q_heads=4, num_inputs=0)
+    for length in range(9, 30):
+        cache.begin_fixed(batch, [0], [])
+        assert cache.first_position(0) == (length - 1 - (window - 1)) // size * size
 
 
 def test_arrays_are_packed_as_counted() -> None:

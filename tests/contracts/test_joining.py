@@ -130,6 +130,12 @@ def test_bytes_that_are_no_handle_are_refused(unjoined: list[Transport], bad: by
         unjoined[0].join([handles[0], bad, handles[2]])
 
 
+def test_a_handle_that_is_too_long_is_refused_unread(unjoined: list[Transport]) -> None:
+    handles = [transport.open() for transport in unjoined]
+    with pytest.raises(MembershipRefused, match="PE 1's handle has 4097 bytes; at most 4096 are accepted"):
+        unjoined[0].join([handles[0], handles[1].ljust(4097), handles[2]])
+
+
 def test_too_few_handles_are_refused(unjoined: list[Transport]) -> None:
     handles = [transport.open() for transport in unjoined]
     with pytest.raises(MembershipRefused, match="2 handles were given; the island has 3 PEs"):

@@ -58,5 +58,5 @@ class Announcements:
         with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
             async for first in call:
                 drawn = self._expected.get(first.request_id)
-                if drawn is not None:
+                if drawn is not None and not drawn.done():  # told twice, or nobody waits any more
                     drawn.set_result(first)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Ray forks its processes here while other threads use gRPC, whose handlers may abort the child before it is Ray's.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
 

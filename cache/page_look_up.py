@@ -32,7 +32,7 @@ class PageLookUp:
         self._window = window
         self._page_size = page_size
         library = load_library(SOURCE)
-        self._native = None if library is None else _NativeLookUp(library, table, page_size)
+        self._native = None if library is None else _NativeLookUp(ctypes.PyDLL(library._name), table, page_size)
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
         """As look_up_pages of rows (int64 [B], B ≥ 1), those of the sequences that have grown by `tokens`."""
@@ -54,9 +54,12 @@ class PageLookUp:
 
 
 class _NativeLookUp:
-    """As PageLookUp, of whose table it reads the pages and begins where they stand."""
+    """As PageLookUp, of whose table it reads the pages and begins where they stand.
 
-    def __init__(self, library: ctypes.CDLL, table: GroupTable, page_size: int) -> None:
+    A PyDLL keeps the interpreter for the few µs of a call: whoever leaves it to a busy thread waits 5 ms for it.
+    """
+
+    def __init__(self, library: ctypes.PyDLL, table: GroupTable, page_size: int) -> None:
         self._table = _Table(_address(table.pages), _address(table.begins), table.pages.shape[1], page_size)
         self._address = ctypes.addressof(self._table)
         self._look_up, self._stream_slots = library.look_up, library.stream_slots

@@ -100,8 +100,8 @@ class PrefillLoop:
         ended = self._ended.is_aborted(request_id) or self._ended.result(request_id) is not None
         if ended or request_id in self._by_id or self._waiting or self._running:
             return None
-        self._next_sequence += 1
-        return self._head_start.take(request_id, self._next_sequence - 1, token_ids)
+        sequence_id, self._next_sequence = self._next_sequence, self._next_sequence + 1
+        return self._head_start.take(request_id, sequence_id, token_ids)
 
     def submit(
         self,

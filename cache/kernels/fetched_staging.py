@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from tandem.cache.kernels.staging import ALIGNMENT
+from tandem.cache.kernels.staging import ALIGNMENT, aligned
 
 POLL_SECONDS = 0.00001
 
@@ -26,7 +26,7 @@ class FetchedStaging:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        size = ALIGNMENT + _whole(num_bytes)
+        size = ALIGNMENT + aligned(num_bytes)
         self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=self._on_gpu)
         self.host = self._memory[ALIGNMENT:]
         self._head = self._memory[:ALIGNMENT].view(torch.int64).numpy()
@@ -50,9 +50,9 @@ class FetchedStaging:
 
         Waits for the copy, some 10 µs of the step before: a graph that waits for an event starts as much later.
         """
-        self._head[:] = self._head[0] + 1, _whole(num_bytes) // ALIGNMENT
+        self._head[:] = self._head[0] + 1, aligned(num_bytes) // ALIGNMENT
         if self._stream is not None:
-            end = ALIGNMENT + _whole(num_bytes)
+            end = ALIGNMENT + aligned(num_bytes)
             with torch.cuda.stream(self._stream):
                 self._arrived[:end].copy_(self._memory[:end])
 
@@ -62,9 +62,5 @@ class FetchedStaging:
             return
         from tandem.cache.kernels.triton_fetch import fetch  # triton may be missing elsewhere
 
-        on_device = self.on_device[: _whole(num_bytes)].view(torch.int64)
+        on_device = self.on_device[: aligned(num_bytes)].view(torch.int64)
         fetch(self._arrived.view(torch.int64), on_device, self._finished, self._fetched)
-
-
-def _whole(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -76,9 +76,13 @@ class FixedArrays:
         self._staging.send(self._begins[last] + arrays[last].size * self._host_arrays[last].itemsize)
 
 
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def _begins(sizes: Sequence[ArraySize]) -> list[int]:
     """Where each array begins, in bytes, and where the last one ends."""
-    lengths = [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in sizes]
+    lengths = [aligned(count * dtype.itemsize) for count, dtype in sizes]
     return [0, *np.cumsum(lengths).tolist()]
 
 

@@ -14,9 +14,7 @@ With --puts the receiver's pages are not mapped, and kernels of ours issue puts:
 """
 
 import argparse
-import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +28,7 @@ from tandem.cache.position_map import Int32Array
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
 from tests.benchmarks import nixl_writes
+from tests.benchmarks.pes import run_pes
 from tests.benchmarks.results import at_least, print_result, print_skipped
 
 PAGE, NUM_PAGES = 16, 4096
@@ -220,18 +219,7 @@ def main() -> None:
     if torch.cuda.device_count() < 2:
         print_skipped("needs two CUDA devices of one host")
         return
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        pes = [
-            context.Process(target=run, args=(pe, folder, arguments.rounds, arguments.puts), daemon=True)
-            for pe in range(2)
-        ]
-        for process in pes:
-            process.start()
-        for process in pes:
-            process.join()
-    if any(process.exitcode for process in pes):
-        raise SystemExit(1)
+    run_pes(run, 2, arguments.rounds, arguments.puts)
 
 
 if __name__ == "__main__":

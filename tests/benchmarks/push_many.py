@@ -6,8 +6,6 @@ each of its receivers, all of them at once. GB/s of a sender: bytes ÷ seconds f
 """
 
 import argparse
-import multiprocessing
-import tempfile
 import time
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch import Tensor
 from tandem.cache.position_map import Int32Array
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
+from tests.benchmarks.pes import run_pes
 from tests.benchmarks.push import LAYOUT, NUM_PAGES, PAGE, page_sums, slots_of
 from tests.benchmarks.results import plot, print_result, print_skipped, rounded
 
@@ -131,15 +130,7 @@ def main() -> None:
     if torch.cuda.device_count() < NUM_PES:
         print_skipped(f"needs {NUM_PES} CUDA devices of one host")
         return
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        pes = [context.Process(target=run, args=(pe, folder, arguments.pushes), daemon=True) for pe in range(NUM_PES)]
-        for process in pes:
-            process.start()
-        for process in pes:
-            process.join()
-    if any(process.exitcode for process in pes):
-        raise SystemExit(1)
+    run_pes(run, NUM_PES, arguments.pushes)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ from tests.http_client import COMPLETIONS
 
 @dataclass
 class HttpStream:
-    """What came. ended: with [DONE]. broken: with its connection. error: what the door said of it."""
+    """What came. begun: the door has answered. ended: with [DONE]. broken: with its connection, or never begun. error:
+    what the door said of it."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    begun: bool = False
     ended: bool = False
     broken: bool = False
     error: str = ""
@@ -23,6 +25,7 @@ class HttpStream:
         """Goes away after leave_after tokens if that is not None."""
         try:
             async with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as response:
+                self.begun = True
                 if response.status_code != 200:
                     self.error = (await response.aread()).decode()
                     return

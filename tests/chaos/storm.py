@@ -85,7 +85,7 @@ class Outcome:
     finished: int = 0
     finished_over_http: int = 0
     disconnected: int = 0
-    broken: int = 0  # over HTTP, by the end of a gateway
+    broken: int = 0  # over HTTP, begun streams, by the end of a gateway
     placed_again: int = 0
     blows: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
@@ -248,12 +248,14 @@ class Storm:
         if stream.error:
             self.outcome.errors[stream.error] += 1
         elif stream.broken:
-            self.outcome.broken += 1
+            self.outcome.broken += stream.begun
             await asyncio.sleep(0.05)  # perhaps nobody listens yet
         elif stream.ended:
             assert stream.tokens == case.tokens, f"{stream.tokens} ended before {case.tokens}"
             assert case.text.startswith(stream.text) if "stop" in case.sampling else stream.text == case.text
             self.outcome.finished_over_http += 1
+        else:
+            assert leave_after is not None, f"{stream.tokens} ended without a word"
 
     # Blows
 
@@ -311,6 +313,8 @@ class Storm:
             return str(error)
         self.outcome.restarts = {island.name: island.restarts for island in info.islands}
         self.outcome.restarts["gateway"] = info.gateway_restarts
+        broken, ends = self.outcome.broken, info.gateway_restarts
+        assert broken <= ends, f"{broken} streams over HTTP, one at a time, broke off; the gateway ended {ends} times"
         if info.active or info.queued or [len(island.workers) for island in info.islands] != [2, 2]:
             return str(info)
         return "\n".join(str(worker) for island in info.islands for worker in island.workers if _is_busy(worker))

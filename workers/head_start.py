@@ -116,7 +116,7 @@ class HeadStart:
         cache, whole = self._cache, len(head.token_ids)
         end = min(whole, head.cached_tokens + self._max_batch_tokens)
         tokens = head.token_ids[head.cached_tokens : end]
-        plan = cache.begin_forward([head.sequence_id], [len(tokens)], [whole])
+        plan = cache.begin_forward([head.sequence_id], [len(tokens)], [whole], push=False)
         last_rows = np.array([len(tokens) - 1] if end == whole else [], np.int64)
         logits = self._runner.forward(tokens, plan, last_rows)
         cache.end_forward(plan)

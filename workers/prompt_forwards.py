@@ -19,6 +19,7 @@ class PromptForwards:
 
     Requests that share a forward send what it computes token by token, as it is appended. A request that is alone goes
     page to page, each chunk behind its forward, beside the next: stores to a peer slow a forward more than copies do.
+    Where the transport can, all layers of a chunk but the last go while that is computed.
     """
 
     def __init__(self, runner: ModelRunner, cache: PagedKVCache, meter: PushMeter) -> None:

@@ -1,6 +1,6 @@
 """One worker's paged KV cache: sequences, the plan of each forward, attention, and both ends of a transfer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -254,15 +254,21 @@ class PagedKVCache:
         return self._fixed_steps.pays_to_share(batch, ids_of(seq_ids))
 
     def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
-        """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward.
-
-        The step before may still run: pages that it sees stay.
-        """
+        """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward. The
+        step before may still run: pages that it sees stay."""
         self._fixed_steps.begin(batch, ids_of(seq_ids), inputs)
 
-    def foresee(self, seq_ids: Sequence[int] | Int64Array) -> None:
-        """Makes ready what the first step of sequences needs that are being received, to be stepped together."""
-        self._fixed_steps.foresee(ids_of(seq_ids))
+    def foresee(self, batch: FixedBatch, seq_ids: Sequence[int], inputs: Sequence[Int64Array]) -> bool:
+        """Makes ready the first step of sequences that are being received; whether `batch` holds it until another fill
+        and step_foreseen() can be called."""
+        return self._fixed_steps.foresee(batch, ids_of(seq_ids), inputs)
+
+    def step_foreseen(
+        self, batch: FixedBatch, seq_ids: Sequence[int], inputs: Sequence[Int64Array], replay: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """begin_fixed() of the step foreseen, with these first inputs; what replay() returns, called before they grow.
+        None, and nothing happens, unless it is still their next."""
+        return self._fixed_steps.step_foreseen(batch, ids_of(seq_ids), inputs, replay)
 
     # Transfers
 

@@ -1,6 +1,8 @@
 """CUDA graphs: a computation on fixed memory is captured once, and costs the host one launch from then on."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ class GraphCapture:
         compute()  # kernels are built and loaded outside the capture
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may use the device meanwhile: a worker's own do not, a test's may.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with uncollected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = compute()
 
         def replay() -> Tensor:
@@ -29,3 +31,15 @@ class GraphCapture:
             return result
 
         return replay
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection: a CUDA graph that is let go of within a capture, an earlier worker's, spoils it."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()

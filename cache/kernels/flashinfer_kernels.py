@@ -135,7 +135,7 @@ class FlashInferKernels(PageMemory):
         return FixedPlan(AppendTargets(tables.slots, None), wrapper, fixed, num_q_heads)
 
     def most_prompt_tokens(self, num_sequences: int, num_q_heads: int) -> int:
-        return most_prompt_tokens(WORKSPACE_BYTES, num_sequences, self._sizes(num_q_heads))
+        return most_prompt_tokens(self._workspace, num_sequences, self._sizes(num_q_heads))
 
     def fixed_prompts_plan(self, tables: PromptTables, num_q_heads: int) -> FixedPromptsPlan:
         sizes, workspaces = self._sizes(num_q_heads), (self._workspace, self._prompts_workspace)

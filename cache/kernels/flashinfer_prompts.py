@@ -13,7 +13,6 @@ from tandem.cache.plan import PageTables
 from tandem.cache.position_map import Int32Array
 
 TILE_ROWS = 128  # queries times heads of a KV head that one of FlashInfer's blocks takes, at most
-BACKEND = "fa2"  # it splits the keys of a few queries over the GPU, as fa3 does not
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +39,7 @@ class FixedPromptsPlan:
         options: dict[str, Any],
     ) -> "FixedPromptsPlan":
         """workspaces: of all that runs, and of the planning of prompts in graphs."""
+        num_tokens = tables.slots.shape[0]
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             workspaces[0],
             "HND",
@@ -48,11 +48,11 @@ class FixedPromptsPlan:
             paged_kv_indptr_buf=tables.kv_indptr,
             paged_kv_indices_buf=tables.kv_indices,
             paged_kv_last_page_len_buf=tables.kv_last_page_len,
-            backend=BACKEND,
+            backend=choose_backend(num_tokens, sizes[0], workspaces[0].device),
         )
         wrapper.reset_workspace_buffer(*workspaces)
         plan = cls(AppendTargets(tables.slots, None), wrapper, tables.kv_indices, sizes, options)
-        plan._plan_largest(tables.slots.shape[0], tables.kv_last_page_len.shape[0])
+        plan._plan_largest(num_tokens, tables.kv_last_page_len.shape[0])
         return plan
 
     def refill(self, qo_indptr: Int32Array, tables: PageTables) -> None:
@@ -66,12 +66,28 @@ class FixedPromptsPlan:
 
     def _plan(self, qo_indptr: Int32Array, kv_indptr: Int32Array, kv_last_page_len: Int32Array) -> None:
         indptr, last_page_len = torch.from_numpy(kv_indptr), torch.from_numpy(kv_last_page_len)
-        tables = indptr, self.kv_indices[: int(kv_indptr[-1])], last_page_len
-        self.wrapper.plan(torch.from_numpy(qo_indptr), *tables, *self.sizes, causal=True, **self.options)
+        longest = int(np.diff(qo_indptr).max())  # spares FlashInfer a loop in Python
+        self.wrapper.plan(
+            torch.from_numpy(qo_indptr),
+            *(indptr, self.kv_indices[: int(kv_indptr[-1])], last_page_len, *self.sizes),
+            causal=True,
+            max_token_per_sequence=longest,
+            **self.options,
+        )
 
 
-def most_prompt_tokens(workspace_bytes: int, num_sequences: int, sizes: tuple[int, int, int, int]) -> int:
-    """As many as FlashInfer's workspace has room for while it splits keys; sizes: see FixedPromptsPlan."""
+def choose_backend(num_tokens: int, num_q_heads: int, device: torch.device) -> str:
+    """FlashInfer's fastest where the queries of so many tokens fill the GPU. Else fa2, which splits the keys of a few
+    over it."""
+    tiles = -(-num_tokens // TILE_ROWS) * num_q_heads
+    return "auto" if tiles >= torch.cuda.get_device_properties(device).multi_processor_count else "fa2"
+
+
+def most_prompt_tokens(workspace: Tensor, num_sequences: int, sizes: tuple[int, int, int, int]) -> int:
+    """As many as FlashInfer's workspace has room for while it splits keys, two tiles a multiprocessor at least; sizes:
+    see FixedPromptsPlan."""
     num_q_heads, num_kv_heads, head_dim, _ = sizes
-    tiles = workspace_bytes // (num_q_heads * TILE_ROWS * (head_dim + 1) * 4) - num_sequences
-    return max(tiles, 0) * TILE_ROWS * num_kv_heads // num_q_heads
+    tiles = workspace.numel() // (num_q_heads * TILE_ROWS * (head_dim + 1) * 4)
+    if tiles < 2 * torch.cuda.get_device_properties(workspace.device).multi_processor_count // num_kv_heads:
+        return 0
+    return max(tiles - num_sequences, 0) * TILE_ROWS * num_kv_heads // num_q_heads

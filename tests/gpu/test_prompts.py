@@ -1,5 +1,6 @@
 """Prompts in CUDA graphs against the eager path: lone ones around the graphs' sizes, several at once, in chunks."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,18 @@ def test_over_kv_in_8_bits(tmp_path: Path) -> None:
     # What is rounded a little differently may become the neighbouring entry.
     assert_alike(ours.run_all(), theirs.run_all(), 0.1)
     assert ours.replays == len(FORWARDS) - NUM_PLAIN
+
+
+def test_nothing_is_collected_within_a_capture() -> None:
+    collects: list[bool] = []
+    number = torch.ones(1, device="cuda")
+
+    def compute() -> torch.Tensor:
+        collects.append(gc.isenabled())
+        return number + 1
+
+    replay = GraphCapture()(compute)
+    assert collects == [True, False]
+    assert gc.isenabled()
+    number.fill_(5)
+    assert replay().item() == 6

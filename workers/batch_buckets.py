@@ -5,8 +5,11 @@ from collections.abc import Sequence
 
 LEAST_TO_SHARE = 16  # rows; for fewer, sharing takes long prefixes to pay for its launches
 STEP = 8  # rows, the least that a tensor core's tile adds
-MOST_PROMPT_TOKENS = 2048  # more take the device longer than launching takes the host
 MOST_PROMPTS = 16
+MOST_PROMPT_TOKENS = 4096  # what a graph holds takes memory
+# Tokens times the square of hidden_size: with more, a layer's products take a fast GPU longer, some 0.6 ms, than its
+# launches take the host.
+LAUNCH_BOUND = 1 << 34
 
 
 def bucket_sizes(limit: int) -> list[int]:
@@ -20,11 +23,12 @@ def sharing_sizes(limit: int) -> list[int]:
     return [size for size in (16, 32, 64, 128) if size < limit] + [limit] * (limit >= LEAST_TO_SHARE)
 
 
-def prompt_sizes(limit: int) -> list[int]:
+def prompt_sizes(limit: int, hidden_size: int) -> list[int]:
     """Tokens: 32, 64, then 64 more each up to 512, then a quarter of the power of two below, up to the least that holds
-    `limit`, or MOST_PROMPT_TOKENS."""
+    `limit`, or what is worth a graph."""
+    limit = min(limit, MOST_PROMPT_TOKENS, LAUNCH_BOUND // hidden_size**2)
     sizes = [32, 64]
-    while sizes[-1] < min(limit, MOST_PROMPT_TOKENS):
+    while sizes[-1] < limit:
         octave = 1 << (sizes[-1].bit_length() - 1)
         sizes.append(sizes[-1] + max(64, octave // 4))
     return sizes

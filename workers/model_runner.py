@@ -63,8 +63,9 @@ class ModelRunner:
         """From now on prompts() replays CUDA graphs for short forwards of up to max_tokens, as capture_steps says."""
         if capture is None and self._model.device.type != "cuda":
             return
-        sizes = prompt_sizes(max_tokens)
-        prompts = self._cache.fixed_prompts(sizes, MOST_PROMPTS, self._model.config.num_heads)
+        config = self._model.config
+        sizes = prompt_sizes(max_tokens, config.hidden_size)
+        prompts = self._cache.fixed_prompts(sizes, MOST_PROMPTS, config.num_heads)
         if prompts:
             self._prompt_graphs = PromptGraphs(self._model, self._cache, prompts, capture or GraphCapture())
 

@@ -13,7 +13,7 @@ def fail() -> None:
 
 
 def test_the_collector_goes_on_as_before() -> None:
-    with uncollected(), pytest.raises(RuntimeError, match="as the test says"):
+    with pytest.raises(RuntimeError, match="as the test says"), uncollected():
         fail()
     assert gc.isenabled()
     gc.disable()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.workers.batch_buckets import MOST_PROMPT_TOKENS, prompt_sizes
+from tandem.workers.batch_buckets import prompt_sizes
 from tests.cache.table_kernels import TableKernels
 from tests.checkpoints import save_checkpoint
 from tests.oracle import random_prompt
@@ -79,10 +79,19 @@ def test_forwards_that_push_are_plain(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "last"), [(1, [32, 64]), (65, [64, 128]), (512, [448, 512]), (513, [512, 640]), (9999, [1792, 2048])]
+    ("limit", "hidden", "last"),
+    [
+        (1, 64, [32, 64]),
+        (65, 64, [64, 128]),
+        (512, 64, [448, 512]),
+        (513, 64, [512, 640]),
+        (9999, 1024, [3584, 4096]),
+        (9999, 4096, [896, 1024]),
+        (9999, 5120, [640, 768]),
+        (9999, 99999, [32, 64]),
+    ],
 )
-def test_sizes(limit: int, last: list[int]) -> None:
-    sizes = prompt_sizes(limit)
+def test_sizes(limit: int, hidden: int, last: list[int]) -> None:
+    sizes = prompt_sizes(limit, hidden)
     assert sizes[-2:] == last
     assert all(small < large <= 2 * small for small, large in pairwise(sizes))
-    assert sizes[-1] <= max(64, MOST_PROMPT_TOKENS)

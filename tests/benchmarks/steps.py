@@ -64,15 +64,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 DECODES = ((1, 1024), (16, 1024), (64, 1024), (128, 1024), (256, 1024), (1, 8192), (1, 32768))  # batch, context
-PREFILLS = (32, 128, 512, 1024, 2048, 8192, 32768)
+PREFILLS = (1024, 8192, 32768)
 VLLM_DECODE_MS = {
     "Qwen3-8B": (5.15, 5.79, 7.91, 11.1, 18.6, 5.43, 6.28),
     "Qwen3-0.6B": (1.64, 2.04, 3.67, 5.73, 9.95, 1.92, 2.56),
 }
-VLLM_PREFILL_MS = {
-    "Qwen3-8B": {1024: 26.6, 8192: 216, 32768: 1244},
-    "Qwen3-0.6B": {1024: 12.3, 8192: 32.1, 32768: 272},
-}
+VLLM_PREFILL_MS = {"Qwen3-8B": (26.6, 216, 1244), "Qwen3-0.6B": (12.3, 32.1, 272)}
 CHUNK = 8192
 PAGE_SIZE = 16
 WARM_STEPS = 5
@@ -82,7 +79,7 @@ FLOOR_TARGETS = {"Qwen3-8B": (1, 64, 256), "Qwen3-0.6B": (1,)}  # batches at the
 FLOOR_LIMITS = {"Qwen3-8B": 1.18, "Qwen3-0.6B": 1.6}
 IDLE_LIMIT_US = 20.0
 PREFILL_LIMIT = 0.85
-LONG_PREFILLS = (8192, 32768)
+SHORT_PREFILLS = (32, 128, 512, 2048)
 COPY_BYTES = 2 << 30
 
 
@@ -262,7 +259,8 @@ def measure(name: str, roofs: Roofs, *, max_batch: int = 256) -> dict[str, Any]:
     bench.runner.capture_prompts(CHUNK)
     torch.cuda.synchronize()
     result["capture_prompts_s"] = round(time.perf_counter() - began, 2)
-    for length in PREFILLS:
+    theirs_by_length = dict(zip(PREFILLS, VLLM_PREFILL_MS[name], strict=True))
+    for length in sorted((*SHORT_PREFILLS, *PREFILLS)):
         seconds, on_device = bench.prefill(length)
         result[f"prefill {length}"] = {
             "ms": round(seconds * 1e3, 2),
@@ -270,8 +268,8 @@ def measure(name: str, roofs: Roofs, *, max_batch: int = 256) -> dict[str, Any]:
             "to_device": round(seconds / on_device, 3),
             "to_product": round(prefill_flops(bench.config, length) / seconds / roofs.product, 3),
         }
-        if length in VLLM_PREFILL_MS[name]:
-            result[f"prefill {length}"]["to_vllm"] = round(seconds * 1e3 / VLLM_PREFILL_MS[name][length], 3)
+        if length in theirs_by_length:
+            result[f"prefill {length}"]["to_vllm"] = round(seconds * 1e3 / theirs_by_length[length], 3)
     return result
 
 
@@ -283,7 +281,7 @@ def targets_of(results: dict[str, Any]) -> list[dict[str, Any]]:
             numbers = result[f"decode {batch} at 1024"]
             targets.append(at_most(f"{name}, decode of {batch} ÷ floor", numbers["to_floor"], FLOOR_LIMITS[name]))
             targets.append(at_most(f"{name}, decode of {batch}, idle µs", numbers["idle_us"], IDLE_LIMIT_US))
-    for length in LONG_PREFILLS if "Qwen3-8B" in results else ():
+    for length in PREFILLS[1:] if "Qwen3-8B" in results else ():
         reached = results["Qwen3-8B"][f"prefill {length}"]["to_product"]
         targets.append(at_least(f"Qwen3-8B, prefill of {length} ÷ product", reached, PREFILL_LIMIT))
     return targets

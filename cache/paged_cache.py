@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
-from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
-from tandem.cache.fixed_steps import FixedSteps
+from tandem.cache.fixed_batch import FixedBatch
+from tandem.cache.fixed_forwards import FixedForwards
+from tandem.cache.fixed_prompts import FixedPrompts
 from tandem.cache.group_attention import GroupAttention
 from tandem.cache.growth import Growth
 from tandem.cache.integers import checked_reach, integer, integers
@@ -84,7 +85,7 @@ class PagedKVCache:
         self._growth = Growth(store, self._receptions, self._trees)
         self._transmissions = Transmissions(store, self._trees, writer, on_gpu=pools[0].is_cuda)
         self._sequences = Sequences(store, self._receptions, self._trees, self._growth)
-        self._fixed_steps = FixedSteps(store, self._growth)
+        self._fixed = FixedForwards(store, self._growth, self._rotations)
 
     # Sequences
 
@@ -233,42 +234,46 @@ class PagedKVCache:
     def fixed_batches(
         self, sizes: Sequence[int], num_q_heads: int, num_inputs: int, *, sharing: bool = False
     ) -> list[FixedBatch]:
-        """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them.
+        """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them. They
+        share their device memory: one is filled and replayed before the next is filled. sharing: batches for steps of
+        which pays_to_share() is true."""
+        return self._fixed.batches(sizes, num_q_heads, num_inputs, sharing)
 
-        They share their device memory: one is filled and replayed before the next is filled. sharing: batches for steps
-        of which pays_to_share() is true.
-        """
-        return make_fixed_batches(
-            sizes,
-            [group.kernels for group in self._groups],
-            self._rotations,
-            self._places,
-            num_q_heads=num_q_heads,
-            num_inputs=num_inputs,
-            max_pages=self._table.groups[0].pages.shape[1],
-            sharing=sharing,
-        )
+    def fixed_prompts(self, sizes: Sequence[int], num_sequences: int, num_q_heads: int) -> list[FixedPrompts]:
+        """As fixed_batches, forwards of prompts, see FixedPrompts: of those `sizes`, tokens, that kernels can do."""
+        return self._fixed.prompts(sizes, num_sequences, num_q_heads)
 
     def pays_to_share(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array) -> bool:
         """Whether the next step of these sequences is faster in `batch`, a sharing one, than in another."""
-        return self._fixed_steps.pays_to_share(batch, ids_of(seq_ids))
+        return self._fixed.pays_to_share(batch, ids_of(seq_ids))
 
     def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
         """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward. The
         step before may still run: pages that it sees stay."""
-        self._fixed_steps.begin(batch, ids_of(seq_ids), inputs)
+        self._fixed.begin_step(batch, ids_of(seq_ids), inputs)
+
+    def begin_prompts(
+        self,
+        prompts: FixedPrompts,
+        seq_ids: Sequence[int] | Int64Array,
+        append_lengths: Sequence[int] | Int64Array,
+        token_ids: Int64Array,
+        last_rows: Int64Array,
+    ) -> None:
+        """Grows sequences as begin_forward does, and fills `prompts` with the forward that computes token_ids (int64
+        [T]), of which last_rows (int64 [n]) are to have logits. What is marked to be sent is left to send_cached()."""
+        self._fixed.begin_prompts(prompts, ids_of(seq_ids), append_lengths, token_ids, last_rows)
 
     def foresee(self, batch: FixedBatch, seq_ids: Sequence[int], inputs: Sequence[Int64Array]) -> bool:
-        """Makes ready the first step of sequences that are being received; whether `batch` holds it until another fill
-        and step_foreseen() can be called."""
-        return self._fixed_steps.foresee(batch, ids_of(seq_ids), inputs)
+        """Fills `batch` with the first step of sequences that are being received; False where that is not known."""
+        return self._fixed.foresee(batch, ids_of(seq_ids), inputs)
 
     def step_foreseen(
         self, batch: FixedBatch, seq_ids: Sequence[int], inputs: Sequence[Int64Array], replay: Callable[[], Tensor]
     ) -> Tensor | None:
-        """begin_fixed() of the step foreseen, with these first inputs; what replay() returns, called before they grow.
-        None, and nothing happens, unless it is still their next."""
-        return self._fixed_steps.step_foreseen(batch, ids_of(seq_ids), inputs, replay)
+        """begin_fixed() of what foresee() filled in last, with these first inputs, and a replay before sequences grow;
+        None, and nothing happens, unless it is their next step. No batch may have been filled since."""
+        return self._fixed.step_foreseen(batch, ids_of(seq_ids), inputs, replay)
 
     # Transfers
 
@@ -291,16 +296,13 @@ class PagedKVCache:
         self._receptions.finish(sequence)
 
     def mark_send(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
-        """Positions `begin` (where the map starts) … end of the map go to target_pe while they are computed.
-
-        Cached ones go page to page, with the next forward or send_cached(). InvalidArgument when the map asks for some
-        that have left a window here; a forward that would let go of some not yet sent is refused.
-        """
+        """Positions `begin` (where the map starts) … end of the map go to target_pe while they are computed, cached
+        ones page to page with the next forward or send_cached(). InvalidArgument when the map asks for some that have
+        left a window here; a forward that would let go of some not yet sent is refused."""
         self._transmissions.mark(sequence, begin, position_map, target_pe)
 
     def send_cached(self, sequence: int) -> None:
-        """What a marked sequence has and did not send goes page to page, behind the forwards launched so far; what the
-        last one computed without push, a layer as soon as it is stored, where the writer can do so."""
+        """What a marked sequence has and did not send goes page to page, once what was launched so far stored it."""
         self._receptions.check_settled(sequence)
         self._transmissions.send_cached(sequence)
 

@@ -42,9 +42,9 @@ def choose_step_product(weight: Tensor, bias: Tensor | None, *, gated: bool = Fa
     return None if products is None else products.prepare(weight, gated=gated)
 
 
-def choose_row_launch(shape: RowStepShape, device: torch.device) -> Launch | None:
-    """What computes a whole step of one row of such a model; None: RowKernels do."""
-    return None if device.type != "cuda" else load_launch(shape, device)
+def choose_row_launch(shape: RowStepShape, rows: int, device: torch.device) -> Launch | None:
+    """What computes a whole step of `rows` rows of such a model; None: kernels of each layer do."""
+    return None if device.type != "cuda" else load_launch(shape, rows, device)
 
 
 def choose_draw(device: torch.device) -> Draw:

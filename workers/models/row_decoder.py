@@ -1,14 +1,16 @@
-"""The decoder for one token, where all that takes time is to read the weights: four products and attention a layer."""
+"""The decoder for few rows, where all that takes time is to read the weights."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 
 from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
+from tandem.cache.kernels.base import StepPages
 from tandem.workers.kernels.base import RowKernels, RowNorm
 from tandem.workers.kernels.choice import choose_row_launch
-from tandem.workers.kernels.row_step import RowStep, RowStepLayer, RowStepShape
+from tandem.workers.kernels.row_step import ROW_COUNTS, RowStep, RowStepLayer, RowStepShape
 from tandem.workers.models.activation import Silu
 from tandem.workers.models.attention import AttentionBlock, CachedAttention, GroupedQueryAttention, split_heads
 from tandem.workers.models.config import ModelConfig
@@ -31,8 +33,9 @@ class RowLayer:
 
 
 class RowDecoder:
-    """The norms ride on the products behind them, the sums with the residual on those before: see RowKernels. Or all
-    layers are one kernel, see RowStep, where model, device and the step's pages allow it.
+    """All layers of few rows are one kernel, see RowStep, where model, device and the step's pages allow it. Else one
+    row takes four products and attention a layer: the norms ride on the products behind them, the sums with the
+    residual on those before: see RowKernels.
     """
 
     def __init__(self, config: ModelConfig, kernels: RowKernels, final_norm: Tensor, lm_head: Tensor) -> None:
@@ -41,6 +44,7 @@ class RowDecoder:
         self._final_norm = RowNorm(final_norm, config.rms_norm_eps)
         self._lm_head = lm_head
         self._layers: list[RowLayer] = []
+        self._steps: dict[int, RowStep | None] = {}  # by rows; made when first asked for
 
     @staticmethod
     def fits(config: ModelConfig, layer: LayerParameters) -> bool:
@@ -76,11 +80,16 @@ class RowDecoder:
             )
         )
 
-    def forward(self, x: Tensor, cached: CachedAttention) -> Tensor:
-        """Logits [1, vocab_size] that follow the token with embedding x [1, H], in its dtype; x is overwritten."""
-        pages = cached.step_pages()
-        if pages is not None and self._step is not None and self._step.takes(pages):
-            return self._step(x, pages)
+    def forward(self, x: Tensor, cached: CachedAttention) -> Tensor | None:
+        """Logits [n, vocab_size] that follow the tokens with embeddings x [n, H], in its dtype; x is overwritten. None,
+        and x as it was, where the decoder of any number of rows is to be taken."""
+        rows = x.shape[0]
+        step = self._whole_step(rows, cached.step_pages()) if rows in ROW_COUNTS else None
+        if step is not None:
+            return step(x)
+        return self._forward_lone(x, cached) if rows == 1 else None
+
+    def _forward_lone(self, x: Tensor, cached: CachedAttention) -> Tensor:
         kernels = self._kernels
         for index, layer in enumerate(self._layers):
             qkv = kernels.linear(x, layer.qkv, layer.qkv_bias, layer.input_norm)
@@ -91,9 +100,17 @@ class RowDecoder:
             kernels.add_linear(x, inner, gated.down, gated.down_bias)
         return kernels.linear(x, self._lm_head, None, self._final_norm)
 
-    @cached_property
-    def _step(self) -> RowStep | None:
-        """Made when first asked for, with all layers; may compile."""
+    def _whole_step(self, rows: int, pages: StepPages | None) -> Callable[[Tensor], Tensor] | None:
+        """Of one launch. None where it does not serve such a step."""
+        if pages is None:
+            return None
+        if rows not in self._steps:
+            self._steps[rows] = self._load_step(rows)
+        step = self._steps[rows]
+        return partial(step, pages=pages) if step is not None and step.takes(pages) else None
+
+    def _load_step(self, rows: int) -> RowStep | None:
+        """Of all layers; may compile."""
         config, layers = self._config, [_step_layer(layer) for layer in self._layers]
         shape = RowStepShape(
             hidden=config.hidden_size,
@@ -105,10 +122,12 @@ class RowDecoder:
             dtype=config.dtype,
         )
         fitting = [layer for layer in layers if layer is not None]
-        launch = choose_row_launch(shape, self._lm_head.device) if len(fitting) == len(layers) else None
-        if launch is None or self._final_norm.weight.dtype != config.dtype:
+        if len(fitting) < len(layers) or self._final_norm.weight.dtype != config.dtype:
             return None
-        return RowStep(shape, fitting, self._final_norm.weight, self._lm_head, config.rms_norm_eps, launch)
+        launch = choose_row_launch(shape, rows, self._lm_head.device)
+        if launch is None:
+            return None
+        return RowStep(shape, rows, fitting, self._final_norm.weight, self._lm_head, config.rms_norm_eps, launch)
 
 
 def _step_layer(layer: RowLayer) -> RowStepLayer | None:

@@ -61,11 +61,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-DECODES = ((1, 1024), (16, 1024), (64, 1024), (128, 1024), (256, 1024), (1, 8192), (1, 32768))  # batch, context
+DECODES = (  # batch, context
+    (1, 1024), (2, 1024), (4, 1024), (8, 1024), (16, 1024), (64, 1024), (128, 1024), (256, 1024), (1, 8192), (1, 32768),
+)  # fmt: skip
 PREFILLS = (1024, 8192, 32768)
-VLLM_DECODE_MS = {
-    "Qwen3-8B": (5.15, 5.79, 7.91, 11.1, 18.6, 5.43, 6.28),
-    "Qwen3-0.6B": (1.64, 2.04, 3.67, 5.73, 9.95, 1.92, 2.56),
+VLLM_DECODE_MS = {  # None: not measured
+    "Qwen3-8B": (5.15, None, None, None, 5.79, 7.91, 11.1, 18.6, 5.43, 6.28),
+    "Qwen3-0.6B": (1.64, None, None, None, 2.04, 3.67, 5.73, 9.95, 1.92, 2.56),
 }
 VLLM_PREFILL_MS = {"Qwen3-8B": (26.6, 216, 1244), "Qwen3-0.6B": (12.3, 32.1, 272)}
 CHUNK = 8192
@@ -244,7 +246,7 @@ def measure(name: str, roofs: Roofs, *, max_batch: int = 256) -> dict[str, Any]:
             "to_roof": round(seconds / decode_roof(bench.config, batch, context, roofs), 3),
             "idle_us": round(unused.between, 1),
             "gaps_us": round(unused.inside, 1),
-            "to_vllm": round(seconds * 1e3 / theirs, 3),
+            "to_vllm": None if theirs is None else round(seconds * 1e3 / theirs, 3),
         }
     drawn = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1)
     result["decode 64 at 1024, drawn, ms"] = round(bench.decode(64, 1024, drawn)[0] * 1e3, 3)

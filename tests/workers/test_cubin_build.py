@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tandem.workers.kernels.cubin_build import build_cubin, load_cubin
-from tandem.workers.kernels.row_step import SOURCE, WARPS, RowStepShape
+from tandem.workers.kernels.row_step import ROW_COUNTS, SOURCE, WARPS, RowStepShape
 from tandem.workers.kernels.step_product import SOURCE as PRODUCTS
 from tandem.workers.kernels.step_product import TILINGS
 
@@ -113,3 +113,19 @@ def test_without_it_there_is_a_warning(
 def test_what_does_not_fit(change: dict[str, int]) -> None:
     assert QWEN3.fits(BLOCKS, 1)
     assert not replace(QWEN3, **change).fits(BLOCKS, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        ({}, 8),
+        ({"hidden": 512}, 1),
+        ({"vocab": 151938}, 1),
+        ({"kv_heads": 32, "q_heads": 32}, 4),
+        ({"hidden": 8192}, 4),
+    ],
+    ids=str,
+)
+def test_how_many_rows_fit(change: dict[str, int], most: int) -> None:
+    shape = replace(QWEN3, **change)
+    assert [rows for rows in ROW_COUNTS if shape.fits(BLOCKS, rows)] == [rows for rows in ROW_COUNTS if rows <= most]

@@ -19,7 +19,7 @@ from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import PageTables
 from tandem.cache.rope import Rotation
-from tandem.workers.kernels.row_step import RowStepShape, StepArguments
+from tandem.workers.kernels.row_step import Launch, RowStepShape
 from tandem.workers.kernels.torch_row import TorchRowKernels
 from tandem.workers.models import row_decoder
 from tandem.workers.models.decoder import DenseDecoder
@@ -93,19 +93,18 @@ class OpenKernels(TorchKernels):
         return StepPages(self._pool, plan, rotation, self.scoring.scale)
 
 
-def emulate(folder: Path, case: Case) -> Callable[[RowStepShape, int, torch.device], Callable[[StepArguments], None]]:
-    """What choose_row_launch gives, on a CPU of few multiprocessors."""
+def emulate(folder: Path, case: Case) -> Callable[[RowStepShape, torch.device], dict[int, Launch]]:
+    """What choose_row_launches gives, on a CPU of few multiprocessors, for the case's number of rows."""
 
-    def choose(shape: RowStepShape, rows: int, device: torch.device) -> Callable[[StepArguments], None]:
-        assert shape.fits(case.blocks, rows)
-        assert rows == case.rows
+    def choose(shape: RowStepShape, device: torch.device) -> dict[int, Launch]:
+        assert shape.fits(case.blocks, case.rows)
         library = folder / "row_step.so"
         device_header = '-DEMULATED_DEVICE="../../tests/workers/emulated/device.h"'
-        options = (*shape.defines(case.blocks, WARPS, rows), *case.defines, device_header)
+        options = (*shape.defines(case.blocks, WARPS, case.rows), *case.defines, device_header)
         command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *options, str(SOURCE)]
         subprocess.run([*command, "-o", str(library)], check=True, timeout=120)
         run = ctypes.CDLL(str(library)).run_row_step
-        return lambda arguments: run(ctypes.byref(arguments))
+        return {case.rows: lambda arguments: run(ctypes.byref(arguments))}
 
     return choose
 
@@ -116,7 +115,7 @@ def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pyte
     case = CASES[name]
     make_model(case.family, vocab_size=200, **case.changes).save_pretrained(tmp_path)
     config = load_config(tmp_path, case.dtype)
-    monkeypatch.setattr(row_decoder, "choose_row_launch", emulate(tmp_path, case))
+    monkeypatch.setattr(row_decoder, "choose_row_launches", emulate(tmp_path, case))
     model = DenseDecoder(config, load_parameters(tmp_path, config), row_kernels=TorchRowKernels())
     group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
     layout = KVLayout((group,), case.page_size, config.dtype)

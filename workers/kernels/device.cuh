@@ -99,7 +99,7 @@ struct TileB {
     unsigned left, right;
 };
 __device__ inline void multiply_tiles(float (&sums)[4], TileA a, TileB b) {
-    asm(
+    asm volatile(
 #if HALF
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
 #else

@@ -5,6 +5,11 @@
 #define GATHER_BATCH 8
 #endif
 
+#ifndef POLL
+#define POLL (ROWS == 1 ? 0 : 3)
+#endif
+__device__ inline bool has_tag(Word word, unsigned tag) { return (unsigned)(word >> 32) == tag; }
+
 // The bits of some words, once all have the tag.
 template <int COUNT>
 __device__ inline void await(const Word* const (&places)[COUNT], unsigned tag, unsigned (&bits)[COUNT]) {
@@ -12,14 +17,31 @@ __device__ inline void await(const Word* const (&places)[COUNT], unsigned tag, u
 #pragma unroll
     for (int each = 0; each < COUNT; each++) found[each] = read_word(places[each]);
     long long began = clock64();
+#if POLL & 2
+    for (bool waited = true; waited;) {
+        waited = false;
 #pragma unroll
-    for (int each = 0; each < COUNT; each++) {
-        while ((unsigned)(found[each] >> 32) != tag) {
+        for (int each = 0; each < COUNT; each++) {
+            if (has_tag(found[each], tag)) continue;
+            if (waited) found[each] = read_word(places[each]);
+            else
+                do {
+                    check_patience(began);
+                    found[each] = read_word(places[each]);
+                } while (!has_tag(found[each], tag));
+            waited = true;
+        }
+    }
+#else
+#pragma unroll
+    for (int each = 0; each < COUNT; each++)
+        while (!has_tag(found[each], tag)) {
             check_patience(began);
             found[each] = read_word(places[each]);
         }
-        bits[each] = (unsigned)found[each];
-    }
+#endif
+#pragma unroll
+    for (int each = 0; each < COUNT; each++) bits[each] = (unsigned)found[each];
 }
 
 __device__ inline float sum_of_warp(float value) {
@@ -55,6 +77,25 @@ __device__ void gather(const Step& step, Block& block, const Word* words, int st
             int place = member + each * TEAM;
             if (!plain && place < columns / 4) read_words(words + 2 * place, found[each - first][0], found[each - first][1]);
         }
+#if POLL & 1
+        long long began = clock64();
+        for (bool waited = !plain; waited;) {
+            waited = false;
+#pragma unroll
+            for (int each = first; each < at_most(first + BATCH, EACH); each++) {
+                Word(&both)[2] = found[each - first];
+                int place = member + each * TEAM;
+                if (place >= columns / 4 || (has_tag(both[0], tag) && has_tag(both[1], tag))) continue;
+                if (waited) read_words(words + 2 * place, both[0], both[1]);
+                else
+                    do {
+                        check_patience(began);
+                        read_words(words + 2 * place, both[0], both[1]);
+                    } while (!has_tag(both[0], tag) || !has_tag(both[1], tag));
+                waited = true;
+            }
+        }
+#endif
 #pragma unroll
         for (int each = first; each < at_most(first + BATCH, EACH); each++) {
             Word(&both)[2] = found[each - first];
@@ -65,11 +106,13 @@ __device__ void gather(const Step& step, Block& block, const Word* words, int st
                 const unsigned* of_row = plain + row * (COLUMNS / 2);
                 pairs[each][0] = of_row[2 * place], pairs[each][1] = of_row[2 * place + 1];
             } else {
+#if !(POLL & 1)
                 long long began = clock64();
-                while ((unsigned)(both[0] >> 32) != tag || (unsigned)(both[1] >> 32) != tag) {
+                while (!has_tag(both[0], tag) || !has_tag(both[1], tag)) {
                     check_patience(began);
                     read_words(words + 2 * place, both[0], both[1]);
                 }
+#endif
                 pairs[each][0] = (unsigned)both[0], pairs[each][1] = (unsigned)both[1];
             }
             float2 a = unpack(pairs[each][0]), b = unpack(pairs[each][1]);

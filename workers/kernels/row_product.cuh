@@ -39,6 +39,7 @@ template <int COLUMNS, bool WHOLE>
 __device__ void multiply_rows(Warp& warp, int slice, int columns, bool more, float* sums) {
     constexpr bool UPPER = ROWS > 4;
     const uint4* weights = reinterpret_cast<const uint4*>(warp.take());
+    __syncwarp();  // tiles are multiplied by all lanes at once
     int quad = warp.lane / 8, within = warp.lane % 8;  // row of weight and input; 8 columns of 64
     const uint4* input = reinterpret_cast<const uint4*>(warp.block.state.work) + slice * (SLICE / 8) + within;
     const uint4 *low = input + quad % ROWS * (COLUMNS / 8), *high = input + (quad + 4) % ROWS * (COLUMNS / 8);
@@ -69,6 +70,7 @@ template <int COLUMNS, bool WHOLE>
 __device__ void multiply_tiles_of(Warp& warp, int& item, int begin, int count, int columns, bool more) {
     float* partial = reinterpret_cast<float*>(warp.block.state.work + INPUT_BYTES);
     int parts = slices(columns);
+#pragma unroll 1
     for (; item < begin + count * parts; item += WARPS) {
         int place = item - begin, part = place % parts;
         float* sums = partial + (place / parts * slices(COLUMNS) + part) * (TILE * ROWS);
@@ -84,12 +86,14 @@ template <int COLUMNS, int UNITS, class Finish>
 __device__ void sum_up(Block& block, int first, int count, Finish finish) {
     constexpr int PARTS = slices(COLUMNS), PAIRS = TILE / 2;
     const float* partial = reinterpret_cast<const float*>(block.state.work + INPUT_BYTES);
+#pragma unroll 1
     for (int place = threadIdx.x; place < count / UNITS * PAIRS * ROWS; place += THREADS) {
         int row = place % ROWS, pair = place / ROWS % PAIRS, tile = place / (ROWS * PAIRS);
         float sums[2 * UNITS];
         for (int unit = 0; unit < UNITS; unit++) {
             const float* found = partial + ((tile * UNITS + unit) * PARTS * ROWS + row) * TILE + 2 * pair;
             float low = 0, high = 0;
+#pragma unroll 4
             for (int part = 0; part < PARTS; part++, found += ROWS * TILE) low += found[0], high += found[1];
             sums[2 * unit] = low, sums[2 * unit + 1] = high;
         }

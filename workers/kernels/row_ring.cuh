@@ -14,8 +14,6 @@ struct Warp {
     int layer, phase, item;  // what is fetched next
     unsigned fetched, taken;
     unsigned long long policy;
-    int row, split, splits;  // whose positions this block attends to, and its place among the blocks that do; row < 0: none
-    int first_page, stored, split_begin;
     bool holds;
 
     __device__ int num_items(int of) const {
@@ -67,8 +65,8 @@ struct Warp {
     }
 
     __device__ void fetch_positions(unsigned slot) {
-        int position = split_begin + item * SHARE, head = blockIdx.x / SPLITS;
-        long long page = step.kv_indices[first_page + position / step.page_size];
+        int position = block.state.split_begin + item * SHARE, head = blockIdx.x / SPLITS;
+        long long page = step.kv_indices[block.state.first_page + position / step.page_size];
         const Number* keys = step.pool + page * step.page_elements + layer * step.layer_elements +
                              (head * step.page_size + position % step.page_size) * HEAD_DIM;
         unsigned bytes = SHARE * HEAD_DIM * 2;

@@ -48,7 +48,7 @@ constexpr int INPUT_BYTES = at_least((ROWS * WIDEST * 2 + 15) / 16 * 16, HEADS_B
 constexpr int SUMS_BYTES = slices(WIDEST) * TILE * ROWS * 4;      // of a tile
 constexpr int MOST_DOWN = PIECES == 1 ? 0 : ceiling(HIDDEN / TILE, BLOCKS);  // tiles of `down`, whose sums outlast a piece
 constexpr int ROUND =                                             // tiles between two barriers
-    ROWS == 1 ? 64 : at_most(64, at_least(PARTIAL_LIMIT / SUMS_BYTES, at_least(MOST_DOWN, 2)) / 2 * 2 + 2);
+    ROWS == 1 ? 64 : at_most(64, ceiling(at_least(PARTIAL_LIMIT / SUMS_BYTES, at_least(MOST_DOWN, 2)), 2) * 2);
 constexpr int PARTIAL_BYTES = ROUND * SUMS_BYTES;
 constexpr int FOUND_BYTES = WARPS * GROUP * HEAD_DIM * 4;
 constexpr int WORK_BYTES = at_least(INPUT_BYTES + PARTIAL_BYTES, FOUND_BYTES);
@@ -81,6 +81,9 @@ struct State {
     float squares[WARPS];
     float residual[ROWS][TILE * (HIDDEN / TILE / BLOCKS + 1)];  // the numbers of x that this block writes
     int begins[PHASES], counts[PHASES];                         // tiles of outputs; items of 8 positions
+    // Whose positions this block attends to (row < 0: nobody's), its place among the `splits` blocks that share them, and
+    // where its share begins.
+    int row, split, splits, first_page, stored, split_begin;
 };
 constexpr int DEPTH = at_most(MOST_DEPTH, (SHARED_BYTES - (int)sizeof(State) - 128) / (WARPS * SLOT));
 static_assert(DEPTH >= 2, "no room for rings in shared memory");

@@ -14,36 +14,38 @@
 #include "row_product.cuh"
 
 // Which row's positions are this block's: the blocks of a KV head are shared out among the rows so that no share is
-// longer than it must be. A row that has nothing stored has a block, too.
-__device__ void share_positions(const Step& step, Block& block, Warp& warp) {
+// longer than it must be. A row that has nothing stored has a block, too. By one thread.
+__device__ void share_positions(const Step& step, State& state) {
     int stored[ROWS], total = 0, longest = 1, used = SPLITS + 1;
     for (int row = 0; row < ROWS; row++) {
-        stored[row] = (step.kv_indptr[row + 1] - step.kv_indptr[row] - 1) * step.page_size + step.kv_last_page_len[row] - 1;
+        int full_pages = step.kv_indptr[row + 1] - step.kv_indptr[row] - 1;
+        stored[row] = full_pages * step.page_size + step.kv_last_page_len[row] - 1;
         total += ceiling(stored[row], SHARE);
     }
-    for (int spare = 0; used > SPLITS; spare++) {  // enough when all rows but one have less than a whole share
+    for (int spare = 0; used > SPLITS; spare++) {  // ends where all rows together use SPLITS - ROWS + 1 whole shares
         longest = at_least(ceiling(total, SPLITS - spare), 1) * SHARE, used = 0;
         for (int row = 0; row < ROWS; row++) used += at_least(ceiling(stored[row], longest), 1);
     }
-    int place = blockIdx.x % SPLITS, positions = 0;
-    warp.row = -1;
-    for (int row = 0; row < ROWS && blockIdx.x < KV_HEADS * SPLITS; row++) {
-        int splits = at_least(ceiling(stored[row], longest), 1), past = ROWS == 1 ? SPLITS : splits;
-        if (place >= 0 && place < past) {
-            warp.row = row, warp.split = place, warp.splits = splits;
-            warp.first_page = step.kv_indptr[row], warp.stored = stored[row], warp.split_begin = place * longest;
-            positions = at_most(warp.stored - warp.split_begin, longest);
+    int place = blockIdx.x < KV_HEADS * SPLITS ? blockIdx.x % SPLITS : -1, positions = 0;
+    state.row = -1;
+    for (int row = 0; row < ROWS; row++) {
+        int splits = at_least(ceiling(stored[row], longest), 1), blocks = ROWS == 1 ? SPLITS : splits;
+        if (place >= 0 && place < blocks) {
+            state.row = row, state.split = place, state.splits = splits;
+            state.first_page = step.kv_indptr[row], state.stored = stored[row], state.split_begin = place * longest;
+            positions = at_most(state.stored - state.split_begin, longest);
         }
-        place -= past;
+        place -= blocks;
     }
-    if (threadIdx.x == 0) block.state.counts[ATTENTION] = positions > 0 ? ceiling(positions, SHARE) : 0;
+    state.counts[ATTENTION] = positions > 0 ? ceiling(positions, SHARE) : 0;
 }
 
 // Which outputs and positions are this block's.
-__device__ void share_out(const Step& step, Block& block, Warp& warp) {
+__device__ void share_out(const Step& step, Block& block) {
     if (threadIdx.x == 0) {
         const int tiles[] = {QKV_ROWS / TILE, 0, HIDDEN / TILE, INNER / TILE, HIDDEN / TILE, step.vocab / TILE};
         for (int phase = 0; phase < PHASES; phase++) {
+            if (phase == ATTENTION) continue;
             block.state.begins[phase] = (long long)tiles[phase] * blockIdx.x / BLOCKS;
             block.state.counts[phase] =
                 (int)((long long)tiles[phase] * (blockIdx.x + 1) / BLOCKS) - block.state.begins[phase];
@@ -52,7 +54,7 @@ __device__ void share_out(const Step& step, Block& block, Warp& warp) {
             for (int slot = 0; slot < DEPTH; slot++) make_arrival(&block.state.arrivals[warp][slot]);
         publish_arrivals();
     }
-    share_positions(step, block, warp);
+    if (threadIdx.x == 32) share_positions(step, block.state);
     __syncthreads();
     int begin = TILE * block.state.begins[DOWN], count = TILE * block.state.counts[DOWN];
     for (int row = 0; row < ROWS; row++)
@@ -77,9 +79,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
     SHARED_MEMORY(shared);
     Block& block = *reinterpret_cast<Block*>(shared);
     Warp warp{step, block, (int)threadIdx.x / 32, (int)threadIdx.x % 32, 0, QKV, (int)threadIdx.x / 32, 0, 0,
-              streaming_policy(), 0, 0, 1, 0, 0, 0, false};
+              streaming_policy(), false};
     unsigned first_tag = step.epoch[0];
-    share_out(step, block, warp);
+    share_out(step, block);
     for (int slot = 0; slot < DEPTH; slot++) warp.fetch_next();
     warm_up(step, 0);
     Word* words = step.words;

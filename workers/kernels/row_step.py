@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -190,13 +191,17 @@ class CudaLaunch:
         self._module.check("cuLaunchCooperativeKernel", self._kernel, *sizes, stream, parameters)
 
 
-def load_launch(shape: RowStepShape, rows: int, device: torch.device) -> CudaLaunch | None:
-    """For steps of `rows` rows. None where the device or the shape does not suit, or the kernel cannot be compiled,
-    which takes seconds once."""
+def load_launches(shape: RowStepShape, device: torch.device) -> dict[int, CudaLaunch]:
+    """By number of rows: those that device and shape suit, and that can be compiled, which takes seconds once, all at
+    the same time."""
     properties = torch.cuda.get_device_properties(device)
     capability, blocks = (properties.major, properties.minor), properties.multi_processor_count
-    if capability < (9, 0) or not shape.fits(blocks, rows):
-        return None
-    arch, defines = "".join(map(str, capability)), shape.defines(blocks, WARPS, rows)
-    cubin = load_cubin(SOURCE, defines, arch, "steps of few rows take more kernels a layer")
-    return None if cubin is None else CudaLaunch(cubin, blocks, WARPS)
+    counts = [rows for rows in ROW_COUNTS if capability >= (9, 0) and shape.fits(blocks, rows)]
+    arch = "".join(map(str, capability))
+
+    def load(rows: int) -> bytes | None:
+        return load_cubin(SOURCE, shape.defines(blocks, WARPS, rows), arch, f"steps of {rows} rows take more kernels")
+
+    with ThreadPoolExecutor(len(ROW_COUNTS)) as compilers:
+        cubins = zip(counts, compilers.map(load, counts), strict=True)
+    return {rows: CudaLaunch(cubin, blocks, WARPS) for rows, cubin in cubins if cubin is not None}

@@ -1,16 +1,14 @@
 """The decoder for few rows, where all that takes time is to read the weights."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 
 from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
-from tandem.cache.kernels.base import StepPages
 from tandem.workers.kernels.base import RowKernels, RowNorm
-from tandem.workers.kernels.choice import choose_row_launch
-from tandem.workers.kernels.row_step import ROW_COUNTS, RowStep, RowStepLayer, RowStepShape
+from tandem.workers.kernels.choice import choose_row_launches
+from tandem.workers.kernels.row_step import RowStep, RowStepLayer, RowStepShape
 from tandem.workers.models.activation import Silu
 from tandem.workers.models.attention import AttentionBlock, CachedAttention, GroupedQueryAttention, split_heads
 from tandem.workers.models.config import ModelConfig
@@ -44,7 +42,6 @@ class RowDecoder:
         self._final_norm = RowNorm(final_norm, config.rms_norm_eps)
         self._lm_head = lm_head
         self._layers: list[RowLayer] = []
-        self._steps: dict[int, RowStep | None] = {}  # by rows; made when first asked for
 
     @staticmethod
     def fits(config: ModelConfig, layer: LayerParameters) -> bool:
@@ -83,10 +80,10 @@ class RowDecoder:
     def forward(self, x: Tensor, cached: CachedAttention) -> Tensor | None:
         """Logits [n, vocab_size] that follow the tokens with embeddings x [n, H], in its dtype; x is overwritten. None,
         and x as it was, where the decoder of any number of rows is to be taken."""
-        rows = x.shape[0]
-        step = self._whole_step(rows, cached.step_pages()) if rows in ROW_COUNTS else None
-        if step is not None:
-            return step(x)
+        rows, pages = x.shape[0], cached.step_pages()
+        step = None if pages is None else self._steps.get(rows)
+        if pages is not None and step is not None and step.takes(pages):
+            return step(x, pages)
         return self._forward_lone(x, cached) if rows == 1 else None
 
     def _forward_lone(self, x: Tensor, cached: CachedAttention) -> Tensor:
@@ -100,17 +97,9 @@ class RowDecoder:
             kernels.add_linear(x, inner, gated.down, gated.down_bias)
         return kernels.linear(x, self._lm_head, None, self._final_norm)
 
-    def _whole_step(self, rows: int, pages: StepPages | None) -> Callable[[Tensor], Tensor] | None:
-        """Of one launch. None where it does not serve such a step."""
-        if pages is None:
-            return None
-        if rows not in self._steps:
-            self._steps[rows] = self._load_step(rows)
-        step = self._steps[rows]
-        return partial(step, pages=pages) if step is not None and step.takes(pages) else None
-
-    def _load_step(self, rows: int) -> RowStep | None:
-        """Of all layers; may compile."""
+    @cached_property
+    def _steps(self) -> dict[int, RowStep]:
+        """By number of rows; made when first asked for, with all layers; may compile."""
         config, layers = self._config, [_step_layer(layer) for layer in self._layers]
         shape = RowStepShape(
             hidden=config.hidden_size,
@@ -123,11 +112,12 @@ class RowDecoder:
         )
         fitting = [layer for layer in layers if layer is not None]
         if len(fitting) < len(layers) or self._final_norm.weight.dtype != config.dtype:
-            return None
-        launch = choose_row_launch(shape, rows, self._lm_head.device)
-        if launch is None:
-            return None
-        return RowStep(shape, rows, fitting, self._final_norm.weight, self._lm_head, config.rms_norm_eps, launch)
+            return {}
+        tensors = (fitting, self._final_norm.weight, self._lm_head)
+        return {
+            rows: RowStep(shape, rows, *tensors, config.rms_norm_eps, launch)
+            for rows, launch in choose_row_launches(shape, self._lm_head.device).items()
+        }
 
 
 def _step_layer(layer: RowLayer) -> RowStepLayer | None:

@@ -13,7 +13,8 @@ Importing this module needs nvshmem4py and Triton.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,14 +96,8 @@ class NvshmemTransport(Transport):
         details = read_handles(NAME, self.config, handles)
         _check_hosts(details)
         _bytes_of(self._unique_id)[:] = _unique_id_of(details[0], _bytes_of(self._unique_id).size)
+        _in_new_thread(self._initialise)
         torch.cuda.set_device(self._device)
-        device = Device(self._device.index)
-        device.set_current()
-        nvshmem.core.init(
-            device=device, uid=self._unique_id, rank=self.pe, nranks=self.num_pes, initializer_method="uid"
-        )
-        self._make_memory()
-        self._peers = [self._map(pe) for pe in range(self.num_pes)]
         self._stream, self._mail_stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         self._ready, self._read = torch.cuda.Event(), torch.cuda.Event()
         self._mail = torch.zeros(2, self.num_signals, dtype=torch.int64, pin_memory=True)
@@ -195,6 +190,23 @@ class NvshmemTransport(Transport):
         if not self._joined:
             return
         self._joined = False
+        _in_new_thread(self._finalise)
+
+    @property
+    def _num_pools(self) -> int:
+        return len(self.layout.groups)
+
+    def _initialise(self) -> None:
+        torch.cuda.set_device(self._device)
+        device = Device(self._device.index)
+        device.set_current()
+        nvshmem.core.init(
+            device=device, uid=self._unique_id, rank=self.pe, nranks=self.num_pes, initializer_method="uid"
+        )
+        self._make_memory()
+        self._peers = [self._map(pe) for pe in range(self.num_pes)]
+
+    def _finalise(self) -> None:
         torch.cuda.set_device(self._device)
         torch.cuda.synchronize()
         self._peers = []
@@ -206,10 +218,6 @@ class NvshmemTransport(Transport):
             nvshmem.core.free_tensor(tensor)
         self._symmetric = []
         nvshmem.core.finalize()
-
-    @property
-    def _num_pools(self) -> int:
-        return len(self.layout.groups)
 
     def _make_memory(self) -> None:
         """Symmetric pools, mailbox and staging, zeroed on every PE when it returns."""
@@ -267,6 +275,13 @@ class NvshmemTransport(Transport):
         """What is queued on the transport's stream from now on comes after what is on the current stream."""
         self._ready.record()
         self._stream.wait_event(self._ready)
+
+
+def _in_new_thread(call: Callable[[], None]) -> None:
+    """NVSHMEM 3.4.5 has a CUDA runtime of its own, which keeps errors by thread. After a second finalize() one that was
+    not looked at is left there, and ends the process at the next init() or finalize() in that thread."""
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(call).result()
 
 
 def _bytes_of(unique_id: "nvshmem.core.UniqueID") -> np.ndarray:

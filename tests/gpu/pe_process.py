@@ -5,6 +5,7 @@ Each has a GPU, which it shares with others where there are fewer.
 
 import importlib.util
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -123,6 +124,12 @@ class Pe:
 
 def gpu_of(pe: int) -> int:
     return pe % torch.cuda.device_count()
+
+
+def name_of_gpu(index: int) -> str:
+    """What CUDA_VISIBLE_DEVICES calls the index-th GPU that this process may use."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names.split(",")[index] if names else str(index)
 
 
 def as_array(values: Tensor) -> np.ndarray:

@@ -12,7 +12,7 @@ from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Transport
 from tandem.workers.config import WorkerConfig
 from tandem.workers.worker import Worker
-from tests.gpu.pe_process import as_array, gpu_of
+from tests.gpu.pe_process import as_array, gpu_of, name_of_gpu
 from tests.poison import poison_free_pages
 
 PROBE = 1 << 20  # a sequence id that no request has
@@ -22,7 +22,8 @@ class WorkerPe:
     """See Pe: every public method can be called by name."""
 
     def __init__(self, pe: int) -> None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu_of(pe))  # as Ray does: a worker has one GPU, in all its threads
+        # As Ray does: a worker has one GPU, in all its threads.
+        os.environ["CUDA_VISIBLE_DEVICES"] = name_of_gpu(gpu_of(pe))
 
     def load(self, config: WorkerConfig, peer_access: bool) -> None:
         """peer_access: whether its transports map other PEs."""

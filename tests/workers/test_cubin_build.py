@@ -54,7 +54,7 @@ def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
     ("source", "defines", "arch", "kernels"),
     [
         (SOURCE, QWEN3.defines(BLOCKS, WARPS, 1), "90", ["row_step"]),
-        (SOURCE, QWEN3.defines(BLOCKS, WARPS, 4), "90", ["row_step"]),
+        (SOURCE, QWEN3.defines(BLOCKS, WARPS, 8), "90", ["row_step"]),
         (PRODUCTS, ("-DHALF=1",), "90a", [tiling.kernel for tiling in TILINGS]),
     ],
     ids=["row-bfloat16", "rows-bfloat16", "products-float16"],
@@ -122,7 +122,8 @@ def test_what_does_not_fit(change: dict[str, int]) -> None:
         ({"hidden": 512}, 1),
         ({"vocab": 151938}, 1),
         ({"kv_heads": 32, "q_heads": 32}, 4),
-        ({"hidden": 8192}, 4),
+        ({"hidden": 4096, "inner": 12288, "q_heads": 32}, 4),
+        ({"hidden": 8192}, 2),
     ],
     ids=str,
 )

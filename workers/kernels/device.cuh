@@ -90,8 +90,9 @@ __device__ inline unsigned pack(float low, float high) {
 #endif
 __device__ inline float2 rounded(float2 both) { return unpack(pack(both.x, both.y)); }
 
-// Adds a product of tiles to the sums, by the whole warp: 16 rows of `a` and 8 of `b`, of 16 columns (mma.m16n8k16: a lane
-// has columns 2 * (lane % 4) and the one behind, here and 8 further on, of rows lane / 4, and of `a` 8 further down).
+// Adds a product of tiles to the sums, by the whole warp: 16 rows of `a` and 8 of `b`, of 16 columns (mma.m16n8k16: a
+// lane has columns 2 * (lane % 4) and the one behind, here and 8 further on, of rows lane / 4, and of `a` 8 further
+// down).
 struct TileA {
     unsigned upper, lower, upper_right, lower_right;
 };

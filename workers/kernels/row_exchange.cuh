@@ -1,14 +1,30 @@
 // What lanes and blocks tell each other.
 #pragma once
 #include "row_ring.cuh"
-#ifndef GATHER_BATCH
-#define GATHER_BATCH 8
-#endif
 
-#ifndef POLL
-#define POLL (ROWS == 1 ? 0 : 3)
-#endif
 __device__ inline bool has_tag(Word word, unsigned tag) { return (unsigned)(word >> 32) == tag; }
+
+// Reads until all of COUNT are there. Of several rows, once the first that was missing is there, the others are read
+// together: one after another each would take as long as a read does.
+template <int COUNT, class IsThere, class Read>
+__device__ inline void look_again(long long began, IsThere is_there, Read read) {
+    for (bool waited = true; waited;) {
+        waited = false;
+#pragma unroll
+        for (int each = 0; each < COUNT; each++) {
+            if (is_there(each)) continue;
+            if (ROWS > 1 && waited) {
+                read(each);
+                continue;
+            }
+            do {
+                check_patience(began);
+                read(each);
+            } while (!is_there(each));
+            waited = ROWS > 1;
+        }
+    }
+}
 
 // The bits of some words, once all have the tag.
 template <int COUNT>
@@ -17,29 +33,8 @@ __device__ inline void await(const Word* const (&places)[COUNT], unsigned tag, u
 #pragma unroll
     for (int each = 0; each < COUNT; each++) found[each] = read_word(places[each]);
     long long began = clock64();
-#if POLL & 2
-    for (bool waited = true; waited;) {
-        waited = false;
-#pragma unroll
-        for (int each = 0; each < COUNT; each++) {
-            if (has_tag(found[each], tag)) continue;
-            if (waited) found[each] = read_word(places[each]);
-            else
-                do {
-                    check_patience(began);
-                    found[each] = read_word(places[each]);
-                } while (!has_tag(found[each], tag));
-            waited = true;
-        }
-    }
-#else
-#pragma unroll
-    for (int each = 0; each < COUNT; each++)
-        while (!has_tag(found[each], tag)) {
-            check_patience(began);
-            found[each] = read_word(places[each]);
-        }
-#endif
+    look_again<COUNT>(began, [&](int each) { return has_tag(found[each], tag); },
+                      [&](int each) { found[each] = read_word(places[each]); });
 #pragma unroll
     for (int each = 0; each < COUNT; each++) bits[each] = (unsigned)found[each];
 }
@@ -49,14 +44,14 @@ __device__ inline float sum_of_warp(float value) {
     return value;
 }
 
-// Puts the input of a product, `columns` numbers of each row, into shared memory as pairs, rows of COLUMNS: words of `tag`,
-// whose rows are `stride` words apart, or `plain` where that is not null, normed where `gain` is not null. Behind it all
-// threads see it.
+// Puts the input of a product, `columns` numbers of each row, into shared memory as pairs, rows of COLUMNS: words of
+// `tag`, whose rows are `stride` words apart, or `plain` where that is not null, normed where `gain` is not null. Behind
+// it all threads see it.
 template <int COLUMNS>
 __device__ void gather(const Step& step, Block& block, const Word* words, int stride, unsigned tag,
                        const unsigned* plain, const Number* gain, int columns = COLUMNS) {
     constexpr int TEAM = THREADS / ROWS;  // threads of a row
-    constexpr int EACH = ceiling(COLUMNS / 4, TEAM), BATCH = ROWS == 1 ? EACH : at_most(EACH, GATHER_BATCH);  // times two pairs
+    constexpr int EACH = ceiling(COLUMNS / 4, TEAM), BATCH = ROWS == 1 ? EACH : at_most(EACH, 8);  // times two pairs
     int row = threadIdx.x / TEAM, member = threadIdx.x % TEAM;
     unsigned pairs[EACH][2];
     uint2 gains[EACH];
@@ -72,49 +67,24 @@ __device__ void gather(const Step& step, Block& block, const Word* words, int st
 #pragma unroll
     for (int first = 0; first < EACH; first += BATCH) {
         Word found[BATCH][2];
+        auto place_of = [&](int each) { return member + (first + each) * TEAM; };
+        auto is_none = [&](int each) { return first + each >= EACH || place_of(each) >= columns / 4; };
+        auto read = [&](int each) { read_words(words + 2 * place_of(each), found[each][0], found[each][1]); };
+        auto is_there = [&](int each) {
+            return plain || is_none(each) || (has_tag(found[each][0], tag) && has_tag(found[each][1], tag));
+        };
+#pragma unroll
+        for (int each = 0; each < BATCH; each++)
+            if (!plain && !is_none(each)) read(each);
+        look_again<BATCH>(clock64(), is_there, read);
 #pragma unroll
         for (int each = first; each < at_most(first + BATCH, EACH); each++) {
-            int place = member + each * TEAM;
-            if (!plain && place < columns / 4) read_words(words + 2 * place, found[each - first][0], found[each - first][1]);
-        }
-#if POLL & 1
-        long long began = clock64();
-        for (bool waited = !plain; waited;) {
-            waited = false;
-#pragma unroll
-            for (int each = first; each < at_most(first + BATCH, EACH); each++) {
-                Word(&both)[2] = found[each - first];
-                int place = member + each * TEAM;
-                if (place >= columns / 4 || (has_tag(both[0], tag) && has_tag(both[1], tag))) continue;
-                if (waited) read_words(words + 2 * place, both[0], both[1]);
-                else
-                    do {
-                        check_patience(began);
-                        read_words(words + 2 * place, both[0], both[1]);
-                    } while (!has_tag(both[0], tag) || !has_tag(both[1], tag));
-                waited = true;
-            }
-        }
-#endif
-#pragma unroll
-        for (int each = first; each < at_most(first + BATCH, EACH); each++) {
-            Word(&both)[2] = found[each - first];
             int place = member + each * TEAM;
             pairs[each][0] = pairs[each][1] = 0;
             if (place >= columns / 4) continue;
-            if (plain) {
-                const unsigned* of_row = plain + row * (COLUMNS / 2);
-                pairs[each][0] = of_row[2 * place], pairs[each][1] = of_row[2 * place + 1];
-            } else {
-#if !(POLL & 1)
-                long long began = clock64();
-                while (!has_tag(both[0], tag) || !has_tag(both[1], tag)) {
-                    check_patience(began);
-                    read_words(words + 2 * place, both[0], both[1]);
-                }
-#endif
-                pairs[each][0] = (unsigned)both[0], pairs[each][1] = (unsigned)both[1];
-            }
+            const unsigned* of_row = plain + row * (COLUMNS / 2) + 2 * place;
+            pairs[each][0] = plain ? of_row[0] : (unsigned)found[each - first][0];
+            pairs[each][1] = plain ? of_row[1] : (unsigned)found[each - first][1];
             float2 a = unpack(pairs[each][0]), b = unpack(pairs[each][1]);
             squares += a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
             if (!gain) input[place] = {pairs[each][0], pairs[each][1]};

@@ -32,9 +32,9 @@ __device__ void multiply_row(Warp& warp, int slice, int columns, bool, float* su
     if (warp.lane % 16 == 0) sums[warp.lane / 16] = kept;
 }
 
-// One item for several rows: sums[row][output], added to what is there if `more`. Tiles of tensor cores: up to 8 rows of
-// the input by two halves of 64 columns times 4 rows of the weight by two halves; what halves of unlike columns give is
-// left out.
+// One item for several rows: sums[row][output], added to what is there if `more`. A tile of the tensor cores is up to 8
+// rows of the input by two halves of 64 columns times 4 rows of the weight by two halves; what unlike halves give is left
+// out.
 template <int COLUMNS, bool WHOLE>
 __device__ void multiply_rows(Warp& warp, int slice, int columns, bool more, float* sums) {
     constexpr bool UPPER = ROWS > 4;
@@ -70,7 +70,6 @@ template <int COLUMNS, bool WHOLE>
 __device__ void multiply_tiles_of(Warp& warp, int& item, int begin, int count, int columns, bool more) {
     float* partial = reinterpret_cast<float*>(warp.block.state.work + INPUT_BYTES);
     int parts = slices(columns);
-#pragma unroll 1
     for (; item < begin + count * parts; item += WARPS) {
         int place = item - begin, part = place % parts;
         float* sums = partial + (place / parts * slices(COLUMNS) + part) * (TILE * ROWS);
@@ -86,19 +85,19 @@ template <int COLUMNS, int UNITS, class Finish>
 __device__ void sum_up(Block& block, int first, int count, Finish finish) {
     constexpr int PARTS = slices(COLUMNS), PAIRS = TILE / 2;
     const float* partial = reinterpret_cast<const float*>(block.state.work + INPUT_BYTES);
-#pragma unroll 1
-    for (int place = threadIdx.x; place < count / UNITS * PAIRS * ROWS; place += THREADS) {
-        int row = place % ROWS, pair = place / ROWS % PAIRS, tile = place / (ROWS * PAIRS);
-        float sums[2 * UNITS];
-        for (int unit = 0; unit < UNITS; unit++) {
-            const float* found = partial + ((tile * UNITS + unit) * PARTS * ROWS + row) * TILE + 2 * pair;
-            float low = 0, high = 0;
-#pragma unroll 4
-            for (int part = 0; part < PARTS; part++, found += ROWS * TILE) low += found[0], high += found[1];
-            sums[2 * unit] = low, sums[2 * unit + 1] = high;
+    int place = threadIdx.x;
+    if (place >= count / UNITS * PAIRS * ROWS) return;
+    int row = place % ROWS, pair = place / ROWS % PAIRS, tile = place / (ROWS * PAIRS);
+    float sums[2 * UNITS];
+    for (int unit = 0; unit < UNITS; unit++) {
+        const float* found = partial + ((tile * UNITS + unit) * PARTS * ROWS + row) * TILE + 2 * pair;
+        float low = 0, high = 0;
+        for (int part = 0; part < PARTS; part++) {
+            low += found[part * (ROWS * TILE)], high += found[part * (ROWS * TILE) + 1];
         }
-        finish(row, (first / UNITS + tile) * PAIRS + pair, sums);
+        sums[2 * unit] = low, sums[2 * unit + 1] = high;
     }
+    finish(row, (first / UNITS + tile) * PAIRS + pair, sums);
 }
 
 // A product of the gathered input; finish: see sum_up().
@@ -123,7 +122,6 @@ __device__ void multiply_down(Warp& warp, unsigned tag, Finish finish) {
         gather<INNER>(warp.step, warp.block, words, INNER / 2, tag, nullptr, nullptr);
         multiply<DOWN, INNER>(warp, finish);
     } else {
-        static_assert(MOST_DOWN <= ROUND);
         int tiles = warp.block.state.counts[DOWN], item = warp.warp;
         for (int piece = 0; piece < PIECES; piece++) {
             int begin = piece * PIECE, columns = at_most(INNER - begin, PIECE);

@@ -2,9 +2,7 @@
 #pragma once
 #include "row_shape.cuh"
 
-#ifndef COPIERS
-#define COPIERS (ROWS == 1 ? 1 : TILE)
-#endif
+constexpr int COPIERS = ROWS == 1 ? 1 : TILE;  // lanes that fetch a tile's rows
 
 // An item is a tile's slice of a weight, or 8 positions of K and V; a block's items go round its warps.
 struct Warp {
@@ -15,11 +13,12 @@ struct Warp {
     unsigned fetched, taken;
     unsigned long long policy;
     bool holds;
+    HeldShare share;
 
     __device__ int num_items(int of) const {
         int count = block.state.counts[of];
         switch (of) {
-            case ATTENTION: return count;
+            case ATTENTION: return share.items;
             case O: return count * slices(HEADS_WIDTH);
             case GATE_UP: return 2 * count * slices(HIDDEN);
             case DOWN: return count * slices(INNER);
@@ -40,14 +39,17 @@ struct Warp {
         }
         if (phase == PHASES) return;
         unsigned slot = fetched % DEPTH;
-        if (phase == ATTENTION && lane == 0) fetch_positions(slot);
-        if (phase != ATTENTION && lane < COPIERS) fetch_rows(slot);
+        if (lane < COPIERS) {
+            if (phase != ATTENTION) fetch_rows(slot);
+            else if (lane == 0) fetch_positions(slot);
+        }
         fetched++;
         item += WARPS;
     }
 
     __device__ void fetch_rows(unsigned slot) {
-        int columns = phase == O ? HEADS_WIDTH : phase == DOWN ? INNER : HIDDEN, begin = 0, left = columns, place = item;
+        int columns = phase == O ? HEADS_WIDTH : phase == DOWN ? INNER : HIDDEN;
+        int begin = 0, left = columns, place = item;
         if (PIECES > 1 && phase == DOWN) {
             int of_piece = block.state.counts[DOWN] * slices(PIECE), piece = item / of_piece;
             begin = piece * PIECE, left = at_most(INNER - begin, PIECE), place -= piece * of_piece;
@@ -60,13 +62,17 @@ struct Warp {
         unsigned bytes = (columns - column < SLICE ? columns - column : SLICE) * 2;
         unsigned long long* arrival = &block.state.arrivals[warp][slot];
         if (lane == 0) expect_bytes(arrival, TILE * bytes);
-        for (int each = lane; each < TILE; each += COPIERS)
-            fetch(block.ring[warp][slot] + each * (SLICE * 2), source + (long long)each * columns, bytes, arrival, policy);
+#pragma unroll
+        for (int each = 0; each < TILE / COPIERS; each++) {
+            int of_tile = COPIERS == 1 ? each : lane;
+            const Number* from = source + (long long)of_tile * columns;
+            fetch(block.ring[warp][slot] + of_tile * (SLICE * 2), from, bytes, arrival, policy);
+        }
     }
 
     __device__ void fetch_positions(unsigned slot) {
-        int position = block.state.split_begin + item * SHARE, head = blockIdx.x / SPLITS;
-        long long page = step.kv_indices[block.state.first_page + position / step.page_size];
+        int position = share.begin + item * SHARE, head = blockIdx.x / SPLITS;
+        long long page = step.kv_indices[share.first_page + position / step.page_size];
         const Number* keys = step.pool + page * step.page_elements + layer * step.layer_elements +
                              (head * step.page_size + position % step.page_size) * HEAD_DIM;
         unsigned bytes = SHARE * HEAD_DIM * 2;

@@ -12,7 +12,7 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = Q_HEADS / KV_HEADS;
 constexpr int HEAD_SETS = (GROUP + 3) / 4;   // of four q heads, whose scores of eight positions fill a warp
 constexpr int SHARE = 8;                     // positions that a warp attends to at once
-constexpr int TILE = ROWS == 1 ? 2 : 4;      // outputs of a product, so rows of its weight, that a warp computes at once
+constexpr int TILE = ROWS == 1 ? 2 : 4;      // outputs of a product, rows of its weight, that a warp computes at once
 constexpr int SLICE = 2048 / TILE;           // columns of them
 constexpr int SLOT = TILE * SLICE * 2;       // bytes of a ring's slot: a tile's slice, or K and V
 constexpr int DIMS = HEAD_DIM / 32;          // of a head, a lane's
@@ -29,14 +29,12 @@ static_assert(SPLITS >= ROWS && WARPS % ROWS == 0 && ROWS <= 8);
 enum { QKV, QKV_BIAS, O, GATE_UP, DOWN, INPUT_NORM, POST_NORM, HEAD_NORMS, POINTERS };
 constexpr int ATTENTION = QKV_BIAS, HEAD = INPUT_NORM, PHASES = HEAD + 1;  // phases in order, the head being the last
 
-// The input of `down` is the widest: of several rows it is gathered and multiplied in pieces that leave room for rings.
+__host__ __device__ constexpr int ceiling(int a, int b) { return (a + b - 1) / b; }
+
+// The input of `down` is the widest: of several rows it is gathered and multiplied in pieces, to leave room for rings.
 #ifndef INPUT_LIMIT
 #define INPUT_LIMIT 64 * 1024
 #endif
-#ifndef PARTIAL_LIMIT
-#define PARTIAL_LIMIT 16 * 1024
-#endif
-__host__ __device__ constexpr int ceiling(int a, int b) { return (a + b - 1) / b; }
 constexpr int PIECE = ROWS == 1 || INNER * ROWS * 2 <= INPUT_LIMIT
                           ? INNER
                           : slices(ceiling(INNER, ceiling(INNER * ROWS * 2, INPUT_LIMIT))) * SLICE;
@@ -45,10 +43,13 @@ constexpr int PIECES = ceiling(INNER, PIECE);
 constexpr int WIDEST = at_least(at_least(HIDDEN, PIECE), HEADS_WIDTH);
 constexpr int HEADS_BYTES = (GROUP + 2) * HEAD_DIM * 4;  // q, k and v of the new token, where the input was
 constexpr int INPUT_BYTES = at_least((ROWS * WIDEST * 2 + 15) / 16 * 16, HEADS_BYTES);
-constexpr int SUMS_BYTES = slices(WIDEST) * TILE * ROWS * 4;      // of a tile
-constexpr int MOST_DOWN = PIECES == 1 ? 0 : ceiling(HIDDEN / TILE, BLOCKS);  // tiles of `down`, whose sums outlast a piece
-constexpr int ROUND =                                             // tiles between two barriers
-    ROWS == 1 ? 64 : at_most(64, ceiling(at_least(PARTIAL_LIMIT / SUMS_BYTES, at_least(MOST_DOWN, 2)), 2) * 2);
+constexpr int SUMS_BYTES = slices(WIDEST) * TILE * ROWS * 4;                 // of a tile
+constexpr int MOST_DOWN = PIECES == 1 ? 2 : ceiling(HIDDEN / TILE, BLOCKS);  // tiles whose sums outlast a piece
+constexpr int MOST_ROUND = at_most(64, THREADS / ROWS / (TILE / 2));         // a thread sums up a pair of a row
+// Tiles between two barriers, an even number.
+constexpr int ROUND =
+    ROWS == 1 ? 64 : at_most(MOST_ROUND, ceiling(at_least(16 * 1024 / SUMS_BYTES, MOST_DOWN), 2) * 2);
+static_assert(MOST_DOWN <= ROUND && ROUND % 2 == 0);
 constexpr int PARTIAL_BYTES = ROUND * SUMS_BYTES;
 constexpr int FOUND_BYTES = WARPS * GROUP * HEAD_DIM * 4;
 constexpr int WORK_BYTES = at_least(INPUT_BYTES + PARTIAL_BYTES, FOUND_BYTES);
@@ -73,6 +74,17 @@ struct Step {
     float eps, head_eps, scale;
 };
 
+// Whose positions a block attends to, nobody's where row < 0; its place among the `splits` blocks that have some; the
+// row's first page, how many positions it has stored, and which are the block's: `items` times 8, or fewer at the end.
+struct Share {
+    int row, split, splits, first_page, stored, begin, items;
+};
+#if ROWS == 1
+using HeldShare = const Share;  // by each thread
+#else
+using HeldShare = const Share&;  // by the block: several rows leave no registers
+#endif
+
 // A block's shared memory: what it holds besides the rings leaves room for DEPTH slots a warp.
 struct State {
     alignas(16) unsigned char work[WORK_BYTES];  // a product's input and sums; or heads; or what warps found
@@ -80,10 +92,8 @@ struct State {
     float ends[WARPS][GROUP][2];  // highest score and total of each warp
     float squares[WARPS];
     float residual[ROWS][TILE * (HIDDEN / TILE / BLOCKS + 1)];  // the numbers of x that this block writes
-    int begins[PHASES], counts[PHASES];                         // tiles of outputs; items of 8 positions
-    // Whose positions this block attends to (row < 0: nobody's), its place among the `splits` blocks that share them, and
-    // where its share begins.
-    int row, split, splits, first_page, stored, split_begin;
+    int begins[PHASES], counts[PHASES];                         // tiles of outputs
+    Share share;                                                // unless threads hold it
 };
 constexpr int DEPTH = at_most(MOST_DEPTH, (SHARED_BYTES - (int)sizeof(State) - 128) / (WARPS * SLOT));
 static_assert(DEPTH >= 2, "no room for rings in shared memory");

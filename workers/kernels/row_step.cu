@@ -14,8 +14,8 @@
 #include "row_product.cuh"
 
 // Which row's positions are this block's: the blocks of a KV head are shared out among the rows so that no share is
-// longer than it must be. A row that has nothing stored has a block, too. By one thread.
-__device__ void share_positions(const Step& step, State& state) {
+// longer than it must be. A row that has nothing stored has a block, too.
+__device__ Share share_positions(const Step& step) {
     int stored[ROWS], total = 0, longest = 1, used = SPLITS + 1;
     for (int row = 0; row < ROWS; row++) {
         int full_pages = step.kv_indptr[row + 1] - step.kv_indptr[row] - 1;
@@ -26,18 +26,17 @@ __device__ void share_positions(const Step& step, State& state) {
         longest = at_least(ceiling(total, SPLITS - spare), 1) * SHARE, used = 0;
         for (int row = 0; row < ROWS; row++) used += at_least(ceiling(stored[row], longest), 1);
     }
-    int place = blockIdx.x < KV_HEADS * SPLITS ? blockIdx.x % SPLITS : -1, positions = 0;
-    state.row = -1;
+    int place = blockIdx.x < KV_HEADS * SPLITS ? blockIdx.x % SPLITS : -1;
+    Share share = {-1};
     for (int row = 0; row < ROWS; row++) {
         int splits = at_least(ceiling(stored[row], longest), 1), blocks = ROWS == 1 ? SPLITS : splits;
         if (place >= 0 && place < blocks) {
-            state.row = row, state.split = place, state.splits = splits;
-            state.first_page = step.kv_indptr[row], state.stored = stored[row], state.split_begin = place * longest;
-            positions = at_most(state.stored - state.split_begin, longest);
+            int begin = at_most(place * longest, stored[row]), count = at_most(stored[row] - begin, longest);
+            share = {row, place, splits, step.kv_indptr[row], stored[row], begin, ceiling(count, SHARE)};
         }
         place -= blocks;
     }
-    state.counts[ATTENTION] = positions > 0 ? ceiling(positions, SHARE) : 0;
+    return share;
 }
 
 // Which outputs and positions are this block's.
@@ -45,7 +44,6 @@ __device__ void share_out(const Step& step, Block& block) {
     if (threadIdx.x == 0) {
         const int tiles[] = {QKV_ROWS / TILE, 0, HIDDEN / TILE, INNER / TILE, HIDDEN / TILE, step.vocab / TILE};
         for (int phase = 0; phase < PHASES; phase++) {
-            if (phase == ATTENTION) continue;
             block.state.begins[phase] = (long long)tiles[phase] * blockIdx.x / BLOCKS;
             block.state.counts[phase] =
                 (int)((long long)tiles[phase] * (blockIdx.x + 1) / BLOCKS) - block.state.begins[phase];
@@ -54,7 +52,7 @@ __device__ void share_out(const Step& step, Block& block) {
             for (int slot = 0; slot < DEPTH; slot++) make_arrival(&block.state.arrivals[warp][slot]);
         publish_arrivals();
     }
-    if (threadIdx.x == 32) share_positions(step, block.state);
+    if (ROWS > 1 && threadIdx.x == 32) block.state.share = share_positions(step);
     __syncthreads();
     int begin = TILE * block.state.begins[DOWN], count = TILE * block.state.counts[DOWN];
     for (int row = 0; row < ROWS; row++)
@@ -78,8 +76,13 @@ __device__ void warm_up(const Step& step, int layer) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_constant__ Step step) {
     SHARED_MEMORY(shared);
     Block& block = *reinterpret_cast<Block*>(shared);
+#if ROWS == 1
+    HeldShare share = share_positions(step);
+#else
+    HeldShare share = block.state.share;
+#endif
     Warp warp{step, block, (int)threadIdx.x / 32, (int)threadIdx.x % 32, 0, QKV, (int)threadIdx.x / 32, 0, 0,
-              streaming_policy(), false};
+              streaming_policy(), false, share};
     unsigned first_tag = step.epoch[0];
     share_out(step, block);
     for (int slot = 0; slot < DEPTH; slot++) warp.fetch_next();
@@ -98,7 +101,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
                 write_word(words + to + row * (HIDDEN / 2) + block.state.begins[phase] * (TILE / 2) + pair, bits, tag);
             };
         };
-        gather<HIDDEN>(step, block, words + X_AT, HIDDEN / 2, tag - 1, layer ? nullptr : embedded, of_layer[INPUT_NORM]);
+        const unsigned* plain = layer ? nullptr : embedded;
+        gather<HIDDEN>(step, block, words + X_AT, HIDDEN / 2, tag - 1, plain, of_layer[INPUT_NORM]);
         multiply<QKV, HIDDEN>(warp, [&](int row, int pair, const float* sums) {
             int place = block.state.begins[QKV] * (TILE / 2) + pair;
             float2 bias = {0, 0};

@@ -20,7 +20,9 @@ MAX_GROUP = 8  # q heads of a KV head: their sums must fit into registers
 ENDS = 2  # words beside a head's sums
 SHARES_OF_HEAD = 16
 ROW_COUNTS = (1, 2, 4, 8)
-INPUT_BYTES = 64 * 1024  # of what several rows multiply a weight with, in shared memory: INPUT_LIMIT of row_shape.cuh
+INPUT_BYTES = (
+    32 * 1024
+)  # that each block gathers of several rows for a product: beyond, kernels of each layer are faster
 
 POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
@@ -56,10 +58,10 @@ class RowStepShape:
     dtype: torch.dtype
 
     def fits(self, blocks: int, rows: int) -> bool:
-        """Whether a step of `rows` rows can be computed by `blocks` blocks: rows of whole 16 bytes, outputs for each
-        block always, a block for each row and KV head, and inputs of all rows in a block's shared memory."""
+        """Whether `blocks` blocks should compute a step of `rows` rows: rows of whole 16 bytes, outputs for each block
+        always, a block for each row and KV head, and of several rows inputs that are gathered fast."""
         sizes, tile = (self.hidden, self.inner, self.q_heads * self.head_dim), _tile(rows)
-        widest = max(self.hidden, self.q_heads * self.head_dim)  # `down` takes its input in pieces
+        widest = max(self.hidden, self.q_heads * self.head_dim)  # `down` gathers its input in pieces
         return (
             self.dtype in (torch.float16, torch.bfloat16)
             and self.head_dim in (64, 128)

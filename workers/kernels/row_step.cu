@@ -26,7 +26,7 @@ __device__ Share share_positions(const Step& step) {
         longest = at_least(ceiling(total, SPLITS - spare), 1) * SHARE, used = 0;
         for (int row = 0; row < ROWS; row++) used += at_least(ceiling(stored[row], longest), 1);
     }
-    int place = blockIdx.x < KV_HEADS * SPLITS ? blockIdx.x % SPLITS : -1;
+    int place = (int)blockIdx.x < KV_HEADS * SPLITS ? (int)blockIdx.x % SPLITS : -1;
     Share share = {-1};
     for (int row = 0; row < ROWS; row++) {
         int splits = at_least(ceiling(stored[row], longest), 1), blocks = ROWS == 1 ? SPLITS : splits;

@@ -45,8 +45,8 @@ __device__ inline float sum_of_warp(float value) {
 }
 
 // Puts the input of a product, `columns` numbers of each row, into shared memory as pairs, rows of COLUMNS: words of
-// `tag`, whose rows are `stride` words apart, or `plain` where that is not null, normed where `gain` is not null. Behind
-// it all threads see it.
+// `tag`, whose rows are `stride` words apart, or `plain` where that is not null, normed where `gain` is not null.
+// Behind it all threads see it.
 template <int COLUMNS>
 __device__ void gather(const Step& step, Block& block, const Word* words, int stride, unsigned tag,
                        const unsigned* plain, const Number* gain, int columns = COLUMNS) {

@@ -33,8 +33,8 @@ __device__ void multiply_row(Warp& warp, int slice, int columns, bool, float* su
 }
 
 // One item for several rows: sums[row][output], added to what is there if `more`. A tile of the tensor cores is up to 8
-// rows of the input by two halves of 64 columns times 4 rows of the weight by two halves; what unlike halves give is left
-// out.
+// rows of the input by two halves of 64 columns times 4 rows of the weight by two halves; what unlike halves give is
+// left out.
 template <int COLUMNS, bool WHOLE>
 __device__ void multiply_rows(Warp& warp, int slice, int columns, bool more, float* sums) {
     constexpr bool UPPER = ROWS > 4;

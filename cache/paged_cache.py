@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
-from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
-from tandem.cache.fixed_steps import FixedSteps
+from tandem.cache.fixed_batch import FixedBatch
+from tandem.cache.fixed_forwards import FixedForwards
+from tandem.cache.fixed_prompts import FixedPrompts
 from tandem.cache.group_attention import GroupAttention
 from tandem.cache.growth import Growth
 from tandem.cache.integers import checked_reach, integer, integers
@@ -84,7 +85,7 @@ class PagedKVCache:
         self._growth = Growth(store, self._receptions, self._trees)
         self._transmissions = Transmissions(store, self._trees, writer)
         self._sequences = Sequences(store, self._receptions, self._trees, self._growth)
-        self._fixed_steps = FixedSteps(store, self._growth)
+        self._fixed = FixedForwards(store, self._growth, self._rotations)
 
     # Sequences
 
@@ -240,31 +241,38 @@ class PagedKVCache:
         They share their device memory: one is filled and replayed before the next is filled. sharing: batches for steps
         of which pays_to_share() is true.
         """
-        return make_fixed_batches(
-            sizes,
-            [group.kernels for group in self._groups],
-            self._rotations,
-            self._places,
-            num_q_heads=num_q_heads,
-            num_inputs=num_inputs,
-            max_pages=self._table.groups[0].pages.shape[1],
-            sharing=sharing,
-        )
+        return self._fixed.batches(sizes, num_q_heads, num_inputs, sharing)
+
+    def fixed_prompts(self, sizes: Sequence[int], num_sequences: int, num_q_heads: int) -> list[FixedPrompts]:
+        """As fixed_batches, forwards of prompts, see FixedPrompts: of those `sizes`, tokens, that kernels can do."""
+        return self._fixed.prompts(sizes, num_sequences, num_q_heads)
 
     def pays_to_share(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array) -> bool:
         """Whether the next step of these sequences is faster in `batch`, a sharing one, than in another."""
-        return self._fixed_steps.pays_to_share(batch, ids_of(seq_ids))
+        return self._fixed.pays_to_share(batch, ids_of(seq_ids))
 
     def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
         """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward.
 
         The step before may still run: pages that it sees stay.
         """
-        self._fixed_steps.begin(batch, ids_of(seq_ids), inputs)
+        self._fixed.begin_step(batch, ids_of(seq_ids), inputs)
+
+    def begin_prompts(
+        self,
+        prompts: FixedPrompts,
+        seq_ids: Sequence[int] | Int64Array,
+        append_lengths: Sequence[int] | Int64Array,
+        token_ids: Int64Array,
+        last_rows: Int64Array,
+    ) -> None:
+        """Grows sequences as begin_forward does, and fills `prompts` with the forward that computes token_ids (int64
+        [T]), of which last_rows (int64 [n]) are to have logits. What is marked to be sent is left to send_cached()."""
+        self._fixed.begin_prompts(prompts, ids_of(seq_ids), append_lengths, token_ids, last_rows)
 
     def foresee(self, seq_ids: Sequence[int] | Int64Array) -> None:
         """Makes ready what the first step of sequences needs that are being received, to be stepped together."""
-        self._fixed_steps.foresee(ids_of(seq_ids))
+        self._fixed.foresee(ids_of(seq_ids))
 
     # Transfers
 

@@ -1,10 +1,15 @@
-"""The batch sizes that decode is captured for: a step runs in the least that holds it, filled up with padding."""
+"""The sizes of forwards that are captured: one runs in the least that holds it, filled up with padding."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
 LEAST_TO_SHARE = 16  # rows; for fewer, sharing takes long prefixes to pay for its launches
 STEP = 8  # rows, the least that a tensor core's tile adds
+MOST_PROMPTS = 16
+MOST_PROMPT_TOKENS = 4096  # what a graph holds takes memory
+# Tokens times the square of hidden_size: with more, a layer's products take a fast GPU longer, some 0.6 ms, than its
+# launches take the host.
+LAUNCH_BOUND = 1 << 34
 
 
 def bucket_sizes(limit: int) -> list[int]:
@@ -16,6 +21,17 @@ def bucket_sizes(limit: int) -> list[int]:
 def sharing_sizes(limit: int) -> list[int]:
     """Sizes for steps whose rows share pages: few, for a graph each is captured besides those of all steps."""
     return [size for size in (16, 32, 64, 128) if size < limit] + [limit] * (limit >= LEAST_TO_SHARE)
+
+
+def prompt_sizes(limit: int, hidden_size: int) -> list[int]:
+    """Tokens: 32, 64, then 64 more each up to 512, then a quarter of the power of two below, up to the least that holds
+    `limit`, or what is worth a graph."""
+    limit = min(limit, MOST_PROMPT_TOKENS, LAUNCH_BOUND // hidden_size**2)
+    sizes = [32, 64]
+    while sizes[-1] < limit:
+        octave = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(sizes[-1] + max(64, octave // 4))
+    return sizes
 
 
 def bucket_of(sizes: Sequence[int], rows: int) -> int:

@@ -1,6 +1,6 @@
 """Decode steps as CUDA graphs, one for each batch size of a few: a step costs the host one launch, not hundreds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,6 +10,7 @@ from tandem.cache.fixed_batch import FixedBatch
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.window import Int64Array
 from tandem.workers.batch_buckets import LEAST_TO_SHARE, bucket_of
+from tandem.workers.graph_capture import Capture, Replay
 from tandem.workers.kernels.choice import choose_step_tokens
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.pending_samples import CopiedSamples, PendingSamples
@@ -17,10 +18,6 @@ from tandem.workers.posted_samples import PostBox
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling import logprobs_of
 from tandem.workers.step_inputs import pack_inputs, unpack_inputs
-
-Replay = Callable[[], Tensor]
-Capture = Callable[[Callable[[], Tensor]], Replay]
-"""Takes a computation on fixed memory; returns what repeats it, and gives its result's memory."""
 
 
 class DecodeGraphs:
@@ -84,24 +81,3 @@ class DecodeGraphs:
         logits = self._model.forward(inputs, attention, None)
         self._tokens.keep(logits, draws, self._last[: batch.size], tickets, self._posts.words)
         return logits
-
-
-class GraphCapture:
-    """Captures CUDA graphs that share one pool of memory: only the result of the last replay is to be read."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    @torch.inference_mode()
-    def __call__(self, compute: Callable[[], Tensor]) -> Replay:
-        compute()  # kernels are built and loaded outside the capture
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may use the device meanwhile: a worker's own do not, a test's may.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = compute()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay

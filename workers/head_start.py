@@ -113,13 +113,10 @@ class HeadStart:
         return True
 
     def _compute(self, head: Head) -> None:
-        cache, whole = self._cache, len(head.token_ids)
+        whole = len(head.token_ids)
         end = min(whole, head.cached_tokens + self._max_batch_tokens)
         tokens = head.token_ids[head.cached_tokens : end]
-        plan = cache.begin_forward([head.sequence_id], [len(tokens)], [whole])
-        last_rows = np.array([len(tokens) - 1] if end == whole else [], np.int64)
-        logits = self._runner.forward(tokens, plan, last_rows)
-        cache.end_forward(plan)
+        logits = self._runner.prompts([head.sequence_id], [tokens], [whole], push=False)
         head.computed = end
         if end == whole:
             head.logits = logits

@@ -10,12 +10,14 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import ForwardPlan
 from tandem.cache.window import Int64Array
-from tandem.workers.batch_buckets import bucket_sizes, sharing_sizes
-from tandem.workers.decode_graphs import Capture, DecodeGraphs, GraphCapture
+from tandem.workers.batch_buckets import MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
+from tandem.workers.decode_graphs import DecodeGraphs
+from tandem.workers.graph_capture import Capture, GraphCapture
 from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.pending_samples import CopiedSamples, PendingSamples, Samples
 from tandem.workers.planned_attention import PlannedAttention
+from tandem.workers.prompt_graphs import PromptGraphs
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling import Sampler
 from tandem.workers.sampling_params import SamplingParams
@@ -30,6 +32,7 @@ class ModelRunner:
         self._cache = cache
         self._sampler = Sampler(choose_draw(model.device))
         self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
 
     def warm_up(self) -> None:
         """A prompt and a step of a sequence of its own: what torch prepares at first use, no request then waits for."""
@@ -55,6 +58,16 @@ class ModelRunner:
         )
         if batches:
             self._graphs = DecodeGraphs(self._model, self._cache, batches, capture or GraphCapture())
+
+    def capture_prompts(self, max_tokens: int, capture: Capture | None = None) -> None:
+        """From now on prompts() replays CUDA graphs for short forwards of up to max_tokens, as capture_steps says."""
+        if capture is None and self._model.device.type != "cuda":
+            return
+        config = self._model.config
+        sizes = prompt_sizes(max_tokens, config.hidden_size)
+        prompts = self._cache.fixed_prompts(sizes, MOST_PROMPTS, config.num_heads)
+        if prompts:
+            self._prompt_graphs = PromptGraphs(self._model, self._cache, prompts, capture or GraphCapture())
 
     @property
     def runs_ahead(self) -> bool:
@@ -89,6 +102,30 @@ class ModelRunner:
         """Waits until nothing that was launched is under way; raises what the device reports."""
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
+
+    def has_prompt_graph(self, num_sequences: int, num_tokens: int) -> bool:
+        """Whether a graph computes a forward of so many tokens of prompts that nothing is pushed with."""
+        return self._prompt_graphs is not None and self._prompt_graphs.takes(num_sequences, num_tokens)
+
+    def prompts(
+        self, sequence_ids: Sequence[int], chunks: Sequence[Int64Array], lengths: Sequence[int], *, push: bool
+    ) -> Tensor:
+        """Computes, or at least launches, the next tokens of each sequence, chunks[i] of a prompt of lengths[i]. Logits
+        [n, vocab] that follow those n of the prompts that end here, in their order.
+
+        push: whether what is marked to be sent goes along.
+        """
+        appends = np.array([chunk.size for chunk in chunks])
+        stored = np.array([self._cache.num_tokens(sequence) for sequence in sequence_ids])
+        last_rows = np.cumsum(appends)[stored + appends == np.array(lengths)] - 1
+        token_ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+        graphs = self._prompt_graphs
+        if graphs is not None and not push and graphs.takes(len(sequence_ids), token_ids.size):
+            return graphs.forward(sequence_ids, appends, token_ids, last_rows)
+        plan = self._cache.begin_forward(sequence_ids, appends, lengths, push=push)
+        logits = self.forward(token_ids, plan, last_rows)
+        self._cache.end_forward(plan)
+        return logits
 
     @torch.inference_mode()
     def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array | None) -> Tensor:

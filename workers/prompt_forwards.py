@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
@@ -19,6 +18,7 @@ class PromptForwards:
 
     Requests that share a forward send what it computes token by token, as it is appended. A request that is alone goes
     page to page, each chunk behind its forward, beside the next: stores to a peer slow a forward more than copies do.
+    So do requests that share a CUDA graph, which stores to no peer.
     """
 
     def __init__(self, runner: ModelRunner, cache: PagedKVCache, meter: PushMeter) -> None:
@@ -29,32 +29,26 @@ class PromptForwards:
     def launch(self, chunks: Chunks, *, alone: bool) -> tuple[list[PrefillRequest], Tensor]:
         """Computes, or at least launches, one chunk of each request, and sends it; those that have come to their end,
         and their logits [n, vocab]. alone: nobody else runs or waits."""
-        cache, requests = self._cache, [request for request, _ in chunks]
+        requests = [request for request, _ in chunks]
+        by_pages = alone or self._runner.has_prompt_graph(len(chunks), sum(length for _, length in chunks))
+        begun = [request for request in requests if request.computed and not request.marked]
         for request in requests:
             self._mark(request)
-        if alone:
-            self._send(requests[0])  # of what was computed before it was known where to
+        for request in begun if by_pages else ():
+            self._send(request)  # what was computed before it was known where to
         seconds_before = self._meter.seconds
-        plan = cache.begin_forward(
+        logits = self._runner.prompts(
             [request.sequence_id for request in requests],
-            [length for _, length in chunks],
+            [request.token_ids[request.computed : request.computed + length] for request, length in chunks],
             [request.num_tokens for request in requests],
-            push=not alone,
+            push=not by_pages,
         )
-        tokens, num_rows, last_rows, ending = [], 0, [], []
         for request, length in chunks:
-            tokens.append(request.token_ids[request.computed : request.computed + length])
-            num_rows += length
             request.computed += length
-            if request.computed == request.num_tokens:
-                last_rows.append(num_rows - 1)
-                ending.append(request)
-        logits = self._runner.forward(np.concatenate(tokens), plan, np.array(last_rows, np.int64))
-        cache.end_forward(plan)
         self._count_pushed(requests, self._meter.seconds - seconds_before)
-        if alone:
-            self._send(requests[0])
-        return ending, logits
+        for request in requests if by_pages else ():
+            self._send(request)
+        return [request for request in requests if request.computed == request.num_tokens], logits
 
     def send_head(self, request: PrefillRequest) -> None:
         """Sends a prompt that was launched as a whole before it was known where to."""

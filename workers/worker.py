@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -244,7 +245,10 @@ class Worker:
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
         self._prepared += 1
         if config.role == Role.DECODE:
-            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
+            capture = partial(runner.capture_steps, config.max_sequences)
+        else:
+            capture = partial(runner.capture_prompts, config.max_batch_tokens)
+        await asyncio.wrap_future(self._step_thread.call(capture))
         self._server = grpc.aio.server(
             options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
         )

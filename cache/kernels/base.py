@@ -142,6 +142,22 @@ class DeviceTables:
     kv_indices: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class PromptTables:
+    """PageTables of T tokens of B sequences, any number of them each, at places on the device that stay.
+
+    qo_indptr: int32 [B + 1], the sequences' tokens. slots: int32 [T], negative for a token that is not stored, as those
+    behind qo_indptr[B] are. kv_indptr int32 [B + 1], kv_last_page_len int32 [B], kv_indices int32, as many as can be
+    needed.
+    """
+
+    qo_indptr: Tensor
+    slots: Tensor
+    kv_indptr: Tensor
+    kv_last_page_len: Tensor
+    kv_indices: Tensor
+
+
 @runtime_checkable
 class GraphKernels(PageKernels, Protocol):
     """Kernels that can do a decode step inside a CUDA graph, which is replayed with other tables: StepKernels, or
@@ -229,4 +245,21 @@ class SharingGraphKernels(StepKernels, SharingKernels, Protocol):
 
     def takes_shared(self, plan: Any, shared: SharedPrefixes) -> bool:
         """Whether a sharing plan has room for it."""
+        ...
+
+
+@runtime_checkable
+class PromptGraphKernels(StepKernels, Protocol):
+    """Graph kernels whose step() can also be that of prompts, of which each sequence has several new tokens."""
+
+    def most_prompt_tokens(self, num_sequences: int, num_q_heads: int) -> int:
+        """How many tokens of up to num_sequences sequences a fixed plan may have."""
+        ...
+
+    def fixed_prompts_plan(self, tables: PromptTables, num_q_heads: int) -> Any:
+        """As GraphKernels.fixed_plan()."""
+        ...
+
+    def refill_prompts(self, plan: Any, qo_indptr: Int32Array, tables: PageTables) -> None:
+        """As GraphKernels.refill(); both are filled up with padding."""
         ...

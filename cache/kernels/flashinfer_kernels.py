@@ -10,8 +10,9 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.head_norm import HeadNorm
-from tandem.cache.kernels.base import DeviceTables, PeerPool, StepPages
+from tandem.cache.kernels.base import DeviceTables, PeerPool, PromptTables, StepPages
 from tandem.cache.kernels.flashinfer_parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
+from tandem.cache.kernels.flashinfer_prompts import FixedPromptsPlan, most_prompt_tokens
 from tandem.cache.kernels.flashinfer_sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.gpu_limits import check_sizes, head_sizes
@@ -31,6 +32,7 @@ from tandem.cache.shared_prefixes import SharedPrefixes
 
 WORKSPACE_BYTES = 256 << 20
 PLAN_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
+PROMPTS_PLAN_BYTES = 1 << 20  # what a plan of some thousand tokens takes many times over
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +60,8 @@ class FixedPlan:
 
 
 class FlashInferKernels(PageMemory):
-    """See SharingGraphKernels, PushingKernels and TreeKernels. float16 and bfloat16, also stored as float8_e4m3fn,
-    head_dim 64, 128 or 256, pages of 8 to 64 positions; else InvalidArgument.
+    """See SharingGraphKernels, PromptGraphKernels, PushingKernels and TreeKernels. float16 and bfloat16, also stored as
+    float8_e4m3fn, head_dim 64, 128 or 256, pages of 8 to 64 positions; else InvalidArgument.
 
     FlashInfer's wrappers hold the forward that was planned last, so they are planned when its first layer attends:
     forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
@@ -100,6 +102,7 @@ class FlashInferKernels(PageMemory):
         # fa3 cannot split the keys of a segment, and one segment's queries are too few to occupy a GPU.
         self._shared: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
         self._shared_workspace = torch.empty_like(self._graph_workspace)
+        self._prompts_workspace = torch.empty(PROMPTS_PLAN_BYTES, dtype=torch.uint8, device=pool.device)
         self._current: FlashInferPlan | None = None
         self._planned = torch.cuda.Event()
 
@@ -131,6 +134,18 @@ class FlashInferKernels(PageMemory):
         wrapper = self._fixed_wrapper(tables, num_q_heads)
         return FixedPlan(AppendTargets(tables.slots, None), wrapper, fixed, num_q_heads)
 
+    def most_prompt_tokens(self, num_sequences: int, num_q_heads: int) -> int:
+        return most_prompt_tokens(self._workspace, num_sequences, self._sizes(num_q_heads))
+
+    def fixed_prompts_plan(self, tables: PromptTables, num_q_heads: int) -> FixedPromptsPlan:
+        sizes, workspaces = self._sizes(num_q_heads), (self._workspace, self._prompts_workspace)
+        return FixedPromptsPlan.make(self._flashinfer, workspaces, tables, sizes, self._paged_options)
+
+    def refill_prompts(self, plan: FixedPromptsPlan, qo_indptr: Int32Array, tables: PageTables) -> None:
+        self._planned.synchronize()
+        plan.refill(qo_indptr, tables)
+        self._planned.record()
+
     def takes_shared(self, plan: FixedPlan, shared: SharedPrefixes) -> bool:
         return plan.sharing.fits(shared)
 
@@ -157,7 +172,7 @@ class FlashInferKernels(PageMemory):
         k: Tensor,
         v: Tensor,
         rotation: Rotation | None,
-        plan: DecodePlan | FixedPlan,
+        plan: DecodePlan | FixedPlan | FixedPromptsPlan,
         sinks: Tensor | None,
         norm: HeadNorm | None,
     ) -> Tensor:
@@ -166,16 +181,26 @@ class FlashInferKernels(PageMemory):
         if norm is not None:
             q, k = norm.apply(q, k)
         q, _ = self.append(layer, q, k, v, rotation, plan)
+        if isinstance(plan, FixedPromptsPlan):
+            return self._attend_pages(plan.wrapper, layer, q, sinks)
         return self._attend_shared(plan.wrapper, plan.sharing.wrapper, plan.sharing.part, layer, q, sinks)
 
-    def step_pages(self, plan: DecodePlan | FixedPlan, rotation: Rotation | None) -> StepPages | None:
+    def step_pages(
+        self, plan: DecodePlan | FixedPlan | FixedPromptsPlan, rotation: Rotation | None
+    ) -> StepPages | None:
         plain = self._scoring == Scoring(self._scoring.scale) and self._fp8 is None
         if not plain or rotation is None or not isinstance(plan, DecodePlan):
             return None
         return StepPages(self._pool, plan.tables, rotation, self._scoring.scale)
 
     def append(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: FlashInferPlan | FixedPlan
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        plan: FlashInferPlan | FixedPlan | FixedPromptsPlan,
     ) -> tuple[Tensor, Tensor]:
         """As Kernels says, but k comes back rotated only where plan.keep_k asks for it: attend reads the pages."""
         factors = None if self._fp8 is None else self._fp8.inverse[layer]

@@ -23,7 +23,7 @@ from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton_fp8 import quantise, widen_pairs
 from tandem.cache.rope import Rotation
 
-PROGRAMS = 512  # that a step is shared out over at most: merging costs more than a last wave that is not full
+PROGRAMS = 256  # that a step is shared out over at most, two a multiprocessor: more cost more to merge than they bring
 MAX_SPLITS = 32
 LEAST_ROWS = 16  # of a tensor core's tile
 
@@ -37,9 +37,9 @@ class Tiling:
     stages: int
 
 
-MANY, FEW = Tiling(64, 2, 3), Tiling(128, 8, 2)  # programs on a multiprocessor; by measurement, see LOG.md
-MANY_FP8, FEW_FP8 = Tiling(128, 2, 3), Tiling(256, 8, 3)
-FEW_UP_TO = 256  # programs: one or two on a multiprocessor
+MANY, FEW = Tiling(64, 2, 3), Tiling(128, 4, 3)  # programs on a multiprocessor; by measurement, see LOG.md
+MANY_FP8, FEW_FP8 = Tiling(128, 2, 3), Tiling(128, 4, 7)
+FEW_HEAD_DIM = 128  # of wider heads FEW has fewer positions at once, so that all programs still fit
 MAX_WARPS = 8
 SUMS_OF_A_WARP = 1024  # of V: more do not fit into its registers
 ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding included
@@ -47,7 +47,7 @@ ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding include
 
 @dataclass(frozen=True, eq=False)
 class DecodePlan:
-    """tables: where they stand. splits: the most programs for one sequence and KV head. few: at most FEW_UP_TO in all.
+    """tables: where they stand. splits: the most programs for one sequence and KV head. few: at most PROGRAMS in all.
     partial: float32 [B, Hq, splits, D + 4], what each found, then its largest score, its sum and padding to 16 bytes;
     counters: int32 [B, Hkv], 0 between steps.
     """
@@ -65,7 +65,7 @@ class DecodePlan:
         splits = max(1, min(1 << fair.bit_length() >> 1, MAX_SPLITS))  # a power of two, rounded down
         partial = torch.empty((rows, num_q_heads, splits, head_dim + ENDS.value), dtype=torch.float32, device=device)
         counters = torch.zeros((rows, num_kv_heads), dtype=torch.int32, device=device)
-        return cls(tables, splits, rows * num_kv_heads * splits <= FEW_UP_TO, partial, counters)
+        return cls(tables, splits, fair > 0, partial, counters)
 
 
 def decode(
@@ -115,7 +115,7 @@ def decode(
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,
         PAGE_SIZE=page_size,
-        BLOCK=tiling.block,
+        BLOCK=tiling.block * FEW_HEAD_DIM // max(head_dim, FEW_HEAD_DIM) if plan.few else tiling.block,
         SPLITS=plan.splits,
         WINDOW=scoring.window or 0,
         CAPPED=scoring.softcap is not None,

@@ -4,7 +4,9 @@ C: a device copy, bytes read and written a second. F: FLOP a second of an 8192³
 step, run ahead as a decode worker does; floor: (weights + KV bytes) / C; roof: the floor, where products take what is
 longer, weights / C or their FLOP / F; idle: of the profiler's timeline of some more steps, what lies between steps
 (idle_us) and between the kernels of a step (gaps_us), a step.
-prefill: chunks of 8192 up to the first token, FLOP counted with half of the attention square, ÷ time ÷ F.
+prefill: chunks of 8192 up to the first token, as of a lone prompt on a prefill worker; FLOP, counted with half of the
+attention square, ÷ time ÷ F; floor: the FLOP at F or weights / C, what is longer; device: what all kernels and copies
+of a prompt take, one after another.
 Random weights and KV. Beside them vLLM 0.23.0 on the same kind of GPU, CUDA graphs, prefix cache off.
 """
 
@@ -62,12 +64,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 DECODES = (  # batch, context
-    (1, 1024), (2, 1024), (4, 1024), (8, 1024), (16, 1024), (64, 1024), (128, 1024), (256, 1024), (1, 8192), (1, 32768),
+    (1, 1024), (2, 1024), (4, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024), (128, 1024), (256, 1024),
+    (1, 8192), (1, 32768),
 )  # fmt: skip
 PREFILLS = (1024, 8192, 32768)
 VLLM_DECODE_MS = {  # None: not measured
-    "Qwen3-8B": (5.15, None, None, None, 5.79, 7.91, 11.1, 18.6, 5.43, 6.28),
-    "Qwen3-0.6B": (1.64, None, None, None, 2.04, 3.67, 5.73, 9.95, 1.92, 2.56),
+    "Qwen3-8B": (5.15, None, None, None, 5.79, None, 7.91, 11.1, 18.6, 5.43, 6.28),
+    "Qwen3-0.6B": (1.64, None, None, None, 2.04, None, 3.67, 5.73, 9.95, 1.92, 2.56),
 }
 VLLM_PREFILL_MS = {"Qwen3-8B": (26.6, 216, 1244), "Qwen3-0.6B": (12.3, 32.1, 272)}
 CHUNK = 8192
@@ -79,6 +82,7 @@ FLOOR_TARGETS = {"Qwen3-8B": (1, 64, 256), "Qwen3-0.6B": (1,)}  # batches at the
 FLOOR_LIMITS = {"Qwen3-8B": 1.18, "Qwen3-0.6B": 1.6}
 IDLE_LIMIT_US = 20.0
 PREFILL_LIMIT = 0.85
+SHORT_PREFILLS = (32, 128, 512, 2048)
 COPY_BYTES = 2 << 30
 
 
@@ -167,26 +171,25 @@ class Bench:
             self.cache.remove_sequence(sequence)
         return seconds, Idle(seen.between / (RECORDED_STEPS - 1), seen.inside / RECORDED_STEPS)
 
-    def prefill(self, length: int) -> float:
-        """Seconds to the first token, median of three after one."""
+    def prefill(self, length: int) -> tuple[float, float]:
+        """Seconds to the first token, median of three after one, and those that the device works for it."""
         greedy = SampleBatch.from_params([SamplingParams(temperature=0)])
-        generator, times = np.random.default_rng(0), []
-        for _ in range(4):
-            tokens = generator.integers(0, self.config.vocab_size, length)
+        tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, length)
+
+        def run() -> None:
             self.cache.add_sequence(0)
+            chunks = [tokens[begin : begin + CHUNK] for begin in range(0, length, CHUNK)]
+            *_, logits = (self.runner.prompts([0], [chunk], [length], push=False) for chunk in chunks)
+            self.runner.sample(logits, greedy, np.array([length]))
+            self.cache.remove_sequence(0)
+
+        times = []
+        for _ in range(4):
             torch.cuda.synchronize()
             began = time.perf_counter()
-            for begin in range(0, length, CHUNK):
-                chunk = tokens[begin : begin + CHUNK]
-                last = np.array([chunk.size - 1] if begin + CHUNK >= length else [], np.int64)
-                plan = self.cache.begin_forward([0], [chunk.size])
-                logits = self.runner.forward(chunk, plan, last)
-                self.cache.end_forward(plan)
-                if last.size:
-                    self.runner.sample(logits, greedy, np.array([length]))
+            run()
             times.append(time.perf_counter() - began)
-            self.cache.remove_sequence(0)
-        return sorted(times[1:])[1]
+        return sorted(times[1:])[1], sum(span.end - span.begin for span in record(run)) / 1e6
 
 
 def random_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -231,6 +234,11 @@ def prefill_flops(config: ModelConfig, length: int) -> float:
     return 2 * layer_weights(config) * length + attention + 2 * config.vocab_size * config.hidden_size
 
 
+def prefill_floor(config: ModelConfig, length: int, roofs: Roofs) -> float:
+    weights = product_weights(config) * config.dtype.itemsize / roofs.copy
+    return max(weights, prefill_flops(config, length) / roofs.product)
+
+
 def measure(name: str, roofs: Roofs, *, max_batch: int = 256) -> dict[str, Any]:
     bench = Bench(name, max_batch)
     result: dict[str, Any] = {
@@ -250,13 +258,21 @@ def measure(name: str, roofs: Roofs, *, max_batch: int = 256) -> dict[str, Any]:
         }
     drawn = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1)
     result["decode 64 at 1024, drawn, ms"] = round(bench.decode(64, 1024, drawn)[0] * 1e3, 3)
-    for length, theirs in zip(PREFILLS, VLLM_PREFILL_MS[name], strict=True):
-        seconds = bench.prefill(length)
+    began = time.perf_counter()
+    bench.runner.capture_prompts(CHUNK)
+    torch.cuda.synchronize()
+    result["capture_prompts_s"] = round(time.perf_counter() - began, 2)
+    theirs_by_length = dict(zip(PREFILLS, VLLM_PREFILL_MS[name], strict=True))
+    for length in sorted((*SHORT_PREFILLS, *PREFILLS)):
+        seconds, on_device = bench.prefill(length)
         result[f"prefill {length}"] = {
             "ms": round(seconds * 1e3, 2),
+            "to_floor": round(seconds / prefill_floor(bench.config, length, roofs), 3),
+            "to_device": round(seconds / on_device, 3),
             "to_product": round(prefill_flops(bench.config, length) / seconds / roofs.product, 3),
-            "to_vllm": round(seconds * 1e3 / theirs, 3),
         }
+        if length in theirs_by_length:
+            result[f"prefill {length}"]["to_vllm"] = round(seconds * 1e3 / theirs_by_length[length], 3)
     return result
 
 

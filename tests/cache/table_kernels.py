@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
-from tandem.cache.kernels.base import DeviceTables
+from tandem.cache.kernels.base import DeviceTables, PromptTables
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch_kernels import TorchKernels, TorchPlan
 from tandem.cache.plan import PageTables, lay_out_tokens
+from tandem.cache.position_map import Int32Array
 from tandem.cache.ragged import indptr_of
 from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes
@@ -21,7 +22,7 @@ MOST_SEGMENTS = 3
 
 
 class TableKernels(TorchKernels):
-    """SharingGraphKernels. What a padding row attends to is NaN, so that nobody can have used it."""
+    """SharingGraphKernels and PromptGraphKernels. What a padding row attends to is NaN: nobody can have used it."""
 
     def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
         super().__init__(pool, scoring, fp8)
@@ -42,6 +43,16 @@ class TableKernels(TorchKernels):
         assert tables.shared is None or id(plan) in self._shared
         self._shared[id(plan)] = tables.shared
 
+    def most_prompt_tokens(self, num_sequences: int, num_q_heads: int) -> int:
+        return 1 << 20
+
+    def fixed_prompts_plan(self, tables: PromptTables, num_q_heads: int) -> PromptTables:
+        return tables
+
+    def refill_prompts(self, plan: PromptTables, qo_indptr: Int32Array, tables: PageTables) -> None:
+        assert qo_indptr.size == tables.kv_indptr.size == plan.kv_indptr.shape[0]
+        assert tables.slot_mapping.size == plan.slots.shape[0]
+
     def step(
         self,
         layer: int,
@@ -49,7 +60,7 @@ class TableKernels(TorchKernels):
         k: Tensor,
         v: Tensor,
         rotation: Rotation | None,
-        plan: DeviceTables,
+        plan: DeviceTables | PromptTables,
         sinks: Tensor | None,
         norm: HeadNorm | None,
     ) -> Tensor:
@@ -60,10 +71,22 @@ class TableKernels(TorchKernels):
                 q, k = norm.apply(q, k)
             if rotation is not None:
                 q, k = rotation.apply_both(q, k)
-            stored = self._stored(rows, plan)
+            stored = self._prompts(rows, plan) if isinstance(plan, PromptTables) else self._stored(rows, plan)
             super().append(layer, q[rows], k[rows], v[rows], None, stored)
             output[rows] = super().attend(layer, q[rows], k[rows], v[rows], stored, sinks)
         return output
+
+    def _prompts(self, rows: NDArray[np.int64], tables: PromptTables) -> TorchPlan:
+        """The plan of the sequences that have tokens, whose rows these are."""
+        counts = np.diff(tables.qo_indptr.numpy())
+        used = int(np.count_nonzero(counts))
+        assert counts[:used].all()  # padding comes last
+        assert rows.tolist() == list(range(counts.sum()))
+        indptr, last = tables.kv_indptr.numpy()[: used + 1], tables.kv_last_page_len.numpy()[:used]
+        lengths = (np.diff(indptr) - 1) * self._page_size + last
+        pages = tables.kv_indices.numpy()[: indptr[-1]]
+        own = PageTables(tables.slots.numpy()[rows], indptr.copy(), pages.copy(), last.copy(), lengths)
+        return self.plan(lay_out_tokens(lengths.astype(np.int64) - counts[:used], counts[:used].astype(np.int64)), own)
 
     def _stored(self, rows: NDArray[np.int64], tables: DeviceTables) -> TorchPlan:
         """The plan of `rows` alone, those that are no padding."""

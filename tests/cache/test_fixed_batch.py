@@ -164,8 +164,9 @@ def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     cache.add_sequence(4)
     cache.enable_sliding_window(4, 8, 2)
     cache.mark_send(0, 0, PositionMap(0, (SlotRuns.from_slots(range(9)),) * 2), 1)
-    for sequence, message in ((4, "a sequence that slides"), (0, "a sequence that is being sent")):
-        with pytest.raises(InvalidArgument, match=f"seq_ids has {message}; a fixed batch"):
+    messages = "slides; fixed arrays take only others", "is being sent; a fixed batch sends nothing"
+    for sequence, message in zip((4, 0), messages, strict=True):
+        with pytest.raises(InvalidArgument, match=f"seq_ids has a sequence that {message}"):
             cache.begin_fixed(batch, [1, sequence], [np.zeros(2, np.int64)])
     assert [cache.num_tokens(sequence) for sequence in range(5)] == [*LENGTHS, 0]
 

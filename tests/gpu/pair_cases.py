@@ -56,8 +56,15 @@ def check_push(pair: Pair, token_bytes: int) -> None:
 
 
 def check_push_of_many(pair: Pair, token_bytes: int) -> None:
-    """Prompts at once: what is computed beside others goes token by token."""
-    prompts = {f"one of many {seed}": random_prompt(6 * PAGE + seed, seed) for seed in range(1, 6)}
+    """Prompts at once: page to page where a graph computes them, else token by token what is computed beside others."""
+    _check_many(pair, token_bytes, range(1, 6))
+    pair.prefill.do("swap_prompt_graphs")
+    _check_many(pair, token_bytes, range(6, 11))
+    pair.prefill.do("swap_prompt_graphs")
+
+
+def _check_many(pair: Pair, token_bytes: int, seeds: Sequence[int]) -> None:
+    prompts = {f"one of many {seed}": random_prompt(6 * PAGE + seed, seed) for seed in seeds}
     with ThreadPoolExecutor(len(prompts)) as calls:
         answers = list(calls.map(pair.push, *zip(*prompts.items(), strict=True)))
     for (request_id, prompt), (answer, slots) in zip(prompts.items(), answers, strict=True):

@@ -35,6 +35,7 @@ def prepared(weight: Tensor, *, gated: bool) -> StepProduct:
     assert products is not None, "nvcc is needed"
     product = products.prepare(weight, gated=gated)
     assert product is not None
+    StepProduct.chain([product])
     return product
 
 
@@ -66,7 +67,7 @@ def test_products_are_as_exact_as_those_of_torch(shape: tuple[int, int], dtype: 
     weight, gated = random_weight(*shape, dtype), shape in GATED
     product = prepared(weight, gated=gated)
     after = silu_mul if gated else torch.nn.Identity()
-    for rows in (33, 50, 64, 100, 128):
+    for rows in (2, 9, 16, 17, 32, 33, 50, 64, 100, 128):
         x = torch.randn(rows, shape[1], device="cuda", dtype=dtype)
         if not product.takes(x):
             continue
@@ -75,14 +76,15 @@ def test_products_are_as_exact_as_those_of_torch(shape: tuple[int, int], dtype: 
         assert error(ours, exact) < ERROR_RATIO * error(after(F.linear(x, weight)), exact)
 
 
-def test_a_chain_in_a_graph_repeats_itself() -> None:
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_a_chain_in_a_graph_repeats_itself(rows: int) -> None:
     """Each product starts while the one before runs: whoever read too early would read other numbers."""
     ups = [random_weight(2 * INNER, HIDDEN) for _ in range(4)]
     downs = [random_weight(HIDDEN, INNER) for _ in range(4)]
     chain: list[StepProduct] = []
     for up, down in zip(ups, downs, strict=True):
         chain += [prepared(up, gated=True), prepared(down, gated=False)]
-    x = torch.randn(64, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
 
     def run() -> Tensor:
         y = x
@@ -105,11 +107,12 @@ def test_a_chain_in_a_graph_repeats_itself() -> None:
     assert error(expected, y) < 0.02
 
 
-def test_a_decoder_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [5, 16, 32, 40])
+def test_a_decoder_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     fields = COMMON | MODELS["Qwen3-8B"] | {"num_hidden_layers": 2, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     config = load_config(tmp_path, "bfloat16")
-    tokens = torch.arange(40, device="cuda")
+    tokens = torch.arange(rows, device="cuda")
     logits: list[Tensor] = []
     calls: list[StepProduct] = []
     call = StepProduct.__call__

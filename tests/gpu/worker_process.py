@@ -11,6 +11,8 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Transport
 from tandem.workers.config import WorkerConfig
+from tandem.workers.prefill import PrefillLoop
+from tandem.workers.prompt_graphs import PromptGraphs
 from tandem.workers.worker import Worker
 from tests.gpu.pe_process import as_array, gpu_of, name_of_gpu
 from tests.poison import poison_free_pages
@@ -24,6 +26,7 @@ class WorkerPe:
     def __init__(self, pe: int) -> None:
         # As Ray does: a worker has one GPU, in all its threads.
         os.environ["CUDA_VISIBLE_DEVICES"] = name_of_gpu(gpu_of(pe))
+        self._swapped: PromptGraphs | None = None
 
     def load(self, config: WorkerConfig, peer_access: bool) -> None:
         """peer_access: whether its transports map other PEs."""
@@ -78,6 +81,13 @@ class WorkerPe:
             return (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1)
 
         return self.worker.on_step_thread(look_up)
+
+    def swap_prompt_graphs(self) -> None:
+        """Without them from now on, or with them again."""
+        loop = self.worker._loop
+        assert isinstance(loop, PrefillLoop)
+        runner = loop._runner
+        self._swapped, runner._prompt_graphs = runner._prompt_graphs, self._swapped
 
     @property
     def _transport(self) -> Transport:

@@ -109,6 +109,19 @@ class CountingModel:
         self._cache.attention(plan, 0, kv, kv, kv)
         return token_ids[last_rows] + 1
 
+    def has_prompt_graph(self, num_sequences: int, num_tokens: int) -> bool:
+        return False
+
+    def prompts(
+        self, sequence_ids: list[int], chunks: list[Int64Array], lengths: list[int], *, push: bool
+    ) -> Int64Array:
+        appends = np.array([chunk.size for chunk in chunks])
+        stored = np.array([self._cache.num_tokens(sequence) for sequence in sequence_ids])
+        plan = self._cache.begin_forward(sequence_ids, appends, lengths, push=push)
+        logits = self.forward(np.concatenate(chunks), plan, np.cumsum(appends)[stored + appends == lengths] - 1)
+        self._cache.end_forward(plan)
+        return logits
+
     def sample(self, logits: Int64Array, batch: object, positions: Int64Array) -> Samples:
         return Samples(logits, [None] * logits.size)
 

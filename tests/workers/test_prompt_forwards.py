@@ -1,5 +1,6 @@
 """How the KV of prompts goes to its receiver: page to page where one is alone, with its forwards where it is not."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, PropertyMock
@@ -9,7 +10,11 @@ import pytest
 from torch import Tensor
 
 from tandem.cache.plan import ForwardPlan
+from tandem.workers.model_cache import make_cache
+from tests.cache.table_kernels import TableKernels
 from tests.oracle import greedy, load_oracle, random_prompt
+from tests.prompt_programs import run_in_place
+from tests.workers import loop_pair
 from tests.workers.loop_pair import CHUNK, PAGE, PREFILL, LoopPair
 from tests.workers.test_head_start import announce
 
@@ -82,6 +87,21 @@ def test_who_is_no_longer_alone_is_sent_with_the_forwards(pair: LoopPair, folder
     assert sent_before.positions == [CHUNK, 2 * CHUNK, 3 * CHUNK]
     assert pair.tokens_written == 2 * CHUNK
     assert positions_sent(pair) == 4 * CHUNK - 5
+
+
+def test_who_shares_a_graph_is_sent_page_to_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_pair, "make_cache", partial(make_cache, kernels=TableKernels))
+    pair = LoopPair(folder)
+    pair.prefill._runner.capture_prompts(CHUNK, run_in_place)
+    prompts = {"announced": random_prompt(CHUNK + 7, 0), "comes": random_prompt(5, 1), "waits": random_prompt(9, 2)}
+    announce(pair, "announced", prompts["announced"])
+    for name, prompt in prompts.items():
+        submit(pair, name, prompt)
+    pair.prefill.step()
+    assert positions_sent(pair) == 2 * CHUNK  # what came ahead, and a forward of all three
+    finish(pair, folder, prompts)
+    assert positions_sent(pair) == sum(map(len, prompts.values()))
+    assert pair.tokens_written == 0
 
 
 def test_seconds_of_calls_that_write_are_shared_out_by_bytes(pair: LoopPair) -> None:

@@ -1,23 +1,35 @@
 """Which tiling multiplies which weight; the kernels themselves need a GPU: tests/gpu/test_step_products.py."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.workers.kernels.step_product import SOURCE, TILINGS, choose_tiling, load_step_products
+from tandem.workers.kernels.step_product import (
+    SOURCE,
+    TILINGS,
+    TOKENS,
+    StepProduct,
+    StepProducts,
+    choose_tiling,
+    load_step_products,
+)
 
 H200 = 132  # multiprocessors
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "gated", "blocks"),
-    [(6144, 4096, False, 128), (4096, 4096, False, 128), (4096, 12288, False, 128), (24576, 4096, True, 128)],
+    ("rows", "columns", "gated"),
+    [(6144, 4096, False), (4096, 4096, False), (4096, 12288, False), (24576, 4096, True)],
 )
-def test_weights_of_an_8b_model_are_shared_out_evenly(rows: int, columns: int, gated: bool, blocks: int) -> None:
-    tiling = choose_tiling(rows, columns, H200, tokens=64, gated=gated)
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+def test_weights_of_an_8b_model_are_shared_out_evenly(rows: int, columns: int, gated: bool, tokens: int) -> None:
+    tiling = choose_tiling(rows, columns, H200, tokens=tokens, gated=gated)
     assert tiling is not None
-    assert rows // tiling.height * tiling.splits == blocks
+    assert rows // tiling.height * tiling.splits == 128
+    assert tiling.height >= 64
 
 
 @pytest.mark.parametrize(
@@ -35,12 +47,12 @@ def test_other_weights_are_left_to_torch(rows: int, columns: int, gated: bool) -
     assert choose_tiling(rows, columns, H200, tokens=64, gated=gated) is None
 
 
-@given(st.integers(1, 3000), st.integers(1, 300), st.booleans(), st.sampled_from([80, H200]))
+@given(st.integers(1, 3000), st.integers(1, 300), st.booleans(), st.sampled_from([80, H200]), st.sampled_from(TOKENS))
 def test_no_multiprocessor_has_much_more_than_its_share(
-    blocks_of_rows: int, slabs: int, gated: bool, multiprocessors: int
+    blocks_of_rows: int, slabs: int, gated: bool, multiprocessors: int, tokens: int
 ) -> None:
     rows, columns = 16 * blocks_of_rows, 64 * slabs
-    tiling = choose_tiling(rows, columns, multiprocessors, tokens=64, gated=gated)
+    tiling = choose_tiling(rows, columns, multiprocessors, tokens=tokens, gated=gated)
     if tiling is None:
         return
     assert tiling.gated == gated
@@ -56,6 +68,22 @@ def test_every_tiling_is_compiled() -> None:
     for one in TILINGS:
         assert 0 < one.tokens - one.least < one.tokens
         assert f"KERNEL({one.height}, {one.tokens}, {one.splits}, {one.room}, {int(one.gated)})" in source
+
+
+def test_few_rows_are_taken_where_a_layer_has_no_other_products() -> None:
+    def prepared() -> StepProduct:
+        products = StepProducts.__new__(StepProducts)
+        products.module = Mock()
+        return StepProduct(products, torch.empty(4096, 4096), [one for one in TILINGS if one.height == 64])
+
+    alone, chained = prepared(), [prepared(), prepared()]
+    StepProduct.chain([alone, None])
+    StepProduct.chain(chained)
+    taken = [rows for rows in range(1, 200) if alone.takes(torch.empty(rows, 4096))]
+    assert taken == [*range(33, 65), *range(97, 129)]
+    for one in chained:
+        few = [rows for rows in range(1, 200) if one.takes(torch.empty(rows, 4096))]
+        assert few == [*range(2, 33), *taken]
 
 
 def test_a_cpu_has_none() -> None:

@@ -1,17 +1,22 @@
 // y = x · Wᵀ for the few rows of a decode step, where all that takes time is to read W: memory is never to be idle.
 //
 // A block has HEIGHT rows of W and all rows of x, TOKENS at most. One warp fetches both, 64 columns at a time, into a
-// ring in shared memory; the others multiply, 64 rows of x a warpgroup. Weights do not wait for the
-// kernels before, only x does: a ring is full when the norm before it is done. SPLITS blocks of a cluster share the
-// columns, and add up each other's sums.
+// ring in shared memory; the others multiply, 64 rows of x a warpgroup, which means nothing behind a smaller TOKENS.
+// Weights do not wait for the kernels before, only x does: a ring is full when the norm before it is done. SPLITS blocks
+// of a cluster share the columns, and add up each other's sums.
 //
 // GATED: y = silu(gate) · up, rounded where LayerKernels.silu_mul rounds. Blocks of 16 rows then are 8 of gate and the
 // same 8 of up, as the map of W gathers them.
 #include "wgmma.cuh"
 
+template <int TOKENS>
+constexpr int GROUPS_OF = TOKENS < 64 ? 1 : TOKENS / 64;
+
 template <int HEIGHT, int TOKENS, int ROOM>
 struct Ring {
-    static constexpr int BYTES = (HEIGHT + TOKENS) * SLAB_BYTES, STAGES = ROOM / BYTES;
+    // A product reads 64 rows of inputs: behind the last of a small TOKENS whatever stands there.
+    static constexpr int SPARE = TOKENS < 64 ? (64 - TOKENS) * SLAB_BYTES : 0;
+    static constexpr int BYTES = (HEIGHT + TOKENS) * SLAB_BYTES, STAGES = (ROOM - SPARE) / BYTES;
     unsigned begin;
     unsigned long long *full, *empty;  // [STAGES]
 
@@ -98,15 +103,16 @@ __device__ inline uint4 finish(unsigned place) {
 }
 
 // This warp's sums, as wgmma has them in registers, to where finish() finds them: [TOKENS, PITCH].
-template <int HEIGHT, int PITCH>
+template <int HEIGHT, int TOKENS, int PITCH>
 __device__ inline void leave_sums(unsigned begin, const float (&sums)[HEIGHT / 2]) {
     int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < HEIGHT / 2; i += 2) {
         int token = row + i / 2 % 2 * 8, output = i / 4 * 8 + threadIdx.x % 4 * 2;
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(begin + 4 * (token * PITCH + output)), "f"(sums[i]),
-                     "f"(sums[i + 1])
-                     : "memory");
+        if (TOKENS >= 64 || token < TOKENS)
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(begin + 4 * (token * PITCH + output)),
+                         "f"(sums[i]), "f"(sums[i + 1])
+                         : "memory");
     }
 }
 
@@ -114,7 +120,7 @@ template <int HEIGHT, int TOKENS, int SPLITS, int ROOM, bool GATED>
 __device__ inline void multiply_rows(const CUtensorMap& weights, const CUtensorMap& inputs, Number* y, int rows,
                                      int outputs, int columns) {
     using R = Ring<HEIGHT, TOKENS, ROOM>;
-    constexpr int GROUPS = TOKENS / 64, THREADS = 128 * GROUPS;
+    constexpr int GROUPS = GROUPS_OF<TOKENS>, THREADS = 128 * GROUPS;
     constexpr int PITCH = HEIGHT + 4, OCTETS = HEIGHT / (GATED ? 16 : 8), TURN = (TOKENS + SPLITS - 1) / SPLITS;
     static_assert(4 * PITCH * TOKENS <= R::STAGES * R::BYTES, "sums take the place of the ring");
     SHARED_MEMORY(shared);
@@ -139,7 +145,7 @@ __device__ inline void multiply_rows(const CUtensorMap& weights, const CUtensorM
         float sums[HEIGHT / 2];
         multiply_all<HEIGHT>(ring, slabs, threadIdx.x / 128, sums);
         sync_threads(THREADS);  // all of the ring has been read
-        leave_sums<HEIGHT, PITCH>(ring.begin, sums);
+        leave_sums<HEIGHT, TOKENS, PITCH>(ring.begin, sums);
         if constexpr (SPLITS > 1) sync_cluster();
         else sync_threads(THREADS);
         await_earlier_kernels();  // they may still read what stood in y
@@ -155,12 +161,18 @@ __device__ inline void multiply_rows(const CUtensorMap& weights, const CUtensorM
 
 // One for each of TILINGS in step_product.py; room: KiB.
 #define KERNEL(height, tokens, splits, room, gated) \
-    extern "C" __global__ void __launch_bounds__(2 * tokens + 32, 1) \
+    extern "C" __global__ void __launch_bounds__(128 * GROUPS_OF<tokens> + 32, 1) \
         step_product_##height##_##tokens##_##splits##_##gated(const __grid_constant__ CUtensorMap weights, \
                                                              const __grid_constant__ CUtensorMap inputs, Number* y, \
                                                              int rows, int outputs, int columns) { \
         multiply_rows<height, tokens, splits, room * 1024, gated>(weights, inputs, y, rows, outputs, columns); \
     }
+KERNEL(192, 16, 1, 224, 1)
+KERNEL(96, 16, 2, 160, 0)
+KERNEL(64, 16, 2, 128, 0)
+KERNEL(192, 32, 1, 224, 1)
+KERNEL(96, 32, 2, 160, 0)
+KERNEL(64, 32, 2, 128, 0)
 KERNEL(192, 64, 1, 224, 1)
 KERNEL(96, 64, 2, 160, 0)
 KERNEL(64, 64, 2, 128, 0)

@@ -1,6 +1,7 @@
 """Products of the few rows of a decode step with weights, by step_product.cu; which of its tilings suits a weight."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,7 @@ HOPPER = (9, 0)  # has the instructions, and no later one
 SLAB = 64  # columns at once
 ALIGNMENT = 1024  # of the ring in shared memory
 MAX_WASTE = 1.3  # of a tiling: rows of weights that the busiest multiprocessor has, to a fair share
+FEW = 32  # rows, at which a kernel that cannot start early, torch's, costs a layer more than ours bring: see LOG.md
 MAPS = 1024  # of inputs, kept
 
 
@@ -43,8 +45,8 @@ class Tiling:
 
     @property
     def threads(self) -> int:
-        """Of its warpgroups, one for 64 tokens, and of the warp that fetches."""
-        return 2 * self.tokens + 32
+        """Of its warpgroups, one for up to 64 tokens, and of the warp that fetches."""
+        return 2 * max(self.tokens, 64) + 32
 
     def waste(self, rows: int, columns: int, multiprocessors: int) -> float:
         """Of weights [rows, columns], see MAX_WASTE; infinite where they do not fit, or not into one block each."""
@@ -57,6 +59,12 @@ class Tiling:
 # By measurement, see LOG.md. Rooms of more than half a multiprocessor's: two blocks there while another has none cost
 # more than fetching ahead brings.
 TILINGS = (
+    Tiling(192, 2, 16, 1, 224, gated=True),
+    Tiling(96, 2, 16, 2, 160, gated=False),
+    Tiling(64, 2, 16, 2, 128, gated=False),
+    Tiling(192, 17, 32, 1, 224, gated=True),
+    Tiling(96, 17, 32, 2, 160, gated=False),
+    Tiling(64, 17, 32, 2, 128, gated=False),
     Tiling(192, 33, 64, 1, 224, gated=True),
     Tiling(96, 33, 64, 2, 160, gated=False),
     Tiling(64, 33, 64, 2, 128, gated=False),
@@ -117,11 +125,22 @@ class StepProduct:
         self._products = products
         self._tilings = tilings
         self._outputs = weight.shape[0] // 2 if tilings[0].gated else weight.shape[0]
+        self._chained = False
         self._weight = weight  # maps point to it
         self._maps = [self._map_weight(tiling) for tiling in tilings]
 
     def takes(self, x: Tensor) -> bool:
-        return x.is_contiguous() and any(one.least <= x.shape[0] <= one.tokens for one in self._tilings)
+        rows = x.shape[0]
+        fitting = any(one.least <= rows <= one.tokens for one in self._tilings)
+        return x.is_contiguous() and fitting and (self._chained or rows > FEW)
+
+    @staticmethod
+    def chain(products: Sequence["StepProduct | None"]) -> None:
+        """products: of a layer, all that it has. If they all are ours they take a FEW rows too."""
+        chained = [one for one in products if one is not None]
+        if len(chained) == len(products):
+            for one in chained:
+                one._chained = True
 
     def __call__(self, x: Tensor) -> Tensor:
         place = next(place for place, one in enumerate(self._tilings) if x.shape[0] <= one.tokens)

@@ -56,13 +56,13 @@ class GroupedQueryAttention:
 
     def __init__(self, config: ModelConfig, parameters: AttentionParameters, kernels: LayerKernels) -> None:
         self._config = config
-        self._qkv = Projection(parameters.qkv, parameters.qkv_bias)
+        self.qkv = Projection(parameters.qkv, parameters.qkv_bias)
         self.qk_norm = _join_qk_norm(config, parameters.q_norm, parameters.k_norm, kernels)
         self._sinks = parameters.sinks
         self._padding = config.stored_head_dim - config.head_dim
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
-        q, k, v = split_heads(self._config, self._qkv(x))
+        q, k, v = split_heads(self._config, self.qkv(x))
         if not self._padding:
             return cached.attend(layer, q, k, v, self._sinks, self.qk_norm).flatten(1)
         if self.qk_norm is not None:

@@ -9,9 +9,15 @@ from torch import Tensor
 
 from tandem.workers.kernels.base import LayerKernels, RowKernels
 from tandem.workers.kernels.choice import choose_layer_kernels, choose_row_kernels
-from tandem.workers.models.attention import AttentionBlock, CachedAttention, prepare_attention
+from tandem.workers.kernels.step_product import StepProduct
+from tandem.workers.models.attention import (
+    AttentionBlock,
+    CachedAttention,
+    GroupedQueryAttention,
+    prepare_attention,
+)
 from tandem.workers.models.config import ModelConfig
-from tandem.workers.models.feed_forward import FeedForward, prepare_feed_forward
+from tandem.workers.models.feed_forward import FeedForward, GatedFeedForward, prepare_feed_forward
 from tandem.workers.models.parameters import DecoderParameters, LayerParameters
 from tandem.workers.models.projection import Projection
 from tandem.workers.models.row_decoder import RowDecoder
@@ -108,12 +114,17 @@ class DenseDecoder:
 
 
 def _prepare(config: ModelConfig, layer: LayerParameters, kernels: LayerKernels) -> DecoderLayer:
+    attention = prepare_attention(config, layer.attention, kernels)
+    o = Projection(layer.attention.o, layer.attention.o_bias)
+    feed_forward = prepare_feed_forward(config, layer.feed_forward, kernels)
+    if isinstance(attention, GroupedQueryAttention) and isinstance(feed_forward, GatedFeedForward):
+        StepProduct.chain([attention.qkv.step_product, o.step_product, *feed_forward.step_products])
     return DecoderLayer(
         input_norm=layer.input_norm,
-        attention=prepare_attention(config, layer.attention, kernels),
-        o=Projection(layer.attention.o, layer.attention.o_bias),
+        attention=attention,
+        o=o,
         attention_out_norm=layer.attention_out_norm,
         post_norm=layer.post_norm,
-        feed_forward=prepare_feed_forward(config, layer.feed_forward, kernels),
+        feed_forward=feed_forward,
         feed_forward_out_norm=layer.feed_forward_out_norm,
     )

@@ -30,6 +30,11 @@ class GatedFeedForward:
         if isinstance(activation, Silu):
             self._gated_product = choose_step_product(parameters.gate_up, parameters.gate_up_bias, gated=True)
 
+    @property
+    def step_products(self) -> tuple[StepProduct | None, StepProduct | None]:
+        """What multiplies the rows of a decode step: gate and up, and down."""
+        return self._gated_product, self._down.step_product
+
     def __call__(self, x: Tensor) -> Tensor:
         if self._gated_product is not None and self._gated_product.takes(x):
             return self._down(self._gated_product(x))

@@ -11,7 +11,8 @@ class Projection:
     """x [T, in] → x · weightᵀ + bias [T, out]; weight [out, in], bias [out] or None.
 
     A float32 weight on a CPU is kept in the panels of native_layer.c, and nowhere else, where that can be built. On a
-    GPU one row of 16 bits, and the few of a decode step where that wins, are multiplied by kernels of ours.
+    GPU one row of 16 bits, and the few of a decode step where that wins, are multiplied by kernels of ours: the latter
+    by step_product, if the weight has one.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -20,13 +21,13 @@ class Projection:
         self._native = native_layer_kernels(weight.device, weight.dtype)
         self._weight = weight if self._native is None else pack(weight)
         self._row_kernels = choose_row_kernels(weight.device, weight.dtype)
-        self._step_product = choose_step_product(weight, bias)
+        self.step_product = choose_step_product(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._native is not None:
             return self._native.linear(x, self._weight, self._outputs, self._bias)
         if self._row_kernels is not None and x.shape[0] == 1:
             return self._row_kernels.linear(x, self._weight, self._bias)
-        if self._step_product is not None and self._step_product.takes(x):
-            return self._step_product(x)
+        if self.step_product is not None and self.step_product.takes(x):
+            return self.step_product(x)
         return F.linear(x, self._weight, self._bias)

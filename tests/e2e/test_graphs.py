@@ -1,4 +1,5 @@
-"""The whole path with decode in fixed batches, one step ahead, as on a GPU; here what would be a graph is run anew."""
+"""The whole path with prompts and decode steps over fixed arrays, these one step ahead, as on a GPU; here what would be
+a graph is run anew."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,14 +33,19 @@ def rerun(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 @pytest.fixture
 def island(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Island]:
-    capture = ModelRunner.capture_steps
+    steps, prompts = ModelRunner.capture_steps, ModelRunner.capture_prompts
 
     def capture_steps(runner: ModelRunner, max_sequences: int) -> None:
-        capture(runner, max_sequences, rerun)
+        steps(runner, max_sequences, rerun)
         assert runner.runs_ahead
+
+    def capture_prompts(runner: ModelRunner, max_tokens: int) -> None:
+        prompts(runner, max_tokens, rerun)
+        assert runner.has_prompt_graph(len(PROMPTS), max_tokens)
 
     monkeypatch.setattr(worker, "make_cache", partial(make_cache, kernels=TableKernels))
     monkeypatch.setattr(ModelRunner, "capture_steps", capture_steps)
+    monkeypatch.setattr(ModelRunner, "capture_prompts", capture_prompts)
     with running_island(folder, SETTINGS) as island:
         yield island
         for one in island.workers:
@@ -63,7 +69,8 @@ def test_draws_and_logprobs_equal_those_of_plain_steps(island: Island, folder: P
     with pytest.MonkeyPatch.context() as patch:
         patch.undo()
         patch.setattr(worker, "make_cache", make_cache)
-        patch.setattr(ModelRunner, "capture_steps", lambda self, count: None)
+        for capture in ("capture_steps", "capture_prompts"):
+            patch.setattr(ModelRunner, capture, lambda self, count: None)
         with running_island(folder, SETTINGS) as plain:
             at_once = [complete(plain.address, prompt, **DRAWN) for prompt in PROMPTS[:3]]
     assert [tokens_of(updates) for updates in ahead] == [tokens_of(updates) for updates in at_once] == together

@@ -13,7 +13,7 @@ from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kv_scales import KVScales
 from tandem.cache.shared_prefixes import SharedPrefixes
-from tandem.workers.kernels.row_step import CudaLaunch, StepArguments
+from tandem.workers.kernels.row_step import ROW_COUNTS, CudaLaunch, StepArguments
 from tandem.workers.model_cache import kv_layout, make_cache
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.registry import load_config
@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0, logprobs=3)
 DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5, logprobs=3)
 
 WIDE = {
-    "hidden_size": 512, "intermediate_size": 768, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "hidden_size": 640, "intermediate_size": 768, "head_dim": 64, "num_attention_heads": 10, "num_key_value_heads": 2,
     "vocab_size": 600,
 }  # fmt: skip
 MOSTLY = 0.95  # of the tokens are the same
@@ -159,19 +159,19 @@ def test_tokens_that_graphs_post(params: SamplingParams, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
-def test_a_lone_row_is_one_launch(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_one_launch(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model in which every multiprocessor has a share of each product."""
     make_model(family, **WIDE).save_pretrained(tmp_path)
-    captured: list[int] = []
+    captured: set[CudaLaunch] = set()
     launch = CudaLaunch.__call__
 
     def count(kernel: CudaLaunch, arguments: StepArguments) -> None:
-        captured.append(arguments.vocab)
+        captured.add(kernel)
         launch(kernel, arguments)
 
     monkeypatch.setattr(CudaLaunch, "__call__", count)
-    assert_graphs_go_on(tmp_path, GREEDY, (1, 1, 1, 2, 1, 3, 1, 1, 20, 1, 1, 1, 1), WIDE_LOGPROB)
-    assert captured
+    assert_graphs_go_on(tmp_path, GREEDY, (1, 1, 1, 2, 1, 3, 8, 4, 2, 20, 5, 4, 7, 1, 1), WIDE_LOGPROB)
+    assert len(captured) == len(ROW_COUNTS)
 
 
 def test_graphs_over_kv_in_8_bits(tmp_path: Path) -> None:

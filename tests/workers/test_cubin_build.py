@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tandem.workers.kernels.cubin_build import build_cubin, load_cubin
-from tandem.workers.kernels.row_step import SOURCE, WARPS, RowStepShape
+from tandem.workers.kernels.row_step import ROW_COUNTS, SOURCE, WARPS, RowStepShape
 from tandem.workers.kernels.step_product import SOURCE as PRODUCTS
 from tandem.workers.kernels.step_product import TILINGS
 
@@ -42,7 +42,7 @@ def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
     folder, narrow = tmp_path / "cache", replace(QWEN3, hidden=512)
     for shape in (QWEN3, narrow, QWEN3):
-        assert build_cubin(SOURCE, folder, shape.defines(BLOCKS, 16), "90") == b"compiled\n"
+        assert build_cubin(SOURCE, folder, shape.defines(BLOCKS, 16, 1), "90") == b"compiled\n"
     calls = (nvcc.parent / "calls").read_text().splitlines()
     assert ["-DHIDDEN=1024" in call for call in calls] == [True, False]
     assert all("code=sm_90" in call for call in calls)
@@ -53,10 +53,11 @@ def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "defines", "arch", "kernels"),
     [
-        (SOURCE, QWEN3.defines(BLOCKS, WARPS), "90", ["row_step"]),
+        (SOURCE, QWEN3.defines(BLOCKS, WARPS, 1), "90", ["row_step"]),
+        (SOURCE, QWEN3.defines(BLOCKS, WARPS, 8), "90", ["row_step"]),
         (PRODUCTS, ("-DHALF=1",), "90a", [tiling.kernel for tiling in TILINGS]),
     ],
-    ids=["row-bfloat16", "products-float16"],
+    ids=["row-bfloat16", "rows-bfloat16", "products-float16"],
 )
 def test_a_compiler_takes_them(
     tmp_path: Path, source: Path, defines: Sequence[str], arch: str, kernels: list[str]
@@ -90,7 +91,7 @@ def test_without_it_there_is_a_warning(
     else:
         nvcc.write_text(NVCC.replace("-broken", "-std=c++17"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert load_cubin(SOURCE, QWEN3.defines(BLOCKS, 16), "90", "others serve") is None
+    assert load_cubin(SOURCE, QWEN3.defines(BLOCKS, 16, 1), "90", "others serve") is None
     reason = "nvcc is not on the PATH" if fault == "missing" else "no such thing"
     assert f"row_step.cu is not there, others serve: {reason}" in caplog.text
 
@@ -110,5 +111,22 @@ def test_without_it_there_is_a_warning(
     ids=str,
 )
 def test_what_does_not_fit(change: dict[str, int]) -> None:
-    assert QWEN3.fits(BLOCKS)
-    assert not replace(QWEN3, **change).fits(BLOCKS)
+    assert QWEN3.fits(BLOCKS, 1)
+    assert not replace(QWEN3, **change).fits(BLOCKS, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        ({}, 8),
+        ({"hidden": 512}, 1),
+        ({"vocab": 151938}, 1),
+        ({"kv_heads": 32, "q_heads": 32}, 4),
+        ({"hidden": 4096, "inner": 12288, "q_heads": 32}, 4),
+        ({"hidden": 8192}, 2),
+    ],
+    ids=str,
+)
+def test_how_many_rows_fit(change: dict[str, int], most: int) -> None:
+    shape = replace(QWEN3, **change)
+    assert [rows for rows in ROW_COUNTS if shape.fits(BLOCKS, rows)] == [rows for rows in ROW_COUNTS if rows <= most]

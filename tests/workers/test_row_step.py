@@ -19,7 +19,7 @@ from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import PageTables
 from tandem.cache.rope import Rotation
-from tandem.workers.kernels.row_step import RowStepShape, StepArguments
+from tandem.workers.kernels.row_step import Launch, RowStepShape
 from tandem.workers.kernels.torch_row import TorchRowKernels
 from tandem.workers.models import row_decoder
 from tandem.workers.models.decoder import DenseDecoder
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 @dataclass(frozen=True)
 class Case:
-    """changes: of the configuration. lengths: of the prompts; one is stepped at a time."""
+    """changes: of the configuration. lengths: of the prompts; `active` are stepped at a time, in steps of `rows`."""
 
     family: str
     changes: dict[str, int]
@@ -45,13 +45,24 @@ class Case:
     page_size: int
     dtype: str
     lengths: tuple[int, ...]
+    rows: int = 1
+    active: int = 1
+    defines: tuple[str, ...] = ()
 
 
 ONE_KV_HEAD = {"hidden_size": 96, "head_dim": 128, "num_attention_heads": 6, "num_key_value_heads": 1}
+TWO_KV_HEADS = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL_PIECES = ("-DINPUT_LIMIT=8192",)
 CASES = {
     "norms": Case("qwen3", {"hidden_size": 64, "head_dim": 64, "intermediate_size": 72}, 4, 16, "float16", (1, 100)),
     "biases": Case("qwen2", {"hidden_size": 64, "head_dim": 64, "intermediate_size": 1032}, 2, 8, "bfloat16", (40,)),
     "many heads": Case("llama", ONE_KV_HEAD, 3, 32, "float16", (90,)),
+    "two rows": Case("qwen3", ONE_KV_HEAD | {"intermediate_size": 72}, 3, 16, "float16", (100, 1, 30), 2, 2),
+    "padding": Case("qwen3", TWO_KV_HEADS | {"intermediate_size": 1032}, 9, 8, "float16", (120, 9, 50), 4, 3),
+    "pieces": Case(
+        "qwen2", TWO_KV_HEADS | {"intermediate_size": 1096}, 8, 16, "bfloat16", (30, 9, 1, 100), 4, 4, SMALL_PIECES
+    ),
+    "eight rows": Case("llama", TWO_KV_HEADS, 16, 32, "float16", (90, 1, 8, 9, 20, 120), 8, 6),
 }
 
 
@@ -82,17 +93,18 @@ class OpenKernels(TorchKernels):
         return StepPages(self._pool, plan, rotation, self.scoring.scale)
 
 
-def emulate(folder: Path, case: Case) -> Callable[[RowStepShape, torch.device], Callable[[StepArguments], None]]:
-    """What choose_row_launch gives, on a CPU of few multiprocessors."""
+def emulate(folder: Path, case: Case) -> Callable[[RowStepShape, torch.device], dict[int, Launch]]:
+    """What choose_row_launches gives, on a CPU of few multiprocessors, for the case's number of rows."""
 
-    def choose(shape: RowStepShape, device: torch.device) -> Callable[[StepArguments], None]:
-        assert shape.fits(case.blocks)
+    def choose(shape: RowStepShape, device: torch.device) -> dict[int, Launch]:
+        assert shape.fits(case.blocks, case.rows)
         library = folder / "row_step.so"
-        options = (*shape.defines(case.blocks, WARPS), '-DEMULATED_DEVICE="../../tests/workers/emulated/device.h"')
+        device_header = '-DEMULATED_DEVICE="../../tests/workers/emulated/device.h"'
+        options = (*shape.defines(case.blocks, WARPS, case.rows), *case.defines, device_header)
         command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *options, str(SOURCE)]
         subprocess.run([*command, "-o", str(library)], check=True, timeout=120)
         run = ctypes.CDLL(str(library)).run_row_step
-        return lambda arguments: run(ctypes.byref(arguments))
+        return {case.rows: lambda arguments: run(ctypes.byref(arguments))}
 
     return choose
 
@@ -103,17 +115,16 @@ def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pyte
     case = CASES[name]
     make_model(case.family, vocab_size=200, **case.changes).save_pretrained(tmp_path)
     config = load_config(tmp_path, case.dtype)
-    monkeypatch.setattr(row_decoder, "choose_row_launch", emulate(tmp_path, case))
+    monkeypatch.setattr(row_decoder, "choose_row_launches", emulate(tmp_path, case))
     model = DenseDecoder(config, load_parameters(tmp_path, config), row_kernels=TorchRowKernels())
     group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
     layout = KVLayout((group,), case.page_size, config.dtype)
-    caches = []
-    for _ in range(2):
-        pool = torch.full((40, *layout.page_shape(0)), torch.nan, dtype=config.dtype)
+    caches, pools = [], [torch.full((40, *layout.page_shape(0)), torch.nan, dtype=config.dtype) for _ in range(2)]
+    for pool in pools:
         cache = PagedKVCache(
             layout,
             (pool,),
-            max_sequences=4,
+            max_sequences=8,
             max_sequence_length=128,
             rope=config.rope,
             writer=None,
@@ -125,12 +136,15 @@ def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pyte
             model.forward(torch.arange(length) + sequence, PlannedAttention(cache, plan), torch.tensor([0]))
         caches.append(cache)
     fixed, plain = caches
-    (batch,) = fixed.fixed_batches([1], config.num_heads, num_inputs=1)
-    for step, sequence in enumerate([*range(len(case.lengths))] * 2):
-        token = np.array([3 + step])
-        plan = plain.begin_forward([sequence], [1])
-        expected = model.forward(torch.from_numpy(token), PlannedAttention(plain, plan), None)
-        fixed.begin_fixed(batch, np.array([sequence]), [token])
-        actual = model.forward(batch.inputs[0], batch.attention(), None)
-        error = (actual - expected).norm() / expected.norm()
-        assert error < (0.02 if case.dtype == "bfloat16" else 0.003)
+    (batch,) = fixed.fixed_batches([case.rows], config.num_heads, num_inputs=1)
+    for step in range(2 * len(case.lengths) // case.active):
+        sequences = (np.arange(case.active) + step * case.active) % len(case.lengths)
+        tokens = 3 + step + sequences
+        plan = plain.begin_forward(sequences.tolist(), [1] * case.active)
+        every = torch.arange(case.active)  # not None: a step by nobody but torch
+        expected = model.forward(torch.from_numpy(tokens), PlannedAttention(plain, plan), every)
+        fixed.begin_fixed(batch, sequences, [tokens])
+        actual = model.forward(batch.inputs[0], batch.attention(), None)[: case.active]
+        errors = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+        assert errors.max() < (0.02 if case.dtype == "bfloat16" else 0.003)
+    assert torch.equal(*(pool.isfinite() for pool in pools))  # padding has stored nothing

@@ -1,11 +1,13 @@
 """Which layer kernels serve a device."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from tandem.workers.kernels.base import LayerKernels, RowKernels, StepTokens
 from tandem.workers.kernels.native_layer import NativeLayerKernels, load_native_layer
-from tandem.workers.kernels.row_step import Launch, RowStepShape, load_launch
+from tandem.workers.kernels.row_step import Launch, RowStepShape, load_launches
 from tandem.workers.kernels.step_product import StepProduct, load_step_products
 from tandem.workers.kernels.torch_layer import TorchLayerKernels
 from tandem.workers.kernels.torch_sampling import draw as torch_draw
@@ -42,9 +44,9 @@ def choose_step_product(weight: Tensor, bias: Tensor | None, *, gated: bool = Fa
     return None if products is None else products.prepare(weight, gated=gated)
 
 
-def choose_row_launch(shape: RowStepShape, device: torch.device) -> Launch | None:
-    """What computes a whole step of one row of such a model; None: RowKernels do."""
-    return None if device.type != "cuda" else load_launch(shape, device)
+def choose_row_launches(shape: RowStepShape, device: torch.device) -> Mapping[int, Launch]:
+    """What computes whole steps of such a model, by their number of rows; for others kernels of each layer do."""
+    return load_launches(shape, device) if device.type == "cuda" else {}
 
 
 def choose_draw(device: torch.device) -> Draw:

@@ -89,3 +89,24 @@ __device__ inline unsigned pack(float low, float high) {
 }
 #endif
 __device__ inline float2 rounded(float2 both) { return unpack(pack(both.x, both.y)); }
+
+// Adds a product of tiles to the sums, by the whole warp: 16 rows of `a` and 8 of `b`, of 16 columns (mma.m16n8k16: a
+// lane has columns 2 * (lane % 4) and the one behind, here and 8 further on, of rows lane / 4, and of `a` 8 further
+// down).
+struct TileA {
+    unsigned upper, lower, upper_right, lower_right;
+};
+struct TileB {
+    unsigned left, right;
+};
+__device__ inline void multiply_tiles(float (&sums)[4], TileA a, TileB b) {
+    asm volatile(
+#if HALF
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#else
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#endif
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a.upper), "r"(a.lower), "r"(a.upper_right), "r"(a.lower_right), "r"(b.left), "r"(b.right));
+}

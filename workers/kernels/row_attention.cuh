@@ -5,12 +5,13 @@
 // The new token's q (in units of log 2), k and v of this block's KV head, normed and rotated, into the work area.
 __device__ void prepare_heads(Warp& warp, int layer, unsigned tag) {
     const Step& step = warp.step;
-    int head = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS, which = warp.warp;
+    const Share& share = warp.share;
+    int head = blockIdx.x / SPLITS, which = warp.warp;
     if (which < GROUP + 2 && warp.lane < HEAD_DIM / 4) {
         int from = which < GROUP ? head * GROUP + which : Q_HEADS + (which - GROUP) * KV_HEADS + head;
         int low = warp.lane, high = low + HEAD_DIM / 4;  // pairs of dimensions that are rotated into each other
-        const unsigned* cos = reinterpret_cast<const unsigned*>(step.cos);
-        const unsigned* sin = reinterpret_cast<const unsigned*>(step.sin);
+        const unsigned* cos = reinterpret_cast<const unsigned*>(step.cos + share.row * 2 * HEAD_DIM);
+        const unsigned* sin = reinterpret_cast<const unsigned*>(step.sin + share.row * 2 * HEAD_DIM);
         float2 cos_a = unpack(cos[low]), cos_b = unpack(cos[high]), sin_a = unpack(sin[low]), sin_b = unpack(sin[high]);
         float2 by_a = {1, 1}, by_b = {1, 1};
         const Number* gain = which <= GROUP ? step.layers[layer * POINTERS + HEAD_NORMS] : nullptr;
@@ -18,7 +19,7 @@ __device__ void prepare_heads(Warp& warp, int layer, unsigned tag) {
             const unsigned* gains = reinterpret_cast<const unsigned*>(gain + from * HEAD_DIM);
             by_a = unpack(gains[low]), by_b = unpack(gains[high]);
         }
-        const Word* words = step.words + QKV_AT + from * (HEAD_DIM / 2);
+        const Word* words = step.words + QKV_AT + share.row * (QKV_ROWS / 2) + from * (HEAD_DIM / 2);
         unsigned bits[2];
         await({words + low, words + high}, tag, bits);
         float2 a = unpack(bits[0]), b = unpack(bits[1]);
@@ -37,8 +38,8 @@ __device__ void prepare_heads(Warp& warp, int layer, unsigned tag) {
         float factor = which < GROUP ? step.scale * 1.44269504f : 1;
         float2* row = reinterpret_cast<float2*>(warp.block.state.work) + which * (HEAD_DIM / 2);
         row[low] = {a.x * factor, a.y * factor}, row[high] = {b.x * factor, b.y * factor};
-        int slot = step.slots[0];
-        if (which >= GROUP && split == 0 && slot >= 0) {
+        int slot = step.slots[share.row];
+        if (which >= GROUP && share.split == 0 && slot >= 0) {
             Number* own = step.pool + slot / step.page_size * step.page_elements + layer * step.layer_elements +
                           (((which - GROUP) * KV_HEADS + head) * step.page_size + slot % step.page_size) * HEAD_DIM;
             unsigned* pairs = reinterpret_cast<unsigned*>(own);
@@ -70,7 +71,7 @@ __device__ inline void load_dims(const Number* row, int lane, float (&dims)[DIMS
 // The first warp of the first share begins with the new token, the others with nothing.
 __device__ void begin_softmax(Softmax& softmax, Warp& warp) {
     auto heads = reinterpret_cast<const float(*)[HEAD_DIM]>(warp.block.state.work);
-    bool with_new = blockIdx.x % SPLITS == 0 && warp.warp == 0;
+    bool with_new = warp.share.split == 0 && warp.warp == 0;
     for (int set = 0; set < HEAD_SETS; set++) softmax.most[set] = -INFINITY, softmax.total[set] = 0;
     for (int head = 0; head < GROUP; head++) {
         float score = 0;
@@ -185,49 +186,55 @@ __device__ void tell_share(Softmax& softmax, Warp& warp, int warps, unsigned tag
     }
 }
 
-// This block's part of the KV head's output, from what `used` blocks have found; those of a number are in neighbouring
-// lanes.
-__device__ void merge_shares(const Step& step, int used, unsigned tag) {
-    constexpr int EACH = GROUP * HEAD_DIM / SPLITS;
-    int head = blockIdx.x / SPLITS;
-    for (int place = threadIdx.x; place < GROUP * HEAD_DIM; place += THREADS) {
-        int split = place % SPLITS, element = blockIdx.x % SPLITS * EACH + place / SPLITS;
-        const Word* part =
-            step.words + PARTS_AT + ((long long)(head * SPLITS + split) * GROUP + element / HEAD_DIM) * PART;
+// This block's part of the KV head's output, from what the row's blocks have found; those of a number are in
+// neighbouring lanes.
+__device__ void merge_shares(const Warp& warp, unsigned tag) {
+    constexpr int PAIRS = GROUP * HEAD_DIM / 2;
+    const Step& step = warp.step;
+    const Share& share = warp.share;
+    int head = blockIdx.x / SPLITS, used = share.splits, blocks = ROWS == 1 ? SPLITS : used, lanes = SPLITS;
+    if (ROWS > 1)
+        while (lanes / 2 >= blocks) lanes /= 2;
+    int begin = PAIRS * share.split / blocks * 2, count = PAIRS * (share.split + 1) / blocks * 2 - begin;
+    if (ROWS == 1) count = PAIRS / SPLITS * 2;  // the same, for the compiler
+    const Word* parts = step.words + PARTS_AT + (long long)(blockIdx.x - share.split) * GROUP * PART;
+    Word* words = step.words + HEADS_AT + share.row * (HEADS_WIDTH / 2) + head * GROUP * HEAD_DIM / 2;
+    for (int first = 0; first < count * lanes; first += THREADS) {
+        int place = first + threadIdx.x, split = place % lanes, element = begin + place / lanes;
+        const Word* part = parts + (split * GROUP + element / HEAD_DIM) * PART;
         float most = -INFINITY, total = 0, sum = 0;
-        if (split < used) {
+        if (split < used && element < begin + count) {
             unsigned bits[3];
             await({part + element % HEAD_DIM, part + HEAD_DIM, part + HEAD_DIM + 1}, tag, bits);
             sum = __uint_as_float(bits[0]), most = __uint_as_float(bits[1]), total = __uint_as_float(bits[2]);
         }
         float highest = most;
-        for (int other = 1; other < SPLITS; other *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, other));
+        for (int other = 1; other < lanes; other *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, other));
         float by = exp2f(most - highest);
         total *= by, sum *= by;
-        for (int other = 1; other < SPLITS; other *= 2) {
+        for (int other = 1; other < lanes; other *= 2) {
             total += __shfl_xor_sync(~0u, total, other);
             sum += __shfl_xor_sync(~0u, sum, other);
         }
-        float result = sum / total, next = __shfl_down_sync(~0u, result, SPLITS);
-        if (split == 0 && element % 2 == 0)
-            write_word(step.words + HEADS_AT + (head * GROUP * HEAD_DIM + element) / 2, pack(result, next), tag);
+        float result = sum / total, next = __shfl_down_sync(~0u, result, lanes);
+        if (split == 0 && element % 2 == 0 && element < begin + count)
+            write_word(words + element / 2, pack(result, next), tag);
     }
 }
 
 __device__ void attend(Warp& warp, int layer, unsigned tag) {
-    if (blockIdx.x >= KV_HEADS * SPLITS) return;
+    const Share& share = warp.share;
+    if (share.row < 0) return;
     prepare_heads(warp, layer, tag);
     Softmax softmax;
     begin_softmax(softmax, warp);
-    int items = warp.block.state.counts[ATTENTION], split = blockIdx.x % SPLITS;
-    for (int item = warp.warp; item < items; item += WARPS) {
+    for (int item = warp.warp; item < share.items; item += WARPS) {
         const Number* keys = reinterpret_cast<const Number*>(warp.take());
-        int left = warp.stored - (warp.split_begin + item * SHARE);
-        attend_to(softmax, keys, keys + SLOT / 4, left < SHARE ? left : SHARE, warp.lane);
+        int left = share.stored - (share.begin + item * SHARE);
+        attend_to(softmax, keys, keys + SLOT / 4, at_most(left, SHARE), warp.lane);
     }
-    if (items > 0 || split == 0) tell_share(softmax, warp, at_least(at_most(items, WARPS), 1), tag);
-    int share = (warp.stored + SPLITS * SHARE - 1) / (SPLITS * SHARE) * SHARE;
+    if (share.items > 0 || share.split == 0) tell_share(softmax, warp, at_least(at_most(share.items, WARPS), 1), tag);
     warp.release();
-    merge_shares(warp.step, share ? (warp.stored + share - 1) / share : 1, tag);
+    merge_shares(warp, tag);
     __syncthreads();  // what the warps have found is read: the next input may take its place
 }

@@ -2,7 +2,9 @@
 #pragma once
 #include "row_shape.cuh"
 
-// An item is two rows' slices of a weight, or 8 positions of K and V; a block's items go round its warps.
+constexpr int COPIERS = ROWS == 1 ? 1 : TILE;  // lanes that fetch a tile's rows
+
+// An item is a tile's slice of a weight, or 8 positions of K and V; a block's items go round its warps.
 struct Warp {
     const Step& step;
     Block& block;
@@ -10,13 +12,13 @@ struct Warp {
     int layer, phase, item;  // what is fetched next
     unsigned fetched, taken;
     unsigned long long policy;
-    int first_page, stored, split_begin;
     bool holds;
+    HeldShare share;
 
     __device__ int num_items(int of) const {
         int count = block.state.counts[of];
         switch (of) {
-            case ATTENTION: return count;
+            case ATTENTION: return share.items;
             case O: return count * slices(HEADS_WIDTH);
             case GATE_UP: return 2 * count * slices(HIDDEN);
             case DOWN: return count * slices(INNER);
@@ -37,9 +39,9 @@ struct Warp {
         }
         if (phase == PHASES) return;
         unsigned slot = fetched % DEPTH;
-        if (lane == 0) {
-            if (phase == ATTENTION) fetch_positions(slot);
-            else fetch_rows(slot);
+        if (lane < COPIERS) {
+            if (phase != ATTENTION) fetch_rows(slot);
+            else if (lane == 0) fetch_positions(slot);
         }
         fetched++;
         item += WARPS;
@@ -47,27 +49,37 @@ struct Warp {
 
     __device__ void fetch_rows(unsigned slot) {
         int columns = phase == O ? HEADS_WIDTH : phase == DOWN ? INNER : HIDDEN;
-        int parts = slices(columns), unit = item / parts, column = (item - unit * parts) * SLICE;
-        int row = phase == GATE_UP ? 2 * (block.state.begins[phase] + unit / 2) + (unit & 1) * INNER
-                                   : 2 * (block.state.begins[phase] + unit);
+        int begin = 0, left = columns, place = item;
+        if (PIECES > 1 && phase == DOWN) {
+            int of_piece = block.state.counts[DOWN] * slices(PIECE), piece = item / of_piece;
+            begin = piece * PIECE, left = at_most(INNER - begin, PIECE), place -= piece * of_piece;
+        }
+        int parts = slices(left), unit = place / parts, column = begin + (place - unit * parts) * SLICE;
+        int row = phase == GATE_UP ? TILE * (block.state.begins[phase] + unit / 2) + (unit & 1) * INNER
+                                   : TILE * (block.state.begins[phase] + unit);
         const Number* weight = phase == HEAD ? step.lm_head : step.layers[layer * POINTERS + phase];
         const Number* source = weight + (long long)row * columns + column;
-        copy(slot, source, source + columns, (columns - column < SLICE ? columns - column : SLICE) * 2);
+        unsigned bytes = (columns - column < SLICE ? columns - column : SLICE) * 2;
+        unsigned long long* arrival = &block.state.arrivals[warp][slot];
+        if (lane == 0) expect_bytes(arrival, TILE * bytes);
+#pragma unroll
+        for (int each = 0; each < TILE / COPIERS; each++) {
+            int of_tile = COPIERS == 1 ? each : lane;
+            const Number* from = source + (long long)of_tile * columns;
+            fetch(block.ring[warp][slot] + of_tile * (SLICE * 2), from, bytes, arrival, policy);
+        }
     }
 
     __device__ void fetch_positions(unsigned slot) {
-        int position = split_begin + item * SHARE, head = blockIdx.x / SPLITS;
-        long long page = step.kv_indices[first_page + position / step.page_size];
+        int position = share.begin + item * SHARE, head = blockIdx.x / SPLITS;
+        long long page = step.kv_indices[share.first_page + position / step.page_size];
         const Number* keys = step.pool + page * step.page_elements + layer * step.layer_elements +
                              (head * step.page_size + position % step.page_size) * HEAD_DIM;
-        copy(slot, keys, keys + KV_HEADS * step.page_size * HEAD_DIM, SHARE * HEAD_DIM * 2);
-    }
-
-    __device__ void copy(unsigned slot, const Number* first, const Number* second, unsigned bytes) {
+        unsigned bytes = SHARE * HEAD_DIM * 2;
         unsigned long long* arrival = &block.state.arrivals[warp][slot];
         expect_bytes(arrival, 2 * bytes);
-        fetch(block.ring[warp][slot], first, bytes, arrival, policy);
-        fetch(block.ring[warp][slot] + SLOT / 2, second, bytes, arrival, policy);
+        fetch(block.ring[warp][slot], keys, bytes, arrival, policy);
+        fetch(block.ring[warp][slot] + SLOT / 2, keys + KV_HEADS * step.page_size * HEAD_DIM, bytes, arrival, policy);
     }
 
     // The next item's slot; the one before is freed.

@@ -1,6 +1,6 @@
-// All layers and the head of a decode step of one row, in one launch of a block on each multiprocessor.
+// All layers and the head of a decode step of few rows, in one launch of a block on each multiprocessor.
 //
-// A step of one row takes as long as its weights take to read. So each warp fetches its shares of all weights, and of
+// A step of few rows takes as long as its weights take to read. So each warp fetches its shares of all weights, and of
 // the stored K and V, in the order in which it will need them, into a ring of its own in shared memory; what a phase
 // must know of the phases before is small, and travels from block to block in words that carry the layer that wrote
 // them: whoever finds the tag it looks for has the numbers (as NCCL's LL protocol does). The stream of weights never
@@ -13,28 +13,51 @@
 #include "row_attention.cuh"
 #include "row_product.cuh"
 
-// Which outputs and positions are this block's.
-__device__ void share_out(const Step& step, Block& block, Warp& warp) {
-    warp.first_page = step.kv_indptr[0];
-    warp.stored = (step.kv_indptr[1] - warp.first_page - 1) * step.page_size + step.kv_last_page_len[0] - 1;
-    int share = (warp.stored + SPLITS * SHARE - 1) / (SPLITS * SHARE) * SHARE, split = blockIdx.x % SPLITS;
-    warp.split_begin = split * share;
-    int positions = blockIdx.x < KV_HEADS * SPLITS ? at_most(warp.stored - warp.split_begin, share) : 0;
-    if (threadIdx.x == 0) {
-        const int pairs[] = {QKV_ROWS / 2, 0, HIDDEN / 2, INNER / 2, HIDDEN / 2, step.vocab / 2};
-        for (int phase = 0; phase < PHASES; phase++) {
-            block.state.begins[phase] = (long long)pairs[phase] * blockIdx.x / BLOCKS;
-            block.state.counts[phase] =
-                (int)((long long)pairs[phase] * (blockIdx.x + 1) / BLOCKS) - block.state.begins[phase];
+// Which row's positions are this block's: the blocks of a KV head are shared out among the rows so that no share is
+// longer than it must be. A row that has nothing stored has a block, too.
+__device__ Share share_positions(const Step& step) {
+    int stored[ROWS], total = 0, longest = 1, used = SPLITS + 1;
+    for (int row = 0; row < ROWS; row++) {
+        int full_pages = step.kv_indptr[row + 1] - step.kv_indptr[row] - 1;
+        stored[row] = full_pages * step.page_size + step.kv_last_page_len[row] - 1;
+        total += ceiling(stored[row], SHARE);
+    }
+    for (int spare = 0; used > SPLITS; spare++) {  // ends where all rows together use SPLITS - ROWS + 1 whole shares
+        longest = at_least(ceiling(total, SPLITS - spare), 1) * SHARE, used = 0;
+        for (int row = 0; row < ROWS; row++) used += at_least(ceiling(stored[row], longest), 1);
+    }
+    int place = (int)blockIdx.x < KV_HEADS * SPLITS ? (int)blockIdx.x % SPLITS : -1;
+    Share share = {-1};
+    for (int row = 0; row < ROWS; row++) {
+        int splits = at_least(ceiling(stored[row], longest), 1), blocks = ROWS == 1 ? SPLITS : splits;
+        if (place >= 0 && place < blocks) {
+            int begin = at_most(place * longest, stored[row]), count = at_most(stored[row] - begin, longest);
+            share = {row, place, splits, step.kv_indptr[row], stored[row], begin, ceiling(count, SHARE)};
         }
-        block.state.counts[ATTENTION] = positions > 0 ? (positions + SHARE - 1) / SHARE : 0;
+        place -= blocks;
+    }
+    return share;
+}
+
+// Which outputs and positions are this block's.
+__device__ void share_out(const Step& step, Block& block) {
+    if (threadIdx.x == 0) {
+        const int tiles[] = {QKV_ROWS / TILE, 0, HIDDEN / TILE, INNER / TILE, HIDDEN / TILE, step.vocab / TILE};
+        for (int phase = 0; phase < PHASES; phase++) {
+            block.state.begins[phase] = (long long)tiles[phase] * blockIdx.x / BLOCKS;
+            block.state.counts[phase] =
+                (int)((long long)tiles[phase] * (blockIdx.x + 1) / BLOCKS) - block.state.begins[phase];
+        }
         for (int warp = 0; warp < WARPS; warp++)
             for (int slot = 0; slot < DEPTH; slot++) make_arrival(&block.state.arrivals[warp][slot]);
         publish_arrivals();
     }
+    if (ROWS > 1 && threadIdx.x == 32) block.state.share = share_positions(step);
     __syncthreads();
-    int begin = 2 * block.state.begins[DOWN], count = 2 * block.state.counts[DOWN];
-    for (int row = threadIdx.x; row < count; row += THREADS) block.state.residual[row] = (float)step.x[begin + row];
+    int begin = TILE * block.state.begins[DOWN], count = TILE * block.state.counts[DOWN];
+    for (int row = 0; row < ROWS; row++)
+        for (int place = threadIdx.x; place < count; place += THREADS)
+            block.state.residual[row][place] = (float)step.x[row * HIDDEN + begin + place];
     __syncthreads();
 }
 
@@ -53,10 +76,15 @@ __device__ void warm_up(const Step& step, int layer) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_constant__ Step step) {
     SHARED_MEMORY(shared);
     Block& block = *reinterpret_cast<Block*>(shared);
+#if ROWS == 1
+    HeldShare share = share_positions(step);
+#else
+    HeldShare share = block.state.share;
+#endif
     Warp warp{step, block, (int)threadIdx.x / 32, (int)threadIdx.x % 32, 0, QKV, (int)threadIdx.x / 32, 0, 0,
-              streaming_policy(), 0, 0, 0, false};
+              streaming_policy(), false, share};
     unsigned first_tag = step.epoch[0];
-    share_out(step, block, warp);
+    share_out(step, block);
     for (int slot = 0; slot < DEPTH; slot++) warp.fetch_next();
     warm_up(step, 0);
     Word* words = step.words;
@@ -65,38 +93,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
         const Number* const* of_layer = step.layers + layer * POINTERS;
         unsigned tag = first_tag + layer;
         auto add_to_residual = [&](int to, int phase) {
-            return [&, to, phase](int pair, const float* sums) {
-                float* row = block.state.residual + 2 * pair;
+            return [&, to, phase](int row, int pair, const float* sums) {
+                float* both = block.state.residual[row] + 2 * pair;
                 float2 sum = rounded({sums[0], sums[1]});
-                unsigned bits = pack(row[0] + sum.x, row[1] + sum.y);
-                row[0] = unpack(bits).x, row[1] = unpack(bits).y;
-                write_word(words + to + block.state.begins[phase] + pair, bits, tag);
+                unsigned bits = pack(both[0] + sum.x, both[1] + sum.y);
+                both[0] = unpack(bits).x, both[1] = unpack(bits).y;
+                write_word(words + to + row * (HIDDEN / 2) + block.state.begins[phase] * (TILE / 2) + pair, bits, tag);
             };
         };
-        gather<HIDDEN>(step, block, words + X_AT, tag - 1, layer ? nullptr : embedded, of_layer[INPUT_NORM]);
-        multiply<QKV, HIDDEN>(warp, [&](int pair, const float* sums) {
-            int place = block.state.begins[QKV] + pair;
+        const unsigned* plain = layer ? nullptr : embedded;
+        gather<HIDDEN>(step, block, words + X_AT, HIDDEN / 2, tag - 1, plain, of_layer[INPUT_NORM]);
+        multiply<QKV, HIDDEN>(warp, [&](int row, int pair, const float* sums) {
+            int place = block.state.begins[QKV] * (TILE / 2) + pair;
             float2 bias = {0, 0};
             if (of_layer[QKV_BIAS]) bias = unpack(reinterpret_cast<const unsigned*>(of_layer[QKV_BIAS])[place]);
-            write_word(words + QKV_AT + place, pack(sums[0] + bias.x, sums[1] + bias.y), tag);
+            unsigned bits = pack(sums[0] + bias.x, sums[1] + bias.y);
+            write_word(words + QKV_AT + row * (QKV_ROWS / 2) + place, bits, tag);
         });
         attend(warp, layer, tag);
         warm_up(step, layer + 1);
-        gather<HEADS_WIDTH>(step, block, words + HEADS_AT, tag, nullptr, nullptr);
+        gather<HEADS_WIDTH>(step, block, words + HEADS_AT, HEADS_WIDTH / 2, tag, nullptr, nullptr);
         multiply<O, HEADS_WIDTH>(warp, add_to_residual(MID_AT, O));
-        gather<HIDDEN>(step, block, words + MID_AT, tag, nullptr, of_layer[POST_NORM]);
-        multiply<GATE_UP, HIDDEN>(warp, [&](int pair, const float* sums) {
+        gather<HIDDEN>(step, block, words + MID_AT, HIDDEN / 2, tag, nullptr, of_layer[POST_NORM]);
+        multiply<GATE_UP, HIDDEN>(warp, [&](int row, int pair, const float* sums) {
             float2 gate = rounded({sums[0], sums[1]}), up = rounded({sums[2], sums[3]});
             float2 active = rounded({gate.x / (1 + expf(-gate.x)), gate.y / (1 + expf(-gate.y))});
-            write_word(
-                words + INNER_AT + block.state.begins[GATE_UP] + pair, pack(active.x * up.x, active.y * up.y), tag);
+            int place = row * (INNER / 2) + block.state.begins[GATE_UP] * (TILE / 2) + pair;
+            write_word(words + INNER_AT + place, pack(active.x * up.x, active.y * up.y), tag);
         });
-        gather<INNER>(step, block, words + INNER_AT, tag, nullptr, nullptr);
-        multiply<DOWN, INNER>(warp, add_to_residual(X_AT, DOWN));
+        multiply_down(warp, tag, add_to_residual(X_AT, DOWN));
     }
-    gather<HIDDEN>(step, block, words + X_AT, first_tag + step.num_layers - 1, nullptr, step.final_norm);
-    multiply<HEAD, HIDDEN>(warp, [&](int pair, const float* sums) {
-        reinterpret_cast<unsigned*>(step.logits)[block.state.begins[HEAD] + pair] = pack(sums[0], sums[1]);
+    unsigned last_tag = first_tag + step.num_layers - 1;
+    gather<HIDDEN>(step, block, words + X_AT, HIDDEN / 2, last_tag, nullptr, step.final_norm);
+    multiply<HEAD, HIDDEN>(warp, [&](int row, int pair, const float* sums) {
+        unsigned* logits = reinterpret_cast<unsigned*>(step.logits) + (long long)row * (step.vocab / 2);
+        logits[block.state.begins[HEAD] * (TILE / 2) + pair] = pack(sums[0], sums[1]);
     });
     if (threadIdx.x == 0 && atomicAdd(step.epoch + 1, 1) == BLOCKS - 1) {
         step.epoch[0] = first_tag + step.num_layers;

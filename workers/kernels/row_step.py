@@ -1,7 +1,8 @@
-"""A decode step of one row, from its embedding to its logits, in one launch: row_step.cu."""
+"""A decode step of few rows, from their embeddings to their logits, in one launch: row_step.cu."""
 
 import ctypes
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -18,6 +19,8 @@ SHARED_BYTES = 227 * 1024  # SHARED_BYTES of row_step.cu
 MAX_GROUP = 8  # q heads of a KV head: their sums must fit into registers
 ENDS = 2  # words beside a head's sums
 SHARES_OF_HEAD = 16
+ROW_COUNTS = (1, 2, 4, 8)
+INPUT_BYTES = 32 * 1024  # that a block gathers of several rows for a product; kernels of each layer are faster beyond
 
 POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
@@ -52,21 +55,26 @@ class RowStepShape:
     vocab: int
     dtype: torch.dtype
 
-    def fits(self, blocks: int) -> bool:
-        """Whether it can be computed by `blocks` blocks: rows of whole 16 bytes, and outputs for each block always."""
-        sizes = (self.hidden, self.inner, self.q_heads * self.head_dim)
+    def fits(self, blocks: int, rows: int) -> bool:
+        """Whether `blocks` blocks should compute a step of `rows` rows: rows of whole 16 bytes, outputs for each block
+        always, a block for each row and KV head, and of several rows inputs that are gathered fast."""
+        sizes, tile = (self.hidden, self.inner, self.q_heads * self.head_dim), _tile(rows)
+        widest = max(self.hidden, self.q_heads * self.head_dim)  # `down` gathers its input in pieces
         return (
             self.dtype in (torch.float16, torch.bfloat16)
             and self.head_dim in (64, 128)
             and self.q_heads // self.kv_heads <= MAX_GROUP
             and all(size % 8 == 0 for size in sizes)
-            and self.vocab % 2 == 0
-            and min(*sizes, self.vocab) >= 2 * blocks >= 2 * self.kv_heads
+            and self.vocab % tile == 0
+            and min(*sizes, self.vocab) >= tile * blocks
+            and blocks >= rows * self.kv_heads
+            and (rows == 1 or rows * widest * 2 <= INPUT_BYTES)
         )
 
-    def defines(self, blocks: int, warps: int) -> tuple[str, ...]:
+    def defines(self, blocks: int, warps: int, rows: int) -> tuple[str, ...]:
         """For the compiler."""
         values = {
+            "ROWS": rows,
             "HIDDEN": self.hidden,
             "INNER": self.inner,
             "Q_HEADS": self.q_heads,
@@ -78,12 +86,16 @@ class RowStepShape:
         }
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
-    @property
-    def num_words(self) -> int:
+    def num_words(self, rows: int) -> int:
         """Of what blocks tell each other in a layer."""
         heads = self.q_heads * self.head_dim
         parts = SHARES_OF_HEAD * self.q_heads * (self.head_dim + ENDS)
-        return self.hidden + heads + self.kv_heads * self.head_dim + self.inner // 2 + parts
+        return rows * (self.hidden + heads + self.kv_heads * self.head_dim + self.inner // 2) + parts
+
+
+def _tile(rows: int) -> int:
+    """TILE of row_shape.cuh."""
+    return 2 if rows == 1 else 4
 
 
 class StepArguments(ctypes.Structure):
@@ -112,14 +124,16 @@ class RowStep:
     def __init__(
         self,
         shape: RowStepShape,
+        rows: int,
         layers: Sequence[RowStepLayer],
         final_norm: Tensor,
         lm_head: Tensor,
         eps: float,
         launch: Launch,
     ) -> None:
-        """All tensors are contiguous, of the shape's dtype and on one device. eps: of all norms."""
+        """rows: of each step. All tensors are contiguous, of the shape's dtype and on one device. eps: of all norms."""
         self._shape = shape
+        self._rows = rows
         self._layers = layers  # keeps alive what the table points to
         self._final_norm = final_norm
         self._lm_head = lm_head
@@ -127,15 +141,16 @@ class RowStep:
         self._launch = launch
         device = lm_head.device
         self._table = torch.tensor([layer.addresses() for layer in layers], dtype=torch.int64, device=device)
-        self._words = torch.zeros(shape.num_words, dtype=torch.int64, device=device)
+        self._words = torch.zeros(shape.num_words(rows), dtype=torch.int64, device=device)
         self._epoch = torch.tensor([1, 0], dtype=torch.int32, device=device)  # a tag that no word has; blocks done
 
     def __call__(self, x: Tensor, pages: StepPages) -> Tensor:
-        """Logits [1, vocab] that follow the token with embedding x [1, hidden]; its K and V go into their slot.
+        """Logits [rows, vocab] that follow the tokens with embeddings x [rows, hidden]; their K and V go into their
+        slots.
 
-        pages: of one sequence, a pool of all layers and a rotation of whole heads; see takes().
+        pages: of as many sequences, a pool of all layers and a rotation of whole heads; see takes().
         """
-        logits = torch.empty((1, self._shape.vocab), dtype=x.dtype, device=x.device)
+        logits = torch.empty((self._rows, self._shape.vocab), dtype=x.dtype, device=x.device)
         tables, rotation = pages.tables, pages.rotation
         tensors = (self._table, x, self._final_norm, self._lm_head, rotation.cos, rotation.signed_sin, logits)
         of_pages = (pages.pool, tables.slots, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
@@ -152,7 +167,7 @@ class RowStep:
         """Whether it attends to such pages."""
         rotary_dim, page_size = pages.rotation.cos.shape[-1], pages.pool.shape[4]
         return (
-            pages.tables.slots.shape[0] == 1
+            pages.tables.slots.shape[0] == self._rows
             and pages.pool.dtype == self._shape.dtype
             and pages.pool.shape[1] == len(self._layers)
             and rotary_dim == self._shape.head_dim
@@ -176,12 +191,17 @@ class CudaLaunch:
         self._module.check("cuLaunchCooperativeKernel", self._kernel, *sizes, stream, parameters)
 
 
-def load_launch(shape: RowStepShape, device: torch.device) -> CudaLaunch | None:
-    """None where the device or the shape does not suit, or the kernel cannot be compiled, which takes seconds once."""
+def load_launches(shape: RowStepShape, device: torch.device) -> dict[int, CudaLaunch]:
+    """By number of rows: those that device and shape suit, and that can be compiled, which takes seconds once, all at
+    the same time."""
     properties = torch.cuda.get_device_properties(device)
     capability, blocks = (properties.major, properties.minor), properties.multi_processor_count
-    if capability < (9, 0) or not shape.fits(blocks):
-        return None
-    arch, defines = "".join(map(str, capability)), shape.defines(blocks, WARPS)
-    cubin = load_cubin(SOURCE, defines, arch, "steps of one row take five kernels a layer")
-    return None if cubin is None else CudaLaunch(cubin, blocks, WARPS)
+    counts = [rows for rows in ROW_COUNTS if capability >= (9, 0) and shape.fits(blocks, rows)]
+    arch = "".join(map(str, capability))
+
+    def load(rows: int) -> bytes | None:
+        return load_cubin(SOURCE, shape.defines(blocks, WARPS, rows), arch, f"steps of {rows} rows take more kernels")
+
+    with ThreadPoolExecutor(len(ROW_COUNTS)) as compilers:
+        cubins = zip(counts, compilers.map(load, counts), strict=True)
+    return {rows: CudaLaunch(cubin, blocks, WARPS) for rows, cubin in cubins if cubin is not None}

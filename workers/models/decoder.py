@@ -86,8 +86,10 @@ class DenseDecoder:
         """
         kernels, eps = self._kernels, self.config.rms_norm_eps
         x, delta = self._embed(token_ids), None
-        if self._row_decoder is not None and token_ids.shape[0] == 1 and last_rows is None:
-            return self._cap(self._row_decoder.forward(x, cached))
+        if self._row_decoder is not None and last_rows is None:
+            logits = self._row_decoder.forward(x, cached)
+            if logits is not None:
+                return self._cap(logits)
         for index, layer in enumerate(self._layers):
             o = layer.attention(kernels.add_rms_norm(x, delta, layer.input_norm, eps), index, cached)
             if last_rows is not None and index == self.config.num_layers - 1:

@@ -1,4 +1,4 @@
-"""The decoder for one token, where all that takes time is to read the weights: four products and attention a layer."""
+"""The decoder for few rows, where all that takes time is to read the weights."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
 from tandem.workers.kernels.base import RowKernels, RowNorm
-from tandem.workers.kernels.choice import choose_row_launch
+from tandem.workers.kernels.choice import choose_row_launches
 from tandem.workers.kernels.row_step import RowStep, RowStepLayer, RowStepShape
 from tandem.workers.models.activation import Silu
 from tandem.workers.models.attention import AttentionBlock, CachedAttention, GroupedQueryAttention, split_heads
@@ -31,8 +31,9 @@ class RowLayer:
 
 
 class RowDecoder:
-    """The norms ride on the products behind them, the sums with the residual on those before: see RowKernels. Or all
-    layers are one kernel, see RowStep, where model, device and the step's pages allow it.
+    """All layers of few rows are one kernel, see RowStep, where model, device and the step's pages allow it. Else one
+    row takes four products and attention a layer: the norms ride on the products behind them, the sums with the
+    residual on those before: see RowKernels.
     """
 
     def __init__(self, config: ModelConfig, kernels: RowKernels, final_norm: Tensor, lm_head: Tensor) -> None:
@@ -76,11 +77,16 @@ class RowDecoder:
             )
         )
 
-    def forward(self, x: Tensor, cached: CachedAttention) -> Tensor:
-        """Logits [1, vocab_size] that follow the token with embedding x [1, H], in its dtype; x is overwritten."""
-        pages = cached.step_pages()
-        if pages is not None and self._step is not None and self._step.takes(pages):
-            return self._step(x, pages)
+    def forward(self, x: Tensor, cached: CachedAttention) -> Tensor | None:
+        """Logits [n, vocab_size] that follow the tokens with embeddings x [n, H], in its dtype; x is overwritten. None,
+        and x as it was, where the decoder of any number of rows is to be taken."""
+        rows, pages = x.shape[0], cached.step_pages()
+        step = None if pages is None else self._steps.get(rows)
+        if pages is not None and step is not None and step.takes(pages):
+            return step(x, pages)
+        return self._forward_lone(x, cached) if rows == 1 else None
+
+    def _forward_lone(self, x: Tensor, cached: CachedAttention) -> Tensor:
         kernels = self._kernels
         for index, layer in enumerate(self._layers):
             qkv = kernels.linear(x, layer.qkv, layer.qkv_bias, layer.input_norm)
@@ -92,8 +98,8 @@ class RowDecoder:
         return kernels.linear(x, self._lm_head, None, self._final_norm)
 
     @cached_property
-    def _step(self) -> RowStep | None:
-        """Made when first asked for, with all layers; may compile."""
+    def _steps(self) -> dict[int, RowStep]:
+        """By number of rows; made when first asked for, with all layers; may compile."""
         config, layers = self._config, [_step_layer(layer) for layer in self._layers]
         shape = RowStepShape(
             hidden=config.hidden_size,
@@ -105,10 +111,13 @@ class RowDecoder:
             dtype=config.dtype,
         )
         fitting = [layer for layer in layers if layer is not None]
-        launch = choose_row_launch(shape, self._lm_head.device) if len(fitting) == len(layers) else None
-        if launch is None or self._final_norm.weight.dtype != config.dtype:
-            return None
-        return RowStep(shape, fitting, self._final_norm.weight, self._lm_head, config.rms_norm_eps, launch)
+        if len(fitting) < len(layers) or self._final_norm.weight.dtype != config.dtype:
+            return {}
+        tensors = (fitting, self._final_norm.weight, self._lm_head)
+        return {
+            rows: RowStep(shape, rows, *tensors, config.rms_norm_eps, launch)
+            for rows, launch in choose_row_launches(shape, self._lm_head.device).items()
+        }
 
 
 def _step_layer(layer: RowLayer) -> RowStepLayer | None:

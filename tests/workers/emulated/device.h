@@ -25,7 +25,7 @@ struct alignas(8) float2 { float x, y; };
 namespace emulated {
 struct Meeting { int here = 0, round = 0; };
 struct BlockState { std::unique_ptr<unsigned char[]> memory; Meeting meeting; };
-struct WarpState { Meeting meeting; float numbers[2][32]; };
+struct WarpState { Meeting meeting; float numbers[2][32]; unsigned tiles[2][32][6]; };
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
@@ -99,18 +99,23 @@ inline void write_word(Word* place, unsigned bits, unsigned tag) { *place = (Wor
 inline Word read_word(const Word* place) { return *place; }
 inline void read_words(const Word* place, Word& first, Word& second) { first = place[0], second = place[1]; }
 
-// Of a barrier the upper half counts its rounds, the lower one the bytes that are missing.
+// Of a barrier the lower half counts the bytes that are missing, the next bit says that they are known, the rest counts
+// rounds.
 inline void make_arrival(unsigned long long* barrier) { *barrier = 0; }
 inline void publish_arrivals() {}
-inline void expect_bytes(unsigned long long* barrier, unsigned bytes) { *barrier += bytes; }
+inline void expect(unsigned long long* barrier, int bytes, unsigned long long known) {
+    unsigned missing = (unsigned)*barrier + bytes;
+    unsigned long long rest = (*barrier >> 32 | known) << 32;
+    *barrier = missing == 0 && (rest >> 32 & 1) ? rest + (1ull << 32) : rest | missing;
+}
+inline void expect_bytes(unsigned long long* barrier, unsigned bytes) { expect(barrier, (int)bytes, 1); }
 inline unsigned long long streaming_policy() { return 0; }
 inline void fetch(void* target, const void* source, unsigned bytes, unsigned long long* barrier, unsigned long long) {
     std::memcpy(target, source, bytes);
-    *barrier -= bytes;
-    if ((unsigned)*barrier == 0) *barrier += 1ull << 32;
+    expect(barrier, -(int)bytes, 0);
 }
 inline void prefetch(const void*) {}
-inline bool has_arrived(unsigned long long* barrier, unsigned parity) { return (*barrier >> 32 & 1) != parity; }
+inline bool has_arrived(unsigned long long* barrier, unsigned parity) { return (*barrier >> 33 & 1) != parity; }
 
 #if HALF
 using Number = _Float16;
@@ -135,3 +140,24 @@ inline unsigned bits_of(float value) {
 inline float2 unpack(unsigned bits) { return {number(bits), number(bits >> 16)}; }
 inline unsigned pack(float low, float high) { return bits_of(low) | bits_of(high) << 16; }
 inline float2 rounded(float2 both) { return unpack(pack(both.x, both.y)); }
+
+struct TileA { unsigned upper, lower, upper_right, lower_right; };
+struct TileB { unsigned left, right; };
+inline float part_of(unsigned bits, int column) { return column % 2 ? unpack(bits).y : unpack(bits).x; }
+inline void multiply_tiles(float (&sums)[4], TileA a, TileB b) {
+    using namespace emulated;
+    WarpState& warp = *current->of_warp;
+    auto& tiles = warp.tiles[warp.meeting.round % 2];
+    int lane = current->thread % 32;
+    unsigned own[] = {a.upper, a.lower, a.upper_right, a.lower_right, b.left, b.right};
+    std::memcpy(tiles[lane], own, sizeof own);
+    meet(warp.meeting, 32);
+    for (int place = 0; place < 4; place++) {
+        int row = lane / 4, other = 2 * (lane % 4) + place % 2;
+        for (int column = 0; column < 16; column++) {
+            int from = column % 8 / 2, right = column / 8;
+            float one = part_of(tiles[4 * row + from][place / 2 + 2 * right], column);
+            sums[place] += one * part_of(tiles[4 * other + from][4 + right], column);
+        }
+    }
+}

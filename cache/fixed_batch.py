@@ -142,6 +142,16 @@ class FixedBatch:
 
     def fill(self, tokens: TokenLayout, tables: Sequence[PageTables], inputs: Sequence[Int64Array]) -> None:
         """The step that the next replay computes: one token each of n ≤ size sequences; inputs int64 [n]."""
+        self.prepare(tokens, tables, inputs)
+        self._arrays.send()
+
+    def send(self, inputs: Sequence[Int64Array]) -> None:
+        """What was prepared, but with these first inputs, is the step that the next replay computes."""
+        self._arrays.put(1, inputs)
+        self._arrays.send()
+
+    def prepare(self, tokens: TokenLayout, tables: Sequence[PageTables], inputs: Sequence[Int64Array]) -> None:
+        """fill(), for send() to end; no batch that shares this one's staging is filled between."""
         missing = self.size - tokens.positions.size
         padded = [pad_tables(one, missing) for one in tables]
         for kernels, plan, one in zip(self._kernels, self._plans, padded, strict=True):
@@ -149,7 +159,7 @@ class FixedBatch:
         arrays: list[np.ndarray] = [pad(array, missing, 0) for array in (tokens.positions, *inputs)]
         for one in padded:
             arrays += [one.slot_mapping, one.kv_indptr, one.kv_last_page_len, one.kv_indices]
-        self._arrays.fill(arrays)
+        self._arrays.prepare(arrays)
 
 
 def make_fixed_batches(

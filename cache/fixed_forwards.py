@@ -1,8 +1,9 @@
 """Forwards over fixed arrays, for CUDA graphs: which sequences may be in one, and how it is filled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.fixed_batch import FixedBatch, make_fixed_batches
@@ -53,8 +54,23 @@ class FixedForwards:
         shared = [group.shared(rows, seq_lens) for group in self._groups]
         return any(one is not None for one in shared) and batch.takes(shared)
 
-    def foresee(self, seq_ids: tuple[int, ...]) -> None:
-        self._growth.foresee(seq_ids)
+    def foresee(self, batch: FixedBatch, seq_ids: tuple[int, ...], inputs: Sequence[Int64Array]) -> bool:
+        tokens = self._growth.foresee(seq_ids)
+        if tokens is None or self._layout.has_windows or batch.sharing:
+            return False
+        rows = self._table.rows(seq_ids)
+        batch.prepare(tokens, [group.look_up(rows, tokens) for group in self._groups], inputs)
+        return True
+
+    def step_foreseen(
+        self, batch: FixedBatch, seq_ids: tuple[int, ...], inputs: Sequence[Int64Array], replay: Callable[[], Tensor]
+    ) -> Tensor | None:
+        if not self._growth.is_foreseen(self._table.rows(seq_ids)):
+            return None
+        batch.send(inputs)
+        result = replay()
+        self._growth.grow(seq_ids, np.ones(len(seq_ids), np.int64), in_flight=1)
+        return result
 
     def begin_step(self, batch: FixedBatch, seq_ids: tuple[int, ...], inputs: Sequence[Int64Array]) -> None:
         if len(seq_ids) > batch.size:

@@ -60,7 +60,7 @@ class Growth:
         trees = self._trees.extended(seq_ids, appends, parents)
         steps = each_one and not trees and not np.count_nonzero(self._table.shortened[rows])
         held = self._table.lengths[rows]
-        cleared = self._foreseen is not None and self._foreseen.is_next(rows, held, self._table.num_cuts)
+        cleared = self.is_foreseen(rows)
         with self._streams.slid(rows, appends) as gone:
             lengths = self._table.lengths[rows]
             new_lengths = lengths + appends
@@ -80,15 +80,24 @@ class Growth:
             tokens = replace(tokens, trees=self._trees.put(trees, seq_ids, tokens.qo_indptr))
         return rows, tokens
 
-    def foresee(self, seq_ids: tuple[int, ...]) -> None:
-        """Clears what stands behind the ends of sequences that are being received: writers write before it."""
+    def foresee(self, seq_ids: tuple[int, ...]) -> TokenLayout | None:
+        """Clears what stands behind the ends of sequences that are being received: writers write before it. How their
+        next step's tokens are packed; None where it may need other pages than those reserved."""
         rows = self._table.rows(seq_ids)
         if rows.size == 0 or not self._table.receiving[rows].all():
             raise InvalidArgument(f"seq_ids is {list(seq_ids)}; all have to be received now")
         lengths = self._table.lengths[rows]
         self._receptions.clear_ends(rows, lengths)
-        if self._pages.clear_next(rows, lengths):
-            self._foreseen = Foreseen(rows, lengths, self._table.num_cuts)
+        if not self._pages.clear_next(rows, lengths):
+            return None
+        self._foreseen = Foreseen(rows, lengths, self._table.num_cuts)
+        return lay_out_tokens(lengths, np.ones_like(lengths))
+
+    def is_foreseen(self, rows: Int64Array) -> bool:
+        """Whether the next step of rows (int64 [B]), which are received by now, is the one foreseen last."""
+        lengths, foreseen = self._table.lengths[rows], self._foreseen
+        known = foreseen is not None and foreseen.is_next(rows, lengths, self._table.num_cuts)
+        return known and not self._table.receiving[rows].any()
 
     def _lay_out_one_each(self, lengths: Int64Array) -> TokenLayout:
         """As lay_out_tokens, of one token each."""

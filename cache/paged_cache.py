@@ -1,6 +1,6 @@
 """One worker's paged KV cache: sequences, the plan of each forward, attention, and both ends of a transfer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -83,7 +83,7 @@ class PagedKVCache:
         self._receptions = Receptions(store, pools)
         self._trees = OpenTrees(store)
         self._growth = Growth(store, self._receptions, self._trees)
-        self._transmissions = Transmissions(store, self._trees, writer)
+        self._transmissions = Transmissions(store, self._trees, writer, on_gpu=pools[0].is_cuda)
         self._sequences = Sequences(store, self._receptions, self._trees, self._growth)
         self._fixed = FixedForwards(store, self._growth, self._rotations)
 
@@ -183,10 +183,8 @@ class PagedKVCache:
         rows, tokens = self._growth.grow(sequences, appends, token_tree_parents)
         sends, sent = self._transmissions.plan(rows, tokens) if push else self._transmissions.nothing
         rotations, streams = self._streams.plan(rows, tokens, lengths)
-        groups = tuple(
-            group.plan(rows, tokens, rotation, to_send, sliding)
-            for group, rotation, to_send, sliding in zip(self._groups, rotations, sends, streams, strict=True)
-        )
+        of_groups = zip(rotations, sends, streams, self._transmissions.stored_layers(rows, push=push), strict=True)
+        groups = tuple(group.plan(rows, tokens, *parts) for group, parts in zip(self._groups, of_groups, strict=True))
         return ForwardPlan(sequences, tokens, groups, sent, self._table.standing(rows))
 
     def attention(
@@ -236,11 +234,9 @@ class PagedKVCache:
     def fixed_batches(
         self, sizes: Sequence[int], num_q_heads: int, num_inputs: int, *, sharing: bool = False
     ) -> list[FixedBatch]:
-        """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them.
-
-        They share their device memory: one is filled and replayed before the next is filled. sharing: batches for steps
-        of which pays_to_share() is true.
-        """
+        """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them. They
+        share their device memory: one is filled and replayed before the next is filled. sharing: batches for steps of
+        which pays_to_share() is true."""
         return self._fixed.batches(sizes, num_q_heads, num_inputs, sharing)
 
     def fixed_prompts(self, sizes: Sequence[int], num_sequences: int, num_q_heads: int) -> list[FixedPrompts]:
@@ -252,10 +248,8 @@ class PagedKVCache:
         return self._fixed.pays_to_share(batch, ids_of(seq_ids))
 
     def begin_fixed(self, batch: FixedBatch, seq_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> None:
-        """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward.
-
-        The step before may still run: pages that it sees stay.
-        """
+        """Grows each sequence by one position and fills `batch` with the step that computes it; see begin_forward. The
+        step before may still run: pages that it sees stay."""
         self._fixed.begin_step(batch, ids_of(seq_ids), inputs)
 
     def begin_prompts(
@@ -270,9 +264,16 @@ class PagedKVCache:
         [T]), of which last_rows (int64 [n]) are to have logits. What is marked to be sent is left to send_cached()."""
         self._fixed.begin_prompts(prompts, ids_of(seq_ids), append_lengths, token_ids, last_rows)
 
-    def foresee(self, seq_ids: Sequence[int] | Int64Array) -> None:
-        """Makes ready what the first step of sequences needs that are being received, to be stepped together."""
-        self._fixed.foresee(ids_of(seq_ids))
+    def foresee(self, batch: FixedBatch, seq_ids: Sequence[int], inputs: Sequence[Int64Array]) -> bool:
+        """Fills `batch` with the first step of sequences that are being received; False where that is not known."""
+        return self._fixed.foresee(batch, ids_of(seq_ids), inputs)
+
+    def step_foreseen(
+        self, batch: FixedBatch, seq_ids: Sequence[int], inputs: Sequence[Int64Array], replay: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """begin_fixed() of what foresee() filled in last, with these first inputs, and a replay before sequences grow;
+        None, and nothing happens, unless it is their next step. No batch may have been filled since."""
+        return self._fixed.step_foreseen(batch, ids_of(seq_ids), inputs, replay)
 
     # Transfers
 
@@ -295,15 +296,13 @@ class PagedKVCache:
         self._receptions.finish(sequence)
 
     def mark_send(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
-        """Positions `begin` (where the map starts) … end of the map go to target_pe while they are computed.
-
-        Cached ones go page to page, with the next forward or send_cached(). InvalidArgument when the map asks for some
-        that have left a window here; a forward that would let go of some not yet sent is refused.
-        """
+        """Positions `begin` (where the map starts) … end of the map go to target_pe while they are computed, cached
+        ones page to page with the next forward or send_cached(). InvalidArgument when the map asks for some that have
+        left a window here; a forward that would let go of some not yet sent is refused."""
         self._transmissions.mark(sequence, begin, position_map, target_pe)
 
     def send_cached(self, sequence: int) -> None:
-        """What a marked sequence has and did not send goes page to page, behind the forwards launched so far."""
+        """What a marked sequence has and did not send goes page to page, once what was launched so far stored it."""
         self._receptions.check_settled(sequence)
         self._transmissions.send_cached(sequence)
 

@@ -18,6 +18,7 @@ from tandem.workers.lease import Clock
 from tandem.workers.model_runner import ModelRunner
 from tandem.workers.reservation import Reservation
 from tandem.workers.reservations import Reservations, landed_tokens
+from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.token_stream import StreamFanout, StreamUpdate, TokenStream
 
@@ -96,7 +97,8 @@ class DecodeLoop:
         request.stream = stream
         self._landing.append(request)
         if self._runner.runs_ahead and len(self._reservations) == 1:  # there is time
-            self._runner.foresee((request.sequence_id,))
+            first = np.array([len(request.prompt) + 1])
+            self._runner.foresee((request.sequence_id,), SampleBatch.from_params([params]), first)
 
     def abort(self, request_id: str, writer_quiet: bool) -> bool:
         """Ends a request; its pages return now if no write can come any more, else they drain. Idempotent."""
@@ -167,9 +169,23 @@ class DecodeLoop:
                 updates.append(StreamUpdate(request.stream, None, None, reason))
                 self._leave(request, writer_quiet=True)
         if joining:
-            self._batch.join(joining)
-            self._unpublished += joining
+            self._join(joining)
         self._fanout.publish(updates)
+
+    def _join(self, requests: list[DecodeRequest]) -> None:
+        """Into the batch. Of one that is alone a step that was foreseen is launched before all else."""
+        pending = None
+        if len(requests) == 1 and not len(self._batch) and self._flight is None:
+            try:
+                tokens = np.array(requests[0].output, np.int64)
+                pending = self._runner.step_foreseen((requests[0].sequence_id,), tokens)
+            except Exception as error:
+                log.exception("a decode forward failed")
+                return self._fail_batch(error)
+        self._batch.join(requests)
+        self._unpublished += requests
+        if pending is not None:
+            self._flight = self._batch.launched(pending)
 
     def _land(self, request: DecodeRequest, mailbox: Int64Array) -> FinishReason:
         """Takes the first token. A prompt that ends with it can be shared, and will not be stepped."""

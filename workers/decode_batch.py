@@ -12,10 +12,10 @@ from tandem.workers.finish import FinishReason, FinishRule
 from tandem.workers.pending_samples import PendingSamples
 from tandem.workers.sample_batch import SampleBatch
 from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.step_inputs import ON_HOST
 from tandem.workers.token_stream import TokenStream
 
 NO_TOKEN = -1
-ON_HOST = -1
 
 
 @dataclass(eq=False)

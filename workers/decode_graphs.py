@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +16,9 @@ from tandem.workers.kernels.choice import choose_step_tokens
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.pending_samples import CopiedSamples, PendingSamples
 from tandem.workers.posted_samples import PostBox
-from tandem.workers.sample_batch import SampleBatch
+from tandem.workers.sample_batch import NO_LOGPROBS, SampleBatch
 from tandem.workers.sampling import logprobs_of
-from tandem.workers.step_inputs import pack_inputs, unpack_inputs
+from tandem.workers.step_inputs import ON_HOST, pack_inputs, unpack_inputs
 
 
 class DecodeGraphs:
@@ -43,10 +44,28 @@ class DecodeGraphs:
         self._tokens = choose_step_tokens(self._sizes[-1], model.device)
         self._posts = PostBox(self._sizes[-1], model.device)
         self._last = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)  # what the last step drew
+        self._foreseen: FixedBatch | None = None
         self._replays: dict[FixedBatch, Replay] = {}
         for batch in sorted(batches, key=lambda batch: -batch.size):  # the smaller ones fit into the larger's memory
             batch.clear()
             self._replays[batch] = capture(partial(self._compute, batch))
+
+    def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
+        """See ModelRunner.foresee."""
+        batch, tokens = self._choose(sequence_ids), np.zeros_like(positions)
+        filled = self._cache.foresee(batch, sequence_ids, pack_inputs(tokens, tokens, 0, sampling, positions))
+        self._foreseen = batch if filled and (sampling.num_logprobs == NO_LOGPROBS).all() else None
+
+    @torch.inference_mode()
+    def step_foreseen(self, sequence_ids: tuple[int, ...], tokens: Int64Array) -> PendingSamples | None:
+        """See ModelRunner.step_foreseen."""
+        batch, self._foreseen = self._foreseen, None
+        if batch is None:
+            return None
+        ticket = self._posts.next_ticket()
+        inputs = [tokens, np.full_like(tokens, ON_HOST), np.full_like(tokens, ticket)]
+        logits = self._cache.step_foreseen(batch, sequence_ids, inputs, self._replays[batch])
+        return None if logits is None else self._posts.expect(ticket, tokens.size)
 
     @torch.inference_mode()
     def step(
@@ -59,6 +78,7 @@ class DecodeGraphs:
     ) -> PendingSamples:
         """Launches one step; see ModelRunner.step."""
         rows = len(sequence_ids)
+        self._foreseen = None  # its batch is filled with something else
         batch = self._choose(sequence_ids)
         ticket = self._posts.next_ticket()
         self._cache.begin_fixed(batch, sequence_ids, pack_inputs(tokens, sources, ticket, sampling, positions))

@@ -94,9 +94,15 @@ class ModelRunner:
         self._cache.end_forward(plan)
         return self._draw(logits, sampling, positions)
 
-    def foresee(self, sequence_ids: tuple[int, ...]) -> None:
-        """They are being received, and will be what step() is called with next: then it is quicker."""
-        self._cache.foresee(sequence_ids)
+    def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
+        """They are being received, and will be stepped next, with tokens not known yet."""
+        if self._graphs is not None:
+            self._graphs.foresee(sequence_ids, sampling, positions)
+
+    def step_foreseen(self, sequence_ids: tuple[int, ...], tokens: Int64Array) -> PendingSamples | None:
+        """step() of what was foreseen last, with these tokens: launched at once. None, and nothing happens, where that
+        cannot be; then step() can."""
+        return None if self._graphs is None else self._graphs.step_foreseen(sequence_ids, tokens)
 
     def drain(self) -> None:
         """Waits until nothing that was launched is under way; raises what the device reports."""

@@ -301,10 +301,13 @@ class PrefillLoop:
         )
         for row, request in enumerate(requests):
             request.sampled = time.perf_counter()
-            request.drawn.set_result(FirstToken(int(samples.token_ids[row]), samples.logprobs[row]))
-            self._end(request)
+            first = FirstToken(int(samples.token_ids[row]), samples.logprobs[row])
+            self._post(request, first)  # then it is told: whoever hears of it takes the interpreter for a while
+            request.drawn.set_result(first)
+            self._land(request, None)
 
-    def _end(self, request: PrefillRequest) -> None:
+    def _post(self, request: PrefillRequest, first: FirstToken) -> None:
+        """Behind all writes for the request."""
         reservation, digest = request.reservation, 0
         if self._verify:
             digest = digest_kv(self._cache, request.sequence_id, reservation.matched_tokens, request.num_tokens)
@@ -312,9 +315,8 @@ class PrefillLoop:
             reservation.target_pe,
             reservation.signal_slot,
             pack_signal(reservation.generation, request.position_map.num_tokens),
-            pack_payload(request.drawn.result(0).token_id, digest),
+            pack_payload(first.token_id, digest),
         )
-        self._land(request, None)
 
     def _stop(self, request: PrefillRequest, error: Exception) -> None:
         """Nothing more is computed for the request; whoever waits for it hears `error` once its writes are quiet."""

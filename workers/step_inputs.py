@@ -12,6 +12,7 @@ from tandem.workers.sample_batch import GREEDY_BELOW, SampleBatch
 from tandem.workers.sampling import uniform
 
 NUM_INPUTS = 8
+ON_HOST = -1  # the source of a token that no step draws
 
 
 def pack_inputs(

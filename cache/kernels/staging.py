@@ -69,11 +69,23 @@ class FixedArrays:
 
     def fill(self, arrays: Sequence[NDArray[Any]]) -> None:
         """One array for each size, or for the first few, none longer; what is left of a place keeps what it held."""
+        self.prepare(arrays)
+        self.send()
+
+    def prepare(self, arrays: Sequence[NDArray[Any]]) -> None:
+        """fill() up to its last part, send()."""
         self._staging.open()
-        for place, array in zip(self._host_arrays, arrays, strict=False):
-            place[: array.size] = array
+        self.put(0, arrays)
         last = len(arrays) - 1
-        self._staging.send(self._begins[last] + arrays[last].size * self._host_arrays[last].itemsize)
+        self._prepared = self._begins[last] + arrays[last].size * self._host_arrays[last].itemsize
+
+    def put(self, first: int, arrays: Sequence[NDArray[Any]]) -> None:
+        """Instead of those prepared, from place `first` on."""
+        for place, array in zip(self._host_arrays[first:], arrays, strict=False):
+            place[: array.size] = array
+
+    def send(self) -> None:
+        self._staging.send(self._prepared)
 
 
 def aligned(num_bytes: int) -> int:

@@ -5,6 +5,7 @@ Times are time.perf_counter()'s, which processes of one host share under Linux.
 
 import inspect
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from tandem.cluster.forked_actor import ForkedActor
 from tandem.cluster.processes import ActorSpec
 from tandem.workers.config import Role, WorkerConfig
 from tests.local_processes import LocalGroup, LocalProcesses
+
+QUIET_SECONDS = 0.01  # without an event, after which those before it are written
 
 # module, class, method
 TRACED: dict[str, Sequence[tuple[str, str, str]]] = {
@@ -37,7 +40,7 @@ TRACED: dict[str, Sequence[tuple[str, str, str]]] = {
         ("tandem.workers.prompt_forwards", "PromptForwards", "launch"),
         ("tandem.workers.prefill", "PrefillLoop", "_finish"),
         ("tandem.workers.prefill", "PrefillLoop", "_send_heads"),
-        ("tandem.workers.prefill", "PrefillLoop", "_end"),
+        ("tandem.workers.prefill", "PrefillLoop", "_post"),
         ("tandem.workers.first_token", "FirstTokens", "next"),
         ("tandem.workers.landing", "Landing", "finish"),
     ),
@@ -124,9 +127,20 @@ def read_events(log: Path) -> list[Event]:
 
 def _trace(process: str, log: Path) -> None:
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    noted: list[tuple[float, str]] = []
 
     def note(name: str) -> None:
-        os.write(file, f"{time.perf_counter():.7f}\t{process}\t{name}\n".encode())
+        noted.append((time.perf_counter(), name))
+
+    def write() -> None:  # not in note(): a call to the system would give the interpreter to another thread
+        while True:
+            time.sleep(QUIET_SECONDS)
+            count = len(noted)
+            if count and time.perf_counter() - noted[-1][0] > QUIET_SECONDS:
+                os.write(file, "".join(f"{at:.7f}\t{process}\t{name}\n" for at, name in noted[:count]).encode())
+                del noted[:count]
+
+    threading.Thread(target=write, name="trace", daemon=True).start()
 
     for module_name, owner_name, method in TRACED[process]:
         module = import_module(module_name)

@@ -119,7 +119,7 @@ class Bench:
 def of_one_request(events: Sequence[Event], began: float) -> dict[str, float]:
     """Seconds since `began`; the second event of a name has an apostrophe, later ones are left out."""
     found: dict[str, float] = {}
-    for event in events:
+    for event in (event for event in events if event.seconds >= began):
         name = f"{event.process}: {event.name}"
         found.setdefault(f"{name}'" if name in found else name, event.seconds - began)
     return found

@@ -30,6 +30,7 @@ from tests.cache.peer_writer import PeerWriter
 
 LAYOUT = layout_of(2)
 LATENTS = KVLayout((LayerGroup((0,), 1, 12, latent_rank=8),), 4, torch.float32)
+NO_BATCH: Any = None  # none is looked at before the sequences are
 NO_INTEGERS = [1.0, 2.5, float("nan"), "1", None, True, [1], np.float64(2), 1 << 70]
 
 Call = Callable[[PagedKVCache, Any], object]
@@ -117,14 +118,18 @@ def test_rows_of_what_are_no_sequences(seq_ids: Any, message: str) -> None:
     cache = filled()
     refuses(cache, lambda: cache.begin_forward(seq_ids, [1]), message)
     refuses(cache, lambda: cache.commit_token_tree(seq_ids, [0]), message)
-    refuses(cache, lambda: cache.foresee(seq_ids), message)
+    refuses(cache, lambda: cache.foresee(NO_BATCH, seq_ids, []), message)
 
 
 def test_only_sequences_that_are_received_are_foreseen() -> None:
     cache = filled()
     cache.prepare_receive(2, 3)
     for seq_ids in ([], [0], [2, 0]):
-        refuses(cache, lambda ids=seq_ids: cache.foresee(ids), re.escape(f"seq_ids is {seq_ids}; all have to be"))
+        refuses(
+            cache,
+            lambda ids=seq_ids: cache.foresee(NO_BATCH, ids, []),
+            re.escape(f"seq_ids is {seq_ids}; all have to be"),
+        )
 
 
 def test_trees_of_nobody() -> None:

@@ -99,6 +99,65 @@ def test_steps_equal_those_of_plain_forwards() -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("received", [6, 8], ids=["within a page", "at its end"])
+def test_a_step_that_was_foreseen_equals_that_of_a_plain_forward(received: int) -> None:
+    fixed, plain = make_cache(), make_cache()
+    (batch,) = fixed.fixed_batches([2], num_q_heads=4, num_inputs=2)
+    for cache in (fixed, plain):
+        cache.add_sequence(4)
+        cache.reserve(4, 16, 3)
+        cache.prepare_receive(4, received)
+        for pool in cache._receptions._memory:
+            pool.nan_to_num_(0.5)
+    assert fixed.foresee(batch, [4], [np.array([1]), np.array([2])])
+    inputs, outputs = draw(1, seed=3), []
+
+    def replay() -> Tensor:
+        outputs.extend(run(batch.attention().attend, padded(inputs, 2)))
+        return batch.inputs[0].clone()
+
+    assert fixed.step_foreseen(batch, [4], [np.array([7])], replay) is None  # it has not landed
+    assert not outputs
+    for cache in (fixed, plain):
+        cache.finish_receive(4)
+    result = fixed.step_foreseen(batch, [4], [np.array([7])], replay)
+    assert result is not None
+    assert (int(result[0]), int(batch.inputs[1][0])) == (7, 2)
+    expected = run_forward(plain, [4], [1], inputs)
+    for ours, theirs in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(ours[:1], theirs)
+    for ours, theirs in zip(fixed.gather_kv(4, 0, received + 1), plain.gather_kv(4, 0, received + 1), strict=True):
+        assert torch.equal(torch.stack(ours), torch.stack(theirs))
+    assert fixed.step_foreseen(batch, [4], [np.array([7])], replay) is None  # it was taken
+
+
+@pytest.mark.parametrize("change", ["pop", "remove", "step"])
+def test_what_changed_since_is_not_stepped_as_foreseen(change: str) -> None:
+    cache = make_cache()
+    (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=0)
+    cache.add_sequence(4)
+    cache.reserve(4, 16, 3)
+    cache.prepare_receive(4, 6)
+    assert cache.foresee(batch, [4], [])
+    cache.finish_receive(4)
+    if change == "step":
+        cache.begin_fixed(batch, [4], [])
+    elif change == "pop":
+        cache.pop(4, 1)
+    else:
+        cache.remove_sequence(4)
+        cache.add_sequence(4)
+    assert cache.step_foreseen(batch, [4], [], lambda: pytest.fail("it was replayed")) is None
+
+
+def test_nothing_is_foreseen_without_pages_set_aside() -> None:
+    cache = make_cache()
+    (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=0)
+    cache.add_sequence(4)
+    cache.prepare_receive(4, 8)
+    assert not cache.foresee(batch, [4], [])
+
+
 def test_steps_whose_rows_share_pages() -> None:
     """Sharing batches beside others: forks in one, nothing in common in another."""
     fixed, plain = make_cache(sharing_all(TableKernels)), make_cache()

@@ -110,7 +110,7 @@ class Stepping:
                 self.cache.pop(one, 1)  # a page that it shares becomes its last
             self.cache.reserve(one, LONGEST, 3)
             self.cache.prepare_receive(one, self.random.randint(1, 2))
-        self.cache.foresee(self.batch)
+        self.cache._growth.foresee(tuple(self.batch))
         for one in self.batch:
             self.cache.finish_receive(one)
         self.foreseen = self.cache._growth._foreseen is not None
@@ -225,7 +225,7 @@ def test_pages_foreseen_are_cleared_once_and_others_all_the_same() -> None:
     def receive(sequence: int, length: int, *, foresee: bool) -> None:
         cache.prepare_receive(sequence, length)
         if foresee:
-            cache.foresee([sequence])
+            cache._growth.foresee((sequence,))
         cache.finish_receive(sequence)
         if not foresee:
             cleared.clear()

@@ -4,13 +4,16 @@ a graph is run anew."""
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from tandem.workers import worker
+from tandem.workers.decode_graphs import DecodeGraphs
 from tandem.workers.model_cache import make_cache
 from tandem.workers.model_runner import ModelRunner
+from tandem.workers.pending_samples import PendingSamples
 from tests.cache.table_kernels import TableKernels
 from tests.checkpoints import save_checkpoint
 from tests.island import Island, running_island
@@ -78,3 +81,22 @@ def test_draws_and_logprobs_equal_those_of_plain_steps(island: Island, folder: P
         mine = [one.logprob for update in ours for one in update.logprobs]
         assert len(mine) == DRAWN["max_tokens"]
         assert mine == pytest.approx([one.logprob for update in theirs for one in update.logprobs], abs=1e-4)
+
+
+def test_a_lone_request_steps_as_foreseen(island: Island, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first step is filled in before its KV lands; tokens are those that it draws otherwise, at any length."""
+    foreseen, launched = DecodeGraphs.step_foreseen, []
+
+    def counted(graphs: DecodeGraphs, *arguments: Any) -> PendingSamples | None:
+        launched.append(foreseen(graphs, *arguments))
+        return launched[-1]
+
+    for seed, prompt in enumerate(PROMPTS[:9]):
+        tokens = []
+        for step in (counted, lambda *_: None):
+            monkeypatch.setattr(DecodeGraphs, "step_foreseen", step)
+            params = {"max_tokens": 2 + seed, "temperature": 0.9, "top_k": 30, "seed": seed, "ignore_eos": True}
+            tokens.append(complete_all(island.address, [prompt], **params))
+        assert tokens[0] == tokens[1]
+    assert len(launched) == 9
+    assert None not in launched

@@ -102,6 +102,7 @@ class CountingModel:
         self._cache = cache
         self.runs_ahead = runs_ahead
         self.launched: deque[Step] = deque()
+        self._foreseen: tuple[int, ...] | None = None
         self._last = np.empty(0, np.int64)
 
     def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array) -> Int64Array:
@@ -134,8 +135,13 @@ class CountingModel:
             self.drain()
         return Drawn(self, step)
 
-    def foresee(self, sequence_ids: tuple[int, ...]) -> None:
-        self._cache.foresee(sequence_ids)
+    def foresee(self, sequence_ids: tuple[int, ...], *rest: object) -> None:
+        self._cache._growth.foresee(sequence_ids)
+        self._foreseen = sequence_ids
+
+    def step_foreseen(self, sequence_ids: tuple[int, ...], tokens: Int64Array) -> "Drawn | None":
+        foreseen, self._foreseen = self._foreseen, None
+        return self.step(sequence_ids, tokens, np.full(tokens.size, -1)) if foreseen == sequence_ids else None
 
     def compute_next(self) -> None:
         step = self.launched.popleft()

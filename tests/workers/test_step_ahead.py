@@ -49,6 +49,7 @@ class ScriptedRunner:
         self.fail_at: Callable[[int], bool] = lambda step: False
         self.fail_reading = False
         self.done_until = 1000  # steps before it are done
+        self._foreseen: tuple[tuple[int, ...], SampleBatch, np.ndarray] | None = None
 
     def step(
         self,
@@ -72,8 +73,15 @@ class ScriptedRunner:
         self.log.append(f"launch {step}: {list(sequence_ids)}")
         return cast(PendingSamples, ScriptedSamples(self, step, list(self._last)))
 
-    def foresee(self, sequence_ids: tuple[int, ...]) -> None:
-        self._cache.foresee(sequence_ids)
+    def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: np.ndarray) -> None:
+        self._cache._growth.foresee(sequence_ids)
+        self._foreseen = sequence_ids, sampling, positions
+
+    def step_foreseen(self, sequence_ids: tuple[int, ...], tokens: np.ndarray) -> PendingSamples | None:
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is None or foreseen[0] != sequence_ids:
+            return None
+        return self.step(sequence_ids, tokens, np.full(tokens.size, ON_HOST), *foreseen[1:])
 
     def drain(self) -> None:
         self.log.append("drain")
@@ -293,7 +301,6 @@ def test_a_failed_launch_fails_the_batch_and_waits_for_the_step_before() -> None
 def test_a_step_that_fails_on_the_device_fails_the_batch(max_tokens: int) -> None:
     bench = Bench()
     _, stream = bench.start("a", max_tokens)
-    bench.loop.step()
     bench.runner.fail_reading = True
     bench.run()
     assert bench.collector.ends[stream] == "decode of 'a' failed: the device is gone"

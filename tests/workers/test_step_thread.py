@@ -1,5 +1,6 @@
 """The step thread's end: every command posted to it comes to an end, whenever it was posted or cancelled."""
 
+import ctypes
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import pytest
 
 from tandem.workers.step_thread import StepThread
+
+PR_GET_TIMERSLACK = 30
 
 
 class Gate:
@@ -74,3 +77,13 @@ def test_a_command_posted_while_the_thread_ends_is_not_forgotten(monkeypatch: py
     inbox = thread._inbox
     monkeypatch.setattr(thread, "_inbox", Inbox())
     assert isinstance(thread.call(lambda: None).exception(10), RuntimeError)
+
+
+def test_sleeps_end_in_time() -> None:
+    """The kernel may add a nanosecond, not its default of 50 µs."""
+    gate = Gate()
+    gate.open.set()
+    thread = StepThread(gate, "test")
+    thread.start()
+    assert thread.call(lambda: ctypes.CDLL(None).prctl(PR_GET_TIMERSLACK)).result(10) == 1
+    thread.stop()

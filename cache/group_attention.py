@@ -20,7 +20,6 @@ from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, own_tabl
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes
-from tandem.cache.stored_layers import Stages, StoredLayers
 from tandem.cache.stream_attention import StreamParts, no_output
 from tandem.cache.window import Int64Array
 
@@ -74,7 +73,6 @@ class GroupForward:
         rotation: Rotation | None,
         sends: tuple[Send, ...],
         streams: StreamParts | None,
-        stored: StoredLayers | None,
     ) -> GroupPlan:
         shared = None
         if self._prefixes.rule is not None:
@@ -85,12 +83,10 @@ class GroupForward:
             assert self._writer is not None  # mark_send saw to it
             peer_pool = partial(self._writer.peer_pool, group=self._group)
             plan, sends = self._pushing.push_with_append(plan, sends, peer_pool)
-        return GroupPlan(tables, rotation, sends, streams, plan, stored)
+        return GroupPlan(tables, rotation, sends, streams, plan)
 
     def push(self, plan: GroupPlan, layer: int, k: Tensor | None, v: Tensor | None) -> None:
-        """Behind a layer's append: what that has left to the writer; see PageWriter for k and v."""
-        if plan.stored is not None:
-            plan.stored.note(layer)
+        """What the kernels' append has left to the writer; see PageWriter for k and v."""
         if layer == 0:
             self.push_cached(plan.sends)
         for send in plan.sends:
@@ -101,12 +97,12 @@ class GroupForward:
                     send.target_pe, self._group, layer, k, v, send.token_indices, send.token_slots
                 )
 
-    def push_cached(self, sends: Sequence[Send], stages: Stages = ()) -> None:
-        """Their cached positions, page to page; stages: when they are stored."""
+    def push_cached(self, sends: Sequence[Send]) -> None:
+        """Their cached positions, page to page."""
         for send in sends:
             assert self._writer is not None
             if send.source_slots.size:
-                self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots, stages)
+                self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots)
 
     def gather(self, layers: Sequence[int], row: int, indices: Int64Array) -> list[tuple[Tensor, Tensor]]:
         """What kernels.read_slots gives of each of `layers` at `indices` (int64 [n]) of a row."""

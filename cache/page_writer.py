@@ -5,7 +5,6 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.cache.position_map import Int32Array
-from tandem.cache.stored_layers import Stages
 
 
 class PageWriter(Protocol):
@@ -24,14 +23,9 @@ class PageWriter(Protocol):
         """
         ...
 
-    def write_slots(
-        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
-    ) -> None:
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         """All layers of the own source_slots (int32 [n]), once what was launched so far is done, to the peer's
-        target_slots (int32 [n]).
-
-        stages: when layers of the source are stored, where that is known; a writer may send them as soon.
-        """
+        target_slots (int32 [n])."""
         ...
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:

@@ -83,7 +83,7 @@ class PagedKVCache:
         self._receptions = Receptions(store, pools)
         self._trees = OpenTrees(store)
         self._growth = Growth(store, self._receptions, self._trees)
-        self._transmissions = Transmissions(store, self._trees, writer, on_gpu=pools[0].is_cuda)
+        self._transmissions = Transmissions(store, self._trees, writer)
         self._sequences = Sequences(store, self._receptions, self._trees, self._growth)
         self._fixed = FixedForwards(store, self._growth, self._rotations)
 
@@ -183,8 +183,10 @@ class PagedKVCache:
         rows, tokens = self._growth.grow(sequences, appends, token_tree_parents)
         sends, sent = self._transmissions.plan(rows, tokens) if push else self._transmissions.nothing
         rotations, streams = self._streams.plan(rows, tokens, lengths)
-        of_groups = zip(rotations, sends, streams, self._transmissions.stored_layers(rows, push=push), strict=True)
-        groups = tuple(group.plan(rows, tokens, *parts) for group, parts in zip(self._groups, of_groups, strict=True))
+        groups = tuple(
+            group.plan(rows, tokens, rotation, to_send, sliding)
+            for group, rotation, to_send, sliding in zip(self._groups, rotations, sends, streams, strict=True)
+        )
         return ForwardPlan(sequences, tokens, groups, sent, self._table.standing(rows))
 
     def attention(
@@ -302,7 +304,7 @@ class PagedKVCache:
         self._transmissions.mark(sequence, begin, position_map, target_pe)
 
     def send_cached(self, sequence: int) -> None:
-        """What a marked sequence has and did not send goes page to page, once what was launched so far stored it."""
+        """What a marked sequence has and did not send goes page to page, behind the forwards launched so far."""
         self._receptions.check_settled(sequence)
         self._transmissions.send_cached(sequence)
 

@@ -13,7 +13,6 @@ from tandem.cache.rope import Rotation
 from tandem.cache.send_marks import Sent
 from tandem.cache.sequence_table import Standing
 from tandem.cache.shared_prefixes import SharedPrefixes
-from tandem.cache.stored_layers import StoredLayers
 from tandem.cache.stream_attention import StreamParts
 from tandem.cache.token_tree import TokenTrees
 from tandem.cache.window import Int64Array
@@ -112,8 +111,7 @@ class Send:
 class GroupPlan:
     """One layer group of a forward. kernel_plan is what the group's kernels made of tables; only they read it.
 
-    rotation is None without RoPE. streams: the sequences with a sliding window; None where there is none. stored: how
-    far it has come, on a GPU, where what it stores is to be sent afterwards.
+    rotation is None without RoPE. streams: the sequences with a sliding window; None where there is none.
     """
 
     tables: PageTables
@@ -121,7 +119,6 @@ class GroupPlan:
     sends: tuple[Send, ...]
     streams: StreamParts | None
     kernel_plan: Any
-    stored: StoredLayers | None
 
 
 @dataclass(frozen=True, eq=False)

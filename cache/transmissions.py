@@ -1,7 +1,5 @@
 """Sequences that are sent to another worker: with the forwards that compute them, or afterwards."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from tandem.cache.errors import InvalidArgument
@@ -12,65 +10,31 @@ from tandem.cache.plan import TokenLayout, lay_out_tokens
 from tandem.cache.position_map import PositionMap
 from tandem.cache.send_marks import Sent
 from tandem.cache.send_plan import Sends, plan_sends
-from tandem.cache.sequence_table import Standing
 from tandem.cache.store import Store
-from tandem.cache.stored_layers import Stages, StoredLayers
 from tandem.cache.window import Int64Array
-
-
-@dataclass(frozen=True, eq=False)
-class _Stored:
-    """A forward whose rows were `lengths` long (int64 [B]) with what it appended; layers: per layer group."""
-
-    standing: Standing
-    lengths: Int64Array
-    layers: list[StoredLayers]
-
-    def is_last_of(self, row: int, length: int) -> bool:
-        """Whether this is the last forward of the row, which now is `length` long."""
-        return self.standing.holds and bool(((self.standing.rows == row) & (self.lengths == length)).any())
 
 
 class Transmissions:
     """The sending end of a transfer; calls as PagedKVCache has them."""
 
-    def __init__(self, store: Store, trees: OpenTrees, writer: PageWriter | None, *, on_gpu: bool) -> None:
+    def __init__(self, store: Store, trees: OpenTrees, writer: PageWriter | None) -> None:
         self._table, self._marks, self._streams = store.table, store.marks, store.streams
         self._groups, self._layout = store.groups, store.layout
         self._trees = trees
         self._writer = writer
-        self._on_gpu = on_gpu
-        self._stored: _Stored | None = None
+
         self.nothing: tuple[Sends, Sent | None] = [()] * len(store.groups), None
 
     def plan(self, rows: Int64Array, tokens: TokenLayout) -> tuple[Sends, Sent | None]:
         """What a forward sends that has grown rows (int64 [B]) by `tokens`; see plan_sends."""
         return plan_sends(self._marks, self._table, rows, tokens, self._layout.page_size)
 
-    def stored_layers(self, rows: Int64Array, *, push: bool) -> list[StoredLayers | None]:
-        """Per layer group, of a forward that has grown rows (int64 [B]) and sends nothing itself: then send_cached()
-        goes by them. None for one that pushes, and on a CPU."""
-        self._stored = None
-        if push or not self._on_gpu:
-            return [None] * len(self._groups)
-        layers = [StoredLayers(len(group.layers)) for group in self._layout.groups]
-        self._stored = _Stored(self._table.standing(rows), self._table.lengths[rows], layers)
-        return [*layers]
-
     def send_cached(self, sequence: int) -> None:
-        row = self._table.row(sequence)
-        rows, stages = np.array([row]), self._stages(row)
+        rows = np.array([self._table.row(sequence)])
         sends, sent = self.plan(rows, lay_out_tokens(self._table.lengths[rows], np.zeros(1, np.int64)))
-        for group, to_send, of_group in zip(self._groups, sends, stages, strict=True):
-            group.push_cached(to_send, of_group)
+        for group, to_send in zip(self._groups, sends, strict=True):
+            group.push_cached(to_send)
         self._marks.commit(sent)
-
-    def _stages(self, row: int) -> list[Stages]:
-        """Per layer group; none unless the last that sent nothing is the last forward of the row."""
-        stored = self._stored
-        if stored is None or not stored.is_last_of(row, int(self._table.lengths[row])):
-            return [()] * len(self._groups)
-        return [layers.stages for layers in stored.layers]
 
     def bytes_sent(self, sequence: int) -> int:
         counts, layout = self._marks.num_slots_sent(self._table.row(sequence)), self._layout

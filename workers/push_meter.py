@@ -6,7 +6,6 @@ from torch import Tensor
 
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.position_map import Int32Array
-from tandem.cache.stored_layers import Stages
 
 
 class PushMeter(PageWriter):
@@ -26,11 +25,9 @@ class PushMeter(PageWriter):
         self._writer.write_tokens(pe, group, layer, k, v, token_indices, slots)
         self.seconds += time.perf_counter() - began
 
-    def write_slots(
-        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
-    ) -> None:
+    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
         began = time.perf_counter()
-        self._writer.write_slots(pe, group, source_slots, target_slots, stages)
+        self._writer.write_slots(pe, group, source_slots, target_slots)
         self.seconds += time.perf_counter() - began
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:

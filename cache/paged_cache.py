@@ -236,9 +236,8 @@ class PagedKVCache:
     def fixed_batches(
         self, sizes: Sequence[int], num_q_heads: int, num_inputs: int, *, sharing: bool = False
     ) -> list[FixedBatch]:
-        """Batches of decode steps for CUDA graphs, see FixedBatch; empty where the kernels or RoPE cannot do them. They
-        share their device memory: one is filled and replayed before the next is filled. sharing: batches for steps of
-        which pays_to_share() is true."""
+        """Batches of decode steps for CUDA graphs, see FixedBatch; none where kernels or RoPE cannot do them. They
+        share memory: one is filled and replayed before the next is. sharing: for steps of which pays_to_share()."""
         return self._fixed.batches(sizes, num_q_heads, num_inputs, sharing)
 
     def fixed_prompts(self, sizes: Sequence[int], num_sequences: int, num_q_heads: int) -> list[FixedPrompts]:
@@ -273,8 +272,8 @@ class PagedKVCache:
     def step_foreseen(
         self, batch: FixedBatch, seq_ids: Sequence[int], inputs: Sequence[Int64Array], replay: Callable[[], Tensor]
     ) -> Tensor | None:
-        """begin_fixed() of what foresee() filled in last, with these first inputs, and a replay before sequences grow;
-        None, and nothing happens, unless it is their next step. No batch may have been filled since."""
+        """begin_fixed() of what foresee() filled in, with these first inputs, and a replay before sequences grow; None,
+        and nothing happens, unless it is their next step. No batch may have been filled since."""
         return self._fixed.step_foreseen(batch, ids_of(seq_ids), inputs, replay)
 
     # Transfers

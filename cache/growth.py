@@ -9,6 +9,7 @@ from tandem.cache.errors import InvalidArgument
 from tandem.cache.open_trees import OpenTrees, Parents
 from tandem.cache.plan import Int64Array, TokenLayout, lay_out_tokens
 from tandem.cache.receptions import Receptions
+from tandem.cache.sequence_table import SequenceTable
 from tandem.cache.store import Store
 
 
@@ -21,11 +22,12 @@ class Foreseen:
     lengths: Int64Array
     num_cuts: int
 
-    def is_next(self, rows: Int64Array, lengths: Int64Array, num_cuts: int) -> bool:
+    def is_next(self, rows: Int64Array, table: SequenceTable) -> bool:
         return (
             rows is self.rows  # see SequenceTable.rows
-            and num_cuts == self.num_cuts
-            and not np.count_nonzero(lengths != self.lengths)
+            and table.num_cuts == self.num_cuts
+            and not np.count_nonzero(table.lengths[rows] != self.lengths)
+            and not table.receiving[rows].any()
         )
 
 
@@ -95,9 +97,7 @@ class Growth:
 
     def is_foreseen(self, rows: Int64Array) -> bool:
         """Whether the next step of rows (int64 [B]), which are received by now, is the one foreseen last."""
-        lengths, foreseen = self._table.lengths[rows], self._foreseen
-        known = foreseen is not None and foreseen.is_next(rows, lengths, self._table.num_cuts)
-        return known and not self._table.receiving[rows].any()
+        return self._foreseen is not None and self._foreseen.is_next(rows, self._table)
 
     def _lay_out_one_each(self, lengths: Int64Array) -> TokenLayout:
         """As lay_out_tokens, of one token each."""

@@ -116,3 +116,16 @@ def test_seconds_of_calls_that_write_are_shared_out_by_bytes(pair: LoopPair) -> 
     for request in requests:
         assert request.bytes_pushed == request.num_tokens * pair.transports[PREFILL].layout.token_bytes
         assert request.push_seconds == pytest.approx(request.bytes_pushed)
+
+
+def test_the_signal_is_posted_before_the_first_token_is_told(pair: LoopPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is told takes the interpreter, and the receiver would wait."""
+    transport, told = pair.transports[PREFILL], []
+    post = transport.post
+    monkeypatch.setattr(transport, "post", lambda *row: (told.append(drawn.done()), post(*row)))
+    prompt = random_prompt(2 * CHUNK + 5, 0)
+    pair.send("a", prompt, pair.prepare("a", prompt))
+    drawn = pair.prefill._by_id["a"].drawn
+    pair.run_prefill()
+    assert told == [False]
+    assert drawn.done()

@@ -39,18 +39,6 @@ def test_the_pair_serves(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
     assert pair.decode.counters == pair.prefill.counters  # nothing to count
 
 
-def test_the_signal_is_posted_before_the_first_token_is_told(pair: LoopPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is told takes the interpreter, and the receiver would wait."""
-    transport, told = pair.transports[PREFILL], []
-    post = transport.post
-    monkeypatch.setattr(transport, "post", lambda *row: (told.append(drawn.done()), post(*row)))
-    pair.send("a", PROMPT, pair.prepare("a", PROMPT))
-    drawn = pair.prefill._by_id["a"].drawn
-    pair.run_prefill()
-    assert told == [False]
-    assert drawn.done()
-
-
 def test_late_writes_after_a_cancel_hit_nobody(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
     """The writer has not heard of the cancel, and writes into pages that must not be another request's by then."""
     reservation = pair.prepare("a", PROMPT)

@@ -14,9 +14,11 @@ from tandem.cluster.errors import CallError, DeadlineExceeded, InvalidRequest, O
 from tandem.cluster.generation import Generation
 from tandem.cluster.request import RequestValidator, ValidRequest
 from tandem.cluster.router import Router
+from tandem.cluster.turns import Turns
 from tandem.proto import inference_pb2
 from tandem.workers.tokenizer import Tokenizer
 
+MESSAGES_A_ROUND = 8  # each takes up to a tenth of a millisecond
 LONG_TEXT = 4096  # characters; shorter ones take less than a thread does
 
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
@@ -44,6 +46,7 @@ class Intake:
         self._eos_token_ids = eos_token_ids
         self._max_attempts = max_attempts
         self._request_seconds = request_seconds
+        self._turns = Turns(MESSAGES_A_ROUND)
         self._running: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -70,7 +73,7 @@ class Intake:
         limit = self._request_seconds if seconds is None else min(seconds, self._request_seconds)
         deadline = asyncio.get_running_loop().time() + limit
         valid = await self._validate(request, open_ended)
-        generation = Generation(valid, arrived, self._tokenizer, self._eos_token_ids)
+        generation = Generation(valid, arrived, self._tokenizer, self._eos_token_ids, self._turns)
         self._make_way(valid)
         # A task of its own: a later call of the same id can end it, and this one still answers its client.
         work = self._running[valid.request_id] = asyncio.ensure_future(self._run(generation, client, write, deadline))

@@ -33,6 +33,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     draws_early: bool = False  # whether announced prompts get their first tokens over Announce
     streams: int = 0  # of announcements
     feeds: bool = False  # whether it has Feed
+    fed: int = 0  # tokens that went over one
     landed: asyncio.Event | None = None  # what RemoteSend waits for
     address: str = ""
 
@@ -89,7 +90,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 yield worker_pb2.GeneratedTokens(token_ids=sequence[-1:])
             else:
                 feed.add(request.number, sequence[-1:])
-                fed += 1
+                fed, self.fed = fed + 1, self.fed + 1
         last = [self.say(sequence)] if max_tokens > 1 else []
         yield worker_pb2.GeneratedTokens(token_ids=last, finish_reason=2, fed=fed)  # type: ignore[arg-type]  # length
 

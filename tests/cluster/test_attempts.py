@@ -306,6 +306,36 @@ def test_a_push_that_fails_behind_its_first_token_is_placed_again(model: Path) -
     with_gateway(model, FakeWorker(say, {"RemoteSend": ["UNAVAILABLE"]}, draws_early=True, landed=landed), body)
 
 
+async def open_feed(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+    """By a request that does without one."""
+    assert tokens_of(await ask(client)) == TOKENS
+    assert worker.fed == 0
+    decode, _ = gateway._islands.pairs()[0]
+    while not decode.feed._feed:
+        await asyncio.sleep(0.01)
+
+
+def test_tokens_come_over_the_feed_once_it_is_open(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        await open_feed(gateway, client, worker)
+        for answer in await asyncio.gather(*(ask(client) for _ in range(3))):
+            assert tokens_of(answer) == TOKENS
+        assert worker.fed == 3 * (len(TOKENS) - 2)  # without the first one and the last one
+        assert not gateway._islands.pairs()[0][0].feed._inboxes
+
+    with_gateway(model, FakeWorker(say, feeds=True), body)
+
+
+def test_a_feed_that_ends_loses_no_token(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        await open_feed(gateway, client, worker)
+        assert tokens_of(await ask(client)) == TOKENS
+        assert worker.fed == len(TOKENS) - 2
+        assert worker.prompts == [PROMPT, PROMPT, PROMPT + TOKENS[:1]]
+
+    with_gateway(model, FakeWorker(say, {"Feed": ["UNAVAILABLE"]}, feeds=True), body)
+
+
 def test_announcements_go_on_after_their_stream_has_ended(model: Path) -> None:
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
         for _ in range(3):

@@ -102,7 +102,8 @@ class Generation:
             if message.finish_reason and not self._first_is_last:
                 return  # a stop string: the decode worker does not know
             await answer  # all has landed, else the decode worker would wait in vain
-            async for tokens in self._tokens(placement.decode, inbox):
+            while True:
+                tokens = await self._next(placement.decode, inbox)
                 reason = FinishReason(tokens.finish_reason)
                 if reason == FinishReason.ERROR:
                     raise ServerError(f"the decode worker ended the request with {reason.name}")
@@ -116,7 +117,6 @@ class Generation:
                 yield message
                 if message.finish_reason:
                     return
-            raise AttemptLost("the decode worker's stream ended before the request did")
         finally:
             answer.cancel()
             reading.cancel()
@@ -198,20 +198,18 @@ class Generation:
             message.logprobs.append(first.logprobs)
         return message
 
-    async def _tokens(self, decode: WorkerLink, inbox: TokenInbox) -> AsyncGenerator[worker_pb2.GeneratedTokens]:
-        while True:
-            await inbox.ready()
-            await self._turns.take()
-            try:
-                tokens = inbox.next()
-            except EOFError:
-                return
-            except grpc.aio.AioRpcError as error:
-                raise _attempt_error(decode, error) from error
-            except FeedLost as error:
-                decode.avoid()
-                raise AttemptLost(f"decode worker (PE {decode.pe}, epoch {decode.epoch}): {error}") from error
-            yield tokens
+    async def _next(self, decode: WorkerLink, inbox: TokenInbox) -> worker_pb2.GeneratedTokens:
+        await inbox.ready()
+        await self._turns.take()
+        try:
+            return inbox.next()
+        except grpc.aio.AioRpcError as error:
+            raise _attempt_error(decode, error) from error
+        except EOFError:
+            raise AttemptLost("the decode worker's stream ended before the request did") from None
+        except FeedLost as error:
+            decode.avoid()
+            raise AttemptLost(f"decode worker (PE {decode.pe}, epoch {decode.epoch}): {error}") from error
 
     def _message(self, token_ids: list[int], reason: FinishReason) -> inference_pb2.GenerateResponse:
         part = self._output.add(token_ids, reason)

@@ -4,69 +4,103 @@ import asyncio
 import itertools
 import secrets
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
 
-from tandem.cluster.token_inbox import NO_FEED, FeedLost, TokenInbox
+from tandem.cluster.token_inbox import FeedLost, TokenInbox
 from tandem.proto import worker_pb2, worker_pb2_grpc
 
-FEED_SECONDS = 86400.0
+RENEW_SECONDS = 3600.0
+FEED_SECONDS = RENEW_SECONDS + 86400.0  # no request lives longer than the latter
 
-Call = grpc.aio.UnaryStreamCall
+
+@dataclass(eq=False)
+class _Feed:
+    """One call of Worker/Feed. inboxes: by their numbers, of the requests that named it."""
+
+    call: grpc.aio.UnaryStreamCall
+    number: int
+    renewed_at: float  # of the event loop's time
+    inboxes: dict[int, TokenInbox] = field(default_factory=dict)
+
+    async def read(self) -> None:
+        """Hands out what comes, until the call ends."""
+        async for message in self.call:
+            for number, token_id in zip(message.numbers, message.token_ids, strict=True):
+                inbox = self.inboxes.get(number)
+                if inbox is not None:  # its reader may have left
+                    inbox.add(token_id)
+
+    def end(self) -> None:
+        self.call.cancel()
+        lost = FeedLost("the decode worker's feed ended before the request did")
+        for inbox in self.inboxes.values():
+            inbox.lose(lost)
 
 
 class TokenFeed:
-    """The call of Worker/Feed to one worker; the first request opens it, and the next one when it has ended.
+    """The feed of one worker; a request opens it, and the next one when it has ended or grown old. Then the requests
+    that named the old one end on it.
 
-    Whoever comes before it is open does without. Used on the event loop of its stub.
+    Whoever comes before any is open does without. Used on the event loop of its stub.
     """
 
     def __init__(self, stub: worker_pb2_grpc.WorkerStub, epoch: int) -> None:
         self._stub = stub
         self._epoch = epoch
-        self._reader: asyncio.Task[None] | None = None
-        self._feed = NO_FEED
         self._numbers = itertools.count(1)
-        self._inboxes: dict[int, TokenInbox] = {}
+        self._feeds: dict[int, _Feed] = {}
+        self._current: _Feed | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def inbox(self) -> TokenInbox:
         """Of a new request, until it leaves. Without a number where no feed is open."""
-        if self._reader is None or self._reader.done():
-            self._reader = asyncio.create_task(self._read())
-        if self._feed == NO_FEED:
+        feed = self._current
+        if self._opening is None and (feed is None or asyncio.get_running_loop().time() >= feed.renewed_at):
+            self._opening = asyncio.create_task(self._serve())
+            self._tasks.add(self._opening)
+            self._opening.add_done_callback(self._tasks.discard)
+        if feed is None:
             return TokenInbox()
-        inbox = TokenInbox(self._feed, next(self._numbers))
-        self._inboxes[inbox.number] = inbox
+        inbox = TokenInbox(feed.number, next(self._numbers))
+        feed.inboxes[inbox.number] = inbox
         return inbox
 
     def leave(self, inbox: TokenInbox) -> None:
-        self._inboxes.pop(inbox.number, None)
+        feed = self._feeds.get(inbox.feed)
+        if feed is not None:
+            feed.inboxes.pop(inbox.number, None)
+            self._end_unused(feed)
 
     async def close(self) -> None:
         """Nothing more comes. Idempotent."""
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.wait((self._reader,))
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
-    async def _read(self) -> None:
-        feed = secrets.randbits(63) + 1
-        call: Call = self._stub.Feed(worker_pb2.FeedRequest(epoch=self._epoch, feed=feed), timeout=FEED_SECONDS)
+    async def _serve(self) -> None:
+        """Opens a feed, in the place of the one before, and reads it to its end."""
+        number, renewed_at = secrets.randbits(63) + 1, asyncio.get_running_loop().time() + RENEW_SECONDS
+        request = worker_pb2.FeedRequest(epoch=self._epoch, feed=number)
+        feed = _Feed(self._stub.Feed(request, timeout=FEED_SECONDS), number, renewed_at)
         try:
             with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
-                await call.initial_metadata()
-                self._feed = NO_FEED if call.done() else feed
-                async for message in call:
-                    self._hand_out(message)
+                await feed.call.initial_metadata()
+                self._opening = None
+                if not feed.call.done():
+                    before, self._current, self._feeds[number] = self._current, feed, feed
+                    self._end_unused(before)
+                    await feed.read()
         finally:
-            call.cancel()
-            self._feed, lost = NO_FEED, FeedLost("the decode worker's feed ended before the request did")
-            for inbox in self._inboxes.values():
-                inbox.lose(lost)
-            self._inboxes.clear()
+            self._current = None if self._current is feed else self._current
+            self._opening = None if self._opening is asyncio.current_task() else self._opening
+            self._feeds.pop(number, None)
+            feed.end()
 
-    def _hand_out(self, message: worker_pb2.FedTokens) -> None:
-        for number, token_id in zip(message.numbers, message.token_ids, strict=True):
-            inbox = self._inboxes.get(number)
-            if inbox is not None:  # its reader may have left
-                inbox.add(token_id)
+    def _end_unused(self, feed: _Feed | None) -> None:
+        if feed is not None and feed is not self._current and not feed.inboxes:
+            feed.call.cancel()

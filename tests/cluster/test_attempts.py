@@ -8,6 +8,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from tandem.cluster import token_feed
 from tandem.cluster.announcements import Announcements
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.client_messages import GenerateUpdate
@@ -311,7 +312,7 @@ async def open_feed(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -
     assert tokens_of(await ask(client)) == TOKENS
     assert worker.fed == 0
     decode, _ = gateway._islands.pairs()[0]
-    while not decode.feed._feed:
+    while decode.feed._current is None:
         await asyncio.sleep(0.01)
 
 
@@ -321,7 +322,25 @@ def test_tokens_come_over_the_feed_once_it_is_open(model: Path) -> None:
         for answer in await asyncio.gather(*(ask(client) for _ in range(3))):
             assert tokens_of(answer) == TOKENS
         assert worker.fed == 3 * (len(TOKENS) - 2)  # without the first one and the last one
-        assert not gateway._islands.pairs()[0][0].feed._inboxes
+        decode, _ = gateway._islands.pairs()[0]
+        assert not any(feed.inboxes for feed in decode.feed._feeds.values())
+
+    with_gateway(model, FakeWorker(say, feeds=True), body)
+
+
+def test_an_old_feed_ends_with_its_last_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_feed, "RENEW_SECONDS", 0.0)
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        await open_feed(gateway, client, worker)
+        decode, _ = gateway._islands.pairs()[0]
+        for _ in range(3):
+            (before,) = decode.feed._feeds
+            answers = await asyncio.gather(*(ask(client) for _ in range(2)))
+            assert [tokens_of(answer) for answer in answers] == [TOKENS] * 2
+            while list(decode.feed._feeds) == [before] or len(decode.feed._feeds) > 1:
+                await asyncio.sleep(0.01)
+        assert worker.fed == 6 * (len(TOKENS) - 2)
 
     with_gateway(model, FakeWorker(say, feeds=True), body)
 

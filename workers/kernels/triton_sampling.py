@@ -5,8 +5,8 @@ is small enough. Floats are ordered as the integers that their bits make; each p
 to a quarter, and ends early when a single token is left in it.
 
 Those passes are short where few tokens matter, for these are gathered first:
-- top_k: each lane's best token is known from the first pass, and the k-th best of these is at most the k-th best of all.
-  What is not below it is gathered, a few hundred tokens, and the rest forgotten.
+- top_k: each lane's best token is known from the first pass, and the k-th best of these is at most the k-th best of
+  all. What is not below it is gathered, a few hundred tokens, and the rest forgotten.
 - top_p: what is less likely than a share of the mass that is dropped, divided by the vocabulary, is dropped. From there
   to the best, a few passes quarter an interval of logits by sums in float32 that leave room for their rounding. What
   is left of it is gathered, and searched with the exact sum of what lies below.

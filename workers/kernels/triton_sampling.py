@@ -147,28 +147,10 @@ def _narrow(row, vocab, heat, best, least, low, above, dropped, BLOCK: tl.conste
     while (under_right - under_left > BLOCK) & (rounds < ROUNDS):
         step = (most - worst) / 4
         a, b, c = worst + step, worst + 2 * step, worst + 3 * step
-        counts_a, counts_b, counts_c = (
-            tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
-        )  # fmt: skip
-        sums, sums_a, sums_b, sums_c = (
-            tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32),
-            tl.zeros((BLOCK,), tl.float32)
-        )  # fmt: skip
-        for begin in range(0, vocab, BLOCK):
-            scaled = _load(row, begin, vocab, heat, BLOCK)
-            order, weights = order_of(scaled), tl.exp(scaled - best)
-            weights = tl.where((weights >= least) & (order >= low.to(tl.int32)), weights, 0.0)
-            under_a, under_b, under_c = order < order_of(a), order < order_of(b), order < order_of(c)
-            counts_a += under_a.to(tl.int32)
-            counts_b += under_b.to(tl.int32)
-            counts_c += under_c.to(tl.int32)
-            sums += weights
-            sums_a += tl.where(under_a, weights, 0.0)
-            sums_b += tl.where(under_b, weights, 0.0)
-            sums_c += tl.where(under_c, weights, 0.0)
-        limit = dropped * tl.sum(sums, 0)
-        sum_a, sum_b, sum_c = tl.sum(sums_a, 0), tl.sum(sums_b, 0), tl.sum(sums_c, 0)
-        count_a, count_b, count_c = tl.sum(counts_a, 0), tl.sum(counts_b, 0), tl.sum(counts_c, 0)
+        total, sum_a, sum_b, sum_c, count_a, count_b, count_c = _under(
+            row, vocab, heat, best, least, low, a, b, c, BLOCK
+        )
+        limit = dropped * total
         less, more = limit * (1 - ROUNDING), limit * (1 + ROUNDING)
         under_left = tl.where(
             sum_c < less, count_c, tl.where(sum_b < less, count_b, tl.where(sum_a < less, count_a, under_left))
@@ -182,6 +164,35 @@ def _narrow(row, vocab, heat, best, least, low, above, dropped, BLOCK: tl.conste
         rounds += 1
     left = tl.maximum(left, order_of(worst).to(tl.int64))
     return left, right, under_right - under_left <= BLOCK
+
+
+@triton.jit
+def _under(row, vocab, heat, best, least, low, a, b, c, BLOCK: tl.constexpr):
+    """In float32 the weights from the order `low` on, and of these what is below each of three logits; the number of
+    all tokens below them."""
+    counts_a, counts_b, counts_c = (
+        tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    )  # fmt: skip
+    sums, sums_a, sums_b, sums_c = (
+        tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32),
+        tl.zeros((BLOCK,), tl.float32)
+    )  # fmt: skip
+    for begin in range(0, vocab, BLOCK):
+        scaled = _load(row, begin, vocab, heat, BLOCK)
+        order, weights = order_of(scaled), tl.exp(scaled - best)
+        weights = tl.where((weights >= least) & (order >= low.to(tl.int32)), weights, 0.0)
+        under_a, under_b, under_c = order < order_of(a), order < order_of(b), order < order_of(c)
+        counts_a += under_a.to(tl.int32)
+        counts_b += under_b.to(tl.int32)
+        counts_c += under_c.to(tl.int32)
+        sums += weights
+        sums_a += tl.where(under_a, weights, 0.0)
+        sums_b += tl.where(under_b, weights, 0.0)
+        sums_c += tl.where(under_c, weights, 0.0)
+    return (
+        tl.sum(sums, 0), tl.sum(sums_a, 0), tl.sum(sums_b, 0), tl.sum(sums_c, 0),
+        tl.sum(counts_a, 0), tl.sum(counts_b, 0), tl.sum(counts_c, 0)
+    )  # fmt: skip
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 BLOCK, WARPS = 4096, 16
+BLOCKS = tl.constexpr(4)
 ROUNDS = tl.constexpr(8)
 ROUNDING = tl.constexpr(1e-4)  # of a sum of a vocabulary's weights, far more than it can be
 
@@ -31,8 +32,8 @@ def draw_token(
         tl.load(top_p + one).to(tl.float32), tl.load(top_k + one)
     )  # fmt: skip
     most = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for begin in range(0, vocab, BLOCK):
-        most = tl.maximum(most, _load(row, begin, vocab, heat, BLOCK))
+    for begin in range(0, vocab, BLOCKS * BLOCK):
+        most = tl.maximum(most, tl.max(_load_blocks(row, begin, vocab, heat, BLOCK), 0))
     best = tl.max(most, 0)
     above = order_of(best).to(tl.int64) + 1  # nothing has an order this high
     low = tl.full((), -(1 << 31), tl.int64)
@@ -40,15 +41,15 @@ def draw_token(
     places += one * BLOCK
     few = False
     if k > 0 and k < tl.minimum(vocab, BLOCK):
-        least_order, no_limit = _best(order_of(most), k).to(tl.int64), tl.full((), 1 << 31, tl.int64)  # NaN is gathered
-        few = _gather(row, vocab, heat, least_order, no_limit, gathered, places, BLOCK)
+        last = tl.full((), 0x7FFFFFFF, tl.int32)  # NaN is gathered
+        few = _gather(row, vocab, heat, _best(order_of(most), k), last, gathered, places, BLOCK)
     # Not by an `if`: the compiler is to know that both are multiples of 16, or it loads number by number.
     row, vocab = tl.where(few, gathered, row), tl.where(few, BLOCK, vocab)
     if k > 0 and k < vocab:
         low = _search(row, vocab, heat, best, 0.0, low, above, (vocab - k).to(tl.float64), tl.constexpr(False), BLOCK)
     if share < 1:
         low = _nucleus(row, vocab, heat, best, least, low, above, 1 - share.to(tl.float64), gathered, places, BLOCK)
-    total, _ = _sums(row, vocab, heat, best, least, low, low, BLOCK)
+    total = _total(row, vocab, heat, best, least, low, BLOCK)
     token = _invert(row, vocab, heat, best, least, low, tl.load(draws + one) * total, BLOCK)
     if few:
         token = tl.load(places + token).to(tl.int64)
@@ -67,14 +68,14 @@ def _best(orders, k):
 
 
 @triton.jit
-def _gather(row, vocab, heat, low, above, gathered, places, BLOCK: tl.constexpr):
-    """Whether at most BLOCK tokens have an order from `low` to below `above`. If so, `places` has them in ascending
+def _gather(row, vocab, heat, first, last, gathered, places, BLOCK: tl.constexpr):
+    """Whether at most BLOCK tokens have an order from `first` to `last`, int32. If so, `places` has them in ascending
     order, and `gathered` their logits and -inf behind them."""
     count = tl.full((), 0, tl.int32)
     for begin in range(0, vocab, BLOCK):
         token = begin + tl.arange(0, BLOCK)
-        order = order_of(_load(row, begin, vocab, heat, BLOCK)).to(tl.int64)
-        here = (order >= low) & (order < above) & (token < vocab)
+        order = order_of(_load(row, begin, vocab, heat, BLOCK))
+        here = (order >= first) & (order <= last) & (token < vocab)
         number = tl.sum(here.to(tl.int32), 0)
         if number != 0:
             place = count + tl.cumsum(here.to(tl.int32), 0) - 1
@@ -97,6 +98,14 @@ def _load(row, begin, vocab, heat, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _load_blocks(row, begin, vocab, heat, BLOCK: tl.constexpr):
+    """[BLOCKS, BLOCK] of them: a program waits for several loads at once."""
+    token = begin + tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    logits = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(logits, heat)
+
+
+@triton.jit
 def order_of(values):
     """int32 that are ordered as the floats are."""
     bits = values.to(tl.int32, bitcast=True)
@@ -111,14 +120,22 @@ def _weights(scaled, best, least, low):
 
 
 @triton.jit
+def _total(row, vocab, heat, best, least, low, BLOCK: tl.constexpr):
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for begin in range(0, vocab, BLOCKS * BLOCK):
+        sums += tl.sum(_weights(_load_blocks(row, begin, vocab, heat, BLOCK), best, least, low), 0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
 def _sums(row, vocab, heat, best, least, low, middle, BLOCK: tl.constexpr):
     """Weights from the order `low` on, and of these what is below `middle`."""
     sums, below = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
-    for begin in range(0, vocab, BLOCK):
-        scaled = _load(row, begin, vocab, heat, BLOCK)
+    for begin in range(0, vocab, BLOCKS * BLOCK):
+        scaled = _load_blocks(row, begin, vocab, heat, BLOCK)
         weights = _weights(scaled, best, least, low)
-        sums += weights
-        below += tl.where(order_of(scaled) < middle.to(tl.int32), weights, 0.0)
+        sums += tl.sum(weights, 0)
+        below += tl.sum(tl.where(order_of(scaled) < middle.to(tl.int32), weights, 0.0), 0)
     return tl.sum(sums, 0), tl.sum(below, 0)
 
 
@@ -132,7 +149,7 @@ def _nucleus(row, vocab, heat, best, least, low, above, dropped, gathered, place
     total, below = _sums(row, vocab, heat, best, least, low, left, BLOCK)
     limit = dropped * total - below
     if few:
-        _gather(row, vocab, heat, left, right, gathered, places, BLOCK)
+        _gather(row, vocab, heat, left.to(tl.int32), (right - 1).to(tl.int32), gathered, places, BLOCK)
     row, vocab = tl.where(few, gathered, row), tl.where(few, BLOCK, vocab)
     return _search(row, vocab, heat, best, least, left, right, limit, tl.constexpr(True), BLOCK)
 
@@ -142,7 +159,8 @@ def _narrow(row, vocab, heat, best, least, low, above, dropped, BLOCK: tl.conste
     """Orders between which surely is what _nucleus looks for, and whether at most BLOCK tokens are."""
     worst, most = best - tl.log(vocab.to(tl.float32) / dropped) - 0.01, best
     left, right = tl.maximum(low, order_of(worst).to(tl.int64)), above
-    under_left, under_right = tl.full((), 0, tl.int32), tl.cdiv(vocab, BLOCK) * BLOCK  # the last block's rest, too
+    under_left = tl.full((), 0, tl.int32)
+    under_right = tl.cdiv(vocab, BLOCKS * BLOCK) * (BLOCKS * BLOCK)  # what stands behind the vocabulary, too
     rounds = tl.full((), 0, tl.int32)
     while (under_right - under_left > BLOCK) & (rounds < ROUNDS):
         step = (most - worst) / 4
@@ -177,18 +195,18 @@ def _under(row, vocab, heat, best, least, low, a, b, c, BLOCK: tl.constexpr):
         tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32),
         tl.zeros((BLOCK,), tl.float32)
     )  # fmt: skip
-    for begin in range(0, vocab, BLOCK):
-        scaled = _load(row, begin, vocab, heat, BLOCK)
+    for begin in range(0, vocab, BLOCKS * BLOCK):
+        scaled = _load_blocks(row, begin, vocab, heat, BLOCK)
         order, weights = order_of(scaled), tl.exp(scaled - best)
         weights = tl.where((weights >= least) & (order >= low.to(tl.int32)), weights, 0.0)
         under_a, under_b, under_c = order < order_of(a), order < order_of(b), order < order_of(c)
-        counts_a += under_a.to(tl.int32)
-        counts_b += under_b.to(tl.int32)
-        counts_c += under_c.to(tl.int32)
-        sums += weights
-        sums_a += tl.where(under_a, weights, 0.0)
-        sums_b += tl.where(under_b, weights, 0.0)
-        sums_c += tl.where(under_c, weights, 0.0)
+        counts_a += tl.sum(under_a.to(tl.int32), 0)
+        counts_b += tl.sum(under_b.to(tl.int32), 0)
+        counts_c += tl.sum(under_c.to(tl.int32), 0)
+        sums += tl.sum(weights, 0)
+        sums_a += tl.sum(tl.where(under_a, weights, 0.0), 0)
+        sums_b += tl.sum(tl.where(under_b, weights, 0.0), 0)
+        sums_c += tl.sum(tl.where(under_c, weights, 0.0), 0)
     return (
         tl.sum(sums, 0), tl.sum(sums_a, 0), tl.sum(sums_b, 0), tl.sum(sums_c, 0),
         tl.sum(counts_a, 0), tl.sum(counts_b, 0), tl.sum(counts_c, 0)

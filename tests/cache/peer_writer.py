@@ -39,4 +39,4 @@ class PeerWriter:
         self.slot_writes.append((pe, group, source_slots.size))
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
-        return None
+        return self._pools[pe][group]

@@ -116,16 +116,15 @@ __device__ void multiply(Warp& warp, Finish finish) {
 
 // `down`, whose input is gathered piece by piece.
 template <class Finish>
-__device__ void multiply_down(Warp& warp, unsigned tag, Finish finish) {
-    const Word* words = warp.step.words + INNER_AT;
+__device__ void multiply_down(Warp& warp, const unsigned* words, Finish finish) {
     if constexpr (PIECES == 1) {
-        gather<INNER>(warp.step, warp.block, words, INNER / 2, tag, nullptr, nullptr);
+        gather<INNER>(warp.step, warp.block, words, INNER / 2, nullptr);
         multiply<DOWN, INNER>(warp, finish);
     } else {
         int tiles = warp.block.state.counts[DOWN], item = warp.warp;
         for (int piece = 0; piece < PIECES; piece++) {
             int begin = piece * PIECE, columns = at_most(INNER - begin, PIECE);
-            gather<PIECE>(warp.step, warp.block, words + begin / 2, INNER / 2, tag, nullptr, nullptr, columns);
+            gather<PIECE>(warp.step, warp.block, words + begin / 2, INNER / 2, nullptr, columns);
             multiply_tiles_of<PIECE, INNER % SLICE == 0>(
                 warp, item, piece * tiles * slices(PIECE), tiles, columns, piece > 0);
         }

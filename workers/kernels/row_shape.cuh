@@ -91,7 +91,7 @@ struct State {
     float ends[WARPS][GROUP][2];  // highest score and total of each warp
     float squares[WARPS];
     float residual[ROWS][TILE * (HIDDEN / TILE / BLOCKS + 1)];  // the numbers of x that this block writes
-    int begins[PHASES], counts[PHASES];                         // tiles of outputs
+    int begins[PHASES], counts[PHASES], items[PHASES];          // tiles of outputs; items of all warps
     Share share;                                                // unless threads hold it
 };
 constexpr int DEPTH = at_most(MOST_DEPTH, (SHARED_BYTES - (int)sizeof(State) - 128) / (WARPS * SLOT));

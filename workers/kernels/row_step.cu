@@ -39,13 +39,16 @@ __device__ Share share_positions(const Step& step) {
 }
 
 // Which outputs and positions are this block's.
-__device__ void share_out(const Step& step, Block& block) {
+__device__ void share_out(const Step& step, Block& block, HeldShare& share) {
     if (threadIdx.x == 0) {
         const int tiles[] = {QKV_ROWS / TILE, 0, HIDDEN / TILE, INNER / TILE, HIDDEN / TILE, step.vocab / TILE};
+        constexpr int OF_HIDDEN = slices(HIDDEN);
+        const int of_tile[] = {OF_HIDDEN, 0, slices(HEADS_WIDTH), 2 * OF_HIDDEN, slices(INNER), OF_HIDDEN};
         for (int phase = 0; phase < PHASES; phase++) {
             block.state.begins[phase] = (long long)tiles[phase] * blockIdx.x / BLOCKS;
             block.state.counts[phase] =
                 (int)((long long)tiles[phase] * (blockIdx.x + 1) / BLOCKS) - block.state.begins[phase];
+            block.state.items[phase] = block.state.counts[phase] * of_tile[phase];
         }
         for (int warp = 0; warp < WARPS; warp++)
             for (int slot = 0; slot < DEPTH; slot++) make_arrival(&block.state.arrivals[warp][slot]);
@@ -53,6 +56,7 @@ __device__ void share_out(const Step& step, Block& block) {
     }
     if (ROWS > 1 && threadIdx.x == 32) block.state.share = share_positions(step);
     __syncthreads();
+    if (threadIdx.x == 0) block.state.items[ATTENTION] = share.items;
     int begin = TILE * block.state.begins[DOWN], count = TILE * block.state.counts[DOWN];
     for (int row = 0; row < ROWS; row++)
         for (int place = threadIdx.x; place < count; place += THREADS)
@@ -80,11 +84,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
 #else
     HeldShare share = block.state.share;
 #endif
-    Warp warp{step, block, (int)threadIdx.x / 32, (int)threadIdx.x % 32, 0, QKV, (int)threadIdx.x / 32, 0, 0,
-              streaming_policy(), false, share};
+    Warp warp(step, block, share);
     unsigned layers_before = step.epoch[0];
-    share_out(step, block);
-    for (int slot = 0; slot < DEPTH; slot++) warp.fetch_next();
+    share_out(step, block, share);
+    warp.fill();
     warm_up(step, 0);
     const unsigned* x = reinterpret_cast<const unsigned*>(step.x);
     for (int layer = 0; layer < step.num_layers; layer++) {
@@ -100,8 +103,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
                 write_word(told + to + row * (HIDDEN / 2) + block.state.begins[phase] * (TILE / 2) + pair, bits);
             };
         };
+        Held held;
+        hold<QKV>(warp, held);
         gather<HIDDEN>(step, block, x, HIDDEN / 2, of_layer[INPUT_NORM]);
-        multiply<QKV, HIDDEN>(warp, [&](int row, int pair, const float* sums) {
+        multiply<QKV, HIDDEN>(warp, held, [&](int row, int pair, const float* sums) {
             int place = block.state.begins[QKV] * (TILE / 2) + pair;
             float2 bias = {0, 0};
             if (of_layer[QKV_BIAS]) bias = unpack(reinterpret_cast<const unsigned*>(of_layer[QKV_BIAS])[place]);
@@ -110,21 +115,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
         });
         attend(warp, layer, told);
         warm_up(step, layer + 1);
+        hold<O>(warp, held);
         gather<HEADS_WIDTH>(step, block, told + HEADS_AT, HEADS_WIDTH / 2, nullptr);
-        multiply<O, HEADS_WIDTH>(warp, add_to_residual(MID_AT, O));
+        multiply<O, HEADS_WIDTH>(warp, held, add_to_residual(MID_AT, O));
+        hold<GATE_UP>(warp, held);
         gather<HIDDEN>(step, block, told + MID_AT, HIDDEN / 2, of_layer[POST_NORM]);
         clear(other);
-        multiply<GATE_UP, HIDDEN>(warp, [&](int row, int pair, const float* sums) {
+        multiply<GATE_UP, HIDDEN>(warp, held, [&](int row, int pair, const float* sums) {
             float2 gate = rounded({sums[0], sums[1]}), up = rounded({sums[2], sums[3]});
             float2 active = rounded({gate.x / (1 + expf(-gate.x)), gate.y / (1 + expf(-gate.y))});
             int place = INNER_AT + row * (INNER / 2) + block.state.begins[GATE_UP] * (TILE / 2) + pair;
             write_word(told + place, pack(active.x * up.x, active.y * up.y));
         });
-        multiply_down(warp, told + INNER_AT, add_to_residual(X_AT, DOWN));
+        hold<DOWN>(warp, held);
+        multiply_down(warp, held, told + INNER_AT, add_to_residual(X_AT, DOWN));
         x = told + X_AT;
     }
+    Held held;
+    hold<HEAD>(warp, held);
     gather<HIDDEN>(step, block, x, HIDDEN / 2, step.final_norm);
-    multiply<HEAD, HIDDEN>(warp, [&](int row, int pair, const float* sums) {
+    multiply<HEAD, HIDDEN>(warp, held, [&](int row, int pair, const float* sums) {
         unsigned* logits = reinterpret_cast<unsigned*>(step.logits) + (long long)row * (step.vocab / 2);
         logits[block.state.begins[HEAD] * (TILE / 2) + pair] = pack(sums[0], sums[1]);
     });

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.position_map import Int32Array
+from tandem.cache.stored_layers import Stages
 from tandem.cache.window import Int64Array
 from tandem.transfer.errors import TransportClosed, TransportTimeout
 from tandem.transfer.membership import TransportConfig
@@ -85,11 +86,13 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
         """All layers of the own source_slots (int32 [n]) to the peer's target_slots [n].
 
         Whole pages travel as such. The source may be read until a later fence is quiet, on a GPU behind all that is on
-        the current stream.
+        the current stream, or as soon as `stages`, if there are any, say.
         """
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:

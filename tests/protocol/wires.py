@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.position_map import Int32Array
+from tandem.cache.stored_layers import Stages
 from tandem.transfer.errors import TransportError
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Fence, Int64Array, Transport
@@ -98,7 +99,9 @@ class WireTransport(Transport):
         tokens = k[token_indices, 0, 0].long()
         self._other.incoming.append(Write(tuple(slots.tolist()), tuple(tokens.tolist())))
 
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
         tokens = self._own.memory.tokens[source_slots]
         self._other.incoming.append(Write(tuple(target_slots.tolist()), tuple(tokens.tolist())))
 

@@ -1,6 +1,7 @@
 """Forwards of prompts, some of them in graphs, by two runners: one captures, the other does not."""
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -101,14 +102,15 @@ def run_in_place(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return lambda: memory.copy_(compute())
 
 
-def assert_same_kv(ours: PromptRunner, theirs: PromptRunner, tolerance: float) -> None:
-    """Of all sequences; nobody has written anywhere else."""
+def assert_same_kv(ours: PromptRunner, theirs: PromptRunner, tolerance: float, mostly: float = 1.0) -> None:
+    """Of all sequences, at least of that share of a sequence's tokens; nobody has written anywhere else."""
     for sequence in range(len(WHOLE)):
         if sequence not in theirs.cache._table:
             continue  # not in every program
         begin, end = theirs.cache.first_position(sequence), theirs.cache.num_tokens(sequence)
-        both = (one.cache.gather_kv(sequence, begin, end) for one in (ours, theirs))
-        for mine, other in zip(*both, strict=True):
-            torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+        layers = (one.cache.gather_kv(sequence, begin, end) for one in (ours, theirs))
+        for mine, other in zip(*(chain.from_iterable(pairs) for pairs in layers), strict=True):
+            alike = torch.isclose(mine, other, rtol=tolerance, atol=tolerance).flatten(1).all(1)
+            assert alike.float().mean() >= mostly, f"sequence {sequence}: unlike at {(~alike).nonzero().flatten()}"
     for mine, other in zip(ours.pools, theirs.pools, strict=True):
         assert torch.equal(mine.float().isnan(), other.float().isnan())

@@ -9,10 +9,9 @@ from torch import Tensor
 from tandem.cache.head_norm import HeadNorm
 from tandem.cache.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
 from tandem.workers.errors import GpuTooSmall
-from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.posted_draws import PostedDraws
 from tandem.workers.sample_batch import SampleBatch
-from tandem.workers.sampling import Sampler
 from tandem.workers.sampling_params import SamplingParams
 
 # What comes into being after the pages and can be asked for at no time before:
@@ -92,7 +91,7 @@ def run_largest_forward(model: DenseDecoder, max_batch_tokens: int, max_sequence
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
     logits = model.forward(tokens, WithoutPages(max_positions), tokens[:rows])
     batch = SampleBatch.from_params([SamplingParams(temperature=1.0, top_p=0.5, seed=0)] * rows)
-    Sampler(choose_draw(model.device)).sample(logits, batch, np.zeros(rows, np.int64))
+    PostedDraws(model.device).draw(logits, batch, np.zeros(rows, np.int64)).wait()
 
 
 def gib(num_bytes: int) -> str:

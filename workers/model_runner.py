@@ -13,13 +13,12 @@ from tandem.cache.window import Int64Array
 from tandem.workers.batch_buckets import MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
 from tandem.workers.decode_graphs import DecodeGraphs
 from tandem.workers.graph_capture import Capture, GraphCapture
-from tandem.workers.kernels.choice import choose_draw
 from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.pending_samples import CopiedSamples, PendingSamples, Samples
+from tandem.workers.pending_samples import PendingSamples, Samples
 from tandem.workers.planned_attention import PlannedAttention
+from tandem.workers.posted_draws import PostedDraws
 from tandem.workers.prompt_graphs import PromptGraphs
 from tandem.workers.sample_batch import SampleBatch
-from tandem.workers.sampling import Sampler
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.step_inputs import NUM_INPUTS
 
@@ -30,7 +29,7 @@ class ModelRunner:
     def __init__(self, model: DenseDecoder, cache: PagedKVCache) -> None:
         self._model = model
         self._cache = cache
-        self._sampler = Sampler(choose_draw(model.device))
+        self._draws = PostedDraws(model.device)
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
 
@@ -92,7 +91,7 @@ class ModelRunner:
         plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))
         logits = self.forward(tokens, plan, None)
         self._cache.end_forward(plan)
-        return self._draw(logits, sampling, positions)
+        return self._draws.draw(logits, sampling, positions)
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """They are being received, and will be stepped next, with tokens not known yet."""
@@ -142,8 +141,4 @@ class ModelRunner:
 
     def sample(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> Samples:
         """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be drawn."""
-        return self._draw(logits, batch, positions).wait()
-
-    @torch.inference_mode()
-    def _draw(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> PendingSamples:
-        return CopiedSamples(*self._sampler.sample(logits, batch, positions))
+        return self._draws.draw(logits, batch, positions).wait()

@@ -34,12 +34,15 @@ def half_of(ticket: Turn) -> Turn:
 class PostedSamples:
     """The tokens of one step's rows; see PendingSamples. No row asked for log-probabilities."""
 
-    def __init__(self, words: Int64Array, ticket: int, is_idle: Callable[[], bool]) -> None:
+    def __init__(
+        self, words: Int64Array, ticket: int, is_idle: Callable[[], bool], seconds: float = WAIT_SECONDS
+    ) -> None:
         """words: of its rows, int64 [n]. is_idle: whether nothing that was launched is under way; raises what the
-        device reports."""
+        device reports. seconds: how long wait() waits."""
         self._words = words
         self._ticket = ticket
         self._is_idle = is_idle
+        self._seconds = seconds
         self._tokens: Int64Array | None = None
 
     def is_done(self) -> bool:
@@ -48,11 +51,11 @@ class PostedSamples:
         return self._tokens is not None
 
     def wait(self) -> Samples:
-        """TimeoutError after a minute."""
-        deadline = time.monotonic() + WAIT_SECONDS
+        """TimeoutError when it takes too long."""
+        deadline = time.monotonic() + self._seconds
         while not self.is_done():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"step {self._ticket >> TOKEN_BITS} took more than {WAIT_SECONDS:g} s")
+                raise TimeoutError(f"step {self._ticket >> TOKEN_BITS} took more than {self._seconds:g} s")
             time.sleep(POLL_SECONDS)
         assert self._tokens is not None
         return Samples(self._tokens, [None] * self._tokens.size)
@@ -71,7 +74,9 @@ class PostBox:
     Its memory may go only when nothing on the stream is under way.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, device: torch.device, seconds: float = WAIT_SECONDS) -> None:
+        """seconds: how long a step may take."""
+        self._seconds = seconds
         self._on_gpu = device.type == "cuda"
         self.words = torch.zeros((2, num_rows), dtype=torch.int64, pin_memory=self._on_gpu)
         self._host = self.words.numpy()
@@ -92,7 +97,7 @@ class PostBox:
         """What the step with this ticket, just launched, posts for its first rows."""
         is_idle = torch.cuda.current_stream().query if self._on_gpu else _always
         half = half_of(ticket)
-        self._unread[half] = posted = PostedSamples(self._host[half, :num_rows], ticket, is_idle)
+        self._unread[half] = posted = PostedSamples(self._host[half, :num_rows], ticket, is_idle, self._seconds)
         return posted
 
 

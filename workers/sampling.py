@@ -1,4 +1,4 @@
-"""Drawing of tokens for a batch. A draw depends on the row's logits, parameters, seed and position, on nothing else."""
+"""The numbers that tokens are drawn with, and the log-probabilities that go with tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,11 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.upload import upload
-from tandem.workers.kernels.torch_sampling import draw as torch_draw
-from tandem.workers.sample_batch import GREEDY_BELOW, NO_LOGPROBS, SampleBatch
-
-Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(logits [n, vocab], rows, draws, temperature, top_p, min_p, top_k) -> token ids int64 [m]; see torch_sampling."""
+from tandem.workers.sample_batch import NO_LOGPROBS
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
@@ -36,31 +32,6 @@ class Logprobs:
         return Logprobs(
             self.rows, function(self.chosen), self.counts, function(self.top_ids), function(self.top_logprobs)
         )
-
-
-class Sampler:
-    """Draws one token a row; filters in vLLM's order: temperature, min_p, top_k, top_p. Nothing waits for a device."""
-
-    def __init__(self, draw: Draw = torch_draw) -> None:
-        """draw: see choose_draw."""
-        self._draw = draw
-
-    def sample(
-        self, logits: Tensor, params: SampleBatch, positions: NDArray[np.int64]
-    ) -> tuple[Tensor, Logprobs | None]:
-        """logits [n, vocab], of 16 bits or float32, widened only where more is asked for than the best token; positions
-        [n]: index in its sequence of the token to draw.
-
-        Returns token ids int64 [n] on the logits' device, and log-probabilities if any row asked for them.
-        """
-        tokens = logits.argmax(dim=-1)
-        drawn = np.flatnonzero(params.temperature >= GREEDY_BELOW)
-        if drawn.size:
-            part = params.take(drawn)
-            draws = uniform(part.seed, positions[drawn])
-            columns = upload([drawn, draws, part.temperature, part.top_p, part.min_p, part.top_k], logits.device)
-            tokens[columns[0]] = self._draw(logits, *columns)
-        return tokens, logprobs_of(logits, tokens, params.num_logprobs)
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -27,7 +27,8 @@ CASES = {
 }
 LOGPROB = {"float16": 0.03, "bfloat16": 0.2}  # transformers' own are off by as much from float32
 ENTRY = {"float16": 0.02, "bfloat16": 0.15}
-MOSTLY = 0.9  # of the best tokens are the same
+WITH_EXPERTS = ("qwen3_moe", "gpt_oss")
+MOSTLY = 0.9  # of the best tokens are the same, and of the tokens' entries, where there are experts
 SCALES = KVScales(((0.01,), (0.02, 0.015)), ((0.02,), (0.01, 0.03)))
 
 
@@ -55,7 +56,8 @@ def test_several_prompts_in_chunks(case: str, tmp_path: Path) -> None:
     ours, theirs = pair(tmp_path, dtype)
     assert_alike(ours.run_all(), theirs.run_all(), LOGPROB[dtype])
     assert ours.replays == len(FORWARDS) - NUM_PLAIN
-    assert_same_kv(ours, theirs, ENTRY[dtype])
+    # A token between two experts may take the other one, and is another in all layers behind.
+    assert_same_kv(ours, theirs, ENTRY[dtype], MOSTLY if case in WITH_EXPERTS else 1.0)
 
 
 def test_lone_prompts_around_the_sizes(tmp_path: Path) -> None:

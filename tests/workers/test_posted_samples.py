@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.workers import posted_samples
 from tandem.workers.kernels.base import RowDraws
 from tandem.workers.kernels.torch_step_tokens import TorchStepTokens
 from tandem.workers.posted_samples import TOKEN_BITS, PostBox, PostedSamples
@@ -39,12 +38,11 @@ def test_words_that_come_while_the_device_is_asked_count() -> None:
     assert PostedSamples(words, TICKET, finish).is_done()
 
 
-def test_nobody_waits_for_what_cannot_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_what_cannot_come() -> None:
     with pytest.raises(RuntimeError, match="step 5 is done, but has not posted its tokens"):
         posted([TICKET, 0], is_idle=True).wait()
-    monkeypatch.setattr(posted_samples, "WAIT_SECONDS", 0.01)
     with pytest.raises(TimeoutError, match=r"step 5 took more than 0.01 s"):
-        posted([TICKET, 0]).wait()
+        PostedSamples(np.array([TICKET, 0]), TICKET, lambda: False, seconds=0.01).wait()
 
 
 def test_what_the_device_reports_is_raised() -> None:

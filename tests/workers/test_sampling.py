@@ -1,4 +1,4 @@
-"""Sampler against a naive row-by-row reference, and what it promises: draws depend on (seed, position) alone."""
+"""Draws against a naive row-by-row reference, and what they promise: to depend on (seed, position) alone."""
 
 from dataclasses import fields
 from typing import Any
@@ -9,9 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.workers.pending_samples import Samples
+from tandem.workers.posted_draws import PostedDraws
 from tandem.workers.sample_batch import SampleBatch
-from tandem.workers.sampling import Sampler, uniform
+from tandem.workers.sampling import uniform
 from tandem.workers.sampling_params import SamplingParams
+from tandem.workers.token_logprobs import TokenLogprobs
 
 VOCAB = 50
 
@@ -44,11 +47,13 @@ def naive_token(logits: np.ndarray, params: SamplingParams, position: int) -> in
     return int(np.searchsorted(np.cumsum(probabilities), draw, side="right"))
 
 
+def draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> Samples:
+    draws = PostedDraws(torch.device("cpu"))
+    return draws.draw(logits, SampleBatch.from_params(params), np.array(positions)).wait()
+
+
 def sample(logits: np.ndarray, params: list[SamplingParams], positions: list[int]) -> list[int]:
-    batch = SampleBatch.from_params(params)
-    tokens, _ = Sampler().sample(torch.from_numpy(logits), batch, np.array(positions))
-    assert tokens.dtype == torch.int64
-    return tokens.tolist()
+    return draw(torch.from_numpy(logits), params, positions).token_ids.tolist()
 
 
 def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> np.ndarray:
@@ -69,14 +74,10 @@ PARAMS = st.builds(
 def test_logits_of_16_bits_are_widened(dtype: torch.dtype) -> None:
     """Probabilities and log-probabilities of 16 bits would be off by a hundredth."""
     params = [SamplingParams(top_p=0.9, seed=row, logprobs=2) for row in range(20)]
-    narrow, batch, positions = torch.randn(20, VOCAB).to(dtype), SampleBatch.from_params(params), np.arange(20)
-    (tokens, logprobs), (expected, of_wide) = (
-        Sampler().sample(logits, batch, positions) for logits in (narrow, narrow.float())
-    )
-    assert tokens.tolist() == expected.tolist()
-    assert logprobs is not None
-    assert of_wide is not None
-    torch.testing.assert_close(logprobs.top_logprobs, of_wide.top_logprobs, rtol=0, atol=0)
+    narrow, positions = torch.randn(20, VOCAB).to(dtype), list(range(20))
+    drawn, expected = (draw(logits, params, positions) for logits in (narrow, narrow.float()))
+    assert drawn.token_ids.tolist() == expected.token_ids.tolist()
+    assert drawn.logprobs == expected.logprobs
 
 
 @given(st.lists(PARAMS, min_size=1, max_size=8), st.integers(0, 2**32), st.integers(0, 100_000))
@@ -145,9 +146,8 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     seeds = [SamplingParams(seed=seed) for seed in (0, 1)]
     for params in (seeds, [SamplingParams(seed=one.seed, top_p=0.999) for one in seeds]):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tandem.workers.sampling.uniform", lambda seeds, positions: np.array([0.0, 1 - 2.0**-53]))
-            tokens, _ = Sampler().sample(logits, SampleBatch.from_params(params), np.zeros(2, np.int64))
-        assert tokens.tolist() == [1, 2]
+            patch.setattr("tandem.workers.step_inputs.uniform", lambda seeds, positions: np.array([0.0, 1 - 2.0**-53]))
+            assert draw(logits, params, [0, 0]).token_ids.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
@@ -171,22 +171,21 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         SamplingParams(temperature=0.1, seed=2, logprobs=0),
         SamplingParams(top_k=2, seed=3, logprobs=5),
     ]
-    tokens, logprobs = Sampler().sample(logits, SampleBatch.from_params(params), np.arange(4))
-    assert logprobs is not None
+    samples = draw(logits, params, list(range(4)))
     raw = logits.log_softmax(-1).numpy()
-    assert logprobs.rows.tolist() == [0, 2, 3]
-    assert logprobs.counts.tolist() == [3, 0, 5]
-    for index, row in enumerate(logprobs.rows):
-        assert logprobs.chosen[index] == raw[row, tokens[row]]
-        count = logprobs.counts[index]
-        best = np.argsort(-raw[row])[:count]
-        assert logprobs.top_ids[index, :count].tolist() == best.tolist()
-        assert logprobs.top_logprobs[index, :count].tolist() == raw[row, best].tolist()
+    for row, one in enumerate(params):
+        logprobs = samples.logprobs[row]
+        if one.logprobs is None:
+            assert logprobs is None
+            continue
+        token = int(samples.token_ids[row])
+        best = np.argsort(-raw[row])[: one.logprobs].tolist()
+        assert logprobs == TokenLogprobs(token, float(raw[row, token]), tuple((id, float(raw[row, id])) for id in best))
 
 
 def test_no_logprobs_unless_asked() -> None:
-    batch = SampleBatch.from_params([SamplingParams(temperature=0)])
-    assert Sampler().sample(torch.from_numpy(random_logits(1)), batch, np.zeros(1, np.int64))[1] is None
+    logits = torch.from_numpy(random_logits(1))
+    assert draw(logits, [SamplingParams(temperature=0)], [0]).logprobs == [None]
 
 
 def test_a_seed_is_required_where_it_matters() -> None:

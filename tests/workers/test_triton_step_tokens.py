@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 from tandem.workers.kernels import triton_step_tokens
 from tandem.workers.kernels.torch_step_tokens import TorchStepTokens
 from tandem.workers.kernels.triton_step_tokens import TritonStepTokens
+from tandem.workers.posted_draws import PostedDraws
 from tandem.workers.posted_samples import TOKEN_BITS
 from tandem.workers.sample_batch import SampleBatch
-from tandem.workers.sampling import Sampler
 from tandem.workers.sampling_params import SamplingParams
 from tandem.workers.step_inputs import pack_inputs, unpack_inputs
 
@@ -50,7 +50,7 @@ def test_the_first_of_the_best_tokens_is_kept(
 
 
 def test_rows_are_drawn_beside_rows_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn is what a Sampler draws; what stands behind the rows of a narrower step is nobody's."""
+    """What is drawn is what is drawn without graphs; what stands behind the rows of a narrower step is nobody's."""
     monkeypatch.setattr(triton_step_tokens, "BLOCK", 64)
     monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", 64)
     logits = torch.randn(7, 203, generator=torch.Generator().manual_seed(5))
@@ -60,8 +60,8 @@ def test_rows_are_drawn_beside_rows_that_are_not(monkeypatch: pytest.MonkeyPatch
     ]  # fmt: skip
     params = [SamplingParams(**one, seed=row) for row, one in enumerate(options)]
     kept, words = keep_by_both(logits, params, torch.arange(2, 9) << TOKEN_BITS)
-    expected, _ = Sampler().sample(logits, SampleBatch.from_params(params), np.arange(7))
-    assert kept == expected.tolist() != logits.argmax(-1).tolist()
+    expected = PostedDraws(torch.device("cpu")).draw(logits, SampleBatch.from_params(params), np.arange(7)).wait()
+    assert kept == expected.token_ids.tolist() != logits.argmax(-1).tolist()
     assert kept[1] == logits[1].argmax()
     assert [words[row % 2][row] & (1 << TOKEN_BITS) - 1 for row in range(7)] == kept
 

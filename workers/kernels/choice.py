@@ -10,9 +10,7 @@ from tandem.workers.kernels.native_layer import NativeLayerKernels, load_native_
 from tandem.workers.kernels.row_step import Launch, RowStepShape, load_launches
 from tandem.workers.kernels.step_product import StepProduct, load_step_products
 from tandem.workers.kernels.torch_layer import TorchLayerKernels
-from tandem.workers.kernels.torch_sampling import draw as torch_draw
 from tandem.workers.kernels.torch_step_tokens import TorchStepTokens
-from tandem.workers.sampling import Draw
 
 
 def choose_layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
@@ -47,15 +45,6 @@ def choose_step_product(weight: Tensor, bias: Tensor | None, *, gated: bool = Fa
 def choose_row_launches(shape: RowStepShape, device: torch.device) -> Mapping[int, Launch]:
     """What computes whole steps of such a model, by their number of rows; for others kernels of each layer do."""
     return load_launches(shape, device) if device.type == "cuda" else {}
-
-
-def choose_draw(device: torch.device) -> Draw:
-    """What a Sampler takes: Triton's on a GPU, else torch's."""
-    if device.type != "cuda":
-        return torch_draw
-    from tandem.workers.kernels.triton_sampling import draw  # triton may be missing elsewhere
-
-    return draw
 
 
 def choose_step_tokens(num_rows: int, device: torch.device) -> StepTokens:

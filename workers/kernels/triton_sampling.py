@@ -8,39 +8,10 @@ Those passes are short where top_k is small: each lane's best token is known fro
 these is at most the k-th best of all. What is not below it is gathered, a few hundred tokens, and the rest forgotten.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 BLOCK, WARPS = 4096, 16
-
-
-def draw(
-    logits: Tensor, rows: Tensor, draws: Tensor, temperature: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor
-) -> Tensor:
-    """What torch_sampling draws, but for rounding."""
-    count, vocab = rows.shape[0], logits.shape[1]
-    tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
-    gathered = torch.empty((count, BLOCK), dtype=logits.dtype, device=logits.device)
-    places = torch.empty((count, BLOCK), dtype=torch.int32, device=logits.device)
-    kernel: Any = _draw[(count,)]
-    arrays = (logits, rows, draws, temperature, top_p, min_p, top_k, gathered, places, tokens)
-    kernel(*arrays, vocab, BLOCK=BLOCK, num_warps=WARPS)
-    return tokens
-
-
-@triton.jit
-def _draw(
-    logits, rows, draws, temperature, top_p, min_p, top_k, gathered, places, tokens, vocab, BLOCK: tl.constexpr
-):  # fmt: skip
-    """A program a row."""
-    one = tl.program_id(0)
-    row = logits + tl.load(rows + one) * vocab
-    token = draw_token(row, one, draws, temperature, top_p, min_p, top_k, gathered, places, vocab, BLOCK)
-    tl.store(tokens + one, token)
 
 
 @triton.jit

@@ -45,10 +45,9 @@ class TritonStepTokens:
         kernel: Any = _keep[(rows, parts)]
         kernel(
             *(logits, *columns, last, tickets, words, self._keys, self._done),
-            *(logits.stride(0), words.stride(0), vocab, GREEDY_BELOW),
+            *(logits.stride(0), words.stride(0), vocab, GREEDY_BELOW, parts),
             LEAST_KEY=LEAST_KEY,
             TOKEN_BITS=TOKEN_BITS,
-            PARTS=parts,
             BLOCK=BLOCK,
             DRAW_BLOCK=DRAW_BLOCK,
             num_warps=WARPS,
@@ -67,10 +66,10 @@ def _inputs(tokens, sources, last, inputs, rows, BLOCK: tl.constexpr):
 @triton.jit
 def _keep(
     logits, draws, temperature, top_p, min_p, top_k, gathered, places, last, tickets, words, keys, done,
-    pitch, half_size, vocab, greedy_below, LEAST_KEY: tl.constexpr, TOKEN_BITS: tl.constexpr, PARTS: tl.constexpr,
+    pitch, half_size, vocab, greedy_below, parts, LEAST_KEY: tl.constexpr, TOKEN_BITS: tl.constexpr,
     BLOCK: tl.constexpr, DRAW_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """PARTS programs a row: each brings its best token, and the last one posts the best of these."""
+    """`parts` programs a row: each brings its best token, and the last one posts the best of these."""
     row, part = tl.program_id(0), tl.program_id(1)
     logits += row.to(tl.int64) * pitch
     ticket = tl.load(tickets + row)
@@ -82,14 +81,14 @@ def _keep(
             )  # fmt: skip
             _post(token, last + row, word, ticket)
     else:
-        best, token = _best(logits, part, vocab, PARTS, BLOCK)
-        if PARTS == 1:
+        best, token = _best(logits, part, vocab, parts, BLOCK)
+        if parts == 1:
             _post(token, last + row, word, ticket)
         else:
             # Of equals the first is the largest: zeros of either sign are equal.
             key = (order_of(tl.where(best == 0, 0.0, best)).to(tl.int64) << 32) + (vocab - 1 - token)
             tl.atomic_max(keys + row, key)
-            if tl.atomic_add(done + row, 1) == PARTS - 1:
+            if tl.atomic_add(done + row, 1) == parts - 1:
                 key = tl.atomic_xchg(keys + row, LEAST_KEY)
                 tl.store(done + row, 0)
                 _post(vocab - 1 - (key & 0x7FFFFFFF), last + row, word, ticket)
@@ -103,13 +102,13 @@ def _post(token, last, word, ticket):
 
 
 @triton.jit
-def _best(row, part, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The best logit of every PARTS-th block, and the first token, int64, that has it. Each lane keeps the best of what
-    it has seen."""
+def _best(row, part, vocab, parts, BLOCK: tl.constexpr):
+    """The best logit of every `parts`-th block, and the first token, int64, that has it. Each lane keeps the best of
+    what it has seen."""
     lane = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     where = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(part * BLOCK, vocab, PARTS * BLOCK):
+    for begin in range(part * BLOCK, vocab, parts * BLOCK):
         token = begin + lane
         logit = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         better = logit > best

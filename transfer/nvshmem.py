@@ -168,16 +168,22 @@ class NvshmemTransport(Transport):
         event.record(self._stream)
         return EventFence(event)
 
-    def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
+    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
         self._check_peer(pe)
         self._check_signal(slot)
-        self._follow_current()
         peer = self._peers[pe]
+        if peer is None:
+            word = int(payload)
+            self._follow_current()
+            with torch.cuda.stream(self._stream):
+                self._puts.post_row(pe, slot, signal, word)
+            return
+        # Whoever made the tensor may write over it before this stream comes to it.
+        words = payload + 0 if isinstance(payload, Tensor) else torch.full((), payload, device=self._device)
+        words.record_stream(self._stream)
+        self._follow_current()
         with torch.cuda.stream(self._stream):
-            if peer is None:
-                self._puts.post_row(pe, slot, signal, payload)
-            else:
-                post_row(peer[self._num_pools], slot, signal, payload)
+            post_row(peer[self._num_pools], slot, signal, words)
 
     def mailbox(self) -> Int64Array:
         self._check_peer(self.pe)

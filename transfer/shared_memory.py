@@ -77,11 +77,11 @@ class SharedMemoryTransport(Transport):
         self._keep_order()
         return Landed()
 
-    def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
+    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
         self._check_peer(pe)
         self._check_signal(slot)
         row = self._peers[pe].mailbox[slot]
-        row[1] = payload
+        row[1] = int(payload)
         self._keep_order()
         row[0] = signal
 

@@ -114,10 +114,11 @@ class Transport(ABC):
                 )
 
     @abstractmethod
-    def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
-        """Writes row `slot` of the peer's mailbox, int64 each, behind all writes issued to that PE before; never waits.
+    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
+        """Writes row `slot` of the peer's mailbox, int64 each, behind all writes issued to that PE before.
 
-        Who sees the signal there sees the payload and what those writes wrote.
+        Who sees the signal there sees the payload and what those writes wrote. payload: or an int64 tensor [] that has
+        it once what is launched so far is done. Never waits, but for that tensor where the peer's memory is not mapped.
         """
 
     @abstractmethod

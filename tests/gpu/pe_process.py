@@ -103,6 +103,17 @@ class Pe:
                     return not last.query()
         return False
 
+    def post_of_tensor(self, target: int, slot: int, signal: int, payload: int) -> bool:
+        """Posts a payload that a kernel behind a long one makes, and another then writes over; whether it returned
+        before."""
+        word = torch.zeros((), dtype=torch.int64, device="cuda")
+        torch.cuda._sleep(200_000_000)
+        word.fill_(payload)
+        self.transport.post(target, slot, signal, word)
+        early = not torch.cuda.current_stream().query()
+        word.zero_()
+        return early
+
     def fill(self, seed: int) -> list[np.ndarray]:
         """Random bits into all pools; what they hold now."""
         generator = torch.Generator().manual_seed(seed)

@@ -210,6 +210,11 @@ def test_layers_go_as_they_are_stored(island: list[PeProcess], mapped: bool, req
     check(island, expected)
 
 
+def test_a_payload_may_be_a_tensor(island: list[PeProcess], mapped: bool) -> None:
+    assert island[0].do("post_of_tensor", 1, 2, pack_signal(4, 4), 2**31 + 7) == mapped
+    assert wait_for_mail(island[1], 2, pack_signal(4, 4))[2, 1] == 2**31 + 7
+
+
 def test_a_post_to_oneself(island: list[PeProcess]) -> None:
     island[1].do("call", "post", 1, 3, pack_signal(9, 9), 5)
     assert wait_for_mail(island[1], 3, pack_signal(9, 9))[3, 1] == 5

@@ -64,6 +64,11 @@ class SlotRuns:
         return int(self.lengths.sum(dtype=np.int64))
 
     @property
+    def end(self) -> int:
+        """Behind the largest slot; 0 without one."""
+        return int((self.begins.astype(np.int64) + self.lengths)[self.begins != SKIP].max(initial=0))
+
+    @property
     def num_skipped(self) -> int:
         """Positions before the first that has a slot."""
         if self.begins.size and int(self.begins[0]) != SKIP:

@@ -74,7 +74,14 @@ class Transmissions:
             raise InvalidArgument(f"sequence {sequence} cannot be sent: the cache was made without a writer")
         if begin != position_map.start_position:
             raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
-        self._writer.peer_pool(integer("target_pe", target_pe), 0)  # it refuses a PE that is not there
+        integer("target_pe", target_pe)
+        for group, runs in zip(range(len(self._groups)), position_map.runs, strict=False):
+            peer_pool = self._writer.peer_pool(target_pe, group)  # it refuses a PE that is not there
+            if peer_pool is not None and runs.end > peer_pool.shape[0] * self._layout.page_size:  # else writes check it
+                raise InvalidArgument(
+                    f"the position map has slot {runs.end - 1} for layer group {group}; the pool of PE {target_pe} "
+                    f"ends at {peer_pool.shape[0] * self._layout.page_size - 1}"
+                )
         held = [int(group.begins[row]) * self._layout.page_size for group in self._table.groups]
         self._streams.check_map(row, position_map)
         self._marks.add(sequence, row, position_map, target_pe, held)

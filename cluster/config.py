@@ -97,10 +97,11 @@ class CacheSection(Section):
 class SchedulerSection(Section):
     max_batch_tokens: Count = Field(default=1024, le=1 << 20, description="most tokens in one forward")
     max_sequences: Count = Field(default=256, le=1 << 16, description="most sequences in one forward")
-    stream_messages_per_second: Count = Field(
-        default=400,
+    stream_messages_per_second: Count | None = Field(
+        default=None,
         le=1 << 20,
-        description="most messages a decode worker writes; when more tokens come, a message carries several",
+        description="most messages that the clients of one decode worker get; when more tokens come, a message carries "
+        "several; null is 400 on a CPU, which computes meanwhile, and as many as the gateway can write on a GPU",
     )
 
 

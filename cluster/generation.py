@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import replace
 
 import grpc
@@ -15,6 +15,8 @@ from tandem.cluster.errors import InvalidRequest, ServerError
 from tandem.cluster.request import ValidRequest
 from tandem.cluster.router import Placement
 from tandem.cluster.text_output import TextOutput
+from tandem.cluster.token_inbox import FeedLost, TokenInbox
+from tandem.cluster.turns import Turns
 from tandem.cluster.worker_link import WORKER_LOST, WorkerLink
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.event_loop import unwatched
@@ -41,8 +43,15 @@ class Generation:
     """
 
     def __init__(
-        self, request: ValidRequest, arrived: float, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]
+        self,
+        request: ValidRequest,
+        arrived: float,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+        turns: Turns,
     ) -> None:
+        """turns: what each message but the first one waits for."""
+        self._turns = turns
         self._request = request
         self._arrived = arrived
         self._output = TextOutput(request.params, tokenizer)
@@ -79,19 +88,22 @@ class Generation:
         if self._timings.attempts == 1:
             self._timings.queue_seconds = time.perf_counter() - self._arrived
         self._timings.pages = placement.reservation.pages
-        send, start = self._calls(placement)
+        inbox = placement.decode.feed.inbox()
+        send, start = self._calls(placement, inbox)
         # The prompt first: the other call waits for what it brings about.
         sent = placement.prefill.stub.RemoteSend(send, timeout=timeout)
         answer = unwatched(asyncio.ensure_future(self._answer(placement.prefill, sent)))
         answer.add_done_callback(lambda _: placement.prefill.awaited.discard(placement.request_id))
         stream = placement.decode.stub.StartGenerate(start, timeout=timeout)
+        reading = unwatched(asyncio.ensure_future(inbox.read(stream)))
         try:
             message = self._first_message(await self._first_token(placement.drawn, answer))
             yield message
             if message.finish_reason and not self._first_is_last:
                 return  # a stop string: the decode worker does not know
             await answer  # all has landed, else the decode worker would wait in vain
-            async for tokens in _tokens(placement.decode, stream):
+            while True:
+                tokens = await self._next(placement.decode, inbox)
                 reason = FinishReason(tokens.finish_reason)
                 if reason == FinishReason.ERROR:
                     raise ServerError(f"the decode worker ended the request with {reason.name}")
@@ -105,10 +117,11 @@ class Generation:
                 yield message
                 if message.finish_reason:
                     return
-            raise AttemptLost("the decode worker's stream ended before the request did")
         finally:
             answer.cancel()
+            reading.cancel()
             stream.cancel()
+            placement.decode.feed.leave(inbox)
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
         """The client has the text of these tokens as well: text depends on tokens, not on how they came."""
@@ -123,7 +136,9 @@ class Generation:
                 )
         self._sent += token_ids
 
-    def _calls(self, placement: Placement) -> tuple[worker_pb2.RemoteSendRequest, worker_pb2.StartGenerateRequest]:
+    def _calls(
+        self, placement: Placement, inbox: TokenInbox
+    ) -> tuple[worker_pb2.RemoteSendRequest, worker_pb2.StartGenerateRequest]:
         sampling = sampling_to_proto(replace(self._request.params, max_tokens=self.max_tokens_left))
         send = worker_pb2.RemoteSendRequest(
             request_id=placement.request_id,
@@ -137,6 +152,8 @@ class Generation:
             epoch=placement.decode.epoch,
             reservation_id=placement.reservation.reservation_id,
             sampling=sampling,
+            feed=inbox.feed,
+            number=inbox.number,
         )
         return send, start
 
@@ -181,6 +198,19 @@ class Generation:
             message.logprobs.append(first.logprobs)
         return message
 
+    async def _next(self, decode: WorkerLink, inbox: TokenInbox) -> worker_pb2.GeneratedTokens:
+        await inbox.ready()
+        await self._turns.take()
+        try:
+            return inbox.next()
+        except grpc.aio.AioRpcError as error:
+            raise _attempt_error(decode, error) from error
+        except EOFError:
+            raise AttemptLost("the decode worker's stream ended before the request did") from None
+        except FeedLost as error:
+            decode.avoid()
+            raise AttemptLost(f"decode worker (PE {decode.pe}, epoch {decode.epoch}): {error}") from error
+
     def _message(self, token_ids: list[int], reason: FinishReason) -> inference_pb2.GenerateResponse:
         part = self._output.add(token_ids, reason)
         self._sent += token_ids[: part.num_tokens]
@@ -197,16 +227,6 @@ class Generation:
             message.usage.CopyFrom(self._usage)
             message.timings.CopyFrom(self._timings)
         return message
-
-
-async def _tokens(
-    decode: WorkerLink, stream: AsyncIterable[worker_pb2.GeneratedTokens]
-) -> AsyncGenerator[worker_pb2.GeneratedTokens]:
-    try:
-        async for tokens in stream:
-            yield tokens
-    except grpc.aio.AioRpcError as error:
-        raise _attempt_error(decode, error) from error
 
 
 def _attempt_error(link: WorkerLink, error: grpc.aio.AioRpcError) -> Exception:

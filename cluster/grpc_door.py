@@ -17,7 +17,7 @@ from tandem.workers.well_formed import WellFormedRequired
 IDLE_MS = 600_000  # without a call; clients connect again by themselves when they have one
 SILENT_MS = 60_000  # without a sign of life, then as long again for the answer to a ping
 REQUEST_SECONDS = 60.0  # how long a client may take to send its request, or may talk where it sends several
-OPEN_CALLS = 256  # of methods that need no token: strangers take no room from callers
+OPEN_CALLS = 256  # of each method that needs no token: strangers take no room from callers, watches none from checks
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
@@ -57,11 +57,11 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
 
     def __init__(self, limit: CallLimit) -> None:
         self._limit = limit
-        self._open = CallLimit(OPEN_CALLS)
+        self._open = {method: CallLimit(OPEN_CALLS) for method in OPEN_METHODS}
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         try:
-            (self._open if handler_call_details.method in OPEN_METHODS else self._limit).admit()
+            self._open.get(handler_call_details.method, self._limit).admit()
         except Overloaded as error:
             return _refusal(error)
         handler = await continuation(handler_call_details)

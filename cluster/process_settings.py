@@ -1,5 +1,6 @@
 """What each process of a cluster is told, from the cluster's configuration."""
 
+import math
 import os
 import secrets
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from tandem.workers.config import Role, WorkerConfig
 FIRST_EPOCH = 1
 TOKEN_BYTES = 32
 CPU_PAGES = 1024
+CPU_MESSAGES_PER_SECOND = 400.0
 GPU_MEMORY_UTILIZATION = 0.9
 
 
@@ -58,10 +60,17 @@ def worker_configs(
             verify_kv=config.island.verify_kv,
             threads=threads_per_worker(config),
             threads_alone=threads_alone(config) if role == Role.DECODE else None,
-            max_stream_messages_per_second=config.scheduler.stream_messages_per_second,
+            max_stream_messages_per_second=stream_messages_per_second(config),
         )
         for pe, role in enumerate(roles)
     ]
+
+
+def stream_messages_per_second(config: ClusterConfig) -> float:
+    """As configured; a CPU has better things to do, and beside a GPU the gateway's own pace is the bound."""
+    return config.scheduler.stream_messages_per_second or (
+        CPU_MESSAGES_PER_SECOND if config.island.device == "cpu" else math.inf
+    )
 
 
 def threads_per_worker(config: ClusterConfig) -> int:

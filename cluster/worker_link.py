@@ -7,6 +7,7 @@ import grpc
 import grpc.aio
 
 from tandem.cluster.announcements import Announcements
+from tandem.cluster.token_feed import TokenFeed
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
 from tandem.workers.config import Role
@@ -45,6 +46,7 @@ class WorkerLink:
     channel: grpc.aio.Channel
     stub: worker_pb2_grpc.WorkerStub
     announcements: Announcements
+    feed: TokenFeed
     load: int = 0
     awaited: set[str] = field(default_factory=set)
     _avoid_until: float = 0.0
@@ -59,7 +61,8 @@ class WorkerLink:
         ]
         channel = grpc.aio.insecure_channel(worker.address, options=options)
         stub = authorized(worker_pb2_grpc.WorkerStub(channel), worker.token)
-        return cls(worker.role, worker.pe, worker.address, epoch, channel, stub, Announcements(stub))
+        announcements, feed = Announcements(stub), TokenFeed(stub, epoch)
+        return cls(worker.role, worker.pe, worker.address, epoch, channel, stub, announcements, feed)
 
     @property
     def reachable(self) -> bool:
@@ -81,6 +84,7 @@ class WorkerLink:
     async def close(self) -> None:
         """Calls under way fail."""
         await self.announcements.close()
+        await self.feed.close()
         await self.channel.close()
 
     async def status(self) -> inference_pb2.WorkerInfo:

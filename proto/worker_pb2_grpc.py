@@ -55,6 +55,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_proto_dot_worker__pb2.StartGenerateRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_worker__pb2.GeneratedTokens.FromString,
                 _registered_method=True)
+        self.Feed = channel.unary_stream(
+                '/tandem.v1.Worker/Feed',
+                request_serializer=tandem_dot_proto_dot_worker__pb2.FeedRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_worker__pb2.FedTokens.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tandem.v1.Worker/Abort',
                 request_serializer=tandem_dot_proto_dot_worker__pb2.AbortRequest.SerializeToString,
@@ -99,6 +104,15 @@ class WorkerServicer(object):
 
     def StartGenerate(self, request, context):
         """Decode side: stream the tokens after the first, once all KV has landed. DATA_LOSS when that is not what was sent.
+        Those before the last may go over the feed that the request names, if that is open: then what comes here says how many.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Feed(self, request, context):
+        """Decode side: a step's tokens of all requests that name this feed, in one message. It is open once its initial metadata
+        has come; when it ends, tokens may be lost, and whoever named it starts again. ALREADY_EXISTS for one that is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,6 +154,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.StartGenerate,
                     request_deserializer=tandem_dot_proto_dot_worker__pb2.StartGenerateRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_worker__pb2.GeneratedTokens.SerializeToString,
+            ),
+            'Feed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Feed,
+                    request_deserializer=tandem_dot_proto_dot_worker__pb2.FeedRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_worker__pb2.FedTokens.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -260,6 +279,33 @@ class Worker(object):
             '/tandem.v1.Worker/StartGenerate',
             tandem_dot_proto_dot_worker__pb2.StartGenerateRequest.SerializeToString,
             tandem_dot_proto_dot_worker__pb2.GeneratedTokens.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Feed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Worker/Feed',
+            tandem_dot_proto_dot_worker__pb2.FeedRequest.SerializeToString,
+            tandem_dot_proto_dot_worker__pb2.FedTokens.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,6 +22,7 @@ HOMES = {
     "grpc": {
         "cluster/admin.py",
         "cluster/announcements.py",
+        "cluster/token_feed.py",
         "cluster/attempts.py",
         "cluster/client.py",
         "cluster/client_messages.py",

@@ -13,6 +13,7 @@ write_slots is told the stages of waits for them only: the first layers of long 
 Importing this module needs nvshmem4py and Triton.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,9 @@ class NvshmemTransport(Transport):
         if not torch.cuda.is_available():
             raise TransportError("transport is 'nvshmem'; it needs a CUDA GPU, and torch finds none")
         self._device = torch.device("cuda", torch.cuda.current_device())
+        # No proxy thread, which PEs that are all peer to peer do not need. It keeps a core busy, and in 3.4.5 takes a 2
+        # that it finds in new pinned memory for a kernel's wish to exit. The first call reads this.
+        os.environ.setdefault("NVSHMEM_DISABLE_LOCAL_ONLY_PROXY", "1")
         self._unique_id = nvshmem.core.get_unique_id(empty=self.pe != 0)
         detail: Detail = {"host": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}
         if self.pe == 0:

@@ -1,5 +1,6 @@
 """Everything one worker process needs to know to start, as one value that the control plane sends it."""
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -46,7 +47,7 @@ class WorkerConfig:
     verify_kv: bool = False
     threads: int | None = None
     threads_alone: int | None = None
-    max_stream_messages_per_second: float = 2000.0
+    max_stream_messages_per_second: float = math.inf
 
 
 def max_message_bytes(max_model_len: int) -> int:

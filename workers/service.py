@@ -32,6 +32,7 @@ from tandem.workers.errors import (
     WriterNotQuiet,
 )
 from tandem.workers.event_loop import unwatched
+from tandem.workers.feed import Feeds
 from tandem.workers.finish import FinishReason
 from tandem.workers.first_token import FirstTokens
 from tandem.workers.lease import Lease
@@ -194,7 +195,13 @@ class PrefillService(WorkerService[PrefillLoop]):
 
 
 class DecodeService(WorkerService[DecodeLoop]):
-    """PrepareReceive, StartGenerate and Abort."""
+    """PrepareReceive, StartGenerate, Feed and Abort."""
+
+    def __init__(
+        self, config: WorkerConfig, vocab_size: int, thread: StepThread, loop: DecodeLoop, cache: PagedKVCache
+    ) -> None:
+        super().__init__(config, vocab_size, thread, loop, cache)
+        self._feeds = Feeds()
 
     async def PrepareReceive(
         self, request: worker_pb2.PrepareReceiveRequest, context: Context
@@ -209,7 +216,8 @@ class DecodeService(WorkerService[DecodeLoop]):
         return reservation_to_proto(reservation, self._config.token)
 
     async def StartGenerate(self, request: worker_pb2.StartGenerateRequest, context: Context) -> None:
-        stream = TokenStream()
+        feed = None if request.sampling.HasField("logprobs") else self._feeds.get(request.feed)
+        stream = TokenStream(feed, request.number)
         started: list[str] = []
 
         def start() -> None:
@@ -230,6 +238,19 @@ class DecodeService(WorkerService[DecodeLoop]):
         finally:
             if not finished:  # the reader went away; a start that is still to come is not one of a reader
                 self._thread.call(lambda: [self._loop.abort(started_id, False) for started_id in started])
+
+    async def Feed(self, request: worker_pb2.FeedRequest, context: Context) -> None:
+        def check() -> None:
+            if not request.feed:
+                raise InvalidCall("feed is 0; any other number is accepted")
+
+        await self._on_step_thread(context, request.epoch, check)
+        with self._feeds.opened(request.feed) as feed:
+            if feed is None:
+                await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"feed {request.feed} is open")
+            await context.send_initial_metadata(())
+            async for message in feed.messages():
+                await context.write(message)
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
         def abort() -> bool:
@@ -258,4 +279,5 @@ def _generated(tokens: Tokens) -> worker_pb2.GeneratedTokens:
         token_ids=tokens.token_ids,
         logprobs=[logprobs_to_proto(entry) for entry in tokens.logprobs],
         finish_reason=int(tokens.finish_reason),  # type: ignore[arg-type]  # same numbers as the enum of the message
+        fed=tokens.fed,
     )

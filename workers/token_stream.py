@@ -4,24 +4,33 @@ import asyncio
 from dataclasses import dataclass, field
 
 from tandem.workers.errors import WorkerError
+from tandem.workers.feed import Feed
 from tandem.workers.finish import FinishReason
 from tandem.workers.token_logprobs import TokenLogprobs
 
 
 @dataclass
 class Tokens:
-    """Consecutive output tokens of one request; `error` is set on the last ones of a request that failed."""
+    """Consecutive output tokens of one request; `error` is set on the last ones of a request that failed. fed: how many
+    went over a feed before these."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.RUNNING
     error: WorkerError | None = None
+    fed: int = 0
 
 
 class TokenStream:
-    """One request's queue. Owned by the event loop's thread; the step thread reaches it through StreamFanout."""
+    """One request's queue. Owned by the event loop's thread; the step thread reaches it through StreamFanout.
 
-    def __init__(self) -> None:
+    Where it has a feed, what comes before the last token goes there, under its number; next() has the rest.
+    """
+
+    def __init__(self, feed: Feed | None = None, number: int = 0) -> None:
+        self._feed = feed
+        self._number = number
+        self._fed = 0
         self._pending = Tokens()
         self._ready = asyncio.Event()
         self.last_written = 0.0
@@ -42,13 +51,19 @@ class TokenStream:
 
     def flush(self, now: float) -> None:
         self.last_written = now
-        self._ready.set()
+        if self._feed is None or self.finished:
+            self._ready.set()
+            return
+        self._feed.add(self._number, self._pending.token_ids)
+        self._fed += len(self._pending.token_ids)
+        self._pending.token_ids.clear()
 
     async def next(self) -> Tokens:
         """All tokens that are there, at least one or the end."""
         await self._ready.wait()
         self._ready.clear()
         tokens, self._pending = self._pending, Tokens()
+        tokens.fed = self._fed
         return tokens
 
 
@@ -65,7 +80,7 @@ class StreamUpdate:
 class StreamFanout:
     """Carries a step's tokens to all streams with one wake-up of the event loop.
 
-    A Python gRPC message costs tens of microseconds at each of its ends, so a worker bounds how many it writes:
+    A Python gRPC message costs tens of microseconds at each of its ends, so a worker bounds how many its clients get:
     with n streams open, a stream is written at most every n / max_messages_per_second seconds, and gets what has
     gathered since. A lone stream gets every token at once; the end of a request is never held back.
     """

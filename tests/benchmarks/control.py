@@ -29,6 +29,7 @@ from tandem.cluster.islands import Islands
 from tandem.cluster.membership import IslandState
 from tandem.cluster.request import ValidRequest
 from tandem.cluster.router import Router
+from tandem.cluster.turns import Turns
 from tandem.cluster.worker_link import WorkerAddress
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.transfer.completion import Signal
@@ -177,11 +178,11 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
     await islands.update(IslandState("i", epoch=1, restarts=0, workers=workers, version=1))
     router = Router(islands, AdmissionQueue(8, 1 << 20), id_prefix="1.", queue_seconds=5)
     prompt = np.arange(1024)
-    params = SamplingParams(max_tokens=2, temperature=0, seed=1)
+    params, turns = SamplingParams(max_tokens=2, temperature=0, seed=1), Turns(1)
 
     async def request() -> None:
         placement = await router.place("r", prompt, 2, "client")
-        generation = Generation(ValidRequest("r", prompt, params), time.perf_counter(), None, ())
+        generation = Generation(ValidRequest("r", prompt, params), time.perf_counter(), None, (), turns)
         async for _ in generation.run(placement, 5.0):
             pass
         await router.give_back(placement, generation.complete)

@@ -21,10 +21,10 @@ from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
 from tandem.workers.messages import prompt_to_bytes
 from tandem.workers.seal import seal
+from tests.benchmarks.load import LOWEST_TOKEN
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CALL_SECONDS = 120.0
-LOWEST_TOKEN = 10  # below it are often special ones
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
     closed loop   so many clients, each with one request under way
     open loop     requests arrive as a Poisson process, however many are under way
 
-Prompts are random and all different; output has its full length. Per load: ttft and tpot (time per output token after
-the first) in ms, at the median and the 99th percentile of the requests, output tokens and requests a second.
+Prompts are random and all different; output has its full length. Per load, in ms: ttft and tpot (time per output token
+after the first) at the median and the 99th percentile of the requests; gap, between two messages with tokens, at those
+of all gaps; stall, the longest gap of a request. Then output tokens and requests a second, of the whole load and of its
+middle half (there a request counts where its first token came), and tokens a message.
 
 Without --address it starts a cluster, of --config or else of one prefill and one decode worker: Qwen3-8B's shape on
 GPUs, a small Llama where there are none. Without --clients and --rate it tries several numbers of clients, then a rate
@@ -12,11 +14,11 @@ of LOADED times what the most of them reached.
 """
 
 import argparse
-import asyncio
-import random
+import itertools
+import math
+import os
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +26,17 @@ from typing import Any
 
 import torch
 
-from tandem.cluster.client import AsyncClient
 from tandem.cluster.config import load_config
 from tandem.workers.random_checkpoint import make_checkpoint
+from tests.benchmarks.load import LoadProcesses, Served, Share
 from tests.benchmarks.model_shapes import write_shape
-from tests.benchmarks.pair import DEPLOY, LOWEST_TOKEN, running_cluster
+from tests.benchmarks.pair import DEPLOY, running_cluster
 from tests.benchmarks.results import percentile, plot, print_result, rounded
 
 LOADED = 0.7
-REQUEST_SECONDS = 600.0
 WARM_UP_CLIENTS = 4
+CLIENTS_A_PROCESS = 16
+PROCESSES = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -50,88 +53,69 @@ GPU_SIZE = Size(1024, 128, 256, (1, 16, 64, 128))
 CPU_SIZE = Size(64, 32, 32, (1, 8))
 
 
-@dataclass(frozen=True)
-class Served:
-    """One request: seconds from its call to the first and the last token, and how many came."""
-
-    first: float
-    last: float
-    tokens: int
-
-
 class Load:
-    """Sends requests of one size to one gateway; seed decides prompts and arrivals."""
+    """Loads of one size on one gateway, shared out among processes of clients."""
 
-    def __init__(self, client: AsyncClient, vocab_size: int, size: Size, seed: int) -> None:
-        self._client = client
-        self._vocab_size = vocab_size
+    def __init__(self, processes: LoadProcesses, address: str, size: Size, seed: int) -> None:
+        self._processes = processes
+        self._address = address
         self._size = size
-        self._random = random.Random(seed)
+        self._seeds = itertools.count(seed << 16)
 
-    async def request(self) -> Served:
-        ids = [self._random.randrange(LOWEST_TOKEN, self._vocab_size) for _ in range(self._size.prompt)]
-        began, times, tokens = time.perf_counter(), [], 0
-        async for update in self._client.generate(
-            ids, timeout=REQUEST_SECONDS, max_tokens=self._size.output, temperature=0, ignore_eos=True
-        ):
-            times.append(time.perf_counter() - began)
-            tokens += len(update.token_ids)
-        return Served(times[0], times[-1], tokens)
+    def closed_loop(self, clients: int, requests: int) -> list[Served]:
+        count = min(PROCESSES, math.ceil(clients / CLIENTS_A_PROCESS))
+        parts = zip(_split(clients, count), _split(requests, count), strict=True)
+        return self._processes.run([self._share(each, clients=few) for few, each in parts])
 
-    async def closed_loop(self, clients: int, requests: int) -> list[Served]:
-        left, served = iter(range(requests)), list[Served]()
+    def open_loop(self, rate: float, requests: int) -> list[Served]:
+        count = min(PROCESSES, math.ceil(requests / CLIENTS_A_PROCESS))
+        return self._processes.run([self._share(each, rate=rate / count) for each in _split(requests, count)])
 
-        async def one() -> None:
-            for _ in left:
-                served.append(await self.request())
-
-        await asyncio.gather(*(one() for _ in range(clients)))
-        return served
-
-    async def open_loop(self, rate: float, requests: int) -> list[Served]:
-        async def one(after: float) -> Served:
-            await asyncio.sleep(after)
-            return await self.request()
-
-        arrivals, now = [], 0.0
-        for _ in range(requests):
-            arrivals.append(now)
-            now += self._random.expovariate(rate)
-        return list(await asyncio.gather(*map(one, arrivals)))
+    def _share(self, requests: int, clients: int = 0, rate: float = 0.0) -> Share:
+        size = self._size
+        return Share(self._address, size.prompt, size.output, requests, next(self._seeds), clients, rate)
 
 
-async def measure(run: Callable[[], Awaitable[list[Served]]]) -> dict[str, float]:
-    began = time.perf_counter()
-    served = await run()
-    seconds = time.perf_counter() - began
-    first = [one.first * 1e3 for one in served]
-    each = [(one.last - one.first) / max(1, one.tokens - 1) * 1e3 for one in served]
-    numbers = {
-        "requests": len(served),
-        "ttft_p50_ms": percentile(first, 50),
-        "ttft_p99_ms": percentile(first, 99),
-        "tpot_p50_ms": percentile(each, 50),
-        "tpot_p99_ms": percentile(each, 99),
-        "tokens_s": sum(one.tokens for one in served) / seconds,
-        "requests_s": len(served) / seconds,
+def _split(total: int, parts: int) -> list[int]:
+    """As evenly as it goes."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def numbers_of(served: list[Served]) -> dict[str, float]:
+    """Of one load, whichever processes it came from."""
+    arrivals = [at for one in served for at in one.arrivals]
+    began, ended = min(one.called for one in served), max(arrivals)
+    quarter = (ended - began) / 4
+    milliseconds = {
+        "ttft": [one.arrivals[0] - one.called for one in served],
+        "tpot": [(one.arrivals[-1] - one.arrivals[0]) / max(1, len(one.arrivals) - 1) for one in served],
+        "gap": [gap for one in served for gap in one.gaps] or [0.0],
+        "stall": [max(one.gaps, default=0.0) for one in served],
     }
+    numbers: dict[str, float] = {"requests": len(served)}
+    for name, values in milliseconds.items():
+        numbers |= {f"{name}_p{share}_ms": percentile(values, share) * 1e3 for share in (50, 99)}
+    for name, times in {"tokens": arrivals, "requests": [one.arrivals[0] for one in served]}.items():
+        middle = [at for at in times if began + quarter <= at < ended - quarter]
+        numbers |= {f"{name}_s": len(times) / (ended - began), f"middle_{name}_s": len(middle) / (2 * quarter)}
+    numbers["tokens_a_message"] = len(arrivals) / sum(1 + len(one.gaps) for one in served)
     return {name: rounded(value) for name, value in numbers.items()}
 
 
-async def measure_all(address: str, size: Size, rate: float | None, seed: int) -> dict[str, dict[str, float]]:
+def measure_all(address: str, size: Size, rate: float | None, seed: int) -> dict[str, dict[str, float]]:
     """Per load its numbers; rate None takes LOADED times that of the last closed loop."""
-    async with AsyncClient(address) as client:
-        load = Load(client, (await client.model_info()).vocab_size, size, seed)
-        await load.closed_loop(WARM_UP_CLIENTS, WARM_UP_CLIENTS)
-        results = {}
+    results: dict[str, dict[str, float]] = {}
+    with LoadProcesses(PROCESSES) as processes:
+        load = Load(processes, address, size, seed)
+        load.closed_loop(WARM_UP_CLIENTS, WARM_UP_CLIENTS)
         for clients in size.clients:
             requests = min(size.requests, 16 * clients)
-            results[f"{clients} clients"] = await measure(lambda c=clients, n=requests: load.closed_loop(c, n))
+            results[f"{clients} clients"] = numbers_of(load.closed_loop(clients, requests))
         reached = list(results.values())
         if rate is None and reached:
             rate = LOADED * reached[-1]["requests_s"]
         if rate is not None:
-            results[f"{rate:.3g} requests/s"] = await measure(lambda: load.open_loop(rate, size.requests))
+            results[f"{rate:.3g} requests/s"] = numbers_of(load.open_loop(rate, size.requests))
     return results
 
 
@@ -148,6 +132,7 @@ def result_of(model: str, size: Size, loads: dict[str, dict[str, float]]) -> dic
         "plots": [
             plot("time to first token", "", "ms", names, {"p50": column("ttft_p50_ms"), "p99": column("ttft_p99_ms")}),
             plot("time per token", "", "ms", names, {"p50": column("tpot_p50_ms"), "p99": column("tpot_p99_ms")}),
+            plot("between messages", "", "ms", names, {"p50": column("gap_p50_ms"), "p99": column("gap_p99_ms")}),
             plot("throughput", "", "output tokens/s", names, {"tokens/s": column("tokens_s")}),
         ],
     }
@@ -184,11 +169,11 @@ def main() -> None:
     clients = given.clients if given.clients is not None else () if given.rate else default.clients
     size = Size(given.prompt, given.output, given.requests, tuple(clients))
     if given.address:
-        loads = asyncio.run(measure_all(given.address, size, given.rate, given.seed))
+        loads = measure_all(given.address, size, given.rate, given.seed)
         print_result(result_of(given.address, size, loads))
         return
     with cluster_for(given.config) as (model, address):
-        loads = asyncio.run(measure_all(address, size, given.rate, given.seed))
+        loads = measure_all(address, size, given.rate, given.seed)
     print_result(result_of(model, size, loads))
 
 

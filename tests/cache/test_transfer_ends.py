@@ -124,6 +124,9 @@ def test_wrong_marks_are_refused() -> None:
         sender.mark_send(0, 0, PositionMap(0, position_map.runs * 2), 1)
     with pytest.raises(InvalidArgument, match="sequence 4 is not there"):
         sender.mark_send(4, 0, position_map, 1)
+    for slots in ([-1, 95, 96], [(1 << 31) - 2, (1 << 31) - 1]):
+        with pytest.raises(InvalidArgument, match=f"slot {slots[-1]} for layer group 0; the pool of PE 1 ends at 95"):
+            sender.mark_send(0, 0, PositionMap(0, (SlotRuns.from_slots(slots),)), 1)
     sender.mark_send(0, 0, position_map, 1)
     with pytest.raises(InvalidArgument, match="sequence 0 is marked already"):
         sender.mark_send(0, 0, position_map, 1)

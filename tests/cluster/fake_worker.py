@@ -12,6 +12,7 @@ from tandem.cluster.membership import IslandState
 from tandem.cluster.worker_link import WorkerAddress
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role
+from tandem.workers.feed import Feeds
 from tandem.workers.messages import prompt_from_bytes
 
 Say = Callable[[list[int]], int]  # the next token after these
@@ -31,11 +32,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     writer_quiet: list[bool] = field(default_factory=list)
     draws_early: bool = False  # whether announced prompts get their first tokens over Announce
     streams: int = 0  # of announcements
+    feeds: bool = False  # whether it has Feed
+    fed: int = 0  # tokens that went over one
     landed: asyncio.Event | None = None  # what RemoteSend waits for
     address: str = ""
 
     async def start(self) -> None:
         self._prepared: dict[str, tuple[list[int], int]] = {}
+        self.open_feeds = Feeds()
         self._server = grpc.aio.server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -77,13 +81,28 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.StartGenerateRequest, context: Any
     ) -> AsyncIterator[worker_pb2.GeneratedTokens]:
         sequence, max_tokens = self._prepared[request.request_id]
-        sequence = [*sequence, self.say(sequence)]
+        sequence, fed = [*sequence, self.say(sequence)], 0
+        feed = self.open_feeds.get(request.feed)
         for _ in range(max_tokens - 2):
             await self._maybe_fail("StartGenerate", context)
             sequence.append(self.say(sequence))
-            yield worker_pb2.GeneratedTokens(token_ids=sequence[-1:])
+            if feed is None:
+                yield worker_pb2.GeneratedTokens(token_ids=sequence[-1:])
+            else:
+                feed.add(request.number, sequence[-1:])
+                fed, self.fed = fed + 1, self.fed + 1
         last = [self.say(sequence)] if max_tokens > 1 else []
-        yield worker_pb2.GeneratedTokens(token_ids=last, finish_reason=2)  # type: ignore[arg-type]  # length
+        yield worker_pb2.GeneratedTokens(token_ids=last, finish_reason=2, fed=fed)  # type: ignore[arg-type]  # length
+
+    async def Feed(self, request: worker_pb2.FeedRequest, context: Any) -> AsyncIterator[worker_pb2.FedTokens]:
+        if not self.feeds:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "as workers had none")
+        with self.open_feeds.opened(request.feed) as feed:
+            assert feed is not None, "each call has a number of its own"
+            await context.send_initial_metadata(())
+            async for message in feed.messages():
+                await self._maybe_fail("Feed", context)
+                yield message
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         self.ended.append(request.request_id)

@@ -79,13 +79,14 @@ def test_a_grpc_call_counts_at_both_doors(narrow: Door, leaves: bool) -> None:
 
 
 def test_questions_after_health_take_no_room(narrow: Door) -> None:
-    """A stranger may ask them, and may ask them for ever: they are counted by themselves."""
+    """A stranger may ask them, and may ask them for ever: they are counted by themselves, and so is who asks once."""
     with grpc.insecure_channel(narrow.grpc) as channel, Client(narrow.grpc) as client:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(OPEN_CALLS)]
         for watch in watches:
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
+            next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=60))
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
+        assert stub.Check(health_pb2.HealthCheckRequest(), timeout=60).status == health_pb2.HealthCheckResponse.SERVING
         assert client.model_info().vocab_size

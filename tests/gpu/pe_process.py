@@ -3,6 +3,7 @@
 Each has a GPU, which it shares with others where there are fewer.
 """
 
+import ctypes
 import importlib.util
 import multiprocessing
 import os
@@ -113,6 +114,17 @@ class Pe:
         early = not torch.cuda.current_stream().query()
         word.zero_()
         return early
+
+    def soil_pinned_memory(self, value: int) -> None:
+        """Small pieces that the driver gives out next hold this int."""
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]  # comes with nvshmem4py
+
+        words = 128
+        pieces = [driver.cuMemHostAlloc(4 * words, 0)[1] for _ in range(4096)]
+        for number, piece in enumerate(pieces):
+            (ctypes.c_int * words).from_address(int(piece))[:] = [value] * words
+            if number % 64:  # the rest keeps the driver's chunks
+                driver.cuMemFreeHost(piece)
 
     def fill(self, seed: int) -> list[np.ndarray]:
         """Random bits into all pools; what they hold now."""

@@ -35,3 +35,19 @@ def test_processes_change_their_roles_with_the_weights_they_have(tmp_path: Path,
                 assert pair.status()[1].free_pages == NUM_PAGES
         assert tokens[0] == tokens[1] == tokens[2]
         together(processes, "stop")
+
+
+@pytest.mark.parametrize("order", ["same", "other"])
+def test_islands_that_nobody_asks_for_anything(tmp_path: Path, order: str) -> None:
+    """Five epochs of the same processes, in the same roles or in the other's each time, that serve and leave."""
+    case = CASES["bf16-128"]
+    model = case.save(tmp_path)
+    with pe_processes(2, WorkerPe) as processes:
+        each(processes, "load", pair_configs(model, **case.settings), True)
+        for epoch in range(EPOCH, EPOCH + 5):
+            if epoch > EPOCH:
+                processes = processes if order == "same" else processes[::-1]
+                each(processes, "rejoin", pair_configs(model, epoch, **case.settings))
+            with serving_pair(processes, epoch) as pair:
+                assert pair.status()[1].free_pages == NUM_PAGES
+        together(processes, "stop")

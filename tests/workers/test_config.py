@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Phi3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tandem.cache.rope import inverse_frequencies
 from tandem.workers.models.activation import ClampedSwiglu
 from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture, UnsupportedFeature
 from tandem.workers.models.registry import load_config
@@ -266,6 +269,19 @@ def test_longrope(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, fields))
     assert (config.rope.rope_type, config.rope.rotary_dim, config.rope.factor) == ("longrope", 8, 4.0)
     assert (config.rope_switch, config.max_length) == (32, 128)
+
+
+@pytest.mark.parametrize("length", [4096, 8192, 131_072])
+@pytest.mark.parametrize("within", [{}, {"original_max_position_embeddings": 2048}])
+def test_longrope_switches_where_transformers_does(tmp_path: Path, within: dict[str, int], length: int) -> None:
+    """Also where no original length stands beside the object."""
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [8.0] * 8, **within}
+    fields = {**PHI3, "model_type": "phi3", "rope_scaling": scaling, "max_position_embeddings": length}
+    folder = write(tmp_path, fields)
+    rope, theirs = load_config(folder).rope, Phi3Config.from_pretrained(folder)
+    assert rope.original_max_position_embeddings == theirs.rope_parameters["original_max_position_embeddings"]
+    _, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](theirs, torch.device("cpu"))
+    assert inverse_frequencies(rope)[1] == attention_factor
 
 
 def test_gemma_2_without_most_fields_is_that_of_transformers(tmp_path: Path) -> None:

@@ -61,9 +61,16 @@ class Pair:
         """A RemoteSend under way."""
         return self.prefill.RemoteSend.future(self.remote_send(request_id, reservation), timeout=30)
 
-    def start(self, request_id: str, reservation: worker_pb2.Reservation, max_tokens: int = 4) -> Any:
+    def start(
+        self, request_id: str, reservation: worker_pb2.Reservation, max_tokens: int = 4, feed: int = 0, number: int = 0
+    ) -> Any:
         request = worker_pb2.StartGenerateRequest(
-            request_id=request_id, epoch=EPOCH, reservation_id=reservation.reservation_id, sampling=GREEDY
+            request_id=request_id,
+            epoch=EPOCH,
+            reservation_id=reservation.reservation_id,
+            sampling=GREEDY,
+            feed=feed,
+            number=number,
         )
         request.sampling.max_tokens = max_tokens
         return self.decode.StartGenerate(request, timeout=10)
@@ -155,6 +162,41 @@ def test_an_announced_prompt_gets_its_first_token_before_all_has_landed(folder: 
             assert len(pair.generate(request_id, reservation)) == 3
         announcements.put(None)
         assert not list(first_tokens)
+
+
+def test_tokens_before_the_last_go_over_the_feed_that_a_request_names(pair: Pair, folder: Path) -> None:
+    feed = pair.decode.Feed(worker_pb2.FeedRequest(epoch=EPOCH, feed=5), timeout=30)
+    feed.initial_metadata()  # it is open
+    expected = greedy(load_oracle(folder), PROMPT, 4)
+    for number in (1, 2):
+        reservation = pair.prepare(f"r{number}")
+        pair.send(f"r{number}", reservation)
+        (last,) = pair.start(f"r{number}", reservation, feed=5, number=number)
+        assert (list(last.token_ids), last.finish_reason, last.fed) == (expected[3:], 2, 2)
+        numbers, token_ids = [], []
+        while len(token_ids) < last.fed:
+            message = next(feed)
+            numbers += message.numbers
+            token_ids += message.token_ids
+        assert (numbers, token_ids) == ([number] * 2, expected[1:3])
+    reservation = pair.prepare("elsewhere")
+    pair.send("elsewhere", reservation)
+    messages = list(pair.start("elsewhere", reservation, feed=6))
+    assert [token for message in messages for token in message.token_ids] == expected[1:]
+    feed.cancel()
+
+
+@pytest.mark.parametrize(
+    ("number", "epoch", "code"),
+    [(5, EPOCH, "ALREADY_EXISTS"), (0, EPOCH, "INVALID_ARGUMENT"), (6, 2, "FAILED_PRECONDITION")],
+)
+def test_a_feed_that_cannot_be_opened(pair: Pair, number: int, epoch: int, code: str) -> None:
+    feed = pair.decode.Feed(worker_pb2.FeedRequest(epoch=EPOCH, feed=5), timeout=30)
+    feed.initial_metadata()
+    with pytest.raises(grpc.RpcError, match=f"feed {number}|feed is 0|epoch") as caught:
+        next(pair.decode.Feed(worker_pb2.FeedRequest(epoch=epoch, feed=number), timeout=30))
+    assert code_of(caught) == grpc.StatusCode[code]
+    feed.cancel()
 
 
 def test_no_room_is_resource_exhausted_and_holds_nothing(pair: Pair) -> None:

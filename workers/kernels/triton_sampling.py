@@ -4,14 +4,21 @@ Top_k and top_p keep what is not below some logit, so they ask for the largest l
 is small enough. Floats are ordered as the integers that their bits make; each pass over a row cuts an interval of these
 to a quarter, and ends early when a single token is left in it.
 
-Those passes are short where top_k is small: each lane's best token is known from the first pass, and the k-th best of
-these is at most the k-th best of all. What is not below it is gathered, a few hundred tokens, and the rest forgotten.
+Those passes are short where few tokens matter, for these are gathered first:
+- top_k: each lane's best token is known from the first pass, and the k-th best of these is at most the k-th best of
+  all. What is not below it is gathered, a few hundred tokens, and the rest forgotten.
+- top_p: what is less likely than a share of the mass that is dropped, divided by the vocabulary, is dropped. From there
+  to the best, a few passes quarter an interval of logits by sums in float32 that leave room for their rounding. What
+  is left of it is gathered, and searched with the exact sum of what lies below.
 """
 
 import triton
 import triton.language as tl
 
 BLOCK, WARPS = 4096, 16
+BLOCKS = tl.constexpr(4)
+ROUNDS = tl.constexpr(8)
+ROUNDING = tl.constexpr(1e-4)  # of a sum of a vocabulary's weights, far more than it can be
 
 
 @triton.jit
@@ -25,8 +32,8 @@ def draw_token(
         tl.load(top_p + one).to(tl.float32), tl.load(top_k + one)
     )  # fmt: skip
     most = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for begin in range(0, vocab, BLOCK):
-        most = tl.maximum(most, _load(row, begin, vocab, heat, BLOCK))
+    for begin in range(0, vocab, BLOCKS * BLOCK):
+        most = tl.maximum(most, tl.max(_load_blocks(row, begin, vocab, heat, BLOCK), 0))
     best = tl.max(most, 0)
     above = order_of(best).to(tl.int64) + 1  # nothing has an order this high
     low = tl.full((), -(1 << 31), tl.int64)
@@ -34,16 +41,14 @@ def draw_token(
     places += one * BLOCK
     few = False
     if k > 0 and k < tl.minimum(vocab, BLOCK):
-        few = _gather(row, vocab, heat, _best(order_of(most), k), gathered, places, BLOCK)
+        last = tl.full((), 0x7FFFFFFF, tl.int32)  # NaN is gathered
+        few = _gather(row, vocab, heat, _best(order_of(most), k), last, gathered, places, BLOCK)
     # Not by an `if`: the compiler is to know that both are multiples of 16, or it loads number by number.
     row, vocab = tl.where(few, gathered, row), tl.where(few, BLOCK, vocab)
     if k > 0 and k < vocab:
         low = _search(row, vocab, heat, best, 0.0, low, above, (vocab - k).to(tl.float64), tl.constexpr(False), BLOCK)
     if share < 1:
-        total = _total(row, vocab, heat, best, least, low, BLOCK)
-        low = _search(
-            row, vocab, heat, best, least, low, above, (1 - share.to(tl.float64)) * total, tl.constexpr(True), BLOCK
-        )
+        low = _nucleus(row, vocab, heat, best, least, low, above, 1 - share.to(tl.float64), gathered, places, BLOCK)
     total = _total(row, vocab, heat, best, least, low, BLOCK)
     token = _invert(row, vocab, heat, best, least, low, tl.load(draws + one) * total, BLOCK)
     if few:
@@ -63,13 +68,14 @@ def _best(orders, k):
 
 
 @triton.jit
-def _gather(row, vocab, heat, least, gathered, places, BLOCK: tl.constexpr):
-    """Whether at most BLOCK tokens have an order of at least `least`. If so, `places` has them in ascending order, and
-    `gathered` their logits and -inf behind them."""
+def _gather(row, vocab, heat, first, last, gathered, places, BLOCK: tl.constexpr):
+    """Whether at most BLOCK tokens have an order from `first` to `last`, int32. If so, `places` has them in ascending
+    order, and `gathered` their logits and -inf behind them."""
     count = tl.full((), 0, tl.int32)
     for begin in range(0, vocab, BLOCK):
         token = begin + tl.arange(0, BLOCK)
-        here = (order_of(_load(row, begin, vocab, heat, BLOCK)) >= least) & (token < vocab)
+        order = order_of(_load(row, begin, vocab, heat, BLOCK))
+        here = (order >= first) & (order <= last) & (token < vocab)
         number = tl.sum(here.to(tl.int32), 0)
         if number != 0:
             place = count + tl.cumsum(here.to(tl.int32), 0) - 1
@@ -92,6 +98,14 @@ def _load(row, begin, vocab, heat, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _load_blocks(row, begin, vocab, heat, BLOCK: tl.constexpr):
+    """[BLOCKS, BLOCK] of them: a program waits for several loads at once."""
+    token = begin + tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    logits = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(logits, heat)
+
+
+@triton.jit
 def order_of(values):
     """int32 that are ordered as the floats are."""
     bits = values.to(tl.int32, bitcast=True)
@@ -108,9 +122,95 @@ def _weights(scaled, best, least, low):
 @triton.jit
 def _total(row, vocab, heat, best, least, low, BLOCK: tl.constexpr):
     sums = tl.zeros((BLOCK,), tl.float64)
-    for begin in range(0, vocab, BLOCK):
-        sums += _weights(_load(row, begin, vocab, heat, BLOCK), best, least, low)
+    for begin in range(0, vocab, BLOCKS * BLOCK):
+        sums += tl.sum(_weights(_load_blocks(row, begin, vocab, heat, BLOCK), best, least, low), 0)
     return tl.sum(sums, 0)
+
+
+@triton.jit
+def _sums(row, vocab, heat, best, least, low, middle, BLOCK: tl.constexpr):
+    """Weights from the order `low` on, and of these what is below `middle`."""
+    sums, below = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    for begin in range(0, vocab, BLOCKS * BLOCK):
+        scaled = _load_blocks(row, begin, vocab, heat, BLOCK)
+        weights = _weights(scaled, best, least, low)
+        sums += tl.sum(weights, 0)
+        below += tl.sum(tl.where(order_of(scaled) < middle.to(tl.int32), weights, 0.0), 0)
+    return tl.sum(sums, 0), tl.sum(below, 0)
+
+
+@triton.jit
+def _nucleus(row, vocab, heat, best, least, low, above, dropped, gathered, places, BLOCK: tl.constexpr):
+    """The largest order, from `low` to below `above`, below which tokens from `low` on have at most a share `dropped`
+    of their weights. Where vocab is more than BLOCK, `gathered` and `places` are written."""
+    left, right, few = low, above, False
+    if vocab > BLOCK:
+        left, right, few = _narrow(row, vocab, heat, best, least, low, above, dropped.to(tl.float32), BLOCK)
+    total, below = _sums(row, vocab, heat, best, least, low, left, BLOCK)
+    limit = dropped * total - below
+    if few:
+        _gather(row, vocab, heat, left.to(tl.int32), (right - 1).to(tl.int32), gathered, places, BLOCK)
+    row, vocab = tl.where(few, gathered, row), tl.where(few, BLOCK, vocab)
+    return _search(row, vocab, heat, best, least, left, right, limit, tl.constexpr(True), BLOCK)
+
+
+@triton.jit
+def _narrow(row, vocab, heat, best, least, low, above, dropped, BLOCK: tl.constexpr):
+    """Orders between which surely is what _nucleus looks for, and whether at most BLOCK tokens are."""
+    worst, most = best - tl.log(vocab.to(tl.float32) / dropped) - 0.01, best
+    left, right = tl.maximum(low, order_of(worst).to(tl.int64)), above
+    under_left = tl.full((), 0, tl.int32)
+    under_right = tl.cdiv(vocab, BLOCKS * BLOCK) * (BLOCKS * BLOCK)  # what stands behind the vocabulary, too
+    rounds = tl.full((), 0, tl.int32)
+    while (under_right - under_left > BLOCK) & (rounds < ROUNDS):
+        step = (most - worst) / 4
+        a, b, c = worst + step, worst + 2 * step, worst + 3 * step
+        total, sum_a, sum_b, sum_c, count_a, count_b, count_c = _under(
+            row, vocab, heat, best, least, low, a, b, c, BLOCK
+        )
+        limit = dropped * total
+        less, more = limit * (1 - ROUNDING), limit * (1 + ROUNDING)
+        under_left = tl.where(
+            sum_c < less, count_c, tl.where(sum_b < less, count_b, tl.where(sum_a < less, count_a, under_left))
+        )
+        under_right = tl.where(
+            sum_a > more, count_a, tl.where(sum_b > more, count_b, tl.where(sum_c > more, count_c, under_right))
+        )
+        worst = tl.where(sum_c < less, c, tl.where(sum_b < less, b, tl.where(sum_a < less, a, worst)))
+        most = tl.where(sum_a > more, a, tl.where(sum_b > more, b, tl.where(sum_c > more, c, most)))
+        right = tl.where(sum_c > more, order_of(most).to(tl.int64), right)
+        rounds += 1
+    left = tl.maximum(left, order_of(worst).to(tl.int64))
+    return left, right, under_right - under_left <= BLOCK
+
+
+@triton.jit
+def _under(row, vocab, heat, best, least, low, a, b, c, BLOCK: tl.constexpr):
+    """In float32 the weights from the order `low` on, and of these what is below each of three logits; the number of
+    all tokens below them."""
+    counts_a, counts_b, counts_c = (
+        tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    )  # fmt: skip
+    sums, sums_a, sums_b, sums_c = (
+        tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32),
+        tl.zeros((BLOCK,), tl.float32)
+    )  # fmt: skip
+    for begin in range(0, vocab, BLOCKS * BLOCK):
+        scaled = _load_blocks(row, begin, vocab, heat, BLOCK)
+        order, weights = order_of(scaled), tl.exp(scaled - best)
+        weights = tl.where((weights >= least) & (order >= low.to(tl.int32)), weights, 0.0)
+        under_a, under_b, under_c = order < order_of(a), order < order_of(b), order < order_of(c)
+        counts_a += tl.sum(under_a.to(tl.int32), 0)
+        counts_b += tl.sum(under_b.to(tl.int32), 0)
+        counts_c += tl.sum(under_c.to(tl.int32), 0)
+        sums += tl.sum(weights, 0)
+        sums_a += tl.sum(tl.where(under_a, weights, 0.0), 0)
+        sums_b += tl.sum(tl.where(under_b, weights, 0.0), 0)
+        sums_c += tl.sum(tl.where(under_c, weights, 0.0), 0)
+    return (
+        tl.sum(sums, 0), tl.sum(sums_a, 0), tl.sum(sums_b, 0), tl.sum(sums_c, 0),
+        tl.sum(counts_a, 0), tl.sum(counts_b, 0), tl.sum(counts_c, 0)
+    )  # fmt: skip
 
 
 @triton.jit
@@ -158,9 +258,8 @@ def _search(row, vocab, heat, best, least, low, above, limit, WEIGH: tl.constexp
 @triton.jit
 def _invert(row, vocab, heat, best, least, low, target, BLOCK: tl.constexpr):
     """The first token at which the running sum of weights exceeds target; the last that has weight where none does."""
-    before = tl.full((), 0.0, tl.float64)  # the sum up to the block
+    begin, before = _skip(row, vocab, heat, best, least, low, target, 4 * BLOCK)
     found, last = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
-    begin = tl.full((), 0, tl.int32)
     while (found < 0) & (begin < vocab):
         weights = _weights(_load(row, begin, vocab, heat, BLOCK), best, least, low)
         token = begin + tl.arange(0, BLOCK)
@@ -174,3 +273,15 @@ def _invert(row, vocab, heat, best, least, low, target, BLOCK: tl.constexpr):
         before += of_block
         begin += BLOCK
     return tl.where(found < 0, last, found).to(tl.int64)
+
+
+@triton.jit
+def _skip(row, vocab, heat, best, least, low, target, BLOCK: tl.constexpr):
+    """Where the block begins with which the sum of weights exceeds target, and the sum before it; (0, 0) without."""
+    begin, before = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)  # the sum up to the block
+    of_block = tl.sum(_weights(_load(row, begin, vocab, heat, BLOCK), best, least, low), 0)
+    while (before + of_block <= target) & (begin < vocab):
+        before += of_block
+        begin += BLOCK
+        of_block = tl.sum(_weights(_load(row, begin, vocab, heat, BLOCK), best, least, low), 0)
+    return tl.where(begin < vocab, begin, 0), tl.where(begin < vocab, before, 0.0)

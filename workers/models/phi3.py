@@ -8,7 +8,7 @@ from tandem.workers.models.fields import Fields
 from tandem.workers.models.rope_fields import read_rope
 from tandem.workers.models.window_fields import Windows, read_optional_size
 
-READ_ROPE = partial(read_rope, partial_rotary=True)
+READ_ROPE = partial(read_rope, partial_rotary=True, original_length=4096)  # as in transformers
 EPS = 1e-5  # when absent, as in transformers
 
 

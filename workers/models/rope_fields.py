@@ -16,6 +16,7 @@ def read_rope(
     head_dim: int,
     *,
     partial_rotary: bool = False,
+    original_length: int | None = None,
     default_theta: float = DEFAULT_THETA,
     theta_field: str = "rope_theta",
     layer_type: str | None = None,
@@ -24,6 +25,7 @@ def read_rope(
 
     As there, rope_scaling goes before rope_parameters unless it is empty, what the object says before what stands
     beside it, and `type` is an old name of rope_type. partial_rotary: whether the family heeds partial_rotary_factor.
+    original_length: its original_max_position_embeddings where none stands beside the object, whatever that says.
     theta_field: what the base is called beside the object. layer_type: the layers meant where rope_parameters has an
     object for each kind; then rope_scaling is that of full_attention.
     Raises UnsupportedFeature for a type not in ROPE_TYPES, and for partial rotation of a family that has none.
@@ -32,7 +34,7 @@ def read_rope(
     rope_type = _rope_type(scaling)
     _refuse_unsupported(scaling, rope_type)
     max_position_embeddings = fields.integer("max_position_embeddings", minimum=1)
-    original = _original_length(fields, scaling, max_position_embeddings)
+    original = _original_length(fields, scaling, original_length, max_position_embeddings)
     try:
         return RopeParameters(
             rope_type=rope_type,
@@ -101,10 +103,11 @@ def _factor(scaling: Fields, rope_type: str, length_ratio: float) -> float:
     return scaling.number("factor", length_ratio if rope_type in ("yarn", "longrope") else None)
 
 
-def _original_length(fields: Fields, scaling: Fields, max_position_embeddings: int) -> int:
+def _original_length(fields: Fields, scaling: Fields, of_family: int | None, max_position_embeddings: int) -> int:
     """Beside the object it goes before what the object says (Phi 3 began that), as in transformers."""
     name = "original_max_position_embeddings"
-    return fields.integer(name, scaling.integer(name, max_position_embeddings, minimum=1), minimum=1)
+    default = of_family or scaling.integer(name, max_position_embeddings, minimum=1)
+    return fields.integer(name, default, minimum=1)
 
 
 def _optional(scaling: Fields, name: str) -> float | None:

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -13,6 +14,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PR_SET_TIMERSLACK = 29
+LEAST_COMMAND_SECONDS = 0.001
 
 
 class StepLoop(Protocol):
@@ -23,7 +25,8 @@ class StepLoop(Protocol):
 
 
 class StepThread:
-    """Runs a StepLoop, and between its steps the commands that other threads post.
+    """Runs a StepLoop, and between its steps the commands that other threads post: for as long as the last step took,
+    or a millisecond, so that many at once do not hold a step up. The rest comes behind the next one.
 
     call() may be used from any thread; the command runs on the step thread, in the order posted, and its result or
     exception is in the future. After stop() every command not yet run fails with RuntimeError.
@@ -59,20 +62,25 @@ class StepThread:
         # Linux ends a thread's sleeps up to 50 µs late unless told otherwise; loops poll more often than that.
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(1))
         wait: float | None = None
+        began = ended = time.monotonic()  # of the last step
         while not self._stopping:
-            self._run_commands(wait)
+            self._run_commands(wait, max(LEAST_COMMAND_SECONDS, ended - began))
             if self._stopping:
                 return
+            began = time.monotonic()
             try:
                 wait = self._loop.step()
             except Exception:
                 # A loop answers for its requests itself; what reaches this line is a defect, and must not spin.
                 log.exception("step failed")
                 wait = 1.0
+            ended = time.monotonic()
 
-    def _run_commands(self, wait: float | None) -> None:
+    def _run_commands(self, wait: float | None, seconds: float) -> None:
+        """Those that are there, or come within `wait`; none is begun after `seconds` of them."""
         try:
             item = self._inbox.get(block=wait != 0, timeout=wait)
+            until = time.monotonic() + seconds
             while item is not None:
                 command, future = item
                 if future.set_running_or_notify_cancel():
@@ -80,6 +88,8 @@ class StepThread:
                         future.set_result(command())
                     except BaseException as error:
                         future.set_exception(error)
+                if time.monotonic() >= until:
+                    return
                 item = self._inbox.get_nowait()
         except queue.Empty:
             pass

@@ -2,12 +2,14 @@
 
 import ctypes
 import threading
+import time
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tandem.workers.step_thread import StepThread
+from tandem.workers.step_thread import LEAST_COMMAND_SECONDS, StepThread
 
 PR_GET_TIMERSLACK = 30
 
@@ -42,6 +44,30 @@ def stuck() -> tuple[StepThread, Gate]:
     thread.call(lambda: None)
     assert gate.entered.wait(30)
     return thread, gate
+
+
+def test_many_commands_do_not_hold_up_steps() -> None:
+    """Each lasts longer than a step: there is a step between any two, and all are run in their order."""
+    seen: list[str] = []
+
+    class Loop:
+        def step(self) -> float | None:
+            seen.append("step")
+            return None
+
+    def command(name: str) -> None:
+        until = time.monotonic() + 2 * LEAST_COMMAND_SECONDS
+        while time.monotonic() < until:
+            pass
+        seen.append(name)
+
+    thread = StepThread(Loop(), "test")
+    calls = [thread.call(partial(command, name)) for name in "abcd"]
+    thread.start()
+    for call in calls:
+        call.result(30)
+    thread.stop()
+    assert seen[:7] == ["a", "step", "b", "step", "c", "step", "d"]
 
 
 def test_commands_not_run_fail_and_cancelled_ones_stay_cancelled() -> None:

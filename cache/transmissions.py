@@ -1,7 +1,5 @@
 """Sequences that are sent to another worker: with the forwards that compute them, or afterwards."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from tandem.cache.errors import InvalidArgument
@@ -17,18 +15,6 @@ from tandem.cache.store import Store
 from tandem.cache.window import Int64Array
 
 
-@dataclass(frozen=True, eq=False)
-class _Forward:
-    """Whose rows were `lengths` long (int64 [B]) with what it appended."""
-
-    standing: Standing
-    lengths: Int64Array
-
-    def is_last_of(self, row: int, length: int) -> bool:
-        """Whether none came after it for the row, which now is `length` long."""
-        return self.standing.holds and bool(((self.standing.rows == row) & (self.lengths == length)).any())
-
-
 class Transmissions:
     """The sending end of a transfer; calls as PagedKVCache has them."""
 
@@ -37,7 +23,7 @@ class Transmissions:
         self._groups, self._layout = store.groups, store.layout
         self._trees = trees
         self._writer = writer
-        self._launched: _Forward | None = None  # last, where its layers may be sent as they are stored
+        self._launched: Standing | None = None  # of the last forward, where groups note what it stores
         self.nothing: tuple[Sends, Sent | None] = [()] * len(store.groups), None
 
     def plan(self, rows: Int64Array, tokens: TokenLayout) -> tuple[Sends, Sent | None]:
@@ -50,14 +36,16 @@ class Transmissions:
         self.launched(plan.standing)
 
     def launched(self, standing: Standing) -> None:
-        """A forward of these rows, whose groups note what they store."""
+        """A forward of these rows."""
         if any(group.stored is not None for group in self._groups):
-            self._launched = _Forward(standing, self._table.lengths[standing.rows])
+            self._launched = standing
 
     def send_cached(self, sequence: int) -> None:
         row = self._table.row(sequence)
-        staged = self._launched is not None and self._launched.is_last_of(row, int(self._table.lengths[row]))
-        rows = np.array([row])
+        rows, last = np.array([row]), self._launched
+        staged = last is not None and last.holds and row in last.rows
+        if self._table.lengths[row] < self._marks.ends[row]:
+            staged = False  # it can go beside the next forward
         sends, sent = self.plan(rows, lay_out_tokens(self._table.lengths[rows], np.zeros(1, np.int64)))
         for group, to_send in zip(self._groups, sends, strict=True):
             group.push_cached(to_send, staged=staged)

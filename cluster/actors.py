@@ -1,5 +1,7 @@
 """What runs in the processes of a cluster, as its supervisors call it. Knows nothing of Ray."""
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +13,22 @@ from tandem.cluster.gpu_claim import GpuClaim
 from tandem.cluster.heartbeat import MEETING
 from tandem.cluster.membership import IslandState
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
+from tandem.cluster.visible_gpus import VARIABLE, with_peers
 from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.worker import Worker
+
+# How long the event loop may keep the interpreter from the thread that launches kernels; 5 ms by default.
+SWITCH_SECONDS = 0.0001
 
 
 class WorkerActor:
     """One worker in a process of its own. One of the calls that prepare it at a time; others may come beside it."""
 
     def __init__(self, config: WorkerConfig) -> None:
+        if config.device == "cuda":  # which nothing has touched yet in this process
+            os.environ[VARIABLE] = with_peers(os.environ.get(VARIABLE, ""))
+            sys.setswitchinterval(SWITCH_SECONDS)
         self._stopped = threading.Event()
         self._phase = ""  # of what prepares it right now
         self._worker = Worker(config)

@@ -24,7 +24,6 @@ class PostedDraws:
         self._device = device
         self._make_room(FEWEST_ROWS)
 
-    @torch.inference_mode()
     def draw(self, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> PendingSamples:
         """A token for each row of logits [n, vocab], which are of 16 bits or float32; positions [n]: its index in its
         sequence. It depends on the row's logits, parameters, seed and position, on nothing else."""
@@ -34,14 +33,12 @@ class PostedDraws:
                 torch.cuda.current_stream(self._device).synchronize()  # what is under way has the memory there is
             self._make_room(2 * rows)
         ticket = self._posts.next_ticket()
-        inputs = self._inputs[half_of(ticket), :, :rows]
-        inputs.numpy()[:] = pack_draws(ticket, sampling, positions)
-        tickets, draws = unpack_draws(inputs)
-        last = self._last[:rows]
-        self._tokens.keep(logits, draws, last, tickets, self._posts.words)
+        inputs, tickets, draws = self._halves[half_of(ticket)]
+        inputs[:, :rows] = pack_draws(ticket, sampling, positions)
+        self._tokens.keep(logits, draws, self._last, tickets, self._posts.words)
         posted = self._posts.expect(ticket, rows)
-        logprobs = logprobs_of(logits, last, sampling.num_logprobs)
-        return posted if logprobs is None else CopiedSamples(last, logprobs)
+        logprobs = logprobs_of(logits, self._last, sampling.num_logprobs)
+        return posted if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
 
     @property
     def drawn(self) -> Tensor:
@@ -52,5 +49,6 @@ class PostedDraws:
         on_gpu = self._device.type == "cuda"
         self._tokens = choose_step_tokens(num_rows, self._device)
         self._posts = PostBox(num_rows, self._device, seconds=PROMPT_SECONDS)
-        self._inputs = torch.zeros((2, NUM_DRAWS, num_rows), dtype=torch.int64, pin_memory=on_gpu)
+        inputs = torch.zeros((2, NUM_DRAWS, num_rows), dtype=torch.int64, pin_memory=on_gpu)
+        self._halves = [(half.numpy(), *unpack_draws(half)) for half in inputs]
         self._last = torch.zeros(num_rows, dtype=torch.int64, device=self._device)

@@ -10,8 +10,9 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Self
 
 from tandem.cluster.client import AsyncClient
@@ -33,11 +34,15 @@ class Served:
         return [later - earlier for earlier, later in itertools.pairwise(self.arrivals) if later > earlier]
 
 
+Request = Callable[[], Awaitable[Served]]
+
+
 @dataclass(frozen=True)
 class Share:
     """What one process sends: a closed loop of `clients`, or an open one of `rate` requests a second.
 
-    prompt and output: tokens of a request. seed decides prompts and arrivals.
+    prompt: tokens of each; output: mean of theirs, each of which has from a half to one and a half of it, for requests
+    of one length come and go in waves. seed decides prompts, lengths and arrivals.
     """
 
     address: str
@@ -53,35 +58,38 @@ class Share:
             tokens = range(LOWEST_TOKEN, (await client.model_info()).vocab_size)
             draw = random.Random(self.seed)
             prompts = [draw.choices(tokens, k=self.prompt) for _ in range(self.requests)]
+            lengths = [draw.randint(-(-self.output // 2), self.output * 3 // 2) for _ in prompts]
+            requests = [partial(_served, client, *each) for each in zip(prompts, lengths, strict=True)]
             if self.rate:
-                return await self._open_loop(client, prompts, draw)
-            return await self._closed_loop(client, prompts)
+                return await self._open_loop(requests, draw)
+            return await self._closed_loop(requests)
 
-    async def _closed_loop(self, client: AsyncClient, prompts: list[list[int]]) -> list[Served]:
-        left, served = iter(prompts), list[Served]()
+    async def _closed_loop(self, requests: Sequence[Request]) -> list[Served]:
+        left, served = iter(requests), list[Served]()
 
         async def one() -> None:
-            for prompt in left:
-                served.append(await self._request(client, prompt))
+            for request in left:
+                served.append(await request())
 
         await asyncio.gather(*(one() for _ in range(self.clients)))
         return served
 
-    async def _open_loop(self, client: AsyncClient, prompts: list[list[int]], draw: random.Random) -> list[Served]:
-        async def one(prompt: list[int], after: float) -> Served:
+    async def _open_loop(self, requests: Sequence[Request], draw: random.Random) -> list[Served]:
+        async def one(request: Request, after: float) -> Served:
             await asyncio.sleep(after)
-            return await self._request(client, prompt)
+            return await request()
 
-        pauses = (draw.expovariate(self.rate) for _ in prompts)
-        return await asyncio.gather(*map(one, prompts, itertools.accumulate(pauses)))
+        pauses = (draw.expovariate(self.rate) for _ in requests)
+        return await asyncio.gather(*map(one, requests, itertools.accumulate(pauses)))
 
-    async def _request(self, client: AsyncClient, prompt: list[int]) -> Served:
-        called, arrivals = time.perf_counter(), list[float]()
-        async for update in client.generate(
-            prompt, timeout=REQUEST_SECONDS, max_tokens=self.output, temperature=0, ignore_eos=True
-        ):
-            arrivals += itertools.repeat(time.perf_counter(), len(update.token_ids))
-        return Served(called, arrivals)
+
+async def _served(client: AsyncClient, prompt: list[int], count: int) -> Served:
+    called, arrivals = time.perf_counter(), list[float]()
+    async for update in client.generate(
+        prompt, timeout=REQUEST_SECONDS, max_tokens=count, temperature=0, ignore_eos=True
+    ):
+        arrivals += itertools.repeat(time.perf_counter(), len(update.token_ids))
+    return Served(called, arrivals)
 
 
 class LoadProcesses:

@@ -3,10 +3,10 @@
     closed loop   so many clients, each with one request under way
     open loop     requests arrive as a Poisson process, however many are under way
 
-Prompts are random and all different; output has its full length. Per load, in ms: ttft and tpot (time per output token
-after the first) at the median and the 99th percentile of the requests; gap, between two messages with tokens, at those
-of all gaps; stall, the longest gap of a request. Then output tokens and requests a second, of the whole load and of its
-middle half (there a request counts where its first token came), and tokens a message.
+Prompts are random and all different; outputs are of unlike lengths, and whole. Per load, in ms: ttft and tpot (time per
+output token after the first) at the median and the 99th percentile of the requests; gap, between two messages with
+tokens, at those of all gaps; stall, the longest gap of a request. Then output tokens and requests a second, of the
+whole load and of its middle half (there a request counts where its first token came), and tokens a message.
 
 Without --address it starts a cluster, of --config or else of one prefill and one decode worker: Qwen3-8B's shape on
 GPUs, a small Llama where there are none. Without --clients and --rate it tries several numbers of clients, then a rate
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="requests a second of the open loop")
     parser.add_argument("--requests", type=int, default=default.requests, help="most requests of one load")
     parser.add_argument("--prompt", type=int, default=default.prompt, help="tokens of a prompt")
-    parser.add_argument("--output", type=int, default=default.output, help="tokens of an output")
+    parser.add_argument("--output", type=int, default=default.output, help="mean tokens of an output")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     clients = given.clients if given.clients is not None else () if given.rate else default.clients

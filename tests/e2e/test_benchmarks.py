@@ -68,7 +68,7 @@ def test_serving(island: Island) -> None:
     assert list(result["loads"]) == ["3 clients", "50 requests/s"]
     for load in result["loads"].values():
         assert load["requests"] == 5
-        assert load["tokens_s"] == pytest.approx(6 * load["requests_s"], rel=1e-3)
+        assert 3 * load["requests_s"] <= load["tokens_s"] <= 9 * load["requests_s"]
         assert 0 < load["ttft_p50_ms"] <= load["ttft_p99_ms"]
         assert 0 < load["tpot_p50_ms"] <= load["tpot_p99_ms"]
     assert all(len(values) == 2 for plot in result["plots"] for values in plot["series"].values())

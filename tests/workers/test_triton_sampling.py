@@ -27,6 +27,7 @@ PARAMS: list[dict[str, Any]] = [
     {"top_p": 0.01},
     {"min_p": 0.1},
     {"min_p": 1.0},
+    {"temperature": 0.7, "min_p": 1.0},
     {"temperature": 2.5, "top_k": 40, "top_p": 0.7, "min_p": 0.02},
     {"temperature": 0.7, "top_k": 5, "top_p": 0.95},
 ]

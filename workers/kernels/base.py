@@ -54,7 +54,8 @@ class RowKernels(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RowDraws:
-    """How each row's token is drawn, [n] each: float64, top_k int64; see torch_sampling, which rounds to float32."""
+    """How each row's token is drawn, [at least n] each: float64, top_k int64; see torch_sampling, which rounds to
+    float32."""
 
     draws: Tensor
     temperature: Tensor
@@ -71,11 +72,11 @@ class StepTokens(Protocol):
         ...
 
     def keep(self, logits: Tensor, draws: RowDraws, last: Tensor, tickets: Tensor, words: Tensor) -> None:
-        """Into last [n] what each row of logits [n, vocab], whose rows are contiguous, draws, or the first of its best
-        tokens where its temperature is below GREEDY_BELOW; some token where a row has NaN. And ticket | token into the
-        row's word, in pinned memory where the device is a GPU.
+        """Into last [at least n] what each row of logits [n, vocab], whose rows are contiguous, draws, or the first of
+        its best tokens where its temperature is below GREEDY_BELOW; some token where a row has NaN. And ticket | token
+        into the row's word, in pinned memory where the device is a GPU.
 
-        tickets: [n], see posted_samples; 0: nothing is posted. words: [2, at least n], of which the ticket says the
-        half.
+        tickets: [at least n], see posted_samples; 0: nothing is posted. words: [2, at least n], of which the ticket
+        says the half.
         """
         ...

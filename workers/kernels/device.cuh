@@ -12,22 +12,30 @@ __device__ inline void check_patience(long long began) {
     if (clock64() - began > PATIENCE) __trap();
 }
 
-// A word carries 32 bits and the tag of the layer that wrote them, in one access: who reads the tag has the bits.
-using Word = unsigned long long;
-
-__device__ inline void write_word(Word* place, unsigned bits, unsigned tag) {
-    Word word = (Word)tag << 32 | bits;
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(place), "l"(word) : "memory");
+// Words of 32 bits that blocks write and read at the same time.
+__device__ inline void write_word(unsigned* place, unsigned word) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(word) : "memory");
 }
 
-__device__ inline Word read_word(const Word* place) {
-    Word word;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(place) : "memory");
+__device__ inline void write_words(unsigned* place, uint4 words) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(words.x), "r"(words.y),
+                 "r"(words.z), "r"(words.w)
+                 : "memory");
+}
+
+__device__ inline unsigned read_word(const unsigned* place) {
+    unsigned word;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(place) : "memory");
     return word;
 }
 
-__device__ inline void read_words(const Word* place, Word& first, Word& second) {
-    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(place) : "memory");
+__device__ inline uint4 read_words(const unsigned* place) {
+    uint4 words;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(place)
+                 : "memory");
+    return words;
 }
 
 // Copies to shared memory that a barrier there counts the bytes of.

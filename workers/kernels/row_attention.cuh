@@ -2,8 +2,8 @@
 #pragma once
 #include "row_exchange.cuh"
 
-// The new token's q (in units of log 2), k and v of this block's KV head, normed and rotated, into the work area.
-__device__ void prepare_heads(Warp& warp, int layer, unsigned tag) {
+// The new token's q, k and v of this block's KV head, normed and rotated, into the work area.
+__device__ void prepare_heads(Warp& warp, int layer, unsigned* told) {
     const Step& step = warp.step;
     const Share& share = warp.share;
     int head = blockIdx.x / SPLITS, which = warp.warp;
@@ -19,10 +19,10 @@ __device__ void prepare_heads(Warp& warp, int layer, unsigned tag) {
             const unsigned* gains = reinterpret_cast<const unsigned*>(gain + from * HEAD_DIM);
             by_a = unpack(gains[low]), by_b = unpack(gains[high]);
         }
-        const Word* words = step.words + QKV_AT + share.row * (QKV_ROWS / 2) + from * (HEAD_DIM / 2);
-        unsigned bits[2];
-        await({words + low, words + high}, tag, bits);
-        float2 a = unpack(bits[0]), b = unpack(bits[1]);
+        const unsigned* words = told + QKV_AT + share.row * (QKV_ROWS / 2) + from * (HEAD_DIM / 2);
+        unsigned pairs[2];
+        await({words + low, words + high}, pairs);
+        float2 a = unpack(pairs[0]), b = unpack(pairs[1]);
         if (gain) {
             float squares = a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
             for (int other = HEAD_DIM / 8; other; other /= 2) squares += __shfl_xor_sync(HEAD_LANES, squares, other);
@@ -35,25 +35,25 @@ __device__ void prepare_heads(Warp& warp, int layer, unsigned tag) {
             a = rounded({x.x * cos_a.x + y.x * sin_a.x, x.y * cos_a.y + y.y * sin_a.y});
             b = rounded({y.x * cos_b.x + x.x * sin_b.x, y.y * cos_b.y + x.y * sin_b.y});
         }
-        float factor = which < GROUP ? step.scale * 1.44269504f : 1;
-        float2* row = reinterpret_cast<float2*>(warp.block.state.work) + which * (HEAD_DIM / 2);
-        row[low] = {a.x * factor, a.y * factor}, row[high] = {b.x * factor, b.y * factor};
+        unsigned* row = reinterpret_cast<unsigned*>(warp.block.state.work) + which * (HEAD_DIM / 2);
+        row[low] = pack(a.x, a.y), row[high] = pack(b.x, b.y);
         int slot = step.slots[share.row];
         if (which >= GROUP && share.split == 0 && slot >= 0) {
             Number* own = step.pool + slot / step.page_size * step.page_elements + layer * step.layer_elements +
                           (((which - GROUP) * KV_HEADS + head) * step.page_size + slot % step.page_size) * HEAD_DIM;
-            unsigned* pairs = reinterpret_cast<unsigned*>(own);
-            pairs[low] = pack(a.x, a.y), pairs[high] = pack(b.x, b.y);
+            unsigned* stored = reinterpret_cast<unsigned*>(own);
+            stored[low] = pack(a.x, a.y), stored[high] = pack(b.x, b.y);
         }
     }
     __syncthreads();
 }
 
-// Scores, weights and sums of a warp's positions. A lane has DIMS dimensions of all heads' sums, and the scores of one
-// position and head: lane = 4 * position + head.
+// What a warp has found of its positions. A lane has DIMS dimensions of all heads' sums; of one head, lane / 4, the
+// highest score and its share of the total, and as many of q's dimensions as tiles of the tensor cores ask of it.
 struct Softmax {
-    float query[GROUP][DIMS], sums[GROUP][DIMS];
-    float most[HEAD_SETS], total[HEAD_SETS];
+    uint4 query[HEAD_DIM / 32];
+    float sums[GROUP][DIMS];
+    float most, total;
 };
 
 __device__ inline void load_dims(const Number* row, int lane, float (&dims)[DIMS]) {
@@ -68,108 +68,73 @@ __device__ inline void load_dims(const Number* row, int lane, float (&dims)[DIMS
     }
 }
 
-// The first warp of the first share begins with the new token, the others with nothing.
 __device__ void begin_softmax(Softmax& softmax, Warp& warp) {
-    auto heads = reinterpret_cast<const float(*)[HEAD_DIM]>(warp.block.state.work);
-    bool with_new = warp.share.split == 0 && warp.warp == 0;
-    for (int set = 0; set < HEAD_SETS; set++) softmax.most[set] = -INFINITY, softmax.total[set] = 0;
+    const uint4* query = reinterpret_cast<const uint4*>(warp.block.state.work) + warp.lane / 4 * (HEAD_DIM / 8);
+#pragma unroll
+    for (int part = 0; part < HEAD_DIM / 32; part++)
+        softmax.query[part] = warp.lane / 4 < GROUP ? query[4 * part + warp.lane % 4] : uint4{0, 0, 0, 0};
+    for (int head = 0; head < GROUP; head++)
+        for (int dim = 0; dim < DIMS; dim++) softmax.sums[head][dim] = 0;
+    softmax.most = -INFINITY, softmax.total = 0;
+}
+
+// Goes on with `valid` of 8 positions, at least one. What lies behind them was never written. scale: of the scores, in
+// units of log 2.
+__device__ void attend_to(Softmax& softmax, const Number* keys, const Number* values, int valid, float scale,
+                          int lane) {
+    __syncwarp();  // tiles are multiplied by all lanes at once
+    const uint4* key = reinterpret_cast<const uint4*>(keys) + lane / 4 * (HEAD_DIM / 8) + lane % 4;
+    float scores[4] = {};  // of head lane / 4 and positions 2 * (lane % 4) and the one behind; zeros
+#pragma unroll
+    for (int part = 0; part < HEAD_DIM / 32; part++) {
+        uint4 q = softmax.query[part], k = key[4 * part];
+        multiply_tiles(scores, {q.x, 0, q.y, 0}, {k.x, k.y});
+        multiply_tiles(scores, {q.z, 0, q.w, 0}, {k.z, k.w});
+    }
+    int position = lane % 4 * 2;
+    float low = position < valid ? scores[0] * scale : -INFINITY;
+    float high = position + 1 < valid ? scores[1] * scale : -INFINITY;
+    float most = fmaxf(fmaxf(low, high), softmax.most);
+    for (int other = 1; other < 4; other *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
+    float kept = exp2f(softmax.most - most), weights[2] = {exp2f(low - most), exp2f(high - most)};
+    softmax.most = most;
+    softmax.total = softmax.total * kept + weights[0] + weights[1];
+#pragma unroll
     for (int head = 0; head < GROUP; head++) {
-        float score = 0;
-        for (int dim = 0; dim < DIMS; dim++) {
-            int at = warp.lane * DIMS + dim;
-            softmax.query[head][dim] = heads[head][at];
-            softmax.sums[head][dim] = with_new ? heads[GROUP + 1][at] : 0;
-            score += softmax.query[head][dim] * heads[GROUP][at];
-        }
-        if (!with_new) continue;
-        score = sum_of_warp(score);
-        if (warp.lane % 4 == head % 4) {
-            softmax.most[head / 4] = score;
-            softmax.total[head / 4] = warp.lane < 4 ? 1 : 0;
-        }
+        float kept_of_head = __shfl_sync(~0u, kept, 4 * head);
+#pragma unroll
+        for (int dim = 0; dim < DIMS; dim++) softmax.sums[head][dim] *= kept_of_head;
     }
-}
-
-// Of 2 * HALF_OF numbers in each lane, so at first of 32, the sum over lanes of the lane-th.
-template <int HALF_OF = 16>
-__device__ inline float transposed_sum(float* numbers, int lane) {
-    bool upper = lane & HALF_OF;
 #pragma unroll
-    for (int place = 0; place < HALF_OF; place++) {
-        if (HALF_OF >= 4 && place % 4 >= GROUP) continue;  // zeros
-        float kept = upper ? numbers[place + HALF_OF] : numbers[place];
-        float sent = upper ? numbers[place] : numbers[place + HALF_OF];
-        numbers[place] = kept + __shfl_xor_sync(~0u, sent, HALF_OF);
-    }
-    if constexpr (HALF_OF > 1) return transposed_sum<HALF_OF / 2>(numbers, lane);
-    return numbers[0];
-}
-
-// Goes on with `valid` of 8 positions, at least one. What lies behind them was never written.
-__device__ void attend_to(Softmax& softmax, const Number* keys, const Number* values, int valid, int lane) {
+    for (int position = 0; position < SHARE; position++) {
+        if (position >= valid) break;
+        float value[DIMS];
+        load_dims(values + position * HEAD_DIM, lane, value);
 #pragma unroll
-    for (int set = 0; set < HEAD_SETS; set++) {
-        float products[32];
+        for (int head = 0; head < GROUP; head++) {
+            float by = __shfl_sync(~0u, weights[position % 2], 4 * head + position / 2);
 #pragma unroll
-        for (int position = 0; position < SHARE; position++) {
-            float key[DIMS];
-            load_dims(keys + position * HEAD_DIM, lane, key);
-#pragma unroll
-            for (int head = 0; head < 4; head++) {
-                float product = 0;
-#pragma unroll
-                for (int dim = 0; dim < DIMS && 4 * set + head < GROUP; dim++)
-                    product = fmaf(softmax.query[4 * set + head][dim], key[dim], product);
-                products[4 * position + head] = product;
-            }
-        }
-        float score = transposed_sum(products, lane);
-        if (lane / 4 >= valid) score = -INFINITY;
-        float most = fmaxf(score, softmax.most[set]);
-        for (int other = 4; other < 32; other *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
-        float kept = exp2f(softmax.most[set] - most), weight = exp2f(score - most);
-        softmax.most[set] = most;
-        softmax.total[set] = softmax.total[set] * kept + weight;
-#pragma unroll
-        for (int head = 0; head < 4 && 4 * set + head < GROUP; head++) {
-            float kept_of_head = __shfl_sync(~0u, kept, head);
-#pragma unroll
-            for (int dim = 0; dim < DIMS; dim++) softmax.sums[4 * set + head][dim] *= kept_of_head;
-        }
-#pragma unroll
-        for (int position = 0; position < SHARE; position++) {
-            if (position >= valid) break;
-            float value[DIMS];
-            load_dims(values + position * HEAD_DIM, lane, value);
-#pragma unroll
-            for (int head = 0; head < 4 && 4 * set + head < GROUP; head++) {
-                float by = __shfl_sync(~0u, weight, 4 * position + head);
-#pragma unroll
-                for (int dim = 0; dim < DIMS; dim++)
-                    softmax.sums[4 * set + head][dim] = fmaf(by, value[dim], softmax.sums[4 * set + head][dim]);
-            }
+            for (int dim = 0; dim < DIMS; dim++)
+                softmax.sums[head][dim] = fmaf(by, value[dim], softmax.sums[head][dim]);
         }
     }
 }
 
 // Sums up what the warps have found and tells it to the blocks of this KV head.
-__device__ void tell_share(Softmax& softmax, Warp& warp, int warps, unsigned tag) {
+__device__ void tell_share(Softmax& softmax, Warp& warp, int warps, unsigned* told) {
     Block& block = warp.block;
     auto found = reinterpret_cast<float(*)[GROUP][HEAD_DIM]>(block.state.work);
     __syncthreads();  // all have read heads, which stood there
-    for (int set = 0; set < HEAD_SETS; set++) {
-        float total = softmax.total[set];
-        for (int other = 4; other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
-        int head = 4 * set + warp.lane;
-        if (warp.lane < 4 && head < GROUP) {
-            block.state.ends[warp.warp][head][0] = softmax.most[set];
-            block.state.ends[warp.warp][head][1] = total;
-        }
+    float all = softmax.total;
+    for (int other = 1; other < 4; other *= 2) all += __shfl_xor_sync(~0u, all, other);
+    if (warp.lane % 4 == 0 && warp.lane / 4 < GROUP) {
+        block.state.ends[warp.warp][warp.lane / 4][0] = softmax.most;
+        block.state.ends[warp.warp][warp.lane / 4][1] = all;
     }
     for (int head = 0; head < GROUP; head++)
         for (int dim = 0; dim < DIMS; dim++) found[warp.warp][head][warp.lane * DIMS + dim] = softmax.sums[head][dim];
     __syncthreads();
-    Word* parts = warp.step.words + PARTS_AT + (long long)blockIdx.x * GROUP * PART;
+    int parts = PARTS_AT + (int)blockIdx.x * GROUP * PART;
     for (int place = threadIdx.x; place < GROUP * HEAD_DIM; place += THREADS) {
         int head = place / HEAD_DIM, dim = place % HEAD_DIM;  // a warp's places are of one head
         bool here = warp.lane < warps;
@@ -178,63 +143,72 @@ __device__ void tell_share(Softmax& softmax, Warp& warp, int warps, unsigned tag
         float by = exp2f(own - most), total = sum_of_warp(here ? by * block.state.ends[warp.lane][head][1] : 0);
 #pragma unroll 4
         for (int other = 0; other < warps; other++) sum += __shfl_sync(~0u, by, other) * found[other][head][dim];
-        write_word(parts + head * PART + dim, __float_as_uint(sum), tag);
-        if (dim == 0) {
-            write_word(parts + head * PART + HEAD_DIM, __float_as_uint(most), tag);
-            write_word(parts + head * PART + HEAD_DIM + 1, __float_as_uint(total), tag);
-        }
+        write_word(told + parts + head * PART + dim, __float_as_uint(sum));
+        if (dim < 4) write_word(told + parts + head * PART + HEAD_DIM + dim, __float_as_uint(dim ? total : most));
     }
 }
 
-// This block's part of the KV head's output, from what the row's blocks have found; those of a number are in
+// This block's part of the KV head's output, from what the row's blocks have found; those of four numbers are in
 // neighbouring lanes.
-__device__ void merge_shares(const Warp& warp, unsigned tag) {
-    constexpr int PAIRS = GROUP * HEAD_DIM / 2;
-    const Step& step = warp.step;
+__device__ void merge_shares(const Warp& warp, unsigned* told) {
+    constexpr int OF_HEAD = HEAD_DIM / 4, QUADS = GROUP * OF_HEAD;
     const Share& share = warp.share;
     int head = blockIdx.x / SPLITS, used = share.splits, blocks = ROWS == 1 ? SPLITS : used, lanes = SPLITS;
     if (ROWS > 1)
         while (lanes / 2 >= blocks) lanes /= 2;
-    int begin = PAIRS * share.split / blocks * 2, count = PAIRS * (share.split + 1) / blocks * 2 - begin;
-    if (ROWS == 1) count = PAIRS / SPLITS * 2;  // the same, for the compiler
-    const Word* parts = step.words + PARTS_AT + (long long)(blockIdx.x - share.split) * GROUP * PART;
-    Word* words = step.words + HEADS_AT + share.row * (HEADS_WIDTH / 2) + head * GROUP * HEAD_DIM / 2;
+    int begin = QUADS * share.split / blocks, count = QUADS * (share.split + 1) / blocks - begin;
+    if (ROWS == 1) count = QUADS / SPLITS;  // the same, for the compiler
+    const unsigned* parts = told + PARTS_AT + ((int)blockIdx.x - share.split) * GROUP * PART;
+    int heads = HEADS_AT + share.row * (HEADS_WIDTH / 2) + head * GROUP * HEAD_DIM / 2;
     for (int first = 0; first < count * lanes; first += THREADS) {
-        int place = first + threadIdx.x, split = place % lanes, element = begin + place / lanes;
-        const Word* part = parts + (split * GROUP + element / HEAD_DIM) * PART;
-        float most = -INFINITY, total = 0, sum = 0;
-        if (split < used && element < begin + count) {
-            unsigned bits[3];
-            await({part + element % HEAD_DIM, part + HEAD_DIM, part + HEAD_DIM + 1}, tag, bits);
-            sum = __uint_as_float(bits[0]), most = __uint_as_float(bits[1]), total = __uint_as_float(bits[2]);
+        int place = first + threadIdx.x, split = place % lanes, quad = begin + place / lanes;
+        const unsigned* part = parts + (split * GROUP + quad / OF_HEAD) * PART;
+        float most = -INFINITY, numbers[5] = {};
+        bool is_used = split < used && quad < begin + count;
+        if (is_used) {
+            uint4 found[2];
+            auto read = [&](int each) { found[each] = read_words(part + (each ? HEAD_DIM : quad % OF_HEAD * 4)); };
+            read(0), read(1);
+            look_again<2>(found, read);
+            numbers[0] = __uint_as_float(found[0].x), numbers[1] = __uint_as_float(found[0].y);
+            numbers[2] = __uint_as_float(found[0].z), numbers[3] = __uint_as_float(found[0].w);
+            most = __uint_as_float(found[1].x), numbers[4] = __uint_as_float(found[1].y);
         }
         float highest = most;
         for (int other = 1; other < lanes; other *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, other));
         float by = exp2f(most - highest);
-        total *= by, sum *= by;
-        for (int other = 1; other < lanes; other *= 2) {
-            total += __shfl_xor_sync(~0u, total, other);
-            sum += __shfl_xor_sync(~0u, sum, other);
+#pragma unroll
+        for (int each = 0; each < 5; each++) {
+            numbers[each] *= by;
+            for (int other = 1; other < lanes; other *= 2)
+                numbers[each] += __shfl_xor_sync(~0u, numbers[each], other);
         }
-        float result = sum / total, next = __shfl_down_sync(~0u, result, lanes);
-        if (split == 0 && element % 2 == 0 && element < begin + count)
-            write_word(words + element / 2, pack(result, next), tag);
+        if (split || quad >= begin + count) continue;
+        float inverse = 1 / numbers[4];
+        write_word(told + heads + 2 * quad, pack(numbers[0] * inverse, numbers[1] * inverse));
+        write_word(told + heads + 2 * quad + 1, pack(numbers[2] * inverse, numbers[3] * inverse));
     }
 }
 
-__device__ void attend(Warp& warp, int layer, unsigned tag) {
+__device__ void attend(Warp& warp, int layer, unsigned* told) {
     const Share& share = warp.share;
     if (share.row < 0) return;
-    prepare_heads(warp, layer, tag);
+    prepare_heads(warp, layer, told);
     Softmax softmax;
     begin_softmax(softmax, warp);
+    float scale = warp.step.scale * 1.44269504f;
+    if (share.split == 0 && warp.warp == at_most(share.items, WARPS - 1)) {  // has no positions, or fewest
+        const Number* heads = reinterpret_cast<const Number*>(warp.block.state.work);
+        attend_to(softmax, heads + GROUP * HEAD_DIM, heads + (GROUP + 1) * HEAD_DIM, 1, scale, warp.lane);
+    }
     for (int item = warp.warp; item < share.items; item += WARPS) {
         const Number* keys = reinterpret_cast<const Number*>(warp.take());
         int left = share.stored - (share.begin + item * SHARE);
-        attend_to(softmax, keys, keys + SLOT / 4, at_most(left, SHARE), warp.lane);
+        attend_to(softmax, keys, keys + SLOT / 4, at_most(left, SHARE), scale, warp.lane);
     }
-    if (share.items > 0 || share.split == 0) tell_share(softmax, warp, at_least(at_most(share.items, WARPS), 1), tag);
+    int shares = at_most(share.items + (share.split == 0), WARPS);
+    if (shares) tell_share(softmax, warp, shares, told);
     warp.release();
-    merge_shares(warp, tag);
+    merge_shares(warp, told);
     __syncthreads();  // what the warps have found is read: the next input may take its place
 }

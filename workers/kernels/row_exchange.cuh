@@ -1,18 +1,36 @@
 // What lanes and blocks tell each other.
+//
+// A word that is not there yet is NONE, which is no pair of numbers and no float that arithmetic gives: so a word needs
+// no flag beside it.
 #pragma once
 #include "row_ring.cuh"
 
-__device__ inline bool has_tag(Word word, unsigned tag) { return (unsigned)(word >> 32) == tag; }
+constexpr unsigned NONE = ~0u;
+
+// Clears this block's part of a buffer, by one warp, once all blocks have read it. They write there and look for words
+// there only when they have found what this block tells behind its next barrier.
+__device__ inline void clear(unsigned* buffer) {
+    if (threadIdx.x < THREADS - 32) return;
+    for (int place = 4 * (32 * blockIdx.x + threadIdx.x % 32); place < NUM_WORDS; place += 4 * 32 * BLOCKS)
+        write_words(buffer + place, {NONE, NONE, NONE, NONE});
+    __threadfence();
+}
+
+__device__ inline bool is_there(unsigned word) { return word != NONE; }
+__device__ inline bool is_there(const uint4& words) {
+    return words.x != NONE && words.y != NONE && words.z != NONE && words.w != NONE;
+}
 
 // Reads until all of COUNT are there. Of several rows, once the first that was missing is there, the others are read
 // together: one after another each would take as long as a read does.
-template <int COUNT, class IsThere, class Read>
-__device__ inline void look_again(long long began, IsThere is_there, Read read) {
+template <int COUNT, class Found, class Read>
+__device__ inline void look_again(Found (&found)[COUNT], Read read) {
+    long long began = clock64();
     for (bool waited = true; waited;) {
         waited = false;
 #pragma unroll
         for (int each = 0; each < COUNT; each++) {
-            if (is_there(each)) continue;
+            if (is_there(found[each])) continue;
             if (ROWS > 1 && waited) {
                 read(each);
                 continue;
@@ -20,23 +38,19 @@ __device__ inline void look_again(long long began, IsThere is_there, Read read) 
             do {
                 check_patience(began);
                 read(each);
-            } while (!is_there(each));
+            } while (!is_there(found[each]));
             waited = ROWS > 1;
         }
     }
 }
 
-// The bits of some words, once all have the tag.
+// Some words, once all are there.
 template <int COUNT>
-__device__ inline void await(const Word* const (&places)[COUNT], unsigned tag, unsigned (&bits)[COUNT]) {
-    Word found[COUNT];
+__device__ inline void await(const unsigned* const (&places)[COUNT], unsigned (&words)[COUNT]) {
+    auto read = [&](int each) { words[each] = read_word(places[each]); };
 #pragma unroll
-    for (int each = 0; each < COUNT; each++) found[each] = read_word(places[each]);
-    long long began = clock64();
-    look_again<COUNT>(began, [&](int each) { return has_tag(found[each], tag); },
-                      [&](int each) { found[each] = read_word(places[each]); });
-#pragma unroll
-    for (int each = 0; each < COUNT; each++) bits[each] = (unsigned)found[each];
+    for (int each = 0; each < COUNT; each++) read(each);
+    look_again<COUNT>(words, read);
 }
 
 __device__ inline float sum_of_warp(float value) {
@@ -44,67 +58,74 @@ __device__ inline float sum_of_warp(float value) {
     return value;
 }
 
-// Puts the input of a product, `columns` numbers of each row, into shared memory as pairs, rows of COLUMNS: words of
-// `tag`, whose rows are `stride` words apart, or `plain` where that is not null, normed where `gain` is not null.
-// Behind it all threads see it.
+__device__ inline float squares_of(unsigned pair) {
+    float2 both = unpack(pair);
+    return both.x * both.x + both.y * both.y;
+}
+__device__ inline float squares_of(const uint4& pairs) {
+    return squares_of(pairs.x) + squares_of(pairs.y) + squares_of(pairs.z) + squares_of(pairs.w);
+}
+
+__device__ inline unsigned normed(unsigned pair, unsigned gain, float inverse) {
+    float2 both = unpack(pair), by = unpack(gain);
+    both = rounded({both.x * inverse, both.y * inverse});
+    return pack(both.x * by.x, both.y * by.y);
+}
+__device__ inline uint4 normed(const uint4& pairs, const uint4& gains, float inverse) {
+    return {normed(pairs.x, gains.x, inverse), normed(pairs.y, gains.y, inverse), normed(pairs.z, gains.z, inverse),
+            normed(pairs.w, gains.w, inverse)};
+}
+
+// Puts the input of a product, `columns` numbers of each row, into shared memory as pairs, rows of COLUMNS: `words`,
+// whose rows are `stride` apart, normed where `gain` is not null. Behind it all threads see it.
 template <int COLUMNS>
-__device__ void gather(const Step& step, Block& block, const Word* words, int stride, unsigned tag,
-                       const unsigned* plain, const Number* gain, int columns = COLUMNS) {
+__device__ void gather(const Step& step, Block& block, const unsigned* words, int stride, const Number* gain,
+                       int columns = COLUMNS) {
     constexpr int TEAM = THREADS / ROWS;  // threads of a row
-    constexpr int EACH = ceiling(COLUMNS / 4, TEAM), BATCH = ROWS == 1 ? EACH : at_most(EACH, 8);  // times two pairs
+    constexpr int EACH = ceiling(COLUMNS / 8, TEAM), BATCH = ROWS == 1 ? EACH : at_most(EACH, 4);  // times four pairs
     int row = threadIdx.x / TEAM, member = threadIdx.x % TEAM;
-    unsigned pairs[EACH][2];
-    uint2 gains[EACH];
-    uint2* input = reinterpret_cast<uint2*>(block.state.work) + row * (COLUMNS / 4);
-    const uint2* gain_pairs = reinterpret_cast<const uint2*>(gain);
+    uint4 pairs[EACH], gains[EACH];
+    uint4* input = reinterpret_cast<uint4*>(block.state.work) + row * (COLUMNS / 8);
     words += row * stride;
 #pragma unroll
     for (int each = 0; each < EACH; each++) {
         int place = member + each * TEAM;
-        if (gain && place < columns / 4) gains[each] = gain_pairs[place];
+        if (gain && place < columns / 8) gains[each] = reinterpret_cast<const uint4*>(gain)[place];
     }
     float squares = 0;
 #pragma unroll
     for (int first = 0; first < EACH; first += BATCH) {
-        Word found[BATCH][2];
-        auto place_of = [&](int each) { return member + (first + each) * TEAM; };
-        auto is_none = [&](int each) { return first + each >= EACH || place_of(each) >= columns / 4; };
-        auto read = [&](int each) { read_words(words + 2 * place_of(each), found[each][0], found[each][1]); };
-        auto is_there = [&](int each) {
-            return plain || is_none(each) || (has_tag(found[each][0], tag) && has_tag(found[each][1], tag));
-        };
+        uint4 found[BATCH] = {};
+        auto place_of = [&](int each) { return first + each < EACH ? member + (first + each) * TEAM : columns; };
+        auto read = [&](int each) { found[each] = read_words(words + 4 * place_of(each)); };
 #pragma unroll
         for (int each = 0; each < BATCH; each++)
-            if (!plain && !is_none(each)) read(each);
-        look_again<BATCH>(clock64(), is_there, read);
+            if (place_of(each) < columns / 8) read(each);
+        look_again<BATCH>(found, read);
 #pragma unroll
         for (int each = first; each < at_most(first + BATCH, EACH); each++) {
-            int place = member + each * TEAM;
-            pairs[each][0] = pairs[each][1] = 0;
-            if (place >= columns / 4) continue;
-            const unsigned* of_row = plain + row * (COLUMNS / 2) + 2 * place;
-            pairs[each][0] = plain ? of_row[0] : (unsigned)found[each - first][0];
-            pairs[each][1] = plain ? of_row[1] : (unsigned)found[each - first][1];
-            float2 a = unpack(pairs[each][0]), b = unpack(pairs[each][1]);
-            squares += a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
-            if (!gain) input[place] = {pairs[each][0], pairs[each][1]};
+            pairs[each] = found[each - first];
+            if (gain) squares += squares_of(pairs[each]);
+            else if (member + each * TEAM < columns / 8) input[member + each * TEAM] = pairs[each];
         }
     }
     if (gain) {
-        squares = sum_of_warp(squares);
-        if (threadIdx.x % 32 == 0) block.state.squares[threadIdx.x / 32] = squares;
+        constexpr int USED = at_most(WARPS / ROWS, ceiling(COLUMNS, 256));  // warps of a row that have some
+        bool has_some = member < 32 * USED;
+        if (has_some) {
+            squares = sum_of_warp(squares);
+            if (threadIdx.x % 32 == 0) block.state.squares[threadIdx.x / 32] = squares;
+        }
         __syncthreads();
-        squares = 0;
-        for (int warp = 0; warp < WARPS / ROWS; warp++) squares += block.state.squares[row * (WARPS / ROWS) + warp];
-        float inverse = rsqrtf(squares / COLUMNS + step.eps);
+        if (has_some) {
+            squares = 0;
+            for (int warp = 0; warp < USED; warp++) squares += block.state.squares[row * (WARPS / ROWS) + warp];
+            float inverse = rsqrtf(squares / COLUMNS + step.eps);
 #pragma unroll
-        for (int each = 0; each < EACH; each++) {
-            int place = member + each * TEAM;
-            if (place >= columns / 4) continue;
-            float2 a = unpack(pairs[each][0]), b = unpack(pairs[each][1]);
-            float2 by_a = unpack(gains[each].x), by_b = unpack(gains[each].y);
-            a = rounded({a.x * inverse, a.y * inverse}), b = rounded({b.x * inverse, b.y * inverse});
-            input[place] = {pack(a.x * by_a.x, a.y * by_a.y), pack(b.x * by_b.x, b.y * by_b.y)};
+            for (int each = 0; each < EACH; each++) {
+                int place = member + each * TEAM;
+                if (place < columns / 8) input[place] = normed(pairs[each], gains[each], inverse);
+            }
         }
     }
     __syncthreads();

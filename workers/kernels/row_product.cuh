@@ -2,34 +2,57 @@
 #pragma once
 #include "row_exchange.cuh"
 
-__device__ inline void multiply_pair(float& sum, unsigned weights, float2 x) {
-    float2 w = unpack(weights);
-    sum = fmaf(w.x, x.x, sum);
-    sum = fmaf(w.y, x.y, sum);
-}
+// The next item of a product for one row of the input, in registers while its words are awaited: a lane's 8 columns of
+// 256, of both rows of the weight.
+struct Held {
+    uint4 first[SLICE / 256], second[SLICE / 256];
+};
 
-// One item for one row: lanes 0 and 16 put the products of two rows of a weight and a slice of the input into `sums`.
-template <int COLUMNS, bool WHOLE>
-__device__ void multiply_row(Warp& warp, int slice, int columns, bool, float* sums) {
-    const unsigned char* rows = warp.take();
-    const uint4* input = reinterpret_cast<const uint4*>(warp.block.state.work) + slice * (SLICE / 8);
-    const uint4 *first = reinterpret_cast<const uint4*>(rows), *second = first + SLICE / 8;
-    float sum = 0, second_sum = 0;
+template <int COLUMNS>
+__device__ inline void load_item(Warp& warp, Held& held, int item) {
+    int slice = item % slices(COLUMNS);
+    const uint4* rows = reinterpret_cast<const uint4*>(warp.wait_for_item());
 #pragma unroll
     for (int part = 0; part < SLICE / 256; part++) {
         int place = part * 32 + warp.lane;
-        if (!WHOLE && slice * SLICE + place * 8 >= columns) break;
-        uint4 x = input[place], w = first[place], v = second[place];
-        float2 a = unpack(x.x), b = unpack(x.y), c = unpack(x.z), d = unpack(x.w);
-        multiply_pair(sum, w.x, a), multiply_pair(sum, w.y, b), multiply_pair(sum, w.z, c), multiply_pair(sum, w.w, d);
-        multiply_pair(second_sum, v.x, a), multiply_pair(second_sum, v.y, b);
-        multiply_pair(second_sum, v.z, c), multiply_pair(second_sum, v.w, d);
+        bool inside = COLUMNS % SLICE == 0 || slice * SLICE + place * 8 < COLUMNS;
+        held.first[part] = inside ? rows[place] : uint4{0, 0, 0, 0};
+        held.second[part] = inside ? rows[place + SLICE / 8] : uint4{0, 0, 0, 0};
     }
-    bool upper = warp.lane & 16;
-    float kept = upper ? second_sum : sum, sent = upper ? sum : second_sum;
-    kept += __shfl_xor_sync(~0u, sent, 16);
-    for (int other = 8; other; other /= 2) kept += __shfl_xor_sync(~0u, kept, other);
-    if (warp.lane % 16 == 0) sums[warp.lane / 16] = kept;
+}
+
+// Holds the warp's first item of a phase, if there is one.
+template <int PHASE>
+__device__ inline void hold(Warp& warp, Held& held) {
+    if constexpr (ROWS == 1) {
+        constexpr int COLUMNS = PHASE == O ? HEADS_WIDTH : PHASE == DOWN ? INNER : HIDDEN;
+        if (warp.warp < warp.block.state.items[PHASE]) load_item<COLUMNS>(warp, held, warp.warp);
+    }
+}
+
+// The item that is held, for one row: sums[2]. A tile of the tensor cores is two rows of the weight by eight eighths of
+// 256 columns, times those of the input; what unlike eighths give is left out.
+template <int COLUMNS>
+__device__ void multiply_row(Warp& warp, const Held& held, int slice, float* sums) {
+    const uint4* input = reinterpret_cast<const uint4*>(warp.block.state.work) + slice * (SLICE / 8);
+    __syncwarp();  // tiles are multiplied by all lanes at once
+    float even[4] = {}, odd[4] = {};
+#pragma unroll
+    for (int part = 0; part < SLICE / 256; part++) {
+        int place = part * 32 + warp.lane;
+        bool inside = COLUMNS % SLICE == 0 || slice * SLICE + place * 8 < COLUMNS;
+        uint4 x = inside ? input[place] : uint4{0, 0, 0, 0}, w = held.first[part], v = held.second[part];
+        multiply_tiles(even, {w.x, v.x, w.y, v.y}, {x.x, x.y});
+        multiply_tiles(odd, {w.z, v.z, w.w, v.w}, {x.z, x.w});
+    }
+    // Of eighth lane / 4, the lane with lane % 4 == lane / 8 has what counts: partners are such lanes.
+    bool second = warp.lane & 4;
+    float low = second ? even[1] + odd[1] : even[0] + odd[0], high = second ? even[3] + odd[3] : even[2] + odd[2];
+    float sum = second ? high : low;
+    sum += __shfl_xor_sync(~0u, second ? low : high, 4);
+    sum += __shfl_xor_sync(~0u, sum, 8 | 1);
+    sum += __shfl_xor_sync(~0u, sum, 16 | 2);
+    if (warp.lane == 0 || warp.lane == 4) sums[warp.lane / 4] = sum;
 }
 
 // One item for several rows: sums[row][output], added to what is there if `more`. A tile of the tensor cores is up to 8
@@ -65,16 +88,24 @@ __device__ void multiply_rows(Warp& warp, int slice, int columns, bool more, flo
     }
 }
 
-// The items of tiles [0, count) behind `begin`, of which `item` is this warp's next.
+// The items of `count` tiles, the first of which is `begin`, of all the product's `items`; `item` is this warp's next.
 template <int COLUMNS, bool WHOLE>
-__device__ void multiply_tiles_of(Warp& warp, int& item, int begin, int count, int columns, bool more) {
+__device__ void multiply_tiles_of(Warp& warp, Held& held, int& item, int begin, int count, int columns, bool more,
+                                  int items) {
     float* partial = reinterpret_cast<float*>(warp.block.state.work + INPUT_BYTES);
     int parts = slices(columns);
-    for (; item < begin + count * parts; item += WARPS) {
+    while (item < begin + count * parts) {
         int place = item - begin, part = place % parts;
         float* sums = partial + (place / parts * slices(COLUMNS) + part) * (TILE * ROWS);
-        if constexpr (ROWS == 1) multiply_row<COLUMNS, WHOLE>(warp, part, columns, more, sums);
-        else multiply_rows<COLUMNS, WHOLE>(warp, part, columns, more, sums);
+        item += WARPS;
+        if constexpr (ROWS == 1) {
+            multiply_row<COLUMNS>(warp, held, part, sums);
+            if (item >= items) break;
+            warp.release();
+            load_item<COLUMNS>(warp, held, item);
+        } else {
+            multiply_rows<COLUMNS, WHOLE>(warp, part, columns, more, sums);
+        }
     }
     __syncthreads();
 }
@@ -102,12 +133,13 @@ __device__ void sum_up(Block& block, int first, int count, Finish finish) {
 
 // A product of the gathered input; finish: see sum_up().
 template <int PHASE, int COLUMNS, class Finish>
-__device__ void multiply(Warp& warp, Finish finish) {
+__device__ void multiply(Warp& warp, Held& held, Finish finish) {
     constexpr int UNITS = PHASE == GATE_UP ? 2 : 1;
     int tiles = warp.block.state.counts[PHASE] * UNITS, item = warp.warp;
     for (int first = 0; first < tiles; first += ROUND) {
         int count = at_most(tiles - first, ROUND);
-        multiply_tiles_of<COLUMNS, COLUMNS % SLICE == 0>(warp, item, first * slices(COLUMNS), count, COLUMNS, false);
+        multiply_tiles_of<COLUMNS, COLUMNS % SLICE == 0>(
+            warp, held, item, first * slices(COLUMNS), count, COLUMNS, false, tiles * slices(COLUMNS));
         sum_up<COLUMNS, UNITS>(warp.block, first, count, finish);
         if (first + ROUND < tiles) __syncthreads();
     }
@@ -116,18 +148,17 @@ __device__ void multiply(Warp& warp, Finish finish) {
 
 // `down`, whose input is gathered piece by piece.
 template <class Finish>
-__device__ void multiply_down(Warp& warp, unsigned tag, Finish finish) {
-    const Word* words = warp.step.words + INNER_AT;
+__device__ void multiply_down(Warp& warp, Held& held, const unsigned* words, Finish finish) {
     if constexpr (PIECES == 1) {
-        gather<INNER>(warp.step, warp.block, words, INNER / 2, tag, nullptr, nullptr);
-        multiply<DOWN, INNER>(warp, finish);
+        gather<INNER>(warp.step, warp.block, words, INNER / 2, nullptr);
+        multiply<DOWN, INNER>(warp, held, finish);
     } else {
         int tiles = warp.block.state.counts[DOWN], item = warp.warp;
         for (int piece = 0; piece < PIECES; piece++) {
             int begin = piece * PIECE, columns = at_most(INNER - begin, PIECE);
-            gather<PIECE>(warp.step, warp.block, words + begin / 2, INNER / 2, tag, nullptr, nullptr, columns);
+            gather<PIECE>(warp.step, warp.block, words + begin / 2, INNER / 2, nullptr, columns);
             multiply_tiles_of<PIECE, INNER % SLICE == 0>(
-                warp, item, piece * tiles * slices(PIECE), tiles, columns, piece > 0);
+                warp, held, item, piece * tiles * slices(PIECE), tiles, columns, piece > 0, tiles * slices(INNER));
         }
         sum_up<PIECE, 1>(warp.block, 0, tiles, finish);
         warp.release();

@@ -10,7 +10,6 @@
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = Q_HEADS / KV_HEADS;
-constexpr int HEAD_SETS = (GROUP + 3) / 4;   // of four q heads, whose scores of eight positions fill a warp
 constexpr int SHARE = 8;                     // positions that a warp attends to at once
 constexpr int TILE = ROWS == 1 ? 2 : 4;      // outputs of a product, rows of its weight, that a warp computes at once
 constexpr int SLICE = 2048 / TILE;           // columns of them
@@ -41,7 +40,7 @@ constexpr int PIECE = ROWS == 1 || INNER * ROWS * 2 <= INPUT_LIMIT
 constexpr int PIECES = ceiling(INNER, PIECE);
 
 constexpr int WIDEST = at_least(at_least(HIDDEN, PIECE), HEADS_WIDTH);
-constexpr int HEADS_BYTES = (GROUP + 2) * HEAD_DIM * 4;  // q, k and v of the new token, where the input was
+constexpr int HEADS_BYTES = (GROUP + 2) * HEAD_DIM * 2;  // q, k and v of the new token, where the input was
 constexpr int INPUT_BYTES = at_least((ROWS * WIDEST * 2 + 15) / 16 * 16, HEADS_BYTES);
 constexpr int SUMS_BYTES = slices(WIDEST) * TILE * ROWS * 4;                 // of a tile
 constexpr int MOST_DOWN = PIECES == 1 ? 2 : ceiling(HIDDEN / TILE, BLOCKS);  // tiles whose sums outlast a piece
@@ -55,20 +54,20 @@ constexpr int FOUND_BYTES = WARPS * GROUP * HEAD_DIM * 4;
 constexpr int WORK_BYTES = at_least(INPUT_BYTES + PARTIAL_BYTES, FOUND_BYTES);
 constexpr unsigned HEAD_LANES = HEAD_DIM == 128 ? ~0u : 0xffff;  // those that read a head
 constexpr int SHARED_BYTES = 227 * 1024, MOST_DEPTH = 8;
-constexpr int PART = HEAD_DIM + 2;  // words of a share of one head: sums, highest score, total
+constexpr int PART = HEAD_DIM + 4;  // words of a share of one head: sums, highest score, total thrice
 
-// Words, one after another in `words`; of all rows, but for parts, which are the blocks'.
+// Words of one of the two buffers: pairs of numbers of all rows, then the blocks' parts.
 constexpr int X_AT = 0, QKV_AT = X_AT + ROWS * HIDDEN / 2, HEADS_AT = QKV_AT + ROWS * QKV_ROWS / 2;
 constexpr int MID_AT = HEADS_AT + ROWS * HEADS_WIDTH / 2, INNER_AT = MID_AT + ROWS * HIDDEN / 2;
-constexpr int PARTS_AT = INNER_AT + ROWS * INNER / 2;
+constexpr int PARTS_AT = INNER_AT + ROWS * INNER / 2, NUM_WORDS = PARTS_AT + SPLITS * Q_HEADS * PART;
 
 struct Step {
     const Number* const* layers;  // [num_layers][POINTERS]
     const Number *x, *final_norm, *lm_head, *cos, *sin;  // cos and sin: rows of 2 * HEAD_DIM
     Number *logits, *pool;
     const int *slots, *kv_indptr, *kv_indices, *kv_last_page_len;
-    Word* words;
-    unsigned* epoch;  // the next tag; how many blocks are done
+    unsigned* words;  // [2][NUM_WORDS]
+    unsigned* epoch;  // the layers before; how many blocks are done
     long long page_elements, layer_elements;
     int num_layers, vocab, page_size;
     float eps, head_eps, scale;
@@ -92,7 +91,7 @@ struct State {
     float ends[WARPS][GROUP][2];  // highest score and total of each warp
     float squares[WARPS];
     float residual[ROWS][TILE * (HIDDEN / TILE / BLOCKS + 1)];  // the numbers of x that this block writes
-    int begins[PHASES], counts[PHASES];                         // tiles of outputs
+    int begins[PHASES], counts[PHASES], items[PHASES];          // tiles of outputs; items of all warps
     Share share;                                                // unless threads hold it
 };
 constexpr int DEPTH = at_most(MOST_DEPTH, (SHARED_BYTES - (int)sizeof(State) - 128) / (WARPS * SLOT));

@@ -2,14 +2,13 @@
 //
 // A step of few rows takes as long as its weights take to read. So each warp fetches its shares of all weights, and of
 // the stored K and V, in the order in which it will need them, into a ring of its own in shared memory; what a phase
-// must know of the phases before is small, and travels from block to block in words that carry the layer that wrote
-// them: whoever finds the tag it looks for has the numbers (as NCCL's LL protocol does). The stream of weights never
-// waits for it.
+// must know of the phases before is small, and travels from block to block in words that say themselves whether they
+// are there. The stream of weights never waits for them.
 //
 //   qkv -> attention -> o + residual -> gate and up -> down + residual -> ... -> head
 //
-// A buffer of words is written once a layer. Every block has outputs in every phase, so whoever writes a buffer anew
-// has, by way of its inputs, waited for all that read it the layer before.
+// Layers write into two buffers of words by turns. Every block has outputs in every phase: whoever has the input of
+// `gate` and `up` knows that all have read what the layer before has told, and clears it for the next one.
 #include "row_attention.cuh"
 #include "row_product.cuh"
 
@@ -40,13 +39,16 @@ __device__ Share share_positions(const Step& step) {
 }
 
 // Which outputs and positions are this block's.
-__device__ void share_out(const Step& step, Block& block) {
+__device__ void share_out(const Step& step, Block& block, HeldShare& share) {
     if (threadIdx.x == 0) {
         const int tiles[] = {QKV_ROWS / TILE, 0, HIDDEN / TILE, INNER / TILE, HIDDEN / TILE, step.vocab / TILE};
+        constexpr int OF_HIDDEN = slices(HIDDEN);
+        const int of_tile[] = {OF_HIDDEN, 0, slices(HEADS_WIDTH), 2 * OF_HIDDEN, slices(INNER), OF_HIDDEN};
         for (int phase = 0; phase < PHASES; phase++) {
             block.state.begins[phase] = (long long)tiles[phase] * blockIdx.x / BLOCKS;
             block.state.counts[phase] =
                 (int)((long long)tiles[phase] * (blockIdx.x + 1) / BLOCKS) - block.state.begins[phase];
+            block.state.items[phase] = block.state.counts[phase] * of_tile[phase];
         }
         for (int warp = 0; warp < WARPS; warp++)
             for (int slot = 0; slot < DEPTH; slot++) make_arrival(&block.state.arrivals[warp][slot]);
@@ -54,6 +56,7 @@ __device__ void share_out(const Step& step, Block& block) {
     }
     if (ROWS > 1 && threadIdx.x == 32) block.state.share = share_positions(step);
     __syncthreads();
+    if (threadIdx.x == 0) block.state.items[ATTENTION] = share.items;
     int begin = TILE * block.state.begins[DOWN], count = TILE * block.state.counts[DOWN];
     for (int row = 0; row < ROWS; row++)
         for (int place = threadIdx.x; place < count; place += THREADS)
@@ -81,56 +84,62 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
 #else
     HeldShare share = block.state.share;
 #endif
-    Warp warp{step, block, (int)threadIdx.x / 32, (int)threadIdx.x % 32, 0, QKV, (int)threadIdx.x / 32, 0, 0,
-              streaming_policy(), false, share};
-    unsigned first_tag = step.epoch[0];
-    share_out(step, block);
-    for (int slot = 0; slot < DEPTH; slot++) warp.fetch_next();
+    Warp warp(step, block, share);
+    unsigned layers_before = step.epoch[0];
+    share_out(step, block, share);
+    warp.fill();
     warm_up(step, 0);
-    Word* words = step.words;
-    const unsigned* embedded = reinterpret_cast<const unsigned*>(step.x);
+    const unsigned* x = reinterpret_cast<const unsigned*>(step.x);
     for (int layer = 0; layer < step.num_layers; layer++) {
         const Number* const* of_layer = step.layers + layer * POINTERS;
-        unsigned tag = first_tag + layer;
+        unsigned place = (layers_before + layer) % 2 * NUM_WORDS;
+        unsigned *told = step.words + place, *other = step.words + (NUM_WORDS - place);
         auto add_to_residual = [&](int to, int phase) {
             return [&, to, phase](int row, int pair, const float* sums) {
                 float* both = block.state.residual[row] + 2 * pair;
                 float2 sum = rounded({sums[0], sums[1]});
                 unsigned bits = pack(both[0] + sum.x, both[1] + sum.y);
                 both[0] = unpack(bits).x, both[1] = unpack(bits).y;
-                write_word(words + to + row * (HIDDEN / 2) + block.state.begins[phase] * (TILE / 2) + pair, bits, tag);
+                write_word(told + to + row * (HIDDEN / 2) + block.state.begins[phase] * (TILE / 2) + pair, bits);
             };
         };
-        const unsigned* plain = layer ? nullptr : embedded;
-        gather<HIDDEN>(step, block, words + X_AT, HIDDEN / 2, tag - 1, plain, of_layer[INPUT_NORM]);
-        multiply<QKV, HIDDEN>(warp, [&](int row, int pair, const float* sums) {
+        Held held;
+        hold<QKV>(warp, held);
+        gather<HIDDEN>(step, block, x, HIDDEN / 2, of_layer[INPUT_NORM]);
+        multiply<QKV, HIDDEN>(warp, held, [&](int row, int pair, const float* sums) {
             int place = block.state.begins[QKV] * (TILE / 2) + pair;
             float2 bias = {0, 0};
             if (of_layer[QKV_BIAS]) bias = unpack(reinterpret_cast<const unsigned*>(of_layer[QKV_BIAS])[place]);
             unsigned bits = pack(sums[0] + bias.x, sums[1] + bias.y);
-            write_word(words + QKV_AT + row * (QKV_ROWS / 2) + place, bits, tag);
+            write_word(told + QKV_AT + row * (QKV_ROWS / 2) + place, bits);
         });
-        attend(warp, layer, tag);
+        attend(warp, layer, told);
         warm_up(step, layer + 1);
-        gather<HEADS_WIDTH>(step, block, words + HEADS_AT, HEADS_WIDTH / 2, tag, nullptr, nullptr);
-        multiply<O, HEADS_WIDTH>(warp, add_to_residual(MID_AT, O));
-        gather<HIDDEN>(step, block, words + MID_AT, HIDDEN / 2, tag, nullptr, of_layer[POST_NORM]);
-        multiply<GATE_UP, HIDDEN>(warp, [&](int row, int pair, const float* sums) {
+        hold<O>(warp, held);
+        gather<HEADS_WIDTH>(step, block, told + HEADS_AT, HEADS_WIDTH / 2, nullptr);
+        multiply<O, HEADS_WIDTH>(warp, held, add_to_residual(MID_AT, O));
+        hold<GATE_UP>(warp, held);
+        gather<HIDDEN>(step, block, told + MID_AT, HIDDEN / 2, of_layer[POST_NORM]);
+        clear(other);
+        multiply<GATE_UP, HIDDEN>(warp, held, [&](int row, int pair, const float* sums) {
             float2 gate = rounded({sums[0], sums[1]}), up = rounded({sums[2], sums[3]});
             float2 active = rounded({gate.x / (1 + expf(-gate.x)), gate.y / (1 + expf(-gate.y))});
-            int place = row * (INNER / 2) + block.state.begins[GATE_UP] * (TILE / 2) + pair;
-            write_word(words + INNER_AT + place, pack(active.x * up.x, active.y * up.y), tag);
+            int place = INNER_AT + row * (INNER / 2) + block.state.begins[GATE_UP] * (TILE / 2) + pair;
+            write_word(told + place, pack(active.x * up.x, active.y * up.y));
         });
-        multiply_down(warp, tag, add_to_residual(X_AT, DOWN));
+        hold<DOWN>(warp, held);
+        multiply_down(warp, held, told + INNER_AT, add_to_residual(X_AT, DOWN));
+        x = told + X_AT;
     }
-    unsigned last_tag = first_tag + step.num_layers - 1;
-    gather<HIDDEN>(step, block, words + X_AT, HIDDEN / 2, last_tag, nullptr, step.final_norm);
-    multiply<HEAD, HIDDEN>(warp, [&](int row, int pair, const float* sums) {
+    Held held;
+    hold<HEAD>(warp, held);
+    gather<HIDDEN>(step, block, x, HIDDEN / 2, step.final_norm);
+    multiply<HEAD, HIDDEN>(warp, held, [&](int row, int pair, const float* sums) {
         unsigned* logits = reinterpret_cast<unsigned*>(step.logits) + (long long)row * (step.vocab / 2);
         logits[block.state.begins[HEAD] * (TILE / 2) + pair] = pack(sums[0], sums[1]);
     });
     if (threadIdx.x == 0 && atomicAdd(step.epoch + 1, 1) == BLOCKS - 1) {
-        step.epoch[0] = first_tag + step.num_layers;
+        step.epoch[0] = layers_before + step.num_layers;
         step.epoch[1] = 0;
     }
 }

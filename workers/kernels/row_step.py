@@ -17,7 +17,7 @@ SOURCE = Path(__file__).with_name("row_step.cu")
 WARPS = 16
 SHARED_BYTES = 227 * 1024  # SHARED_BYTES of row_step.cu
 MAX_GROUP = 8  # q heads of a KV head: their sums must fit into registers
-ENDS = 2  # words beside a head's sums
+ENDS = 4  # words beside a head's sums
 SHARES_OF_HEAD = 16
 ROW_COUNTS = (1, 2, 4, 8)
 INPUT_BYTES = 32 * 1024  # that a block gathers of several rows for a product; kernels of each layer are faster beyond
@@ -87,10 +87,10 @@ class RowStepShape:
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
     def num_words(self, rows: int) -> int:
-        """Of what blocks tell each other in a layer."""
+        """Of what blocks tell each other in two layers: of 32 bits, most of them pairs of numbers."""
         heads = self.q_heads * self.head_dim
         parts = SHARES_OF_HEAD * self.q_heads * (self.head_dim + ENDS)
-        return rows * (self.hidden + heads + self.kv_heads * self.head_dim + self.inner // 2) + parts
+        return rows * (2 * self.hidden + 2 * heads + 2 * self.kv_heads * self.head_dim + self.inner) + 2 * parts
 
 
 def _tile(rows: int) -> int:
@@ -141,8 +141,8 @@ class RowStep:
         self._launch = launch
         device = lm_head.device
         self._table = torch.tensor([layer.addresses() for layer in layers], dtype=torch.int64, device=device)
-        self._words = torch.zeros(shape.num_words(rows), dtype=torch.int64, device=device)
-        self._epoch = torch.tensor([1, 0], dtype=torch.int32, device=device)  # a tag that no word has; blocks done
+        self._words = torch.full((shape.num_words(rows),), -1, dtype=torch.int32, device=device)  # NONE
+        self._epoch = torch.zeros(2, dtype=torch.int32, device=device)  # layers before; blocks done
 
     def __call__(self, x: Tensor, pages: StepPages) -> Tensor:
         """Logits [rows, vocab] that follow the tokens with embeddings x [rows, hidden]; their K and V go into their

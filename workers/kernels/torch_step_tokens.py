@@ -16,10 +16,11 @@ class TorchStepTokens:
         return torch.where(sources < 0, tokens, last[sources])  # at -1 is some number
 
     def keep(self, logits: Tensor, draws: RowDraws, last: Tensor, tickets: Tensor, words: Tensor) -> None:
-        last.copy_(logits.argmax(-1))
-        (drawn,) = (draws.temperature.float() >= GREEDY_BELOW).nonzero(as_tuple=True)
+        rows = logits.shape[0]
+        last[:rows] = logits.argmax(-1)
+        (drawn,) = (draws.temperature[:rows].float() >= GREEDY_BELOW).nonzero(as_tuple=True)
         if drawn.shape[0]:
             columns = (draws.draws, draws.temperature, draws.top_p, draws.min_p, draws.top_k)
             last[drawn] = draw(logits, drawn, *(column[drawn] for column in columns))
-        (rows,) = tickets.nonzero(as_tuple=True)
-        words[half_of(tickets[rows]), rows] = tickets[rows] | last[rows]
+        (posted,) = tickets[:rows].nonzero(as_tuple=True)
+        words[half_of(tickets[posted]), posted] = tickets[posted] | last[posted]

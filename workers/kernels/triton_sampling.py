@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 BLOCK, WARPS = 4096, 16
-BLOCKS = tl.constexpr(4)
+BLOCKS = tl.constexpr(2)
 ROUNDS = tl.constexpr(8)
 ROUNDING = tl.constexpr(1e-4)  # of a sum of a vocabulary's weights, far more than it can be
 
@@ -26,14 +26,15 @@ def draw_token(
     row, one, draws, temperature, top_p, min_p, top_k, gathered, places, vocab, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The token, int64, that a program draws from the logits at `row`, with entry `one` of the others. A token's weight
-    is its probability ÷ that of the best."""
-    heat, least, share, k = (
-        tl.load(temperature + one).to(tl.float32), tl.load(min_p + one).to(tl.float32),
+    is its probability ÷ that of the best. cold: 1 ÷ temperature."""
+    cold, least, share, k = (
+        1 / tl.load(temperature + one).to(tl.float32), tl.load(min_p + one).to(tl.float32),
         tl.load(top_p + one).to(tl.float32), tl.load(top_k + one)
     )  # fmt: skip
     most = tl.full((BLOCK,), float("-inf"), tl.float32)
     for begin in range(0, vocab, BLOCKS * BLOCK):
-        most = tl.maximum(most, tl.max(_load_blocks(row, begin, vocab, heat, BLOCK), 0))
+        most = tl.maximum(most, tl.max(_load_blocks(row, begin, vocab, 1.0, BLOCK), 0))
+    most *= cold
     best = tl.max(most, 0)
     above = order_of(best).to(tl.int64) + 1  # nothing has an order this high
     low = tl.full((), -(1 << 31), tl.int64)
@@ -42,15 +43,15 @@ def draw_token(
     few = False
     if k > 0 and k < tl.minimum(vocab, BLOCK):
         last = tl.full((), 0x7FFFFFFF, tl.int32)  # NaN is gathered
-        few = _gather(row, vocab, heat, _best(order_of(most), k), last, gathered, places, BLOCK)
+        few = _gather(row, vocab, cold, _best(order_of(most), k), last, gathered, places, BLOCK)
     # Not by an `if`: the compiler is to know that both are multiples of 16, or it loads number by number.
     row, vocab = tl.where(few, gathered, row), tl.where(few, BLOCK, vocab)
     if k > 0 and k < vocab:
-        low = _search(row, vocab, heat, best, 0.0, low, above, (vocab - k).to(tl.float64), tl.constexpr(False), BLOCK)
+        low = _search(row, vocab, cold, best, 0.0, low, above, (vocab - k).to(tl.float64), tl.constexpr(False), BLOCK)
     if share < 1:
-        low = _nucleus(row, vocab, heat, best, least, low, above, 1 - share.to(tl.float64), gathered, places, BLOCK)
-    total = _total(row, vocab, heat, best, least, low, BLOCK)
-    token = _invert(row, vocab, heat, best, least, low, tl.load(draws + one) * total, BLOCK)
+        low = _nucleus(row, vocab, cold, best, least, low, above, 1 - share.to(tl.float64), gathered, places, BLOCK)
+    total = _total(row, vocab, cold, best, least, low, BLOCK)
+    token = _invert(row, vocab, cold, best, least, low, tl.load(draws + one) * total, BLOCK)
     if few:
         token = tl.load(places + token).to(tl.int64)
     return token
@@ -68,13 +69,13 @@ def _best(orders, k):
 
 
 @triton.jit
-def _gather(row, vocab, heat, first, last, gathered, places, BLOCK: tl.constexpr):
+def _gather(row, vocab, cold, first, last, gathered, places, BLOCK: tl.constexpr):
     """Whether at most BLOCK tokens have an order from `first` to `last`, int32. If so, `places` has them in ascending
     order, and `gathered` their logits and -inf behind them."""
     count = tl.full((), 0, tl.int32)
     for begin in range(0, vocab, BLOCK):
         token = begin + tl.arange(0, BLOCK)
-        order = order_of(_load(row, begin, vocab, heat, BLOCK))
+        order = order_of(_load(row, begin, vocab, cold, BLOCK))
         here = (order >= first) & (order <= last) & (token < vocab)
         number = tl.sum(here.to(tl.int32), 0)
         if number != 0:
@@ -90,19 +91,19 @@ def _gather(row, vocab, heat, first, last, gathered, places, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _load(row, begin, vocab, heat, BLOCK: tl.constexpr):
+def _load(row, begin, vocab, cold, BLOCK: tl.constexpr):
     """Scaled logits, -inf outside."""
     token = begin + tl.arange(0, BLOCK)
     logits = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(logits, heat)
+    return logits * cold
 
 
 @triton.jit
-def _load_blocks(row, begin, vocab, heat, BLOCK: tl.constexpr):
+def _load_blocks(row, begin, vocab, cold, BLOCK: tl.constexpr):
     """[BLOCKS, BLOCK] of them: a program waits for several loads at once."""
     token = begin + tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     logits = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(logits, heat)
+    return logits * cold
 
 
 @triton.jit
@@ -114,48 +115,48 @@ def order_of(values):
 
 @triton.jit
 def _weights(scaled, best, least, low):
-    """float64, 0 for what is filtered out: weights below `least`, orders below `low`."""
+    """0 for what is filtered out: weights below `least`, orders below `low`."""
     weights = tl.exp(scaled - best)
-    return tl.where((weights >= least) & (order_of(scaled) >= low.to(tl.int32)), weights, 0.0).to(tl.float64)
+    return tl.where((weights >= least) & (order_of(scaled) >= low.to(tl.int32)), weights, 0.0)
 
 
 @triton.jit
-def _total(row, vocab, heat, best, least, low, BLOCK: tl.constexpr):
+def _total(row, vocab, cold, best, least, low, BLOCK: tl.constexpr):
     sums = tl.zeros((BLOCK,), tl.float64)
     for begin in range(0, vocab, BLOCKS * BLOCK):
-        sums += tl.sum(_weights(_load_blocks(row, begin, vocab, heat, BLOCK), best, least, low), 0)
+        sums += tl.sum(_weights(_load_blocks(row, begin, vocab, cold, BLOCK), best, least, low), 0).to(tl.float64)
     return tl.sum(sums, 0)
 
 
 @triton.jit
-def _sums(row, vocab, heat, best, least, low, middle, BLOCK: tl.constexpr):
+def _sums(row, vocab, cold, best, least, low, middle, BLOCK: tl.constexpr):
     """Weights from the order `low` on, and of these what is below `middle`."""
     sums, below = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for begin in range(0, vocab, BLOCKS * BLOCK):
-        scaled = _load_blocks(row, begin, vocab, heat, BLOCK)
+        scaled = _load_blocks(row, begin, vocab, cold, BLOCK)
         weights = _weights(scaled, best, least, low)
-        sums += tl.sum(weights, 0)
-        below += tl.sum(tl.where(order_of(scaled) < middle.to(tl.int32), weights, 0.0), 0)
+        sums += tl.sum(weights, 0).to(tl.float64)
+        below += tl.sum(tl.where(order_of(scaled) < middle.to(tl.int32), weights, 0.0), 0).to(tl.float64)
     return tl.sum(sums, 0), tl.sum(below, 0)
 
 
 @triton.jit
-def _nucleus(row, vocab, heat, best, least, low, above, dropped, gathered, places, BLOCK: tl.constexpr):
+def _nucleus(row, vocab, cold, best, least, low, above, dropped, gathered, places, BLOCK: tl.constexpr):
     """The largest order, from `low` to below `above`, below which tokens from `low` on have at most a share `dropped`
     of their weights. Where vocab is more than BLOCK, `gathered` and `places` are written."""
     left, right, few = low, above, False
     if vocab > BLOCK:
-        left, right, few = _narrow(row, vocab, heat, best, least, low, above, dropped.to(tl.float32), BLOCK)
-    total, below = _sums(row, vocab, heat, best, least, low, left, BLOCK)
+        left, right, few = _narrow(row, vocab, cold, best, least, low, above, dropped.to(tl.float32), BLOCK)
+    total, below = _sums(row, vocab, cold, best, least, low, left, BLOCK)
     limit = dropped * total - below
     if few:
-        _gather(row, vocab, heat, left.to(tl.int32), (right - 1).to(tl.int32), gathered, places, BLOCK)
+        _gather(row, vocab, cold, left.to(tl.int32), (right - 1).to(tl.int32), gathered, places, BLOCK)
     row, vocab = tl.where(few, gathered, row), tl.where(few, BLOCK, vocab)
-    return _search(row, vocab, heat, best, least, left, right, limit, tl.constexpr(True), BLOCK)
+    return _search(row, vocab, cold, best, least, left, right, limit, tl.constexpr(True), BLOCK)
 
 
 @triton.jit
-def _narrow(row, vocab, heat, best, least, low, above, dropped, BLOCK: tl.constexpr):
+def _narrow(row, vocab, cold, best, least, low, above, dropped, BLOCK: tl.constexpr):
     """Orders between which surely is what _nucleus looks for, and whether at most BLOCK tokens are."""
     worst, most = best - tl.log(vocab.to(tl.float32) / dropped) - 0.01, best
     left, right = tl.maximum(low, order_of(worst).to(tl.int64)), above
@@ -166,7 +167,7 @@ def _narrow(row, vocab, heat, best, least, low, above, dropped, BLOCK: tl.conste
         step = (most - worst) / 4
         a, b, c = worst + step, worst + 2 * step, worst + 3 * step
         total, sum_a, sum_b, sum_c, count_a, count_b, count_c = _under(
-            row, vocab, heat, best, least, low, a, b, c, BLOCK
+            row, vocab, cold, best, least, low, a, b, c, BLOCK
         )
         limit = dropped * total
         less, more = limit * (1 - ROUNDING), limit * (1 + ROUNDING)
@@ -185,7 +186,7 @@ def _narrow(row, vocab, heat, best, least, low, above, dropped, BLOCK: tl.conste
 
 
 @triton.jit
-def _under(row, vocab, heat, best, least, low, a, b, c, BLOCK: tl.constexpr):
+def _under(row, vocab, cold, best, least, low, a, b, c, BLOCK: tl.constexpr):
     """In float32 the weights from the order `low` on, and of these what is below each of three logits; the number of
     all tokens below them."""
     counts_a, counts_b, counts_c = (
@@ -196,9 +197,8 @@ def _under(row, vocab, heat, best, least, low, a, b, c, BLOCK: tl.constexpr):
         tl.zeros((BLOCK,), tl.float32)
     )  # fmt: skip
     for begin in range(0, vocab, BLOCKS * BLOCK):
-        scaled = _load_blocks(row, begin, vocab, heat, BLOCK)
-        order, weights = order_of(scaled), tl.exp(scaled - best)
-        weights = tl.where((weights >= least) & (order >= low.to(tl.int32)), weights, 0.0)
+        scaled = _load_blocks(row, begin, vocab, cold, BLOCK)
+        order, weights = order_of(scaled), _weights(scaled, best, least, low)
         under_a, under_b, under_c = order < order_of(a), order < order_of(b), order < order_of(c)
         counts_a += tl.sum(under_a.to(tl.int32), 0)
         counts_b += tl.sum(under_b.to(tl.int32), 0)
@@ -214,7 +214,7 @@ def _under(row, vocab, heat, best, least, low, a, b, c, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _search(row, vocab, heat, best, least, low, above, limit, WEIGH: tl.constexpr, BLOCK: tl.constexpr):
+def _search(row, vocab, cold, best, least, low, above, limit, WEIGH: tl.constexpr, BLOCK: tl.constexpr):
     """The largest order, from `low` to below `above`, below which tokens from `low` on come to at most `limit`: their
     weights, or (WEIGH False) their number."""
     filtered = low
@@ -229,7 +229,7 @@ def _search(row, vocab, heat, best, least, low, above, limit, WEIGH: tl.constexp
             tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
         )  # fmt: skip
         for begin in range(0, vocab, BLOCK):
-            scaled = _load(row, begin, vocab, heat, BLOCK)
+            scaled = _load(row, begin, vocab, cold, BLOCK)
             order = order_of(scaled)
             there = (begin + tl.arange(0, BLOCK) < vocab) & (order >= filtered.to(tl.int32))
             under_a, under_b = there & (order < a.to(tl.int32)), there & (order < b.to(tl.int32))
@@ -238,7 +238,7 @@ def _search(row, vocab, heat, best, least, low, above, limit, WEIGH: tl.constexp
             counts_b += under_b.to(tl.int32)
             counts_c += under_c.to(tl.int32)
             if WEIGH:
-                weights = _weights(scaled, best, least, filtered)
+                weights = _weights(scaled, best, least, filtered).to(tl.float64)
                 sums_a += tl.where(under_a, weights, 0.0)
                 sums_b += tl.where(under_b, weights, 0.0)
                 sums_c += tl.where(under_c, weights, 0.0)
@@ -256,12 +256,14 @@ def _search(row, vocab, heat, best, least, low, above, limit, WEIGH: tl.constexp
 
 
 @triton.jit
-def _invert(row, vocab, heat, best, least, low, target, BLOCK: tl.constexpr):
+def _invert(row, vocab, cold, best, least, low, target, BLOCK: tl.constexpr):
     """The first token at which the running sum of weights exceeds target; the last that has weight where none does."""
-    begin, before = _skip(row, vocab, heat, best, least, low, target, 4 * BLOCK)
+    begin, before = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)  # the sum up to the block
+    if vocab > BLOCK:
+        begin, before = _skip(row, vocab, cold, best, least, low, target, BLOCK)
     found, last = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
     while (found < 0) & (begin < vocab):
-        weights = _weights(_load(row, begin, vocab, heat, BLOCK), best, least, low)
+        weights = _weights(_load(row, begin, vocab, cold, BLOCK), best, least, low).to(tl.float64)
         token = begin + tl.arange(0, BLOCK)
         last = tl.maximum(last, tl.max(tl.where(weights > 0, token, 0), 0))
         of_block = tl.sum(weights, 0)
@@ -276,12 +278,19 @@ def _invert(row, vocab, heat, best, least, low, target, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _skip(row, vocab, heat, best, least, low, target, BLOCK: tl.constexpr):
-    """Where the block begins with which the sum of weights exceeds target, and the sum before it; (0, 0) without."""
-    begin, before = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)  # the sum up to the block
-    of_block = tl.sum(_weights(_load(row, begin, vocab, heat, BLOCK), best, least, low), 0)
-    while (before + of_block <= target) & (begin < vocab):
-        before += of_block
-        begin += BLOCK
-        of_block = tl.sum(_weights(_load(row, begin, vocab, heat, BLOCK), best, least, low), 0)
+def _skip(row, vocab, cold, best, least, low, target, BLOCK: tl.constexpr):
+    """Where the blocks begin with which the sum of weights exceeds target, and the sum before them; (0, 0) without."""
+    begin, before = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
+    here = _blocks(row, begin, vocab, cold, best, least, low, BLOCK)
+    while (before + here <= target) & (begin < vocab):
+        before += here
+        begin += BLOCKS * BLOCK
+        here = _blocks(row, begin, vocab, cold, best, least, low, BLOCK)
     return tl.where(begin < vocab, begin, 0), tl.where(begin < vocab, before, 0.0)
+
+
+@triton.jit
+def _blocks(row, begin, vocab, cold, best, least, low, BLOCK: tl.constexpr):
+    """The sum of weights of BLOCKS blocks."""
+    weights = _weights(_load_blocks(row, begin, vocab, cold, BLOCK), best, least, low)
+    return tl.sum(tl.sum(weights, 0).to(tl.float64), 0)

@@ -74,6 +74,7 @@ extern int threads;
 static const emulated::Index threadIdx{{false}}, blockIdx{{true}};
 
 inline void __syncthreads() { emulated::meet(emulated::current->of_block->meeting, emulated::threads); }
+inline void __threadfence() {}
 inline void __syncwarp() { emulated::meet(emulated::current->of_warp->meeting, 32); }
 inline float __shfl_xor_sync(unsigned lanes, float value, int other) {
     return emulated::exchange(lanes, value, emulated::current->thread % 32 ^ other);
@@ -94,10 +95,10 @@ inline void check_patience(long long) {
     emulated::give_way();
 }
 
-using Word = unsigned long long;
-inline void write_word(Word* place, unsigned bits, unsigned tag) { *place = (Word)tag << 32 | bits; }
-inline Word read_word(const Word* place) { return *place; }
-inline void read_words(const Word* place, Word& first, Word& second) { first = place[0], second = place[1]; }
+inline void write_word(unsigned* place, unsigned word) { *place = word; }
+inline void write_words(unsigned* place, uint4 words) { std::memcpy(place, &words, sizeof words); }
+inline unsigned read_word(const unsigned* place) { return *place; }
+inline uint4 read_words(const unsigned* place) { return {place[0], place[1], place[2], place[3]}; }
 
 // Of a barrier the lower half counts the bytes that are missing, the next bit says that they are known, the rest counts
 // rounds.

@@ -13,6 +13,7 @@ write_slots is told the stages of waits for them only: the first layers of long 
 Importing this module needs nvshmem4py and Triton.
 """
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ import numpy as np
 import nvshmem.bindings  # pyright: ignore[reportMissingImports]  # a GPU package, not there where types are checked
 import nvshmem.core  # pyright: ignore[reportMissingImports]
 import torch
+from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 from cuda.core import Device, ObjectCode  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
@@ -43,6 +45,7 @@ from tandem.transfer.transport import Fence, Int64Array, Transport
 
 NAME = "nvshmem"
 MAILBOX_SECONDS = 30.0
+CLEARED_PIECES, CLEARED_BYTES = 4096, 512  # more than what small pieces of the process before can have been
 COPY_ENGINE_BYTES = 1 << 20  # mean length of a run from which copy engines outrun the kernel
 STAGES_BYTES = 8 << 20  # and from which it pays to send its first layers apart: a copy more a run
 
@@ -87,8 +90,8 @@ class NvshmemTransport(Transport):
         if not torch.cuda.is_available():
             raise TransportError("transport is 'nvshmem'; it needs a CUDA GPU, and torch finds none")
         self._device = torch.device("cuda", torch.cuda.current_device())
-        # No proxy thread, which PEs that are all peer to peer do not need. It keeps a core busy, and in 3.4.5 takes a 2
-        # that it finds in new pinned memory for a kernel's wish to exit. The first call reads this.
+        # No proxy thread, which keeps a core busy, where PEs that are all peer to peer do not need it: without a NIC.
+        # The first call reads this.
         os.environ.setdefault("NVSHMEM_DISABLE_LOCAL_ONLY_PROXY", "1")
         self._unique_id = nvshmem.core.get_unique_id(empty=self.pe != 0)
         detail: Detail = {"host": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}
@@ -217,6 +220,7 @@ class NvshmemTransport(Transport):
         torch.cuda.set_device(self._device)
         device = Device(self._device.index)
         device.set_current()
+        _clear_pinned_memory()
         nvshmem.core.init(
             device=device, uid=self._unique_id, rank=self.pe, nranks=self.num_pes, initializer_method="uid"
         )
@@ -322,6 +326,17 @@ def _in_new_thread(call: Callable[[], None]) -> None:
     not looked at is left there, and ends the process at the next init() or finalize() in that thread."""
     with ThreadPoolExecutor(1) as executor:
         executor.submit(call).result()
+
+
+def _clear_pinned_memory() -> None:
+    """Zeros in what the driver gives out next. NVSHMEM 3.4.5 does not set the int by which kernels ask for an exit: its
+    proxy thread takes a 2 that it finds there for that, and the next call ends the process."""
+    pieces = [driver.cuMemHostAlloc(CLEARED_BYTES, 0) for _ in range(CLEARED_PIECES)]
+    made = [int(piece) for status, piece in pieces if status == driver.CUresult.CUDA_SUCCESS]
+    for piece in made:
+        ctypes.memset(piece, 0, CLEARED_BYTES)
+    for piece in made:
+        driver.cuMemFreeHost(piece)
 
 
 def _bytes_of(unique_id: "nvshmem.core.UniqueID") -> np.ndarray:

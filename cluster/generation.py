@@ -101,7 +101,7 @@ class Generation:
             yield message
             if message.finish_reason and not self._first_is_last:
                 return  # a stop string: the decode worker does not know
-            await answer  # all has landed, else the decode worker would wait in vain
+            answer.add_done_callback(inbox.heed)
             while True:
                 tokens = await self._next(placement.decode, inbox)
                 reason = FinishReason(tokens.finish_reason)
@@ -112,6 +112,8 @@ class Generation:
                 self.complete = reason != FinishReason.RUNNING
                 if message.finish_reason:
                     return  # the first token was the last: what has come is the decode worker's agreement
+                if self.complete or self._request.params.stop:
+                    await answer  # the last message says what only it does
                 message = self._message(list(tokens.token_ids), reason)
                 message.logprobs.extend(tokens.logprobs[: len(message.token_ids)])
                 yield message

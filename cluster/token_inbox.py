@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterable
+from typing import Any
 
 from tandem.proto import worker_pb2
 
@@ -27,7 +28,7 @@ class TokenInbox:
         self._num_fed = 0
         self._messages: deque[worker_pb2.GeneratedTokens] = deque()
         self._end: BaseException | None = None  # of the call
-        self._lost: FeedLost | None = None
+        self._lost: BaseException | None = None
         self._ready = asyncio.Event()
 
     def add(self, token_id: int) -> None:
@@ -36,10 +37,16 @@ class TokenInbox:
         self._num_fed += 1
         self._ready.set()
 
-    def lose(self, error: FeedLost) -> None:
-        """No more comes of the feed."""
+    def lose(self, error: BaseException) -> None:
+        """No more comes of the feed, or at all."""
         self._lost = error
         self._ready.set()
+
+    def heed(self, answer: asyncio.Future[Any]) -> None:
+        """The prefill worker's: where it is an error, the decode worker waits in vain. Else tokens may be sooner."""
+        error = None if answer.cancelled() else answer.exception()
+        if error is not None:
+            self.lose(error)
 
     async def read(self, call: AsyncIterable[worker_pb2.GeneratedTokens]) -> None:
         """Takes in the messages of StartGenerate, until it ends."""
@@ -61,7 +68,7 @@ class TokenInbox:
             await self._ready.wait()
 
     def next(self) -> worker_pb2.GeneratedTokens:
-        """All of the feed's tokens that are there, else the next message. Raises FeedLost, what ended the call, or
+        """All of the feed's tokens that are there, else the next message. Raises what was lost, what ended the call, or
         EOFError where nothing was wrong with it."""
         if self._fed:
             fed, self._fed = self._fed, []

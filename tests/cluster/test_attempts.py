@@ -304,7 +304,26 @@ def test_a_push_that_fails_behind_its_first_token_is_placed_again(model: Path) -
         assert (updates[-1].timings.attempts, updates[-1].timings.prefill_seconds) == (2, 1.0)
 
     landed = asyncio.Event()
-    with_gateway(model, FakeWorker(say, {"RemoteSend": ["UNAVAILABLE"]}, draws_early=True, landed=landed), body)
+    fails = {"RemoteSend": ["UNAVAILABLE"], "StartGenerate": ["hang"]}  # which waits for what never lands
+    with_gateway(model, FakeWorker(say, fails, draws_early=True, landed=landed), body)
+
+
+def test_tokens_do_not_wait_for_the_prefill_workers_answer(model: Path) -> None:
+    """It may compute the next prompt before it says that this one has landed. The last message does: it tells how long
+    that took."""
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        worker.landed = asyncio.Event()
+        updates = []
+        async for update in client.generate(PROMPT, max_tokens=len(TOKENS), temperature=0, timeout=20):
+            updates.append(update)
+            if len(tokens_of(updates)) == len(TOKENS) - 1:
+                worker.landed.set()
+        assert tokens_of(updates) == TOKENS
+        assert updates[-1].timings is not None
+        assert updates[-1].timings.prefill_seconds == 1.0
+
+    with_gateway(model, FakeWorker(say, draws_early=True), body)
 
 
 async def open_feed(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:

@@ -2,8 +2,8 @@
 #pragma once
 #include "row_exchange.cuh"
 
-// The next item of a product, in registers while its words are awaited. A lane has 8 columns of each part of a slice: for
-// one row of the input of both rows of the tile, for several of one of four.
+// The next item of a product, in registers while its input is awaited. A lane has 8 columns of each part of a slice:
+// for one row of the input of both rows of the tile, for several of one of four.
 constexpr int LANES = ROWS == 1 ? 32 : 8, PARTS = SLICE / (8 * LANES), OF_PART = TILE * LANES / 32;
 struct Held {
     uint4 numbers[PARTS][OF_PART];

@@ -56,14 +56,15 @@ struct Softmax {
     float most, total;
 };
 
-__device__ inline void load_dims(const Number* row, int lane, float (&dims)[DIMS]) {
+// A lane's dimensions, zeros unless they are there.
+__device__ inline void load_dims(const Number* row, int lane, bool there, float (&dims)[DIMS]) {
     const unsigned* pairs = reinterpret_cast<const unsigned*>(row) + lane * (DIMS / 2);
     if constexpr (DIMS == 4) {
         uint2 both = *reinterpret_cast<const uint2*>(pairs);
-        float2 a = unpack(both.x), b = unpack(both.y);
+        float2 a = unpack(there ? both.x : 0), b = unpack(there ? both.y : 0);
         dims[0] = a.x, dims[1] = a.y, dims[2] = b.x, dims[3] = b.y;
     } else {
-        float2 a = unpack(pairs[0]);
+        float2 a = unpack(there ? pairs[0] : 0);
         dims[0] = a.x, dims[1] = a.y;
     }
 }
@@ -84,16 +85,16 @@ __device__ void attend_to(Softmax& softmax, const Number* keys, const Number* va
                           int lane) {
     __syncwarp();  // tiles are multiplied by all lanes at once
     const uint4* key = reinterpret_cast<const uint4*>(keys) + lane / 4 * (HEAD_DIM / 8) + lane % 4;
-    float scores[4] = {};  // of head lane / 4 and positions 2 * (lane % 4) and the one behind; zeros
+    float even[4] = {}, odd[4] = {};  // of head lane / 4 and positions 2 * (lane % 4) and the one behind; zeros
 #pragma unroll
     for (int part = 0; part < HEAD_DIM / 32; part++) {
         uint4 q = softmax.query[part], k = key[4 * part];
-        multiply_tiles(scores, {q.x, 0, q.y, 0}, {k.x, k.y});
-        multiply_tiles(scores, {q.z, 0, q.w, 0}, {k.z, k.w});
+        multiply_tiles(even, {q.x, 0, q.y, 0}, {k.x, k.y});
+        multiply_tiles(odd, {q.z, 0, q.w, 0}, {k.z, k.w});
     }
     int position = lane % 4 * 2;
-    float low = position < valid ? scores[0] * scale : -INFINITY;
-    float high = position + 1 < valid ? scores[1] * scale : -INFINITY;
+    float low = position < valid ? (even[0] + odd[0]) * scale : -INFINITY;
+    float high = position + 1 < valid ? (even[1] + odd[1]) * scale : -INFINITY;
     float most = fmaxf(fmaxf(low, high), softmax.most);
     for (int other = 1; other < 4; other *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
     float kept = exp2f(softmax.most - most), weights[2] = {exp2f(low - most), exp2f(high - most)};
@@ -107,9 +108,8 @@ __device__ void attend_to(Softmax& softmax, const Number* keys, const Number* va
     }
 #pragma unroll
     for (int position = 0; position < SHARE; position++) {
-        if (position >= valid) break;
         float value[DIMS];
-        load_dims(values + position * HEAD_DIM, lane, value);
+        load_dims(values + position * HEAD_DIM, lane, position < valid, value);
 #pragma unroll
         for (int head = 0; head < GROUP; head++) {
             float by = __shfl_sync(~0u, weights[position % 2], 4 * head + position / 2);
@@ -197,18 +197,24 @@ __device__ void attend(Warp& warp, int layer, unsigned* told) {
     Softmax softmax;
     begin_softmax(softmax, warp);
     float scale = warp.step.scale * 1.44269504f;
-    if (share.split == 0 && warp.warp == at_most(share.items, WARPS - 1)) {  // has no positions, or fewest
-        const Number* heads = reinterpret_cast<const Number*>(warp.block.state.work);
-        attend_to(softmax, heads + GROUP * HEAD_DIM, heads + (GROUP + 1) * HEAD_DIM, 1, scale, warp.lane);
+    // The new token is an item like others, of a warp that has none, or fewest.
+    bool with_new = share.split == 0 && warp.warp == at_most(share.items, WARPS - 1);
+    int item = with_new ? warp.warp - WARPS : warp.warp, shares = at_most(share.items + (share.split == 0), WARPS);
+    for (bool done = false; !done;) {
+        if (item < share.items) {
+            const Number* heads = reinterpret_cast<const Number*>(warp.block.state.work);
+            bool is_new = item < 0;
+            const Number* stored = is_new ? nullptr : reinterpret_cast<const Number*>(warp.wait_for_item());
+            const Number* keys = is_new ? heads + GROUP * HEAD_DIM : stored;
+            const Number* values = is_new ? heads + (GROUP + 1) * HEAD_DIM : stored + SLOT / 4;
+            int valid = is_new ? 1 : at_most(share.stored - (share.begin + item * SHARE), SHARE);
+            attend_to(softmax, keys, values, valid, scale, warp.lane);
+            item += WARPS;
+        }
+        done = item >= share.items;
+        if (done && shares) tell_share(softmax, warp, shares, told);
+        warp.release();
     }
-    for (int item = warp.warp; item < share.items; item += WARPS) {
-        const Number* keys = reinterpret_cast<const Number*>(warp.take());
-        int left = share.stored - (share.begin + item * SHARE);
-        attend_to(softmax, keys, keys + SLOT / 4, at_most(left, SHARE), scale, warp.lane);
-    }
-    int shares = at_most(share.items + (share.split == 0), WARPS);
-    if (shares) tell_share(softmax, warp, shares, told);
-    warp.release();
     merge_shares(warp, told);
     __syncthreads();  // what the warps have found is read: the next input may take its place
 }

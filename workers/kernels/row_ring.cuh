@@ -157,12 +157,6 @@ struct Warp {
         return block.ring[warp][slot];
     }
 
-    // The next item's slot; the one before is freed.
-    __device__ const unsigned char* take() {
-        release();
-        return wait_for_item();
-    }
-
     // Frees the slot that was taken last, if one is. Who waits for a warp's result should not wait for this.
     __device__ void release() {
         if (!holds) return;

@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
             };
         };
         Held held;
-        hold<QKV>(warp, held);
+        hold(warp, held, QKV);
         gather<HIDDEN>(step, block, x, HIDDEN / 2, of_layer[INPUT_NORM]);
         multiply<QKV, HIDDEN>(warp, held, [&](int row, int pair, const float* sums) {
             int place = block.state.begins[QKV] * (TILE / 2) + pair;
@@ -115,10 +115,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
         });
         attend(warp, layer, told);
         warm_up(step, layer + 1);
-        hold<O>(warp, held);
+        hold(warp, held, O);
         gather<HEADS_WIDTH>(step, block, told + HEADS_AT, HEADS_WIDTH / 2, nullptr);
         multiply<O, HEADS_WIDTH>(warp, held, add_to_residual(MID_AT, O));
-        hold<GATE_UP>(warp, held);
+        hold(warp, held, GATE_UP);
         gather<HIDDEN>(step, block, told + MID_AT, HIDDEN / 2, of_layer[POST_NORM]);
         clear(other);
         multiply<GATE_UP, HIDDEN>(warp, held, [&](int row, int pair, const float* sums) {
@@ -127,12 +127,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_step(const __grid_c
             int place = INNER_AT + row * (INNER / 2) + block.state.begins[GATE_UP] * (TILE / 2) + pair;
             write_word(told + place, pack(active.x * up.x, active.y * up.y));
         });
-        hold<DOWN>(warp, held);
+        hold(warp, held, DOWN);
         multiply_down(warp, held, told + INNER_AT, add_to_residual(X_AT, DOWN));
         x = told + X_AT;
     }
     Held held;
-    hold<HEAD>(warp, held);
+    hold(warp, held, HEAD);
     gather<HIDDEN>(step, block, x, HIDDEN / 2, step.final_norm);
     multiply<HEAD, HIDDEN>(warp, held, [&](int row, int pair, const float* sums) {
         unsigned* logits = reinterpret_cast<unsigned*>(step.logits) + (long long)row * (step.vocab / 2);

@@ -28,6 +28,7 @@ from tandem.cache.ragged import IntArray
 from tandem.cache.rope import Rotation
 from tandem.cache.rotations import Rotations
 from tandem.cache.shared_prefixes import SharedPrefixes
+from tandem.cache.stored_layers import StoredLayers
 
 SKIP_SLOT = -1  # append leaves such a token out
 
@@ -37,13 +38,15 @@ class StepAttention:
     """What PagedKVCache.attention and latent_attention are for a forward, for a fixed batch; norm: q's and k's, before
     they are rotated.
 
-    kernels, plans and rotations: per layer group. places: of each layer its group, and its index there.
+    kernels, plans, rotations and stored: per layer group, the last of a forward whose layers may be sent. places: of
+    each layer its group, and its index there.
     """
 
     kernels: Sequence[GraphKernels]
     plans: Sequence[Any]
     rotations: Sequence[Rotation | None]
     places: Mapping[int, tuple[int, int]]
+    stored: Sequence[StoredLayers | None] = ()
 
     def attend(
         self,
@@ -57,7 +60,11 @@ class StepAttention:
         group, index = self.places[layer]
         kernels = self.kernels[group]
         assert isinstance(kernels, StepKernels)  # the layer keeps K and V
-        return kernels.step(index, q, k, v, self.rotations[group], self.plans[group], sinks, norm)
+        output = kernels.step(index, q, k, v, self.rotations[group], self.plans[group], sinks, norm)
+        stored = self.stored[group] if self.stored else None
+        if stored is not None:
+            stored.note(index)
+        return output
 
     def step_pages(self) -> StepPages | None:
         """For a kernel of all layers; None where it must not do without attend()."""

@@ -11,6 +11,7 @@ from tandem.cache.fixed_prompts import FixedPrompts, make_fixed_prompts
 from tandem.cache.growth import Growth
 from tandem.cache.integers import integers
 from tandem.cache.rotations import Rotations
+from tandem.cache.sequence_table import Standing
 from tandem.cache.store import Store
 from tandem.cache.window import Int64Array
 
@@ -46,6 +47,7 @@ class FixedForwards:
             num_q_heads=num_q_heads,
             max_pages=self._max_pages,
             page_size=self._layout.page_size,
+            stored=[group.stored for group in self._groups],
         )
 
     def pays_to_share(self, batch: FixedBatch, seq_ids: tuple[int, ...]) -> bool:
@@ -93,7 +95,8 @@ class FixedForwards:
         append_lengths: Sequence[int] | Int64Array,
         token_ids: Int64Array,
         last_rows: Int64Array,
-    ) -> None:
+    ) -> Standing:
+        """See PagedKVCache; of the rows that have grown."""
         appends = integers("append_lengths", append_lengths)
         counts = len(seq_ids), last_rows.size, int(appends.sum())
         room = prompts.num_sequences, prompts.num_sequences, prompts.size
@@ -104,6 +107,7 @@ class FixedForwards:
         self._check_still(self._table.rows(seq_ids))
         rows, tokens = self._growth.grow(seq_ids, appends)
         prompts.fill(tokens, [group.look_up(rows, tokens) for group in self._groups], token_ids, last_rows)
+        return self._table.standing(rows)
 
     def _check_still(self, rows: Int64Array) -> None:
         if self._table.streams.count and self._table.streams.windows[rows].any():

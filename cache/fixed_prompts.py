@@ -11,6 +11,7 @@ from tandem.cache.kernels.staging import ArraySize, CopiedStaging, FixedArrays, 
 from tandem.cache.plan import Int64Array, PageTables, TokenLayout, lay_out_tokens
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rotations import Rotations
+from tandem.cache.stored_layers import StoredLayers
 
 
 class FixedPrompts:
@@ -32,9 +33,10 @@ class FixedPrompts:
         num_q_heads: int,
         num_pages: int,
         page_size: int,
+        stored: Sequence[StoredLayers | None],
         staging: Staging,
     ) -> None:
-        """places: see StepAttention. num_pages: of all sequences together, at most. staging: of at least
+        """places, stored: see StepAttention. num_pages: of all sequences together, at most. staging: of at least
         FixedPrompts.num_bytes(…)."""
         self.size = size
         self.num_sequences = num_sequences
@@ -42,6 +44,7 @@ class FixedPrompts:
         self._rotations = rotations
         self._places = places
         self._page_size = page_size
+        self._stored = stored
         self._arrays = FixedArrays(staging, _sizes(size, num_sequences, len(kernels), num_pages))
         self._positions, self.token_ids, self.last_rows, qo_indptr, *tables = self._arrays.tensors
         self._plans = [
@@ -55,7 +58,8 @@ class FixedPrompts:
 
     def attention(self) -> StepAttention:
         """Of the forward that was filled in last when it runs; this computes the rotation of its positions."""
-        return StepAttention(self._kernels, self._plans, self._rotations.at(self._positions), self._places)
+        rotations = self._rotations.at(self._positions)
+        return StepAttention(self._kernels, self._plans, rotations, self._places, self._stored)
 
     def clear(self) -> None:
         """As many tokens as there may be, of a sequence that stores nothing and reads page 0 again and again."""
@@ -100,6 +104,7 @@ def make_fixed_prompts(
     num_q_heads: int,
     max_pages: int,
     page_size: int,
+    stored: Sequence[StoredLayers | None],
 ) -> list[FixedPrompts]:
     """See PagedKVCache.fixed_prompts. max_pages: of one sequence."""
     fit = [one for one in kernels if isinstance(one, PromptGraphKernels)]
@@ -120,6 +125,7 @@ def make_fixed_prompts(
             num_q_heads=num_q_heads,
             num_pages=num_pages,
             page_size=page_size,
+            stored=stored,
             staging=staging,
         )
         for size in sizes

@@ -20,6 +20,7 @@ from tandem.cache.plan import GroupPlan, PageTables, Send, TokenLayout, own_tabl
 from tandem.cache.position_map import Int32Array
 from tandem.cache.rope import Rotation
 from tandem.cache.shared_prefixes import SharedPrefixes
+from tandem.cache.stored_layers import StoredLayers
 from tandem.cache.stream_attention import StreamParts, no_output
 from tandem.cache.window import Int64Array
 
@@ -35,9 +36,12 @@ class GroupForward:
         table: GroupTable,
         writer: PageWriter | None,
         page_size: int,
+        stored: StoredLayers | None,
     ) -> None:
+        """stored: of the group, on a GPU, where what it stores may be sent."""
         self._group = group
         self.kernels = kernels
+        self.stored = stored
         self._table = table
         self._writer = writer
         self._page_size = page_size
@@ -86,7 +90,9 @@ class GroupForward:
         return GroupPlan(tables, rotation, sends, streams, plan)
 
     def push(self, plan: GroupPlan, layer: int, k: Tensor | None, v: Tensor | None) -> None:
-        """What the kernels' append has left to the writer; see PageWriter for k and v."""
+        """Behind a layer's append: what that has left to the writer; see PageWriter for k and v."""
+        if self.stored is not None:
+            self.stored.note(layer)
         if layer == 0:
             self.push_cached(plan.sends)
         for send in plan.sends:
@@ -97,12 +103,14 @@ class GroupForward:
                     send.target_pe, self._group, layer, k, v, send.token_indices, send.token_slots
                 )
 
-    def push_cached(self, sends: Sequence[Send]) -> None:
-        """Their cached positions, page to page."""
+    def push_cached(self, sends: Sequence[Send], *, staged: bool = False) -> None:
+        """Their cached positions, page to page. staged: the forward launched last stored the last of them, so that
+        layers may go as soon as it has."""
+        stages = self.stored.stages if staged and self.stored is not None else ()
         for send in sends:
             assert self._writer is not None
             if send.source_slots.size:
-                self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots)
+                self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots, stages)
 
     def gather(self, layers: Sequence[int], row: int, indices: Int64Array) -> list[tuple[Tensor, Tensor]]:
         """What kernels.read_slots gives of each of `layers` at `indices` (int64 [n]) of a row."""
@@ -125,8 +133,9 @@ class GroupAttention(GroupForward):
         scoring: Scoring,
         fp8: Fp8Entries | None,
         inputs: AttentionInputs,
+        stored: StoredLayers | None,
     ) -> None:
-        super().__init__(group, kernels, scoring.window, table, writer, page_size)
+        super().__init__(group, kernels, scoring.window, table, writer, page_size, stored)
         self._inputs = inputs
         self._scoring = scoring
         self._fp8 = fp8

@@ -12,6 +12,7 @@ from tandem.cache.latent import LatentHeads, UpProjections
 from tandem.cache.layout import LayerGroup
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.plan import GroupPlan
+from tandem.cache.stored_layers import StoredLayers
 
 
 class LatentGroupAttention(GroupForward):
@@ -30,8 +31,9 @@ class LatentGroupAttention(GroupForward):
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: StoredLayers | None,
     ) -> None:
-        super().__init__(group, kernels, None, table, writer, page_size)
+        super().__init__(group, kernels, None, table, writer, page_size, stored)
         assert members.latent_rank is not None  # else the group had no latents
         self._rank, self._rotated = members.latent_rank, members.head_dim - members.latent_rank
         self._heads = heads

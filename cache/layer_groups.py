@@ -22,6 +22,7 @@ from tandem.cache.page_pools import PagePools
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.sequence_pages import SequencePages
 from tandem.cache.sequence_table import SequenceTable
+from tandem.cache.stored_layers import StoredLayers
 
 LayerGroups = list[GroupAttention | LatentGroupAttention]
 
@@ -70,17 +71,18 @@ def make_groups(
     groups: LayerGroups = []
     for index, (pool, group, table) in enumerate(zip(pools, layout.groups, tables, strict=True)):
         rank, latent = group.latent_rank, heads.latent
+        stored = StoredLayers(len(group.layers)) if pool.is_cuda and writer is not None else None
         if rank is not None and latent is not None:
             scale = heads.scale_of(latent.key_dim + group.head_dim - rank)
             own = choose_latent_kernels(pool, scale, rank, latent)
-            of_latents = (index, group, latent, own, table, writer, layout.page_size, layout.dtype, pool.device)
+            of_latents = (index, group, latent, own, table, writer, layout.page_size, layout.dtype, pool.device, stored)
             groups.append(LatentGroupAttention(*of_latents))
             continue
         scoring = Scoring(heads.scale_of(group.head_dim), group.window, heads.softcap)
         fp8 = Fp8Entries.of_group(layout, index, pool.device)
         own = kernels(pool, scoring, fp8)
         inputs = AttentionInputs(group.num_kv_heads, group.head_dim, layout.dtype, pool.device)
-        groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring, fp8, inputs))
+        groups.append(GroupAttention(index, own, table, writer, layout.page_size, scoring, fp8, inputs, stored))
     return groups
 
 

@@ -5,6 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.cache.position_map import Int32Array
+from tandem.cache.stored_layers import Stages
 
 
 class PageWriter(Protocol):
@@ -23,9 +24,14 @@ class PageWriter(Protocol):
         """
         ...
 
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
         """All layers of the own source_slots (int32 [n]), once what was launched so far is done, to the peer's
-        target_slots (int32 [n])."""
+        target_slots (int32 [n]).
+
+        stages: when layers of the source are stored, where that is known; a writer may send them as soon.
+        """
         ...
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:

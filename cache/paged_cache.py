@@ -222,8 +222,7 @@ class PagedKVCache:
 
     def end_forward(self, plan: ForwardPlan) -> None:
         """All layers of the plan were computed: what it had to send counts as issued."""
-        plan.standing.check_owner(self._table)
-        self._marks.commit(plan.sent)
+        self._transmissions.end(plan)
 
     def commit_token_tree(self, seq_ids: Sequence[int] | Int64Array, leaf_indices: Sequence[int] | Int64Array) -> None:
         """Ends the open tree of each sequence: the path to node leaf_indices[i] becomes its next positions, and all
@@ -263,7 +262,8 @@ class PagedKVCache:
     ) -> None:
         """Grows sequences as begin_forward does, and fills `prompts` with the forward that computes token_ids (int64
         [T]), of which last_rows (int64 [n]) are to have logits. What is marked to be sent is left to send_cached()."""
-        self._fixed.begin_prompts(prompts, ids_of(seq_ids), append_lengths, token_ids, last_rows)
+        standing = self._fixed.begin_prompts(prompts, ids_of(seq_ids), append_lengths, token_ids, last_rows)
+        self._transmissions.launched(standing)
 
     def foresee(self, batch: FixedBatch, seq_ids: Sequence[int], inputs: Sequence[Int64Array]) -> bool:
         """Fills `batch` with the first step of sequences that are being received; False where that is not known."""
@@ -303,7 +303,7 @@ class PagedKVCache:
         self._transmissions.mark(sequence, begin, position_map, target_pe)
 
     def send_cached(self, sequence: int) -> None:
-        """What a marked sequence has and did not send goes page to page, behind the forwards launched so far."""
+        """What a marked sequence has and did not send goes page to page, once what was launched so far stored it."""
         self._receptions.check_settled(sequence)
         self._transmissions.send_cached(sequence)
 

@@ -35,10 +35,15 @@ class Standing:
         if table is not self.table:
             raise InvalidArgument("plan is of another cache; begin_forward of this one makes plans")
 
+    @property
+    def holds(self) -> bool:
+        """Whether no position of the rows has been taken back since."""
+        return self.table.num_cuts == self.num_cuts or not (self.table.cuts[self.rows] != self.cuts).any()
+
     def check(self, table: "SequenceTable") -> None:
         """InvalidArgument unless this is of `table`, and no position of the rows has been taken back since."""
         self.check_owner(table)
-        if table.num_cuts != self.num_cuts and (table.cuts[self.rows] != self.cuts).any():
+        if not self.holds:
             raise InvalidArgument("plan has a sequence that was shortened or removed since; begin_forward plans anew")
 
 

@@ -6,10 +6,11 @@ from tandem.cache.errors import InvalidArgument
 from tandem.cache.integers import integer
 from tandem.cache.open_trees import OpenTrees
 from tandem.cache.page_writer import PageWriter
-from tandem.cache.plan import TokenLayout, lay_out_tokens
+from tandem.cache.plan import ForwardPlan, TokenLayout, lay_out_tokens
 from tandem.cache.position_map import PositionMap
 from tandem.cache.send_marks import Sent
 from tandem.cache.send_plan import Sends, plan_sends
+from tandem.cache.sequence_table import Standing
 from tandem.cache.store import Store
 from tandem.cache.window import Int64Array
 
@@ -22,18 +23,32 @@ class Transmissions:
         self._groups, self._layout = store.groups, store.layout
         self._trees = trees
         self._writer = writer
-
+        self._launched: Standing | None = None  # of the last forward, where groups note what it stores
         self.nothing: tuple[Sends, Sent | None] = [()] * len(store.groups), None
 
     def plan(self, rows: Int64Array, tokens: TokenLayout) -> tuple[Sends, Sent | None]:
         """What a forward sends that has grown rows (int64 [B]) by `tokens`; see plan_sends."""
         return plan_sends(self._marks, self._table, rows, tokens, self._layout.page_size)
 
+    def end(self, plan: ForwardPlan) -> None:
+        plan.standing.check_owner(self._table)
+        self._marks.commit(plan.sent)
+        self.launched(plan.standing)
+
+    def launched(self, standing: Standing) -> None:
+        """A forward of these rows."""
+        if any(group.stored is not None for group in self._groups):
+            self._launched = standing
+
     def send_cached(self, sequence: int) -> None:
-        rows = np.array([self._table.row(sequence)])
+        row = self._table.row(sequence)
+        rows, last = np.array([row]), self._launched
+        staged = last is not None and last.holds and row in last.rows
+        if self._table.lengths[row] < self._marks.ends[row]:
+            staged = False  # it can go beside the next forward
         sends, sent = self.plan(rows, lay_out_tokens(self._table.lengths[rows], np.zeros(1, np.int64)))
         for group, to_send in zip(self._groups, sends, strict=True):
-            group.push_cached(to_send)
+            group.push_cached(to_send, staged=staged)
         self._marks.commit(sent)
 
     def bytes_sent(self, sequence: int) -> int:

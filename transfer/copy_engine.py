@@ -7,12 +7,19 @@ copies is handed over in parts that grow.
 import ctypes
 from functools import cache
 
+import numpy as np
+
+from tandem.cache.position_map import Int32Array
 from tandem.cache.window import Int64Array
 from tandem.transfer.errors import TransportError
 
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, not multiprocessors
 FIRST_BATCH, GROWTH = 4, 4
+# A CUDA_MEMCPY3D_BATCH_OP in words of 8 bytes: two operands (type, address, bytes of a row, rows of a layer, hint),
+# three extents, access order and flags.
+WORDS_OF_OPERAND, WORDS_OF_ROWS = 5, 14
+BY_POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
 
 
 class _Attributes(ctypes.Structure):
@@ -41,6 +48,20 @@ def copy_all(targets: Int64Array, sources: Int64Array, sizes: Int64Array, stream
         part = slice(begin, begin + count)
         _copy_batch(targets[part], sources[part], sizes[part], stream)
         begin, count = begin + count, count * GROWTH
+
+
+def copy_rows(
+    targets: Int64Array, sources: Int64Array, counts: Int32Array, pitch: int, width: int, stream: int
+) -> None:
+    """As copy_all, in one batch, each copy of counts[i] rows of `width` bytes, which stand `pitch` bytes apart on both
+    sides."""
+    copies, failed = np.zeros((targets.size, WORDS_OF_ROWS), np.int64), ctypes.c_size_t(0)
+    for operand, addresses in ((copies, sources), (copies[:, WORDS_OF_OPERAND:], targets)):
+        operand[:, 0], operand[:, 1], operand[:, 2] = BY_POINTER, addresses, pitch
+    copies[:, -4], copies[:, -3], copies[:, -2] = width, counts, 1
+    copies[:, -1] = IN_STREAM_ORDER | OVERLAP_WITH_COMPUTE << 32
+    status = _driver().cuMemcpy3DBatchAsync(targets.size, copies.ctypes.data, ctypes.byref(failed), 0, stream)
+    _check("cuMemcpy3DBatchAsync", status)
 
 
 def copy(target: int, source: int, size: int, stream: int) -> None:
@@ -76,6 +97,7 @@ def _driver() -> ctypes.CDLL:
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuMemcpyAsync.argtypes = [pointer, pointer, size, pointer]
         driver.cuMemcpyBatchAsync.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer]
+        driver.cuMemcpy3DBatchAsync.argtypes = [size, pointer, pointer, ctypes.c_ulonglong, pointer]
     except (OSError, AttributeError) as error:
         raise TransportError(f"the CUDA driver cannot be used: {error}; it must be of CUDA 12.8 or later") from None
     return driver

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.cache.layout import KVLayout
 from tandem.cache.position_map import Int32Array
+from tandem.cache.stored_layers import Stages
 from tandem.transfer.copy_plan import plan_copy
 from tandem.transfer.errors import PeerGone, TransportClosed, TransportError
 from tandem.transfer.membership import TransportConfig, make_handle, read_handles
@@ -301,7 +302,9 @@ class FakeTransport(Transport):
         write = partial(pool.put_tokens, layer, rows, keys, values)
         self._fabric._write("write_tokens", self.pe, pe, [write], self._entry(pool, layer, int(rows[0])))
 
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
         self._check_peer(pe)
         self._check_slots(group, "source_slots", source_slots)
         self._check_slots(group, "target_slots", target_slots)
@@ -319,11 +322,11 @@ class FakeTransport(Transport):
         self._check_peer(pe)
         return FakeFence(self._fabric, self.pe, pe, self._fabric._fence(self.pe, pe))
 
-    def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
+    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
         self._check_peer(pe)
         self._check_signal(slot)
         mailbox = self._fabric._memories[pe].mailbox
-        self._fabric._post(self.pe, pe, partial(mailbox.__setitem__, slot, (signal, payload)))
+        self._fabric._post(self.pe, pe, partial(mailbox.__setitem__, slot, (signal, int(payload))))
 
     def mailbox(self) -> Int64Array:
         self._check_peer(self.pe)

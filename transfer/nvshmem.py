@@ -8,7 +8,8 @@
     fence          an event                                    an event behind a quiet
 
 write_tokens queues on the current stream, behind the kernels that made k and v. All else queues on a stream of the
-transport's own, behind what is on the current one, which never waits for it: a forward goes on beside its push.
+transport's own, behind what is on the current one, which never waits for it: a forward goes on beside its push. What
+write_slots is told the stages of waits for them only: the first layers of long runs go while the last are computed.
 Importing this module needs nvshmem4py and Triton.
 """
 
@@ -29,7 +30,8 @@ from torch import Tensor
 from tandem.cache.kernels.build_once import cache_folder
 from tandem.cache.kernels.upload import upload
 from tandem.cache.position_map import Int32Array
-from tandem.transfer.copy_engine import copy, copy_all
+from tandem.cache.stored_layers import Stages
+from tandem.transfer.copy_engine import copy, copy_all, copy_rows
 from tandem.transfer.copy_plan import CopyPlan, plan_copy
 from tandem.transfer.device_puts import STAGING_BYTES, DevicePuts
 from tandem.transfer.errors import MembershipRefused, TransportClosed, TransportError, TransportTimeout
@@ -42,6 +44,7 @@ from tandem.transfer.transport import Fence, Int64Array, Transport
 NAME = "nvshmem"
 MAILBOX_SECONDS = 30.0
 COPY_ENGINE_BYTES = 1 << 20  # mean length of a run from which copy engines outrun the kernel
+STAGES_BYTES = 8 << 20  # and from which it pays to send its first layers apart: a copy more a run
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,20 +143,24 @@ class NvshmemTransport(Transport):
         else:
             push_tokens(peer, layer, k, v, tokens, places)
 
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
         self._check_peer(pe)
         self._check_slots(group, "source_slots", source_slots)
         self._check_slots(group, "target_slots", target_slots)
         if not source_slots.size:
             return
         plan = plan_copy(source_slots, target_slots, self.layout.page_size)
-        self._follow_current()
+        if not stages:
+            self._follow_current()
         with torch.cuda.stream(self._stream):
             peer = self._peer_words(pe, group)
             if peer is None:
+                self._follow(stages[-1:])
                 self._put_slots(pe, group, plan)
             else:
-                self._copy_slots(peer, group, plan, source_slots, target_slots)
+                self._copy_slots(peer, group, plan, source_slots, target_slots, stages)
 
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
@@ -165,16 +172,22 @@ class NvshmemTransport(Transport):
         event.record(self._stream)
         return EventFence(event)
 
-    def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
+    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
         self._check_peer(pe)
         self._check_signal(slot)
-        self._follow_current()
         peer = self._peers[pe]
+        if peer is None:
+            word = int(payload)
+            self._follow_current()
+            with torch.cuda.stream(self._stream):
+                self._puts.post_row(pe, slot, signal, word)
+            return
+        # Whoever made the tensor may write over it before this stream comes to it.
+        words = payload + 0 if isinstance(payload, Tensor) else torch.full((), payload, device=self._device)
+        words.record_stream(self._stream)
+        self._follow_current()
         with torch.cuda.stream(self._stream):
-            if peer is None:
-                self._puts.post_row(pe, slot, signal, payload)
-            else:
-                post_row(peer[self._num_pools], slot, signal, payload)
+            post_row(peer[self._num_pools], slot, signal, words)
 
     def mailbox(self) -> Int64Array:
         self._check_peer(self.pe)
@@ -256,16 +269,34 @@ class NvshmemTransport(Transport):
         return DevicePuts(library, *self._symmetric[self._num_pools :])
 
     def _copy_slots(
-        self, peer: Tensor, group: int, plan: CopyPlan, source_slots: Int32Array, target_slots: Int32Array
+        self,
+        peer: Tensor,
+        group: int,
+        plan: CopyPlan,
+        source_slots: Int32Array,
+        target_slots: Int32Array,
+        stages: Stages,
     ) -> None:
         own, page_bytes = self._symmetric[group], self.layout.page_bytes(group)
         sizes = np.multiply(plan.num_pages, page_bytes, dtype=np.int64)
-        if int(sizes.sum()) < COPY_ENGINE_BYTES * max(1, sizes.size):
+        mean = int(sizes.sum()) // max(1, sizes.size)
+        if mean < COPY_ENGINE_BYTES:
+            self._follow(stages[-1:])
             push_slots(own, peer, *upload([source_slots, target_slots], self._device))
             return
         targets = np.multiply(plan.target_pages, page_bytes, dtype=np.int64) + peer.data_ptr()
         sources = np.multiply(plan.source_pages, page_bytes, dtype=np.int64) + own.data_ptr()
-        copy_all(targets, sources, sizes, self._stream.cuda_stream)
+        stream = self._stream.cuda_stream
+        if len(stages) < 2 or mean < STAGES_BYTES:
+            self._follow(stages[-1:])
+            copy_all(targets, sources, sizes, stream)
+        else:
+            done, of_layer = 0, page_bytes // len(self.layout.groups[group].layers)
+            for num_layers, event in stages:
+                self._stream.wait_event(event)
+                offset, width = done * of_layer, (num_layers - done) * of_layer
+                copy_rows(targets + offset, sources + offset, plan.num_pages, page_bytes, width, stream)
+                done = num_layers
         if plan.source_slots.size:
             push_slots(own, peer, *upload([plan.source_slots, plan.target_slots], self._device))
 
@@ -274,6 +305,11 @@ class NvshmemTransport(Transport):
             self._puts.put_pages(pe, self._symmetric[group], plan)
         if plan.source_slots.size:
             self._puts.put_slots(pe, self._symmetric[group], plan.source_slots, plan.target_slots)
+
+    def _follow(self, stages: Stages) -> None:
+        """What is queued on the transport's stream from now on comes after these."""
+        for _, event in stages:
+            self._stream.wait_event(event)
 
     def _follow_current(self) -> None:
         """What is queued on the transport's stream from now on comes after what is on the current stream."""

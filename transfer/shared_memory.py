@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from tandem.cache.position_map import Int32Array
+from tandem.cache.stored_layers import Stages
 from tandem.transfer.copy_plan import plan_copy
 from tandem.transfer.errors import TransportClosed, TransportError
 from tandem.transfer.membership import TransportConfig, make_handle, read_handles
@@ -62,7 +63,9 @@ class SharedMemoryTransport(Transport):
         rows = None if v is None else v.index_select(0, token_indices)
         self._pools[pe][group].put_tokens(layer, slots.long(), k.index_select(0, token_indices), rows)
 
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
         self._check_peer(pe)
         self._check_slots(group, "source_slots", source_slots)
         self._check_slots(group, "target_slots", target_slots)
@@ -74,11 +77,11 @@ class SharedMemoryTransport(Transport):
         self._keep_order()
         return Landed()
 
-    def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
+    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
         self._check_peer(pe)
         self._check_signal(slot)
         row = self._peers[pe].mailbox[slot]
-        row[1] = payload
+        row[1] = int(payload)
         self._keep_order()
         row[0] = signal
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.position_map import Int32Array
+from tandem.cache.stored_layers import Stages
 from tandem.cache.window import Int64Array
 from tandem.transfer.errors import TransportClosed, TransportTimeout
 from tandem.transfer.membership import TransportConfig
@@ -85,11 +86,13 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
         """All layers of the own source_slots (int32 [n]) to the peer's target_slots [n].
 
         Whole pages travel as such. The source may be read until a later fence is quiet, on a GPU behind all that is on
-        the current stream.
+        the current stream, or as soon as `stages`, if there are any, say.
         """
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
@@ -111,10 +114,11 @@ class Transport(ABC):
                 )
 
     @abstractmethod
-    def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
-        """Writes row `slot` of the peer's mailbox, int64 each, behind all writes issued to that PE before; never waits.
+    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
+        """Writes row `slot` of the peer's mailbox, int64 each, behind all writes issued to that PE before.
 
-        Who sees the signal there sees the payload and what those writes wrote.
+        Who sees the signal there sees the payload and what those writes wrote. payload: or an int64 tensor [] that has
+        it once what is launched so far is done. Never waits, but for that tensor where the peer's memory is not mapped.
         """
 
     @abstractmethod

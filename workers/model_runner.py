@@ -139,6 +139,12 @@ class ModelRunner:
         ids, *rows = upload(arrays, self._model.device)
         return self._model.forward(ids, PlannedAttention(self._cache, plan), rows[0] if rows else None)
 
+    def draw(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> tuple[Tensor, PendingSamples]:
+        """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be drawn. Also
+        int64 [n or more], on the device, until the next draw."""
+        pending = self._draws.draw(logits, batch, positions)
+        return self._draws.drawn, pending
+
     def sample(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> Samples:
-        """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be drawn."""
-        return self._draws.draw(logits, batch, positions).wait()
+        """draw(), and waits for it."""
+        return self.draw(logits, batch, positions)[1].wait()

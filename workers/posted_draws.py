@@ -40,6 +40,11 @@ class PostedDraws:
         logprobs = logprobs_of(logits, self._last, sampling.num_logprobs)
         return posted if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
 
+    @property
+    def drawn(self) -> Tensor:
+        """int64 [n or more], on the device: what the last draw() draws, once it has; the next one writes over it."""
+        return self._last
+
     def _make_room(self, num_rows: int) -> None:
         on_gpu = self._device.type == "cuda"
         self._tokens = choose_step_tokens(num_rows, self._device)

@@ -290,32 +290,35 @@ class PrefillLoop:
         return heads
 
     def _finish(self, requests: list[PrefillRequest], logits: Tensor) -> None:
-        """Draws the first tokens of requests of which all is computed and sent. Waits for the device."""
+        """Draws the first tokens of requests of which all is computed and sent, and has them posted as soon as they
+        are drawn. Waits for the device."""
         if self._sharing:  # while the device computes: whoever reads these pages comes after it
             for request in requests:
                 self._cache.publish_prefix(request.sequence_id, request.token_ids)
-        samples = self._runner.sample(
+        tokens, pending = self._runner.draw(
             logits,
             SampleBatch.from_params([request.params for request in requests]),
             np.array([request.num_tokens for request in requests], np.int64),
         )
         for row, request in enumerate(requests):
+            self._post(request, tokens[row])
+        samples = pending.wait()
+        for row, request in enumerate(requests):
             request.sampled = time.perf_counter()
-            first = FirstToken(int(samples.token_ids[row]), samples.logprobs[row])
-            self._post(request, first)  # then it is told: whoever hears of it takes the interpreter for a while
-            request.drawn.set_result(first)
+            request.drawn.set_result(FirstToken(int(samples.token_ids[row]), samples.logprobs[row]))
             self._land(request, None)
 
-    def _post(self, request: PrefillRequest, first: FirstToken) -> None:
-        """Behind all writes for the request."""
-        reservation, digest = request.reservation, 0
+    def _post(self, request: PrefillRequest, token: Tensor) -> None:
+        """Behind all writes for the request. token: int64 [], on the device; with a digest the host waits for it."""
+        reservation, payload = request.reservation, token
         if self._verify:
             digest = digest_kv(self._cache, request.sequence_id, reservation.matched_tokens, request.num_tokens)
+            payload = pack_payload(int(token), digest)
         self._transport.post(
             reservation.target_pe,
             reservation.signal_slot,
             pack_signal(reservation.generation, request.position_map.num_tokens),
-            pack_payload(first.token_id, digest),
+            payload,
         )
 
     def _stop(self, request: PrefillRequest, error: Exception) -> None:

@@ -18,7 +18,8 @@ class PromptForwards:
 
     Requests that share a forward send what it computes token by token, as it is appended. A request that is alone goes
     page to page, each chunk behind its forward, beside the next: stores to a peer slow a forward more than copies do.
-    So do requests that share a CUDA graph, which stores to no peer.
+    So do requests that share a CUDA graph, which stores to no peer. Where the transport can, the last chunk goes while
+    it is computed, layers as they are stored.
     """
 
     def __init__(self, runner: ModelRunner, cache: PagedKVCache, meter: PushMeter) -> None:

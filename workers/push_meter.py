@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.position_map import Int32Array
+from tandem.cache.stored_layers import Stages
 
 
 class PushMeter(PageWriter):
@@ -25,9 +26,11 @@ class PushMeter(PageWriter):
         self._writer.write_tokens(pe, group, layer, k, v, token_indices, slots)
         self.seconds += time.perf_counter() - began
 
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
         began = time.perf_counter()
-        self._writer.write_slots(pe, group, source_slots, target_slots)
+        self._writer.write_slots(pe, group, source_slots, target_slots, stages)
         self.seconds += time.perf_counter() - began
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:

@@ -24,6 +24,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import Int32Array, PositionMap, SlotRuns
 from tandem.cache.rope import RopeParameters
 from tandem.cache.shared_prefixes import SharingRule
+from tandem.cache.stored_layers import Stages
 from tests.benchmarks.results import at_most, print_result
 
 BATCH, CONTEXT, COMMON, PAGE = 256, 1024, 512, 16
@@ -45,7 +46,9 @@ class Nowhere:
     def peer_pool(self, pe: int, group: int) -> None:
         return None
 
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None: ...
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None: ...
 
     def write_tokens(
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.position_map import Int32Array
+from tandem.cache.stored_layers import Stages
 
 
 class PeerWriter:
@@ -15,6 +16,7 @@ class PeerWriter:
         self._pools = pools
         self.token_writes: list[tuple[int, int, int, int]] = []  # pe, group, layer, tokens
         self.slot_writes: list[tuple[int, int, int]] = []  # pe, group, slots
+        self.stages: list[Stages] = []  # of those
 
     def write_tokens(
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
@@ -30,13 +32,16 @@ class PeerWriter:
                 pool[slot // size, layer, 1, :, slot % size] = v[token]
         self.token_writes.append((pe, group, layer, len(slots)))
 
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
         assert source_slots.dtype == target_slots.dtype == np.int32
         source, target = self._pools[self._own][group], self._pools[pe][group]
         size = target.shape[4]
         for begin, end in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
             target[end // size, :, :, :, end % size] = source[begin // size, :, :, :, begin % size]
         self.slot_writes.append((pe, group, source_slots.size))
+        self.stages.append(stages)
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
         return self._pools[pe][group]

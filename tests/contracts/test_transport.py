@@ -128,6 +128,13 @@ def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[Transpo
     assert not island[2].mailbox().any()
 
 
+def test_a_payload_may_be_a_tensor(island: list[Transport]) -> None:
+    word = torch.tensor([3, 2**31 + 7])
+    island[0].post(1, 2, pack_signal(1, 1), word[1])
+    word[1] = 0
+    assert island[1].mailbox()[2].tolist() == [pack_signal(1, 1), 2**31 + 7]
+
+
 def test_a_fence_is_quiet_once_what_came_before_it_has_landed(island: list[Transport]) -> None:
     source = fill(island[0], 3)
     everything = np.arange(NUM_SLOTS, dtype=np.int32)

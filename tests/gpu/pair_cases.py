@@ -37,6 +37,13 @@ def llama(head_dim: int, element_bytes: int, **settings: Any) -> Case:
 FP8: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3", "k_scale": 0.02, "v_scale": 0.01}
 CASES = {
     "bf16-128": llama(128, 2, dtype="bfloat16"),
+    # One chunk, and pages of 768 KiB: prompts of check_long are runs whose first layers go before the last is stored.
+    "bf16-128-long-runs": Case(
+        "llama",
+        {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 32},
+        {"dtype": "bfloat16", "max_batch_tokens": 256},
+        LAYERS * 2 * 32 * 128 * 2,
+    ),
     "bf16-64": llama(64, 2, dtype="bfloat16"),
     "fp16-128": llama(128, 2, dtype="float16"),
     "fp8-128": llama(128, 1, **FP8),
@@ -82,6 +89,17 @@ def check_announced(pair: Pair, token_bytes: int) -> None:
         assert answer.bytes_pushed == length * token_bytes
         _check_arrived(pair, prompt, slots)
         pair.abort(f"announced {length}")
+
+
+def check_long(pair: Pair, token_bytes: int) -> None:
+    """Prompts alone, of one chunk each, begun before it is known where they go, and after."""
+    for announced in (False, True):
+        for length in (11 * PAGE + 9, 15 * PAGE + 7):
+            request_id, prompt = f"long {length} {announced}", random_prompt(length, length + announced)
+            answer, slots = pair.push(request_id, prompt, announced=announced)
+            assert answer.bytes_pushed == length * token_bytes
+            _check_arrived(pair, prompt, slots)
+            pair.abort(request_id)
 
 
 def _check_arrived(pair: Pair, prompt: Sequence[int], slots: np.ndarray) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.position_map import Int32Array
+from tandem.cache.stored_layers import StoredLayers
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Fence
 
@@ -79,6 +80,40 @@ class Pe:
         torch.zeros(1, device=self.device)
         torch.cuda.current_stream().synchronize()
         return not fence.is_quiet()
+
+    def write_while_storing(self, target: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> bool:
+        """write_slots of pages whose layers are written one by one, the last behind a long kernel; another such kernel
+        follows. Whether all layers but that were there before it was stored."""
+        pool, peer = self.transport.pools[group], self.transport.peer_pool(target, group)
+        assert peer is not None
+        own_page, peer_page = (int(slots[0]) // pool.shape[4] for slots in (source_slots, target_slots))
+        final, stored = torch.rand_like(pool, dtype=torch.float32).to(pool.dtype), StoredLayers(pool.shape[1])
+        for layer in range(pool.shape[1]):
+            if layer == pool.shape[1] - 1:
+                torch.cuda._sleep(200_000_000)
+            pool[:, layer] = final[:, layer]
+            stored.note(layer)
+        torch.cuda._sleep(20_000_000)
+        self.transport.write_slots(target, group, source_slots, target_slots, stored.stages)
+        *_, (_, before), (_, last) = stored.stages
+        look = torch.cuda.Stream()
+        with torch.cuda.stream(look):
+            look.wait_event(before)
+            while not last.query():
+                if torch.equal(peer[peer_page, :-1].cpu(), final[own_page, :-1].cpu()):
+                    return not last.query()
+        return False
+
+    def post_of_tensor(self, target: int, slot: int, signal: int, payload: int) -> bool:
+        """Posts a payload that a kernel behind a long one makes, and another then writes over; whether it returned
+        before."""
+        word = torch.zeros((), dtype=torch.int64, device="cuda")
+        torch.cuda._sleep(200_000_000)
+        word.fill_(payload)
+        self.transport.post(target, slot, signal, word)
+        early = not torch.cuda.current_stream().query()
+        word.zero_()
+        return early
 
     def soil_pinned_memory(self, value: int) -> None:
         """Small pieces that the driver gives out next hold this int."""

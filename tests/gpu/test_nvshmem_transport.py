@@ -197,6 +197,24 @@ def test_a_forward_does_not_wait_for_its_push(island: list[PeProcess]) -> None:
     check(island, expected)
 
 
+def test_layers_go_as_they_are_stored(island: list[PeProcess], mapped: bool, request: pytest.FixtureRequest) -> None:
+    """Ten pages of 1 MiB in one run, and a part of another."""
+    if not mapped or "large-bfloat16" not in request.node.name:
+        pytest.skip("only copies of long runs go in parts")
+    expected = fill(island, 13)
+    source, where = np.arange(0, 10 * PAGE_SIZE + 3, dtype=np.int32), np.arange(PAGE_SIZE, 11 * PAGE_SIZE + 3)
+    assert island[0].do("write_while_storing", 1, 0, source, where.astype(np.int32))
+    island[0].do("call", "quiet", 1)
+    expected[0] = island[0].do("contents")
+    copy_slots(expected[0][0], expected[1][0], source, where.astype(np.int32))
+    check(island, expected)
+
+
+def test_a_payload_may_be_a_tensor(island: list[PeProcess], mapped: bool) -> None:
+    assert island[0].do("post_of_tensor", 1, 2, pack_signal(4, 4), 2**31 + 7) == mapped
+    assert wait_for_mail(island[1], 2, pack_signal(4, 4))[2, 1] == 2**31 + 7
+
+
 def test_a_post_to_oneself(island: list[PeProcess]) -> None:
     island[1].do("call", "post", 1, 3, pack_signal(9, 9), 5)
     assert wait_for_mail(island[1], 3, pack_signal(9, 9))[3, 1] == 5

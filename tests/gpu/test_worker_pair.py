@@ -4,7 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gpu.pair_cases import CASES, check_announced, check_push, check_push_of_many, tokens_after
+from tests.gpu.pair_cases import (
+    CASES,
+    check_announced,
+    check_long,
+    check_push,
+    check_push_of_many,
+    tokens_after,
+)
 from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, pe_processes
 from tests.gpu.worker_pair import NUM_PAGES, Pair, running_pair
 from tests.gpu.worker_process import WorkerPe
@@ -19,6 +26,7 @@ pytestmark = [
 ISLANDS = {
     "bf16-128-mapped": (CASES["bf16-128"], True),
     "bf16-128-puts": (CASES["bf16-128"], False),
+    "bf16-128-long-runs-mapped": (CASES["bf16-128-long-runs"], True),
     "bf16-64-mapped": (CASES["bf16-64"], True),
     "fp16-128-mapped": (CASES["fp16-128"], True),
     "fp8-128-mapped": (CASES["fp8-128"], True),
@@ -55,6 +63,10 @@ def test_what_is_pushed_of_many_arrives_bit_for_bit(island: tuple[Pair, int]) ->
 
 def test_what_was_computed_ahead_of_its_reservation_arrives(island: tuple[Pair, int]) -> None:
     check_announced(*island)
+
+
+def test_long_prompts_arrive_bit_for_bit(island: tuple[Pair, int]) -> None:
+    check_long(*island)
 
 
 def test_the_decode_worker_goes_on_from_it(island: tuple[Pair, int]) -> None:

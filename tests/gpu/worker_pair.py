@@ -83,7 +83,7 @@ class Pair:
         return one, other
 
 
-def pair_configs(model: Path, epoch: int = EPOCH, **settings: Any) -> list[WorkerConfig]:
+def pair_configs(model: Path, epoch: int = EPOCH, *, max_batch_tokens: int = 32, **settings: Any) -> list[WorkerConfig]:
     """The prefill worker's, on PE 0, and the decode worker's. settings: of both."""
     return [
         WorkerConfig(
@@ -98,7 +98,7 @@ def pair_configs(model: Path, epoch: int = EPOCH, **settings: Any) -> list[Worke
             device="cuda",
             page_size=PAGE,
             prefix_sharing=role == Role.PREFILL,  # what the sender keeps goes page to page
-            max_batch_tokens=32,
+            max_batch_tokens=max_batch_tokens,
             transport="nvshmem",
             **settings,
         )

@@ -92,6 +92,16 @@ class Step:
     drawn: Int64Array | None = None
 
 
+@dataclass(frozen=True)
+class Known:
+    """PendingSamples that are there."""
+
+    samples: Samples
+
+    def wait(self) -> Samples:
+        return self.samples
+
+
 class CountingModel:
     """A model whose next token is its input plus one, behind the interface of ModelRunner.
 
@@ -123,8 +133,8 @@ class CountingModel:
         self._cache.end_forward(plan)
         return logits
 
-    def sample(self, logits: Int64Array, batch: object, positions: Int64Array) -> Samples:
-        return Samples(logits, [None] * logits.size)
+    def draw(self, logits: Int64Array, batch: object, positions: Int64Array) -> "tuple[Int64Array, Known]":
+        return logits, Known(Samples(logits, [None] * logits.size))
 
     def step(self, sequence_ids: tuple[int, ...], tokens: Int64Array, sources: Int64Array, *rest: object) -> "Drawn":
         plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))

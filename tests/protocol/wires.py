@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.position_map import Int32Array
+from tandem.cache.stored_layers import Stages
 from tandem.transfer.errors import TransportError
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Fence, Int64Array, Transport
@@ -98,18 +99,20 @@ class WireTransport(Transport):
         tokens = k[token_indices, 0, 0].long()
         self._other.incoming.append(Write(tuple(slots.tolist()), tuple(tokens.tolist())))
 
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
         tokens = self._own.memory.tokens[source_slots]
         self._other.incoming.append(Write(tuple(target_slots.tolist()), tuple(tokens.tolist())))
 
     def fence(self, pe: int) -> Fence:
         return self._other.mark()
 
-    def post(self, pe: int, slot: int, signal: int, payload: int) -> None:
+    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
         if self.posts_that_fail:
             self.posts_that_fail -= 1
             raise TransportError("a post was told to fail")
-        self._other.incoming.append(Post(slot, signal, payload))
+        self._other.incoming.append(Post(slot, signal, int(payload)))
 
     def mailbox(self) -> Int64Array:
         return self._own.mailbox.copy()

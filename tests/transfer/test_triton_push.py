@@ -82,6 +82,7 @@ def test_far_pages(pools: list[Tensor]) -> None:
 def test_rows(signal: int, payload: int) -> None:
     mailbox = torch.arange(8, device=DEVICE).view(2, 4)
     expected = mailbox.clone()
-    triton_push.post_row(mailbox, 2, signal, payload)
-    torch_push.post_row(expected, 2, signal, payload)
+    word = torch.tensor(payload, device=DEVICE)
+    triton_push.post_row(mailbox, 2, signal, word)
+    torch_push.post_row(expected, 2, signal, word)
     assert torch.equal(mailbox, expected)

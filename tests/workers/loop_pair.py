@@ -8,6 +8,7 @@ from torch import Tensor
 from tandem.cache.page_writer import PageWriter
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.position_map import Int32Array
+from tandem.cache.stored_layers import Stages
 from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
@@ -73,8 +74,10 @@ class CountedWrites(PageWriter):
         self.bytes_written += len(slots) * layout.token_bytes // layout.num_layers
         self.tokens_written += len(slots) * (layer == 0)
 
-    def write_slots(self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> None:
-        self._transport.write_slots(pe, group, source_slots, target_slots)
+    def write_slots(
+        self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
+    ) -> None:
+        self._transport.write_slots(pe, group, source_slots, target_slots, stages)
         self.bytes_written += target_slots.size * self._transport.layout.token_bytes
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:

@@ -118,14 +118,25 @@ def test_seconds_of_calls_that_write_are_shared_out_by_bytes(pair: LoopPair) -> 
         assert request.push_seconds == pytest.approx(request.bytes_pushed)
 
 
-def test_the_signal_is_posted_before_the_first_token_is_told(pair: LoopPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is told takes the interpreter, and the receiver would wait."""
+def test_the_signal_is_posted_before_the_first_token_is_waited_for(
+    pair: LoopPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It follows the draw on the device; the receiver does not wait for the host."""
     transport, told = pair.transports[PREFILL], []
-    post = transport.post
-    monkeypatch.setattr(transport, "post", lambda *row: (told.append(drawn.done()), post(*row)))
+    post, runner = transport.post, pair.prefill._runner
+    draw, pending = runner.draw, MagicMock()
+
+    def drawing(*arguments: Any) -> tuple[Tensor, Any]:
+        tokens, samples = draw(*arguments)
+        pending.wait.side_effect = samples.wait
+        return tokens, pending
+
+    monkeypatch.setattr(runner, "draw", drawing)
+    monkeypatch.setattr(transport, "post", lambda *row: (told.append((pending.wait.called, drawn.done())), post(*row)))
     prompt = random_prompt(2 * CHUNK + 5, 0)
     pair.send("a", prompt, pair.prepare("a", prompt))
     drawn = pair.prefill._by_id["a"].drawn
     pair.run_prefill()
-    assert told == [False]
+    assert told == [(False, False)]
     assert drawn.done()
+    assert pending.wait.called

@@ -1,6 +1,5 @@
 """What triton_push does, in torch: the references of its kernels, same signatures."""
 
-import torch
 from torch import Tensor
 
 from tandem.transfer.page_pool import PagePool
@@ -20,6 +19,6 @@ def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slot
     PagePool(target).copy_slots(PagePool(source), source_slots.long(), target_slots.long())
 
 
-def post_row(mailbox: Tensor, row: int, signal: int, payload: int) -> None:
-    """Into a mailbox (int64 [2, num_signals]) the payload, then the signal."""
-    mailbox[:, row] = torch.tensor([signal, payload])
+def post_row(mailbox: Tensor, row: int, signal: int, payload: Tensor) -> None:
+    """Into a mailbox (int64 [2, num_signals]) the payload (int64 []), then the signal."""
+    mailbox[0, row], mailbox[1, row] = signal, payload

@@ -47,8 +47,8 @@ def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slot
     )
 
 
-def post_row(mailbox: Tensor, row: int, signal: int, payload: int) -> None:
-    """Into a mapped mailbox (int64 [2, num_signals]) the payload, then the signal.
+def post_row(mailbox: Tensor, row: int, signal: int, payload: Tensor) -> None:
+    """Into a mapped mailbox (int64 [2, num_signals]) the payload (int64 []), then the signal.
 
     Whoever reads the signal afterwards reads the payload and all that this stream wrote before.
     """
@@ -99,8 +99,8 @@ def _push_slots(
     tl.store(target + end + within, tl.load(source + begin + within, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["row", "signal", "payload"])
+@triton.jit(do_not_specialize=["row", "signal"])
 # Typed, since Triton would take small numbers for int32.
-def _post_row(mailbox, num_signals, row, signal: tl.int64, payload: tl.int64):  # pyright: ignore[reportInvalidTypeForm]
-    tl.atomic_xchg(mailbox + num_signals + row, payload, sem="relaxed", scope="sys")
+def _post_row(mailbox, num_signals, row, signal: tl.int64, payload):  # pyright: ignore[reportInvalidTypeForm]
+    tl.atomic_xchg(mailbox + num_signals + row, tl.load(payload), sem="relaxed", scope="sys")
     tl.atomic_xchg(mailbox + row, signal, sem="release", scope="sys")

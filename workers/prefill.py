@@ -302,6 +302,9 @@ class PrefillLoop:
         )
         for row, request in enumerate(requests):
             self._post(request, tokens[row])
+        while self._landing and not pending.is_done():  # who waits for a landing should not wait for this forward
+            self._settle()
+            time.sleep(QUIET_POLL_SECONDS)
         samples = pending.wait()
         for row, request in enumerate(requests):
             request.sampled = time.perf_counter()

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from tandem.cache.plan import ForwardPlan
 from tandem.workers.model_cache import make_cache
+from tandem.workers.pending_samples import PendingSamples, Samples
 from tests.cache.table_kernels import TableKernels
 from tests.oracle import greedy, load_oracle, random_prompt
 from tests.prompt_programs import run_in_place
 from tests.workers import loop_pair
-from tests.workers.loop_pair import CHUNK, PAGE, PREFILL, LoopPair
+from tests.workers.loop_pair import CHUNK, DECODE, PAGE, PREFILL, LoopPair
 from tests.workers.test_head_start import announce
 
 OUTPUT = 4
@@ -140,3 +141,37 @@ def test_the_signal_is_posted_before_the_first_token_is_waited_for(
     assert told == [(False, False)]
     assert drawn.done()
     assert pending.wait.called
+
+
+def test_a_landing_is_told_while_the_next_forward_computes(pair: LoopPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was too late for the patience behind its own forward."""
+    prompt = random_prompt(37, 0)
+    reservations = {name: pair.prepare(name, prompt) for name in "ab"}
+    pair.fabric.hold(DECODE)
+    first = pair.prefill.submit("a", prompt, pair.params(4), reservations["a"])
+    pair.run_prefill()
+    assert not first.done()
+    runner, told = pair.prefill._runner, list[bool]()
+    draw = runner.draw
+
+    class Computing:
+        def __init__(self, pending: PendingSamples) -> None:
+            self._pending = pending
+
+        def is_done(self) -> bool:
+            pair.fabric.release(DECODE)
+            return False
+
+        def wait(self) -> Samples:
+            told.append(first.done())
+            return self._pending.wait()
+
+    def slow_draw(*arguments: Any) -> tuple[Tensor, Any]:
+        drawn, pending = draw(*arguments)
+        return drawn, Computing(pending)
+
+    monkeypatch.setattr(runner, "draw", slow_draw)
+    second = pair.prefill.submit("b", prompt, pair.params(4), reservations["b"])
+    pair.run_prefill()
+    assert told == [True]
+    assert first.result(0).first_token == second.result(0).first_token

@@ -2,14 +2,15 @@
 
 import ctypes
 import threading
-import time
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tandem.workers.step_thread import LEAST_COMMAND_SECONDS, StepThread
+from tandem.workers import step_thread
+from tandem.workers.step_thread import StepThread
 
 PR_GET_TIMERSLACK = 30
 
@@ -46,9 +47,12 @@ def stuck() -> tuple[StepThread, Gate]:
     return thread, gate
 
 
-def test_many_commands_do_not_hold_up_steps() -> None:
+def test_many_commands_do_not_hold_up_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lasts longer than a step: there is a step between any two, and all are run in their order."""
     seen: list[str] = []
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(step_thread, "time", clock)
 
     class Loop:
         def step(self) -> float | None:
@@ -56,9 +60,7 @@ def test_many_commands_do_not_hold_up_steps() -> None:
             return None
 
     def command(name: str) -> None:
-        until = time.monotonic() + 2 * LEAST_COMMAND_SECONDS
-        while time.monotonic() < until:
-            pass
+        clock.now += 2 * step_thread.LEAST_COMMAND_SECONDS
         seen.append(name)
 
     thread = StepThread(Loop(), "test")

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from tandem.cache.position_map import Int32Array
+from tandem.cluster.visible_gpus import VARIABLE, with_peers
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Transport
@@ -24,8 +25,8 @@ class WorkerPe:
     """See Pe: every public method can be called by name."""
 
     def __init__(self, pe: int) -> None:
-        # As Ray does: a worker has one GPU, in all its threads.
-        os.environ["CUDA_VISIBLE_DEVICES"] = name_of_gpu(gpu_of(pe))
+        # As Ray and WorkerActor do: a worker's GPU is the first it sees, in all its threads.
+        os.environ[VARIABLE] = with_peers(name_of_gpu(gpu_of(pe)))
         self._swapped: PromptGraphs | None = None
 
     def load(self, config: WorkerConfig, peer_access: bool) -> None:

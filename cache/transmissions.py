@@ -23,7 +23,7 @@ class Transmissions:
         self._groups, self._layout = store.groups, store.layout
         self._trees = trees
         self._writer = writer
-        self._launched: Standing | None = None  # of the last forward, where groups note what it stores
+        self._launched: Standing | None = None  # of the last forward
         self.nothing: tuple[Sends, Sent | None] = [()] * len(store.groups), None
 
     def plan(self, rows: Int64Array, tokens: TokenLayout) -> tuple[Sends, Sent | None]:
@@ -37,15 +37,13 @@ class Transmissions:
 
     def launched(self, standing: Standing) -> None:
         """A forward of these rows."""
-        if any(group.stored is not None for group in self._groups):
-            self._launched = standing
+        self._launched = standing
 
     def send_cached(self, sequence: int) -> None:
         row = self._table.row(sequence)
         rows, last = np.array([row]), self._launched
-        staged = last is not None and last.holds and row in last.rows
-        if self._table.lengths[row] < self._marks.ends[row]:
-            staged = False  # it can go beside the next forward
+        is_whole = self._table.lengths[row] >= self._marks.ends[row]  # else it can go beside the next forward
+        staged = bool(is_whole) and last is not None and last.holds and row in last.rows
         sends, sent = self.plan(rows, lay_out_tokens(self._table.lengths[rows], np.zeros(1, np.int64)))
         for group, to_send in zip(self._groups, sends, strict=True):
             group.push_cached(to_send, staged=staged)

@@ -2,12 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
+from tandem.cluster import token_feed
+from tandem.cluster.client import AsyncClient
+from tandem.cluster.gateway import Gateway
 from tandem.cluster.token_inbox import FeedLost, TokenInbox
 from tandem.cluster.turns import Turns
 from tandem.proto.worker_pb2 import GeneratedTokens
+from tests.checkpoints import save_checkpoint
+from tests.cluster.fake_worker import FakeWorker
+from tests.cluster.test_attempts import PROMPT, TOKENS, ask, say, with_gateway
+from tests.requests import tokens_of
 
 
 async def next_of(inbox: TokenInbox) -> list[int]:
@@ -82,3 +90,56 @@ def test_turns_go_round_by_round_in_order() -> None:
         await turns.take()  # at once: nobody has taken one since
 
     asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("llama", tmp_path_factory.mktemp("feed"))
+
+
+async def open_feed(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+    """By a request that does without one."""
+    assert tokens_of(await ask(client)) == TOKENS
+    assert worker.fed == 0
+    decode, _ = gateway._islands.pairs()[0]
+    while decode.feed._current is None:
+        await asyncio.sleep(0.01)
+
+
+def test_tokens_come_over_the_feed_once_it_is_open(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        await open_feed(gateway, client, worker)
+        for answer in await asyncio.gather(*(ask(client) for _ in range(3))):
+            assert tokens_of(answer) == TOKENS
+        assert worker.fed == 3 * (len(TOKENS) - 2)  # without the first one and the last one
+        decode, _ = gateway._islands.pairs()[0]
+        assert not any(feed.inboxes for feed in decode.feed._feeds.values())
+
+    with_gateway(model, FakeWorker(say, feeds=True), body)
+
+
+def test_an_old_feed_ends_with_its_last_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_feed, "RENEW_SECONDS", 0.0)
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        await open_feed(gateway, client, worker)
+        decode, _ = gateway._islands.pairs()[0]
+        for _ in range(3):
+            (before,) = decode.feed._feeds
+            answers = await asyncio.gather(*(ask(client) for _ in range(2)))
+            assert [tokens_of(answer) for answer in answers] == [TOKENS] * 2
+            while list(decode.feed._feeds) == [before] or len(decode.feed._feeds) > 1:
+                await asyncio.sleep(0.01)
+        assert worker.fed == 6 * (len(TOKENS) - 2)
+
+    with_gateway(model, FakeWorker(say, feeds=True), body)
+
+
+def test_a_feed_that_ends_loses_no_token(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        await open_feed(gateway, client, worker)
+        assert tokens_of(await ask(client)) == TOKENS
+        assert worker.fed == len(TOKENS) - 2
+        assert worker.prompts == [PROMPT, PROMPT, PROMPT + TOKENS[:1]]
+
+    with_gateway(model, FakeWorker(say, {"Feed": ["UNAVAILABLE"]}, feeds=True), body)

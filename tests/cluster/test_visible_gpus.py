@@ -24,10 +24,11 @@ def test_what_names_no_single_gpu_by_its_number_stays(visible: str) -> None:
 
 @pytest.mark.parametrize(("device", "seen"), [("cuda", "2,0,1,3"), ("cpu", "2")])
 def test_a_worker_on_a_gpu_sees_its_peers(device: str, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything of it can touch a GPU."""
+    """Before anything of it can touch a GPU. Its step thread does not wait for the interpreter for long."""
     at_first: list[str] = []
+    intervals: list[float] = []
     monkeypatch.setenv(VARIABLE, "2")
-    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    monkeypatch.setattr(sys, "setswitchinterval", intervals.append)
     monkeypatch.setattr(actors, "Worker", lambda config: at_first.append(os.environ[VARIABLE]))
     config = WorkerConfig(
         role=Role.PREFILL, island="a", epoch=1, pe=0, num_pes=2, model_path="", max_model_len=8, token="", device=device
@@ -35,3 +36,4 @@ def test_a_worker_on_a_gpu_sees_its_peers(device: str, seen: str, monkeypatch: p
     actors.WorkerActor(config)
     assert at_first[0].split(",")[: seen.count(",") + 1] == seen.split(",")
     assert ("," in at_first[0]) == ("," in seen)
+    assert intervals == ([actors.SWITCH_SECONDS] if device == "cuda" else [])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tandem.workers.errors import Aborted, InvalidCall, NoRoom, Stale
+from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, NoRoom, Stale
 from tandem.workers.lease import Lease
 from tandem.workers.prefill_request import PrefillResult
 from tandem.workers.reservation import Reservation
@@ -238,7 +238,10 @@ class World:
                 if held.get(page) != token:
                     self.findings.append(f"token {token} may land in page {page}, which is for {held.get(page)}")
         for known in self.known:
-            firsts = [future.result() for future in known.results if future.done() and not future.exception()]
+            done = [future for future in known.results if future.done()]
+            failed = [error for error in map(Future.exception, done) if isinstance(error, ForwardFailed)]
+            self.findings += [f"{error}" for error in failed]  # a loop survives what its forwards raise
+            firsts = [future.result() for future in done if not future.exception()]
             if any(first.first_token != LABELS * known.label + PROMPT_TOKENS for first in firsts):
                 self.findings.append(f"first tokens of {known.request_id}: {firsts}")
             if sum(bool(stream.tokens) for stream in known.streams) > 1:

@@ -32,6 +32,15 @@ struct Warp {
         for (int slot = 0; slot < DEPTH; slot++) fetch_next();
     }
 
+    __device__ void next_phase() {
+        if (phase == DOWN && layer + 1 < step.num_layers) {
+            layer++;
+            phase = QKV;
+        } else {
+            phase++;
+        }
+    }
+
 #if ROWS == 1
     template <class Value>
     __device__ Value by_phase(Value of_o, Value of_down, Value of_others) const {
@@ -41,12 +50,7 @@ struct Warp {
     // Goes on to the first item of the next phase that has one for this warp.
     __device__ void open_phase() {
         do {
-            if (phase == DOWN && layer + 1 < step.num_layers) {
-                layer++;
-                phase = QKV;
-            } else {
-                phase++;
-            }
+            next_phase();
             if (phase == PHASES) return;
             left = (block.state.items[phase] + WARPS - 1 - warp) / WARPS;
         } while (left <= 0);
@@ -97,12 +101,7 @@ struct Warp {
     __device__ void fetch_next() {
         while (phase < PHASES && item >= block.state.items[phase]) {
             item = warp;
-            if (phase == DOWN && layer + 1 < step.num_layers) {
-                layer++;
-                phase = QKV;
-            } else {
-                phase++;
-            }
+            next_phase();
         }
         if (phase == PHASES) return;
         unsigned slot = fetched % DEPTH;

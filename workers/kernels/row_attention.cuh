@@ -149,13 +149,13 @@ __device__ void tell_share(Softmax& softmax, Warp& warp, int warps, unsigned* to
 }
 
 // This block's part of the KV head's output, from what the row's blocks have found; those of four numbers are in
-// neighbouring lanes.
+// neighbouring lanes, of which even ones go on with the first two and odd ones with the others.
 __device__ void merge_shares(const Warp& warp, unsigned* told) {
     constexpr int OF_HEAD = HEAD_DIM / 4, QUADS = GROUP * OF_HEAD;
     const Share& share = warp.share;
-    int head = blockIdx.x / SPLITS, used = share.splits, blocks = ROWS == 1 ? SPLITS : used, lanes = SPLITS;
+    int head = blockIdx.x / SPLITS, used = share.splits, blocks = ROWS == 1 ? SPLITS : used, lanes = at_least(SPLITS, 2);
     if (ROWS > 1)
-        while (lanes / 2 >= blocks) lanes /= 2;
+        while (lanes > 2 && lanes / 2 >= blocks) lanes /= 2;
     int begin = QUADS * share.split / blocks, count = QUADS * (share.split + 1) / blocks - begin;
     if (ROWS == 1) count = QUADS / SPLITS;  // the same, for the compiler
     const unsigned* parts = told + PARTS_AT + ((int)blockIdx.x - share.split) * GROUP * PART;
@@ -163,30 +163,30 @@ __device__ void merge_shares(const Warp& warp, unsigned* told) {
     for (int first = 0; first < count * lanes; first += THREADS) {
         int place = first + threadIdx.x, split = place % lanes, quad = begin + place / lanes;
         const unsigned* part = parts + (split * GROUP + quad / OF_HEAD) * PART;
-        float most = -INFINITY, numbers[5] = {};
-        bool is_used = split < used && quad < begin + count;
+        float most = -INFINITY, total = 0;
+        float2 kept = {0, 0}, given = {0, 0};
+        bool is_used = split < used && quad < begin + count, is_odd = split % 2;
         if (is_used) {
             uint4 found[2];
             auto read = [&](int each) { found[each] = read_words(part + (each ? HEAD_DIM : quad % OF_HEAD * 4)); };
             read(0), read(1);
             look_again<2>(found, read);
-            numbers[0] = __uint_as_float(found[0].x), numbers[1] = __uint_as_float(found[0].y);
-            numbers[2] = __uint_as_float(found[0].z), numbers[3] = __uint_as_float(found[0].w);
-            most = __uint_as_float(found[1].x), numbers[4] = __uint_as_float(found[1].y);
+            float2 low = {__uint_as_float(found[0].x), __uint_as_float(found[0].y)};
+            float2 high = {__uint_as_float(found[0].z), __uint_as_float(found[0].w)};
+            kept = is_odd ? high : low, given = is_odd ? low : high;
+            most = __uint_as_float(found[1].x), total = __uint_as_float(found[1].y);
         }
         float highest = most;
         for (int other = 1; other < lanes; other *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, other));
-        float by = exp2f(most - highest);
-#pragma unroll
-        for (int each = 0; each < 5; each++) {
-            numbers[each] *= by;
-            for (int other = 1; other < lanes; other *= 2)
-                numbers[each] += __shfl_xor_sync(~0u, numbers[each], other);
-        }
-        if (split || quad >= begin + count) continue;
-        float inverse = 1 / numbers[4];
-        write_word(told + heads + 2 * quad, pack(numbers[0] * inverse, numbers[1] * inverse));
-        write_word(told + heads + 2 * quad + 1, pack(numbers[2] * inverse, numbers[3] * inverse));
+        float by = exp2f(most - highest), x = kept.x * by, y = kept.y * by;
+        x += __shfl_xor_sync(~0u, given.x * by, 1), y += __shfl_xor_sync(~0u, given.y * by, 1);
+        for (int other = 2; other < lanes; other *= 2)
+            x += __shfl_xor_sync(~0u, x, other), y += __shfl_xor_sync(~0u, y, other);
+        total *= by;
+        for (int other = 1; other < lanes; other *= 2) total += __shfl_xor_sync(~0u, total, other);
+        if (split > 1 || quad >= begin + count) continue;
+        float inverse = 1 / total;
+        write_word(told + heads + 2 * quad + split, pack(x * inverse, y * inverse));
     }
 }
 

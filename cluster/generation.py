@@ -88,7 +88,8 @@ class Generation:
         if self._timings.attempts == 1:
             self._timings.queue_seconds = time.perf_counter() - self._arrived
         self._timings.pages = placement.reservation.pages
-        inbox = placement.decode.feed.inbox()
+        # Log-probabilities never come over a feed: such a request outlasts it.
+        inbox = TokenInbox() if self._request.params.logprobs is not None else placement.decode.feed.inbox()
         send, start = self._calls(placement, inbox)
         # The prompt first: the other call waits for what it brings about.
         sent = placement.prefill.stub.RemoteSend(send, timeout=timeout)

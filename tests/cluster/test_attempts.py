@@ -57,8 +57,8 @@ def with_gateway(model: Path, worker: FakeWorker, body: Body, max_model_len: int
     asyncio.run(run())
 
 
-async def ask(client: AsyncClient) -> list[GenerateUpdate]:
-    stream = client.generate(PROMPT, max_tokens=len(TOKENS), temperature=0, timeout=20)
+async def ask(client: AsyncClient, logprobs: int | None = None) -> list[GenerateUpdate]:
+    stream = client.generate(PROMPT, max_tokens=len(TOKENS), temperature=0, logprobs=logprobs, timeout=20)
     return [update async for update in stream]
 
 

@@ -143,3 +143,12 @@ def test_a_feed_that_ends_loses_no_token(model: Path) -> None:
         assert worker.prompts == [PROMPT, PROMPT, PROMPT + TOKENS[:1]]
 
     with_gateway(model, FakeWorker(say, {"Feed": ["UNAVAILABLE"]}, feeds=True), body)
+
+
+def test_logprobs_outlast_a_feed(model: Path) -> None:
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        await open_feed(gateway, client, worker)
+        assert tokens_of(await ask(client, logprobs=0)) == TOKENS
+        assert worker.fed == 0
+
+    with_gateway(model, FakeWorker(say, feeds=True), body)

@@ -104,7 +104,7 @@ class Rotation:
     @cached_property
     def factors(self) -> Tensor:
         """[T, 2, rotary_dim]: those of each token."""
-        return self.table if self.rows is None else self.table.index_select(0, self.rows)
+        return self.table if self.rows is None else self.table[self.rows]
 
     @cached_property
     def cos(self) -> Tensor:

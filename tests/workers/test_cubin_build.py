@@ -122,8 +122,8 @@ def test_what_does_not_fit(change: dict[str, int]) -> None:
         ({"hidden": 512}, 1),
         ({"vocab": 151938}, 1),
         ({"kv_heads": 32, "q_heads": 32}, 4),
-        ({"hidden": 4096, "inner": 12288, "q_heads": 32}, 4),
-        ({"hidden": 8192}, 2),
+        ({"hidden": 4096, "inner": 12288, "q_heads": 32}, 8),
+        ({"hidden": 8192}, 4),
     ],
     ids=str,
 )

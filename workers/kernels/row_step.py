@@ -20,7 +20,7 @@ MAX_GROUP = 8  # q heads of a KV head: their sums must fit into registers
 ENDS = 4  # words beside a head's sums
 SHARES_OF_HEAD = 16
 ROW_COUNTS = (1, 2, 4, 8)
-INPUT_BYTES = 32 * 1024  # that a block gathers of several rows for a product; kernels of each layer are faster beyond
+INPUT_BYTES = 64 * 1024  # that a block gathers of several rows for a product; kernels of each layer are faster beyond
 
 POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 

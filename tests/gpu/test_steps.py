@@ -36,8 +36,7 @@ GREEDY = SamplingParams(temperature=0, logprobs=3)
 DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5, logprobs=3)
 
 WIDE = {
-    "hidden_size": 640, "intermediate_size": 768, "head_dim": 64, "num_attention_heads": 10, "num_key_value_heads": 2,
-    "vocab_size": 600,
+    "hidden_size": 640, "head_dim": 64, "num_attention_heads": 10, "num_key_value_heads": 2, "vocab_size": 600,
 }  # fmt: skip
 MOSTLY = 0.95  # of the tokens are the same
 FLOAT16_LOGPROB = 0.03
@@ -158,10 +157,13 @@ def test_tokens_that_graphs_post(params: SamplingParams, tmp_path: Path) -> None
     assert_graphs_go_on(tmp_path, replace(params, logprobs=None), PROGRAM, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
-def test_few_rows_are_one_launch(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model in which every multiprocessor has a share of each product."""
-    make_model(family, **WIDE).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("family", "inner"), [("qwen3", 768), ("llama", 768), ("qwen2", 768), ("qwen3", 4608)], ids=str
+)
+def test_few_rows_are_one_launch(family: str, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model in which every multiprocessor has a share of each product; inner: 4608 numbers of eight rows are
+    gathered in two pieces."""
+    make_model(family, **WIDE, intermediate_size=inner).save_pretrained(tmp_path)
     captured: set[CudaLaunch] = set()
     launch = CudaLaunch.__call__
 

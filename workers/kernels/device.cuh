@@ -1,4 +1,4 @@
-// What row_step.cu asks of a Hopper GPU that C++ has no word for. Nothing waits without bound: a wait that outlasts
+// What kernels ask of a Hopper GPU that C++ has no word for. Nothing waits without bound: a wait that outlasts
 // PATIENCE ends the kernel with a trap, which the host gets as an error of its next call.
 #pragma once
 #include <cuda_bf16.h>
@@ -77,6 +77,15 @@ __device__ inline bool has_arrived(unsigned long long* barrier, unsigned parity)
         : "memory");
     return done;
 }
+
+__device__ inline void wait_for(unsigned long long* barrier, unsigned parity) {
+    long long began = clock64();
+    while (!has_arrived(barrier, parity)) check_patience(began);
+}
+
+// Programmatic dependent launch: see dependent_launch.py.
+__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ inline void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Two numbers of 16 bits in one register.
 #if HALF

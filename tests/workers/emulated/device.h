@@ -1,4 +1,4 @@
-// device.cuh and what row_step.cu has of CUDA, for a CPU: a fiber a thread, all blocks at once, one after another.
+// device.cuh and what kernels built on it have of CUDA, for a CPU: a fiber a thread, all blocks at once, one after another.
 // A fiber goes on until it waits, for its warp, its block or a word. Copies are done as soon as they are asked for: a
 // slot that is fetched into too early is overwritten while it is read.
 #pragma once
@@ -117,6 +117,11 @@ inline void fetch(void* target, const void* source, unsigned bytes, unsigned lon
 }
 inline void prefetch(const void*) {}
 inline bool has_arrived(unsigned long long* barrier, unsigned parity) { return (*barrier >> 33 & 1) != parity; }
+inline void wait_for(unsigned long long* barrier, unsigned parity) {
+    while (!has_arrived(barrier, parity)) check_patience(0);
+}
+inline void launch_dependents() {}
+inline void await_earlier_kernels() {}
 
 #if HALF
 using Number = _Float16;
@@ -162,3 +167,45 @@ inline void multiply_tiles(float (&sums)[4], TileA a, TileB b) {
         }
     }
 }
+
+namespace emulated {
+static void (*kernel)();
+inline void run_fiber() {
+    kernel();
+    current->done = true;
+    give_way();
+}
+
+// All threads of so many blocks with so much shared memory, NaN at first, run `what`.
+inline void run_blocks(int count, int shared_bytes, void (*what)()) {
+    kernel = what;
+    switches = 0;
+    std::vector<BlockState> blocks(count);
+    std::vector<WarpState> warps(count * threads / 32);
+    std::vector<Fiber> fibers(count * threads);
+    for (BlockState& block : blocks) {
+        block.memory = std::make_unique<unsigned char[]>(shared_bytes + 128);
+        std::memset(block.memory.get(), 0xff, shared_bytes + 128);
+    }
+    for (int index = 0; index < (int)fibers.size(); index++) {
+        Fiber& fiber = fibers[index];
+        fiber.thread = index % threads, fiber.block = index / threads;
+        fiber.of_block = &blocks[fiber.block], fiber.of_warp = &warps[index / 32];
+        fiber.memory = (unsigned char*)(((unsigned long long)fiber.of_block->memory.get() + 127) / 128 * 128);
+        fiber.stack.resize(64 << 10);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, run_fiber, 0);
+    }
+    for (bool busy = true; busy;) {
+        busy = false;
+        for (Fiber& fiber : fibers) {
+            if (fiber.done) continue;
+            busy = true;
+            go_on(fiber);
+        }
+    }
+}
+}  // namespace emulated

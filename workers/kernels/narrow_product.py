@@ -1,0 +1,143 @@
+"""Products of few rows with the weights of a narrow layer, and what stands around them, by narrow_product.cu."""
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.workers.kernels.base import LayerKernels, RowNorm
+from tandem.workers.kernels.cubin_build import load_cubin
+from tandem.workers.kernels.cuda_driver import Function, Module
+
+SOURCE = Path(__file__).with_name("narrow_product.cu")
+MOST_ROWS = 32
+TILE = 16  # rows that a tensor core multiplies at once
+WARPS, CHUNK, SPREAD, BARRIER_BYTES = 8, 32, 64, 128  # of narrow_product.cu
+RESIDUALS = 32 * WARPS  # pairs of them that a block keeps
+SHARED_BYTES = 113 * 1024  # that a block may take: the next kernel's stands beside it
+LEAST_SHARE = 0.75  # of multiprocessors that have a block
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowProduct:
+    """One of a layer's: `outputs` of rows with `columns`. Of those whose rows are normed two may be gated: gate and up."""
+
+    name: str
+    outputs: int
+    columns: int
+    normed: bool
+    gated: bool = False
+
+    def octets(self, multiprocessors: int) -> int | None:
+        """Of weights that each block has, eight rows each; None where it should not be computed so."""
+        octets = self.outputs // 8
+        each = next((one for one in range(1, octets) if octets % one == 0 and octets // one <= multiprocessors), octets)
+        spread = octets >= LEAST_SHARE * multiprocessors * each and self.outputs % 8 == 0 and self.columns % CHUNK == 0
+        few = self.normed or each * 4 * MOST_ROWS <= RESIDUALS
+        weights = each * (1 + self.gated)
+        return weights if spread and few and self.shared_bytes(weights, 2) <= SHARED_BYTES else None
+
+    def shared_bytes(self, octets: int, tiles: int) -> int:
+        """Product::BYTES of narrow_product.cu."""
+        rows, tokens = 8 * octets, TILE * tiles
+        weights = max(rows * (2 * self.columns + SPREAD), 4 * WARPS * tokens * 8 * (octets | 1))
+        return BARRIER_BYTES + weights + (2 * self.columns + 4 * tokens * WARPS) * self.normed
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowShape:
+    """Of a model whose layers have K and V and a gated feed-forward with silu; heads: width of all q heads; qkv: outputs."""
+
+    hidden: int
+    inner: int
+    heads: int
+    qkv: int
+    dtype: torch.dtype
+
+    @property
+    def products(self) -> tuple[NarrowProduct, ...]:
+        return (
+            NarrowProduct("qkv", self.qkv, self.hidden, normed=True),
+            NarrowProduct("o", self.hidden, self.heads, normed=False),
+            NarrowProduct("gate_up", self.inner, self.hidden, normed=True, gated=True),
+            NarrowProduct("down", self.hidden, self.inner, normed=False),
+        )
+
+    def defines(self, multiprocessors: int) -> tuple[str, ...] | None:
+        """For the compiler; None where not all products should be computed so."""
+        octets = {one.name: one.octets(multiprocessors) for one in self.products}
+        if self.dtype not in (torch.float16, torch.bfloat16) or None in octets.values():
+            return None
+        values = {"HIDDEN": self.hidden, "INNER": self.inner, "HEADS": self.heads}
+        values |= {f"{name.upper()}_OCTETS": count for name, count in octets.items() if count is not None}
+        return tuple(f"-D{name}={value}" for name, value in values.items()) + (
+            f"-DHALF={int(self.dtype == torch.float16)}",
+        )
+
+
+class Arguments(ctypes.Structure):
+    """struct Arguments of narrow_product.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "gains", "x", "y")),
+        *(("rows", ctypes.c_int), ("outputs", ctypes.c_int), ("eps", ctypes.c_float)),
+    )
+
+
+class NarrowKernels:
+    """RowKernels for up to MOST_ROWS rows of a model of one shape. Without biases, and with norms that round where
+    LayerKernels' do.
+    """
+
+    def __init__(self, cubin: bytes, shape: NarrowShape, multiprocessors: int, kernels: LayerKernels) -> None:
+        """For the current device. kernels: for the norm before the head, which is torch's product."""
+        module = Module(cubin)
+        self._kernels = kernels
+        self._launches: dict[tuple[int, int, bool, int], tuple[Function, int]] = {}
+        for one in shape.products:
+            octets = one.octets(multiprocessors)
+            assert octets is not None  # or nothing would have been compiled
+            rows = one.outputs * (1 + one.gated)
+            for tiles in range(1, MOST_ROWS // TILE + 1):
+                kernel = Function(module, f"{one.name}_{tiles}", 32 * WARPS, one.shared_bytes(octets, tiles), 1)
+                self._launches[rows, one.columns, one.gated, tiles] = kernel, rows // (8 * octets)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm | None = None) -> Tensor:
+        assert bias is None
+        assert norm is not None
+        if (*weight.shape, False, 1) not in self._launches:
+            return F.linear(self._kernels.add_rms_norm(x, None, norm.weight, norm.eps), weight)
+        return self._launch(x, weight, x.new_empty((x.shape[0], weight.shape[0])), norm)
+
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm) -> Tensor:
+        assert bias is None
+        return self._launch(x, weight, x.new_empty((x.shape[0], weight.shape[0] // 2)), norm, gated=True)
+
+    def add_linear(self, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        assert bias is None
+        self._launch(x, weight, total, None)
+
+    def _launch(
+        self, x: Tensor, weight: Tensor, output: Tensor, norm: RowNorm | None, *, gated: bool = False
+    ) -> Tensor:
+        rows, outputs = output.shape
+        kernel, blocks = self._launches[*weight.shape, gated, -(-rows // TILE)]
+        gains, eps = (0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+        x = x.contiguous()
+        pointers = (weight.data_ptr(), gains, x.data_ptr(), output.data_ptr())
+        kernel.launch(blocks, (Arguments(*pointers, rows, outputs, eps),))
+        return output
+
+
+def load_narrow_kernels(shape: NarrowShape, device: torch.device, kernels: LayerKernels) -> NarrowKernels | None:
+    """None where device or shape does not suit, or, after a warning in the log, where they cannot be compiled."""
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) < (9, 0):
+        return None
+    defines = shape.defines(properties.multi_processor_count)
+    arch = f"{properties.major}{properties.minor}"
+    cubin = None if defines is None else load_cubin(SOURCE, defines, arch, "few rows take more kernels")
+    return None if cubin is None else NarrowKernels(cubin, shape, properties.multi_processor_count, kernels)

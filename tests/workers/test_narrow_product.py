@@ -13,12 +13,10 @@ import torch
 from tandem.workers.kernels import narrow_product
 from tandem.workers.kernels.narrow_product import (
     SHARED_BYTES,
-    SOURCE,
     WARPS,
     Arguments,
     NarrowKernels,
     NarrowShape,
-    load_narrow_kernels,
 )
 from tandem.workers.kernels.torch_layer import TorchLayerKernels
 from tandem.workers.kernels.torch_row import TorchRowKernels
@@ -40,11 +38,10 @@ class EmulatedFunction:
 
     def __init__(self, run: Any, name: str, threads: int, shared_bytes: int, cluster: int) -> None:
         assert threads == 32 * WARPS
-        assert cluster == 1
-        self._run, self._name, self._shared_bytes = run, name.encode(), shared_bytes
+        self._run, self._name, self._sizes = run, name.encode(), (shared_bytes, cluster)
 
     def launch(self, blocks: int, arguments: tuple[Arguments]) -> None:
-        assert self._run(self._name, blocks, self._shared_bytes, ctypes.byref(arguments[0])) == 0
+        assert self._run(self._name, blocks, *self._sizes, ctypes.byref(arguments[0])) == 0
 
 
 def emulate(
@@ -71,9 +68,9 @@ def emulate(
 @pytest.mark.parametrize(
     ("family", "dtype", "rows", "multiprocessors", "changes"),
     [
-        ("qwen3", "bfloat16", 13, 4, {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}),
+        ("qwen3", "bfloat16", 13, 8, {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}),
         ("qwen3", "float16", 30, 20, {"hidden_size": 288, "head_dim": 64, "intermediate_size": 320}),
-        ("llama", "float16", 16, 5, {"hidden_size": 320, "intermediate_size": 2080}),
+        ("llama", "float16", 16, 20, {"hidden_size": 320, "intermediate_size": 2080}),
     ],
 )
 @torch.inference_mode()
@@ -106,7 +103,7 @@ def test_every_multiprocessor_has_a_part_of_each_product() -> None:
     for one in QWEN3.products:
         octets = one.octets(H200)
         assert octets is not None
-        assert one.outputs * (1 + one.gated) // (8 * octets) == 128
+        assert one.rows // (8 * octets) * one.splits == 128
         assert one.shared_bytes(octets, 2) <= SHARED_BYTES
     assert QWEN3.defines(H200) is not None
 

@@ -83,6 +83,21 @@ __device__ inline void wait_for(unsigned long long* barrier, unsigned parity) {
     while (!has_arrived(barrier, parity)) check_patience(began);
 }
 
+__device__ inline void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Two numbers at a place in shared memory, of block `rank` of the cluster.
+__device__ inline float2 read_pair(const float2* place, unsigned rank) {
+    float2 numbers;
+    asm volatile(
+        "{ .reg .u32 there; mapa.shared::cluster.u32 there, %2, %3; ld.shared::cluster.v2.f32 {%0, %1}, [there]; }"
+        : "=f"(numbers.x), "=f"(numbers.y)
+        : "r"(shared_address(place)), "r"(rank)
+        : "memory");
+    return numbers;
+}
+
 // Programmatic dependent launch: see dependent_launch.py.
 __device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ inline void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -1,9 +1,10 @@
 // Products of up to 32 rows with weights of a narrow layer, and what stands around them: the norm of the rows before, and
 // silu or the sum with the residual behind.
 //
-// Such a layer's weights fit into the shared memories of all multiprocessors. A block fetches its rows of W, whole, while
-// the kernels before run. Once these are done it reads all rows of x into registers, its warps share out the columns, and
-// so between two kernels stands little more than the time to fetch x once.
+// Such a layer's weights fit into the shared memories of all multiprocessors. A block fetches its part of W, whole, while
+// the kernels before run. Once these are done it reads its columns of all rows of x into registers, its warps share them
+// out, and so between two kernels stands little more than the time to fetch x once. PARTS blocks of a cluster have
+// columns of their own of the same rows of W: more blocks then have fewer columns of x each.
 #ifdef EMULATED_DEVICE
 #include EMULATED_DEVICE
 #else
@@ -26,30 +27,33 @@ struct Arguments {
 };
 
 // A block has OCTETS times eight rows of W (gated: half of them gates, then their ups) and TILES times 16 rows of x.
-template <int KIND, int COLUMNS, int OCTETS, int TILES>
+template <int KIND, int COLUMNS, int OCTETS, int PARTS, int TILES>
 struct Product {
     static constexpr bool NORM = KIND != added;
     static constexpr int TOKENS = 16 * TILES, ROWS = 8 * OCTETS, OUTPUTS = KIND == gated ? ROWS / 2 : ROWS;
-    static constexpr int CHUNKS = COLUMNS / CHUNK, TURNS = (CHUNKS + WARPS - 1) / WARPS;
+    static constexpr int PART = COLUMNS / PARTS, CHUNKS = PART / CHUNK, TURNS = (CHUNKS + WARPS - 1) / WARPS;
     static constexpr int AHEAD = NORM || TURNS < LOADS / TILES ? TURNS : LOADS / TILES;
-    static constexpr int PITCH = 2 * COLUMNS + SPREAD, GAIN_BYTES = NORM ? 2 * COLUMNS : 0;
+    static constexpr int PITCH = 2 * PART + SPREAD, GAIN_BYTES = NORM ? 2 * COLUMNS : 0;
     static constexpr int SUM_PITCH = 8 * (OCTETS | 1);  // floats; of lanes that store at once all banks are unlike
-    static constexpr int SUM_BYTES = 4 * WARPS * TOKENS * SUM_PITCH;
+    static constexpr int SETS = WARPS + (PARTS > 1);  // of sums: each warp's, and the block's
+    static constexpr int SUM_BYTES = 4 * SETS * TOKENS * SUM_PITCH;
     static constexpr int WEIGHT_BYTES = ROWS * PITCH > SUM_BYTES ? ROWS * PITCH : SUM_BYTES;  // sums take their place
     static constexpr int SQUARE_BYTES = NORM ? 4 * TOKENS * WARPS : 0;
     static constexpr int BYTES = BARRIER_BYTES + WEIGHT_BYTES + GAIN_BYTES + SQUARE_BYTES;
-    static constexpr int PAIRS = OUTPUTS / 2, ITEMS = TOKENS * PAIRS;
-    static_assert(COLUMNS % CHUNK == 0 && (KIND != gated || OCTETS % 2 == 0));
+    static constexpr int PAIRS = OUTPUTS / 2, TURN = TOKENS / PARTS, ITEMS = TURN * PAIRS;  // that a block finishes
+    static_assert(COLUMNS % (CHUNK * PARTS) == 0 && (KIND != gated || OCTETS % 2 == 0));
+    static_assert(PARTS == 1 || KIND == added);
     static_assert(KIND != added || ITEMS <= THREADS, "a thread keeps one residual");
 
     const Arguments& step;
     unsigned char* shared;
-    int warp, lane;
+    int warp, lane, tile, split;
     uint4 held[AHEAD][TILES][2];
     float sums[TILES][OCTETS][4];
 
     __device__ Product(const Arguments& step, unsigned char* shared)
-        : step(step), shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+        : step(step), shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(blockIdx.x / PARTS),
+          split(blockIdx.x % PARTS) {}
 
     __device__ unsigned long long* barrier() const { return reinterpret_cast<unsigned long long*>(shared); }
     __device__ unsigned char* weights() const { return shared + BARRIER_BYTES; }
@@ -63,14 +67,15 @@ struct Product {
         if (lane == 0) {
             make_arrival(barrier());
             publish_arrivals();
-            expect_bytes(barrier(), ROWS * 2 * COLUMNS + GAIN_BYTES);
+            expect_bytes(barrier(), ROWS * 2 * PART + GAIN_BYTES);
         }
         __syncwarp();
         unsigned long long policy = streaming_policy();
         for (int row = lane; row < ROWS; row += 32) {
             bool up = KIND == gated && row >= OUTPUTS;
-            long long output = (long long)blockIdx.x * OUTPUTS + (up ? row - OUTPUTS + step.outputs : row);
-            fetch(weights() + row * PITCH, step.weights + output * COLUMNS, 2 * COLUMNS, barrier(), policy);
+            long long output = (long long)tile * OUTPUTS + (up ? row - OUTPUTS + step.outputs : row);
+            const Number* source = step.weights + output * COLUMNS + split * PART;
+            fetch(weights() + row * PITCH, source, 2 * PART, barrier(), policy);
         }
         if (NORM && lane == 0) fetch(gains(), step.gains, GAIN_BYTES, barrier(), policy);
     }
@@ -82,7 +87,7 @@ struct Product {
             int row = 8 * half + lane / 4;
             uint4 numbers = {0, 0, 0, 0};
             if (row < step.rows && inside(turn))
-                numbers = read_words(reinterpret_cast<const unsigned*>(step.x + (long long)row * COLUMNS) +
+                numbers = read_words(reinterpret_cast<const unsigned*>(step.x + row * COLUMNS + split * PART) +
                                      chunk(turn) * (CHUNK / 2) + lane % 4 * 4);
             held[turn % AHEAD][half / 2][half % 2] = numbers;
         }
@@ -180,27 +185,49 @@ struct Product {
             }
     }
 
-    __device__ float2 total(int token, int output) const {
+    // Of the sets of sums from `first` on.
+    __device__ float2 total(int first, int sets, int token, int output) const {
         float2 all = {0, 0};
 #pragma unroll
-        for (int one = 0; one < WARPS; one++) {
-            float2 part = *sum_place(one, token, output);
-            all.x += part.x, all.y += part.y;
+        for (int set = first; set < first + sets; set++) {
+            float2 one = *sum_place(set, token, output);
+            all.x += one.x, all.y += one.y;
+        }
+        return all;
+    }
+
+    // Each block's sums of all its warps, where the others of its cluster read them.
+    __device__ void share() const {
+        for (int item = threadIdx.x; item < TOKENS * PAIRS; item += THREADS) {
+            int token = item / PAIRS, output = item % PAIRS * 2;
+            *sum_place(WARPS, token, output) = total(0, WARPS, token, output);
+        }
+        sync_cluster();
+    }
+
+    __device__ float2 collect(int token, int output) const {
+        if constexpr (PARTS == 1) return rounded(total(0, WARPS, token, output));
+        float2 all = {0, 0};
+#pragma unroll
+        for (int block = 0; block < PARTS; block++) {
+            float2 one = read_pair(sum_place(WARPS, token, output), block);
+            all.x += one.x, all.y += one.y;
         }
         return rounded(all);
     }
 
+    __device__ int token_of(int item) const { return split * TURN + item / PAIRS; }
+
     __device__ unsigned* place(int item) const {
-        int token = item / PAIRS, pair = blockIdx.x * PAIRS + item % PAIRS;
-        return reinterpret_cast<unsigned*>(step.y + (long long)token * step.outputs) + pair;
+        return reinterpret_cast<unsigned*>(step.y + token_of(item) * step.outputs) + tile * PAIRS + item % PAIRS;
     }
 
     __device__ void finish(unsigned residual) const {
-        for (int item = threadIdx.x; item < ITEMS && item / PAIRS < step.rows; item += THREADS) {
-            int token = item / PAIRS, output = item % PAIRS * 2;
-            float2 pair = total(token, output);
+        for (int item = threadIdx.x; item < ITEMS && token_of(item) < step.rows; item += THREADS) {
+            int token = token_of(item), output = item % PAIRS * 2;
+            float2 pair = collect(token, output);
             if (KIND == gated) {
-                float2 up = total(token, OUTPUTS + output);
+                float2 up = collect(token, OUTPUTS + output);
                 float2 active = rounded({pair.x / (1 + expf(-pair.x)), pair.y / (1 + expf(-pair.y))});
                 pair = {active.x * up.x, active.y * up.y};
             }
@@ -218,26 +245,28 @@ struct Product {
         launch_dependents();
         await_earlier_kernels();
         unsigned residual = 0;
-        if (KIND == added && threadIdx.x < ITEMS && threadIdx.x / PAIRS < step.rows)
+        if (KIND == added && threadIdx.x < ITEMS && token_of(threadIdx.x) < step.rows)
             residual = read_word(place(threadIdx.x));
         multiply_all();
         __syncthreads();  // all weights have been read
         leave_sums();
         __syncthreads();
+        if constexpr (PARTS > 1) share();
         finish(residual);
+        if constexpr (PARTS > 1) sync_cluster();  // others read these sums
     }
 };
 
 // The four products of a layer, of a model for which this is compiled: see narrow_product.py.
-#define KERNEL(name, kind, columns, octets, tiles) \
+#define KERNEL(name, kind, columns, octets, splits, tiles) \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) name##_##tiles(const __grid_constant__ Arguments step) { \
         SHARED_MEMORY(shared); \
-        Product<kind, columns, octets, tiles>(step, shared).run(); \
+        Product<kind, columns, octets, splits, tiles>(step, shared).run(); \
     }
 #define LAYER(tiles) \
-    KERNEL(qkv, normed, HIDDEN, QKV_OCTETS, tiles) \
-    KERNEL(o, added, HEADS, O_OCTETS, tiles) \
-    KERNEL(gate_up, gated, HIDDEN, GATE_UP_OCTETS, tiles) \
-    KERNEL(down, added, INNER, DOWN_OCTETS, tiles)
+    KERNEL(qkv, normed, HIDDEN, QKV_OCTETS, 1, tiles) \
+    KERNEL(o, added, HEADS, O_OCTETS, SPLITS, tiles) \
+    KERNEL(gate_up, gated, HIDDEN, GATE_UP_OCTETS, 1, tiles) \
+    KERNEL(down, added, INNER, DOWN_OCTETS, SPLITS, tiles)
 LAYER(1)
 LAYER(2)

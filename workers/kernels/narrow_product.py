@@ -18,38 +18,58 @@ TILE = 16  # rows that a tensor core multiplies at once
 WARPS, CHUNK, SPREAD, BARRIER_BYTES = 8, 32, 64, 128  # of narrow_product.cu
 RESIDUALS = 32 * WARPS  # pairs of them that a block keeps
 SHARED_BYTES = 113 * 1024  # that a block may take: the next kernel's stands beside it
+SPLITS = 2  # of columns, where rows are not normed
 LEAST_SHARE = 0.75  # of multiprocessors that have a block
 
 
 @dataclass(frozen=True, slots=True)
 class NarrowProduct:
-    """One of a layer's: `outputs` of rows with `columns`. Of those whose rows are normed two may be gated: gate and up."""
+    """One of a layer's: `outputs` of rows with `columns`.
+
+    normed: the rows are, before. gated: silu(gate) · up are the outputs, else they are added up. splits: see
+    narrow_product.cu.
+    """
 
     name: str
     outputs: int
     columns: int
-    normed: bool
+    normed: bool = False
     gated: bool = False
+
+    @property
+    def splits(self) -> int:
+        return 1 if self.normed else SPLITS
+
+    @property
+    def rows(self) -> int:
+        """Of the weight."""
+        return self.outputs * (1 + self.gated)
 
     def octets(self, multiprocessors: int) -> int | None:
         """Of weights that each block has, eight rows each; None where it should not be computed so."""
         octets = self.outputs // 8
-        each = next((one for one in range(1, octets) if octets % one == 0 and octets // one <= multiprocessors), octets)
-        spread = octets >= LEAST_SHARE * multiprocessors * each and self.outputs % 8 == 0 and self.columns % CHUNK == 0
-        few = self.normed or each * 4 * MOST_ROWS <= RESIDUALS
-        weights = each * (1 + self.gated)
-        return weights if spread and few and self.shared_bytes(weights, 2) <= SHARED_BYTES else None
+        fitting = (one for one in range(1, octets) if octets % one == 0)
+        each = next((one for one in fitting if octets // one * self.splits <= multiprocessors), octets)
+        blocks, weights = octets // each * self.splits, each * (1 + self.gated)
+        whole = self.outputs % 8 == 0 and self.columns % (CHUNK * self.splits) == 0
+        keeps = self.normed or each * 4 * MOST_ROWS // self.splits <= RESIDUALS
+        fits = whole and keeps and self.shared_bytes(weights, MOST_ROWS // TILE) <= SHARED_BYTES
+        return weights if fits and blocks >= LEAST_SHARE * multiprocessors else None
 
     def shared_bytes(self, octets: int, tiles: int) -> int:
         """Product::BYTES of narrow_product.cu."""
-        rows, tokens = 8 * octets, TILE * tiles
-        weights = max(rows * (2 * self.columns + SPREAD), 4 * WARPS * tokens * 8 * (octets | 1))
-        return BARRIER_BYTES + weights + (2 * self.columns + 4 * tokens * WARPS) * self.normed
+        tokens, sets = TILE * tiles, WARPS + (self.splits > 1)
+        weights = 8 * octets * (2 * self.columns // self.splits + SPREAD)
+        sums = 4 * sets * tokens * 8 * (octets | 1)
+        return BARRIER_BYTES + max(weights, sums) + (2 * self.columns + 4 * tokens * WARPS) * self.normed
 
 
 @dataclass(frozen=True, slots=True)
 class NarrowShape:
-    """Of a model whose layers have K and V and a gated feed-forward with silu; heads: width of all q heads; qkv: outputs."""
+    """Of a model whose layers have K and V and a gated feed-forward with silu.
+
+    heads: width of all heads of q. qkv: outputs.
+    """
 
     hidden: int
     inner: int
@@ -61,9 +81,9 @@ class NarrowShape:
     def products(self) -> tuple[NarrowProduct, ...]:
         return (
             NarrowProduct("qkv", self.qkv, self.hidden, normed=True),
-            NarrowProduct("o", self.hidden, self.heads, normed=False),
+            NarrowProduct("o", self.hidden, self.heads),
             NarrowProduct("gate_up", self.inner, self.hidden, normed=True, gated=True),
-            NarrowProduct("down", self.hidden, self.inner, normed=False),
+            NarrowProduct("down", self.hidden, self.inner),
         )
 
     def defines(self, multiprocessors: int) -> tuple[str, ...] | None:
@@ -71,11 +91,10 @@ class NarrowShape:
         octets = {one.name: one.octets(multiprocessors) for one in self.products}
         if self.dtype not in (torch.float16, torch.bfloat16) or None in octets.values():
             return None
-        values = {"HIDDEN": self.hidden, "INNER": self.inner, "HEADS": self.heads}
+        values = {"HIDDEN": self.hidden, "INNER": self.inner, "HEADS": self.heads, "SPLITS": SPLITS}
         values |= {f"{name.upper()}_OCTETS": count for name, count in octets.items() if count is not None}
-        return tuple(f"-D{name}={value}" for name, value in values.items()) + (
-            f"-DHALF={int(self.dtype == torch.float16)}",
-        )
+        values |= {"HALF": int(self.dtype == torch.float16)}
+        return tuple(f"-D{name}={value}" for name, value in values.items())
 
 
 class Arguments(ctypes.Structure):
@@ -100,10 +119,11 @@ class NarrowKernels:
         for one in shape.products:
             octets = one.octets(multiprocessors)
             assert octets is not None  # or nothing would have been compiled
-            rows = one.outputs * (1 + one.gated)
+            blocks = one.rows // (8 * octets) * one.splits
             for tiles in range(1, MOST_ROWS // TILE + 1):
-                kernel = Function(module, f"{one.name}_{tiles}", 32 * WARPS, one.shared_bytes(octets, tiles), 1)
-                self._launches[rows, one.columns, one.gated, tiles] = kernel, rows // (8 * octets)
+                shared_bytes = one.shared_bytes(octets, tiles)
+                kernel = Function(module, f"{one.name}_{tiles}", 32 * WARPS, shared_bytes, one.splits)
+                self._launches[one.rows, one.columns, one.gated, tiles] = kernel, blocks
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm | None = None) -> Tensor:
         assert bias is None

@@ -91,10 +91,6 @@ __device__ inline void await_products() {
 
 __device__ inline void sync_threads(int count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
 
-__device__ inline void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // Four numbers at a place in shared memory of block `rank` of the cluster.
 __device__ inline float4 read_block(unsigned place, unsigned rank) {
     float4 numbers;

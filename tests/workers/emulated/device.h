@@ -24,7 +24,7 @@ struct alignas(8) float2 { float x, y; };
 
 namespace emulated {
 struct Meeting { int here = 0, round = 0; };
-struct BlockState { std::unique_ptr<unsigned char[]> memory; Meeting meeting; };
+struct BlockState { std::unique_ptr<unsigned char[]> memory; unsigned char* begin; Meeting meeting, of_cluster; };
 struct WarpState { Meeting meeting; float numbers[2][32]; unsigned tiles[2][32][6]; };
 struct Fiber {
     ucontext_t context;
@@ -69,6 +69,7 @@ inline float exchange(unsigned lanes, float value, int from) {
 struct Index { struct Axis { operator int() const; bool of_block; } x; };
 inline Index::Axis::operator int() const { return of_block ? current->block : current->thread; }
 extern int threads;
+static int cluster = 1;
 }  // namespace emulated
 
 static const emulated::Index threadIdx{{false}}, blockIdx{{true}};
@@ -119,6 +120,15 @@ inline void prefetch(const void*) {}
 inline bool has_arrived(unsigned long long* barrier, unsigned parity) { return (*barrier >> 33 & 1) != parity; }
 inline void wait_for(unsigned long long* barrier, unsigned parity) {
     while (!has_arrived(barrier, parity)) check_patience(0);
+}
+inline void sync_cluster() {
+    using namespace emulated;
+    meet(current->of_block[-(current->block % cluster)].of_cluster, cluster * threads);
+}
+inline float2 read_pair(const float2* place, int rank) {
+    using namespace emulated;
+    long long offset = (const unsigned char*)place - current->memory;
+    return *(const float2*)(current->of_block[rank - current->block % cluster].begin + offset);
 }
 inline void launch_dependents() {}
 inline void await_earlier_kernels() {}
@@ -186,12 +196,13 @@ inline void run_blocks(int count, int shared_bytes, void (*what)()) {
     for (BlockState& block : blocks) {
         block.memory = std::make_unique<unsigned char[]>(shared_bytes + 128);
         std::memset(block.memory.get(), 0xff, shared_bytes + 128);
+        block.begin = (unsigned char*)(((unsigned long long)block.memory.get() + 127) / 128 * 128);
     }
     for (int index = 0; index < (int)fibers.size(); index++) {
         Fiber& fiber = fibers[index];
         fiber.thread = index % threads, fiber.block = index / threads;
         fiber.of_block = &blocks[fiber.block], fiber.of_warp = &warps[index / 32];
-        fiber.memory = (unsigned char*)(((unsigned long long)fiber.of_block->memory.get() + 127) / 128 * 128);
+        fiber.memory = fiber.of_block->begin;
         fiber.stack.resize(64 << 10);
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.data();

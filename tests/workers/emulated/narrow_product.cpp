@@ -8,9 +8,10 @@ static Arguments arguments;
     {"qkv_" #tiles, [] { qkv_##tiles(arguments); }}, {"o_" #tiles, [] { o_##tiles(arguments); }}, \
         {"gate_up_" #tiles, [] { gate_up_##tiles(arguments); }}, {"down_" #tiles, [] { down_##tiles(arguments); }}
 
-extern "C" int run_narrow_product(const char* name, int blocks, int shared_bytes, const Arguments* step) {
+extern "C" int run_narrow_product(const char* name, int blocks, int shared_bytes, int cluster,
+                                  const Arguments* step) {
     static const struct { const char* name; void (*run)(); } kernels[] = {KERNELS(1), KERNELS(2)};
-    arguments = *step;
+    arguments = *step, emulated::cluster = cluster;
     for (const auto& one : kernels)
         if (!std::strcmp(name, one.name)) {
             emulated::run_blocks(blocks, shared_bytes, one.run);

@@ -30,7 +30,8 @@ MOSTLY = 0.9  # of the tokens are the same: in bfloat16 some are near ties
 
 
 def narrow_kernels(dtype: torch.dtype) -> NarrowKernels:
-    kernels = choose_narrow_kernels(NarrowShape(HIDDEN, INNER, HEADS, QKV, dtype), torch.device("cuda"))
+    device = torch.empty(1, device="cuda").device  # a context is there
+    kernels = choose_narrow_kernels(NarrowShape(HIDDEN, INNER, HEADS, QKV, dtype), device)
     assert kernels is not None, "nvcc is needed"
     return kernels
 

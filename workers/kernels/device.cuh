@@ -110,6 +110,10 @@ __device__ inline unsigned pack(float low, float high) {
     __half2 both = __floats2half2_rn(low, high);
     return *reinterpret_cast<unsigned*>(&both);
 }
+__device__ inline unsigned multiply_pairs(unsigned one, unsigned other) {
+    __half2 both = __hmul2(*reinterpret_cast<__half2*>(&one), *reinterpret_cast<__half2*>(&other));
+    return *reinterpret_cast<unsigned*>(&both);
+}
 #else
 using Number = __nv_bfloat16;
 __device__ inline float2 unpack(unsigned bits) {
@@ -117,6 +121,10 @@ __device__ inline float2 unpack(unsigned bits) {
 }
 __device__ inline unsigned pack(float low, float high) {
     __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<unsigned*>(&both);
+}
+__device__ inline unsigned multiply_pairs(unsigned one, unsigned other) {
+    __nv_bfloat162 both = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&one), *reinterpret_cast<__nv_bfloat162*>(&other));
     return *reinterpret_cast<unsigned*>(&both);
 }
 #endif

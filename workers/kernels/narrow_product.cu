@@ -13,7 +13,7 @@
 
 enum Kind { normed, gated, added };  // norm(x) · Wᵀ; silu(gate) · up of such; y + x · Wᵀ
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int CHUNK = 32;        // columns at once: 8 of four rows of W and x for each lane
 constexpr int SPREAD = 64;       // bytes behind a row of W in shared memory: neighbours stand in unlike banks
 constexpr int BARRIER_BYTES = 128;
@@ -133,9 +133,8 @@ struct Product {
         unsigned made[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float2 pair = unpack(words[i]), factor = unpack(factors[i]);
-            float2 scaled = rounded({pair.x * inverse, pair.y * inverse});
-            made[i] = pack(scaled.x * factor.x, scaled.y * factor.y);
+            float2 pair = unpack(words[i]);
+            made[i] = multiply_pairs(pack(pair.x * inverse, pair.y * inverse), factors[i]);
         }
         numbers = {made[0], made[1], made[2], made[3]};
     }
@@ -259,7 +258,7 @@ struct Product {
 
 // The four products of a layer, of a model for which this is compiled: see narrow_product.py.
 #define KERNEL(name, kind, columns, octets, splits, tiles) \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) name##_##tiles(const __grid_constant__ Arguments step) { \
+    extern "C" __global__ void __launch_bounds__(THREADS) name##_##tiles(const __grid_constant__ Arguments step) { \
         SHARED_MEMORY(shared); \
         Product<kind, columns, octets, splits, tiles>(step, shared).run(); \
     }

@@ -15,9 +15,9 @@ from tandem.workers.kernels.cuda_driver import Function, Module
 SOURCE = Path(__file__).with_name("narrow_product.cu")
 MOST_ROWS = 32
 TILE = 16  # rows that a tensor core multiplies at once
-WARPS, CHUNK, SPREAD, BARRIER_BYTES = 8, 32, 64, 128  # of narrow_product.cu
+WARPS, CHUNK, SPREAD, BARRIER_BYTES = 16, 32, 64, 128  # of narrow_product.cu
 RESIDUALS = 32 * WARPS  # pairs of them that a block keeps
-SHARED_BYTES = 113 * 1024  # that a block may take: the next kernel's stands beside it
+SHARED_BYTES = 128 * 1024  # that a block may take: more weights would be waited for
 SPLITS = 2  # of columns, where rows are not normed
 LEAST_SHARE = 0.75  # of multiprocessors that have a block
 
@@ -143,8 +143,8 @@ class NarrowKernels:
     def _launch(
         self, x: Tensor, weight: Tensor, output: Tensor, norm: RowNorm | None, *, gated: bool = False
     ) -> Tensor:
-        rows, outputs = output.shape
-        kernel, blocks = self._launches[*weight.shape, gated, -(-rows // TILE)]
+        (rows, outputs), (of_weight, columns) = output.shape, weight.shape
+        kernel, blocks = self._launches[of_weight, columns, gated, -(-rows // TILE)]
         gains, eps = (0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
         x = x.contiguous()
         pointers = (weight.data_ptr(), gains, x.data_ptr(), output.data_ptr())

@@ -156,6 +156,10 @@ inline unsigned bits_of(float value) {
 inline float2 unpack(unsigned bits) { return {number(bits), number(bits >> 16)}; }
 inline unsigned pack(float low, float high) { return bits_of(low) | bits_of(high) << 16; }
 inline float2 rounded(float2 both) { return unpack(pack(both.x, both.y)); }
+inline unsigned multiply_pairs(unsigned one, unsigned other) {
+    float2 a = unpack(one), b = unpack(other);
+    return pack(a.x * b.x, a.y * b.y);
+}
 
 struct TileA { unsigned upper, lower, upper_right, lower_right; };
 struct TileB { unsigned left, right; };

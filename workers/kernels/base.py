@@ -14,7 +14,8 @@ class LayerKernels(Protocol):
     """
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """x [T, H] += delta [T, H] in place, where there is one; the result / its rms · weight [H], as a new tensor."""
+        """x [T, H] += delta [T, H] in place, where there is one; the result / its rms · weight [H], as a new tensor.
+        delta may be float32 [n, T, H]: parts, whose sum is rounded first."""
         ...
 
     def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:

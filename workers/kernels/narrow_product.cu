@@ -14,10 +14,10 @@
 enum Kind { normed, gated, added };  // norm(x) · Wᵀ; silu(gate) · up of such; y + x · Wᵀ
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS;
-constexpr int CHUNK = 32;        // columns at once: 8 of four rows of W and x for each lane
-constexpr int SPREAD = 64;       // bytes behind a row of W in shared memory: neighbours stand in unlike banks
+constexpr int CHUNK = 32;   // columns at once: 8 of four rows of W and x for each lane
+constexpr int SPREAD = 64;  // bytes behind a row of W in shared memory: neighbours stand in unlike banks
 constexpr int BARRIER_BYTES = 128;
-constexpr int LOADS = 8;         // tiles of a chunk that are under way at once, where x is not kept
+constexpr int LOADS = 8;    // tiles of a chunk that are under way at once, where x need not be normed
 
 struct Arguments {
     const Number *weights, *gains, *x;
@@ -241,7 +241,9 @@ struct Product {
     __device__ void run() {
         if (warp == 0) fetch_weights();
         __syncthreads();
-        launch_dependents();
+        // Attention behind qkv is to find all multiprocessors alike, or some get three of its blocks and others one: of up
+        // to 16 rows that costs less than starting early brings.
+        if (KIND != normed || TILES == 1) launch_dependents();
         await_earlier_kernels();
         unsigned residual = 0;
         if (KIND == added && threadIdx.x < ITEMS && token_of(threadIdx.x) < step.rows)

@@ -39,10 +39,9 @@ class Projection:
     def in_parts(self, x: Tensor) -> Tensor:
         """The same, for LayerKernels.add_rms_norm: on a GPU, where that is faster, float32 [PARTS, T, out], to be added
         up. Else torch would split such sums too, and add them up in a kernel of its own."""
-        columns, narrow = self._weight.shape[-1], x.dtype in (torch.bfloat16, torch.float16)
-        if not x.is_cuda or not narrow or x.shape[0] not in PARTED_ROWS or columns < LEAST_TO_PART or columns % PARTS:
-            return self(x)
-        if self._bias is not None:
+        columns, halves = self._weight.shape[-1], x.dtype in (torch.bfloat16, torch.float16)
+        long = columns >= LEAST_TO_PART and columns % PARTS == 0
+        if not (x.is_cuda and halves and long and x.shape[0] in PARTED_ROWS and self._bias is None):
             return self(x)
         rows = x.unflatten(1, (PARTS, columns // PARTS)).transpose(0, 1)
         weights = self._weight.unflatten(1, (PARTS, columns // PARTS)).permute(1, 2, 0)

@@ -12,12 +12,16 @@ import pytest
 import torch
 
 from tandem.workers.kernels.cubin_build import build_cubin, load_cubin
+from tandem.workers.kernels.narrow_product import SOURCE as NARROW
+from tandem.workers.kernels.narrow_product import NarrowShape
 from tandem.workers.kernels.row_step import ROW_COUNTS, SOURCE, WARPS, RowStepShape
 from tandem.workers.kernels.step_product import SOURCE as PRODUCTS
 from tandem.workers.kernels.step_product import TILINGS
 
 QWEN3 = RowStepShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16)
 BLOCKS = 132
+NARROW_DEFINES = NarrowShape(1024, 3072, 2048, 4096, torch.bfloat16).defines(BLOCKS)
+NARROW_KERNELS = [f"{name}_{tiles}" for name in ("qkv", "o", "gate_up", "down") for tiles in (1, 2)]
 # Its arguments end with `-o FILE`.
 NVCC = """#!/bin/sh
 if [ "$1" = --version ]; then echo 13.0; exit; fi
@@ -56,8 +60,9 @@ def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
         (SOURCE, QWEN3.defines(BLOCKS, WARPS, 1), "90", ["row_step"]),
         (SOURCE, QWEN3.defines(BLOCKS, WARPS, 8), "90", ["row_step"]),
         (PRODUCTS, ("-DHALF=1",), "90a", [tiling.kernel for tiling in TILINGS]),
+        (NARROW, NARROW_DEFINES, "90", NARROW_KERNELS),
     ],
-    ids=["row-bfloat16", "rows-bfloat16", "products-float16"],
+    ids=["row-bfloat16", "rows-bfloat16", "products-float16", "narrow-bfloat16"],
 )
 def test_a_compiler_takes_them(
     tmp_path: Path, source: Path, defines: Sequence[str], arch: str, kernels: list[str]

@@ -32,6 +32,13 @@ def test_a_row_is_the_same_in_any_company() -> None:
         assert torch.equal(projection(x[begin:end]), together[begin:end])
 
 
+def test_a_cpu_has_no_parts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(8, 8192, generator=generator), torch.randn(200, 8192, generator=generator)
+    projection = Projection(weight, None)
+    assert torch.equal(projection.in_parts(x), projection(x))
+
+
 def test_a_row_that_does_not_fit_is_refused() -> None:
     projection = Projection(torch.zeros(8, 4), None)
     for x in (torch.zeros(2, 3), torch.zeros(2, 4, dtype=torch.float64)):

@@ -46,6 +46,19 @@ def test_add_rms_norm(dtype: torch.dtype, hidden: int) -> None:
     assert torch.equal(x, kept)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_sum_in_parts_is_rounded_once(dtype: torch.dtype, parts: int) -> None:
+    x, weight = draw(5, 200, dtype=dtype), draw(200, dtype=dtype, seed=2)
+    delta, expected_x = draw(parts, 5, 200, dtype=torch.float32, seed=1), x.clone()
+    expected = REFERENCE.add_rms_norm(expected_x, delta, weight, 1e-6)
+    assert_one_rounding(TRITON.add_rms_norm(x, delta, weight, 1e-6), expected)
+    assert_one_rounding(x, expected_x)
+    whole = draw(5, 200, dtype=dtype)
+    REFERENCE.add_rms_norm(whole, delta.sum(0).to(dtype), weight, 1e-6)
+    assert torch.equal(whole, expected_x)
+
+
 def test_a_float32_weight_is_multiplied_before_rounding() -> None:
     x, weight = draw(3, 200, dtype=torch.float16), draw(200, dtype=torch.float32, seed=2)
     assert_one_rounding(TRITON.add_rms_norm(x, None, weight, 1e-6), REFERENCE.add_rms_norm(x, None, weight, 1e-6))

@@ -14,7 +14,8 @@ class LayerKernels(Protocol):
     """
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """x [T, H] += delta [T, H] in place, where there is one; the result / its rms · weight [H], as a new tensor."""
+        """x [T, H] += delta [T, H] in place, where there is one; the result / its rms · weight [H], as a new tensor.
+        delta may be float32 [n, T, H]: parts, whose sum is rounded first."""
         ...
 
     def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,27 +29,28 @@ class LayerKernels(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RowNorm:
-    """A row becomes itself / its root mean square · weight [in], in float32 and not rounded."""
+    """A row becomes itself / its root mean square · weight [in], in float32; of one row it is not rounded, of several
+    where LayerKernels' norm is."""
 
     weight: Tensor
     eps: float
 
 
 class RowKernels(Protocol):
-    """Products of one row x [1, in] and weight [out, in], contiguous and in the dtype of x, with what stands around
+    """Products of few rows x [T, in] and weight [out, in], contiguous and in the dtype of x, with what stands around
     them in a layer. bias: [out]. norm: what x goes through before. Sums are in float32.
     """
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm | None = None) -> Tensor:
-        """x · weightᵀ + bias [1, out]."""
+        """x · weightᵀ + bias [T, out]."""
         ...
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm) -> Tensor:
-        """silu(gate) · up [1, out / 2] of linear's halves, gate first; rounded where silu_mul rounds."""
+        """silu(gate) · up [T, out / 2] of linear's halves, gate first; rounded where silu_mul rounds."""
         ...
 
     def add_linear(self, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """total [1, out] += x · weightᵀ + bias."""
+        """total [T, out] += x · weightᵀ + bias."""
         ...
 
 

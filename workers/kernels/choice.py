@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.workers.kernels.base import LayerKernels, RowKernels, StepTokens
+from tandem.workers.kernels.narrow_product import NarrowKernels, NarrowShape, load_narrow_kernels
 from tandem.workers.kernels.native_layer import NativeLayerKernels, load_native_layer
 from tandem.workers.kernels.row_step import Launch, RowStepShape, load_launches
 from tandem.workers.kernels.step_product import StepProduct, load_step_products
@@ -45,6 +46,13 @@ def choose_step_product(weight: Tensor, bias: Tensor | None, *, gated: bool = Fa
 def choose_row_launches(shape: RowStepShape, device: torch.device) -> Mapping[int, Launch]:
     """What computes whole steps of such a model, by their number of rows; for others kernels of each layer do."""
     return load_launches(shape, device) if device.type == "cuda" else {}
+
+
+def choose_narrow_kernels(shape: NarrowShape, device: torch.device) -> NarrowKernels | None:
+    """What multiplies few rows of such a model faster than any rows' kernels do; None: nothing."""
+    if device.type != "cuda":
+        return None
+    return load_narrow_kernels(shape, device, choose_layer_kernels(device, shape.dtype))
 
 
 def choose_step_tokens(num_rows: int, device: torch.device) -> StepTokens:

@@ -1,4 +1,4 @@
-// What row_step.cu asks of a Hopper GPU that C++ has no word for. Nothing waits without bound: a wait that outlasts
+// What kernels ask of a Hopper GPU that C++ has no word for. Nothing waits without bound: a wait that outlasts
 // PATIENCE ends the kernel with a trap, which the host gets as an error of its next call.
 #pragma once
 #include <cuda_bf16.h>
@@ -78,12 +78,40 @@ __device__ inline bool has_arrived(unsigned long long* barrier, unsigned parity)
     return done;
 }
 
+__device__ inline void wait_for(unsigned long long* barrier, unsigned parity) {
+    long long began = clock64();
+    while (!has_arrived(barrier, parity)) check_patience(began);
+}
+
+__device__ inline void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Two numbers at a place in shared memory, of block `rank` of the cluster.
+__device__ inline float2 read_pair(const float2* place, unsigned rank) {
+    float2 numbers;
+    asm volatile(
+        "{ .reg .u32 there; mapa.shared::cluster.u32 there, %2, %3; ld.shared::cluster.v2.f32 {%0, %1}, [there]; }"
+        : "=f"(numbers.x), "=f"(numbers.y)
+        : "r"(shared_address(place)), "r"(rank)
+        : "memory");
+    return numbers;
+}
+
+// Programmatic dependent launch: see dependent_launch.py.
+__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ inline void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Two numbers of 16 bits in one register.
 #if HALF
 using Number = __half;
 __device__ inline float2 unpack(unsigned bits) { return __half22float2(*reinterpret_cast<__half2*>(&bits)); }
 __device__ inline unsigned pack(float low, float high) {
     __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<unsigned*>(&both);
+}
+__device__ inline unsigned multiply_pairs(unsigned one, unsigned other) {
+    __half2 both = __hmul2(*reinterpret_cast<__half2*>(&one), *reinterpret_cast<__half2*>(&other));
     return *reinterpret_cast<unsigned*>(&both);
 }
 #else
@@ -93,6 +121,10 @@ __device__ inline float2 unpack(unsigned bits) {
 }
 __device__ inline unsigned pack(float low, float high) {
     __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<unsigned*>(&both);
+}
+__device__ inline unsigned multiply_pairs(unsigned one, unsigned other) {
+    __nv_bfloat162 both = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&one), *reinterpret_cast<__nv_bfloat162*>(&other));
     return *reinterpret_cast<unsigned*>(&both);
 }
 #endif

@@ -9,7 +9,7 @@ class TorchLayerKernels:
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:
-            x.add_(delta)
+            x.add_(delta if delta.dim() == x.dim() else delta.sum(0).to(x.dtype))
         return _rms_norm(x, weight, eps)
 
     def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:

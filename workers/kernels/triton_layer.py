@@ -26,12 +26,13 @@ class TritonLayerKernels:
         block = triton.next_power_of_2(hidden)
         kernel: Any = _add_rms_norm[(tokens,)]
         kernel(
-            *(x, x if delta is None else delta, weight, output, eps),
+            *(x, x if delta is None else delta, weight, output, tokens * hidden, eps),
             HIDDEN=hidden,
             BLOCK=block,
-            ADD=delta is not None,
+            PARTS=0 if delta is None else delta.shape[0] if delta.dim() == 3 else 1,
+            WIDE=delta is not None and delta.dtype != x.dtype,
             ROUND=weight.dtype == x.dtype,
-            num_warps=min(max(block // 512, 4), 16),
+            num_warps=min(max(block // 256, 4), 16),
             **launch_options(x.device),
         )
         return output
@@ -64,14 +65,15 @@ class TritonLayerKernels:
 
 @triton.jit
 def _add_rms_norm(
-    x, delta, weight, output, eps,
+    x, delta, weight, output, size, eps,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDE: tl.constexpr,
     ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a token."""
+    """A program a token. PARTS: of delta, `size` numbers each. WIDE: they are float32."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -80,8 +82,12 @@ def _add_rms_norm(
     there = column < HIDDEN
     dtype = x.dtype.element_ty
     value = tl.load(x + row + column, mask=there, other=0.0)
-    if ADD:
+    if PARTS > 0:
         more = tl.load(delta + row + column, mask=there, other=0.0)
+        for part in range(1, PARTS):
+            more += tl.load(delta + part * size.to(tl.int64) + row + column, mask=there, other=0.0)
+        if WIDE:
+            more = more.to(dtype)
         value = (value.to(tl.float32) + more.to(tl.float32)).to(dtype)
         tl.store(x + row + column, value, mask=there)
     scale = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)

@@ -8,11 +8,6 @@
 
 constexpr int SLAB = 64, SLAB_BYTES = 128;  // columns at once: what a row of an operand has
 
-__device__ inline void wait_for(unsigned long long* barrier, unsigned parity) {
-    long long began = clock64();
-    while (!has_arrived(barrier, parity)) check_patience(began);
-}
-
 __device__ inline void make_turnstile(unsigned long long* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
@@ -96,10 +91,6 @@ __device__ inline void await_products() {
 
 __device__ inline void sync_threads(int count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
 
-__device__ inline void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // Four numbers at a place in shared memory of block `rank` of the cluster.
 __device__ inline float4 read_block(unsigned place, unsigned rank) {
     float4 numbers;
@@ -111,7 +102,3 @@ __device__ inline float4 read_block(unsigned place, unsigned rank) {
         : "memory");
     return numbers;
 }
-
-// Programmatic dependent launch: see dependent_launch.py.
-__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ inline void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

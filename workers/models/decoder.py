@@ -116,7 +116,8 @@ class DenseDecoder:
 def _prepare(config: ModelConfig, layer: LayerParameters, kernels: LayerKernels) -> DecoderLayer:
     attention = prepare_attention(config, layer.attention, kernels)
     o = Projection(layer.attention.o, layer.attention.o_bias)
-    feed_forward = prepare_feed_forward(config, layer.feed_forward, kernels)
+    alone = layer.feed_forward_out_norm is None
+    feed_forward = prepare_feed_forward(config, layer.feed_forward, kernels, in_parts=alone)
     if isinstance(attention, GroupedQueryAttention) and isinstance(feed_forward, GatedFeedForward):
         StepProduct.chain([attention.qkv.step_product, o.step_product, *feed_forward.step_products])
     return DecoderLayer(

@@ -20,12 +20,15 @@ FeedForward = Callable[[Tensor], Tensor]
 
 
 class GatedFeedForward:
-    """down(activate(gate_up(x)))."""
+    """down(activate(gate_up(x))). in_parts: the result is for LayerKernels.add_rms_norm, see Projection.in_parts."""
 
-    def __init__(self, parameters: GatedParameters, activation: Activation, kernels: LayerKernels) -> None:
+    def __init__(
+        self, parameters: GatedParameters, activation: Activation, kernels: LayerKernels, *, in_parts: bool = False
+    ) -> None:
         self._gate_up = Projection(parameters.gate_up, parameters.gate_up_bias)
         self._activate = activation.bind(kernels)
         self._down = Projection(parameters.down, parameters.down_bias)
+        self._multiply_down = self._down.in_parts if in_parts else self._down
         self._gated_product: StepProduct | None = None
         if isinstance(activation, Silu):
             self._gated_product = choose_step_product(parameters.gate_up, parameters.gate_up_bias, gated=True)
@@ -37,8 +40,8 @@ class GatedFeedForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._gated_product is not None and self._gated_product.takes(x):
-            return self._down(self._gated_product(x))
-        return self._down(self._activate(self._gate_up(x)))
+            return self._multiply_down(self._gated_product(x))
+        return self._multiply_down(self._activate(self._gate_up(x)))
 
 
 class MixtureOfExperts:
@@ -60,9 +63,10 @@ class MixtureOfExperts:
 
 
 def prepare_feed_forward(
-    config: ModelConfig, parameters: GatedParameters | MoeParameters, kernels: LayerKernels
+    config: ModelConfig, parameters: GatedParameters | MoeParameters, kernels: LayerKernels, *, in_parts: bool
 ) -> FeedForward:
+    """in_parts: see GatedFeedForward; nothing stands between the result and a sum with the residual."""
     if isinstance(parameters, GatedParameters):
-        return GatedFeedForward(parameters, config.activation, kernels)
+        return GatedFeedForward(parameters, config.activation, kernels, in_parts=in_parts)
     assert config.moe is not None  # parameters of experts come from it
     return MixtureOfExperts(config.moe, parameters, config.activation, kernels)

@@ -1,10 +1,14 @@
 """Linear layers in the form that the processor multiplies fastest."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.workers.kernels.choice import choose_row_kernels, choose_step_product, native_layer_kernels
 from tandem.workers.kernels.native_layer import pack
+
+PARTS = 2
+PARTED_ROWS, LEAST_TO_PART = range(129, 257), 8192  # columns; by measurement, see LOG.md
 
 
 class Projection:
@@ -31,3 +35,14 @@ class Projection:
         if self.step_product is not None and self.step_product.takes(x):
             return self.step_product(x)
         return F.linear(x, self._weight, self._bias)
+
+    def in_parts(self, x: Tensor) -> Tensor:
+        """The same, for LayerKernels.add_rms_norm: on a GPU, where that is faster, float32 [PARTS, T, out], to be added
+        up. Else torch would split such sums too, and add them up in a kernel of its own."""
+        columns, halves = self._weight.shape[-1], x.dtype in (torch.bfloat16, torch.float16)
+        long = columns >= LEAST_TO_PART and columns % PARTS == 0
+        if not (x.is_cuda and halves and long and x.shape[0] in PARTED_ROWS and self._bias is None):
+            return self(x)
+        rows = x.unflatten(1, (PARTS, columns // PARTS)).transpose(0, 1)
+        weights = self._weight.unflatten(1, (PARTS, columns // PARTS)).permute(1, 2, 0)
+        return torch.bmm(rows, weights, out_dtype=torch.float32)

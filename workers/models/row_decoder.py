@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
 from tandem.workers.kernels.base import RowKernels, RowNorm
-from tandem.workers.kernels.choice import choose_row_launches
+from tandem.workers.kernels.choice import choose_narrow_kernels, choose_row_launches
+from tandem.workers.kernels.narrow_product import MOST_ROWS, NarrowKernels, NarrowShape
 from tandem.workers.kernels.row_step import RowStep, RowStepLayer, RowStepShape
 from tandem.workers.models.activation import Silu
 from tandem.workers.models.attention import AttentionBlock, CachedAttention, GroupedQueryAttention, split_heads
@@ -32,8 +33,8 @@ class RowLayer:
 
 class RowDecoder:
     """All layers of few rows are one kernel, see RowStep, where model, device and the step's pages allow it. Else one
-    row takes four products and attention a layer: the norms ride on the products behind them, the sums with the
-    residual on those before: see RowKernels.
+    row, or some more of a narrow model (NarrowKernels), take four products and attention a layer: the norms ride on the
+    products behind them, the sums with the residual on those before: see RowKernels.
     """
 
     def __init__(self, config: ModelConfig, kernels: RowKernels, final_norm: Tensor, lm_head: Tensor) -> None:
@@ -84,10 +85,10 @@ class RowDecoder:
         step = None if pages is None else self._steps.get(rows)
         if pages is not None and step is not None and step.takes(pages):
             return step(x, pages)
-        return self._forward_lone(x, cached) if rows == 1 else None
+        kernels = self._kernels if rows == 1 else self._narrow if rows <= MOST_ROWS else None
+        return None if kernels is None else self._forward_layers(kernels, x, cached)
 
-    def _forward_lone(self, x: Tensor, cached: CachedAttention) -> Tensor:
-        kernels = self._kernels
+    def _forward_layers(self, kernels: RowKernels, x: Tensor, cached: CachedAttention) -> Tensor:
         for index, layer in enumerate(self._layers):
             qkv = kernels.linear(x, layer.qkv, layer.qkv_bias, layer.input_norm)
             o = cached.attend(index, *split_heads(self._config, qkv), layer.sinks, layer.qk_norm)
@@ -118,6 +119,20 @@ class RowDecoder:
             rows: RowStep(shape, rows, *tensors, config.rms_norm_eps, launch)
             for rows, launch in choose_row_launches(shape, self._lm_head.device).items()
         }
+
+    @cached_property
+    def _narrow(self) -> NarrowKernels | None:
+        """Made when first asked for, with all layers; may compile."""
+        config, (hidden, head_width) = self._config, self._layers[0].o.shape
+        shape = NarrowShape(
+            hidden=hidden,
+            inner=config.intermediate_size,
+            heads=head_width,
+            qkv=self._layers[0].qkv.shape[0],
+            dtype=config.dtype,
+        )
+        plain = [_step_layer(layer) is not None and layer.qkv_bias is None for layer in self._layers]
+        return choose_narrow_kernels(shape, self._lm_head.device) if all(plain) else None
 
 
 def _step_layer(layer: RowLayer) -> RowStepLayer | None:

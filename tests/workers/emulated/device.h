@@ -1,4 +1,4 @@
-// device.cuh and what row_step.cu has of CUDA, for a CPU: a fiber a thread, all blocks at once, one after another.
+// device.cuh and what kernels built on it have of CUDA, for a CPU: a fiber a thread, all blocks at once, one after another.
 // A fiber goes on until it waits, for its warp, its block or a word. Copies are done as soon as they are asked for: a
 // slot that is fetched into too early is overwritten while it is read.
 #pragma once
@@ -24,7 +24,7 @@ struct alignas(8) float2 { float x, y; };
 
 namespace emulated {
 struct Meeting { int here = 0, round = 0; };
-struct BlockState { std::unique_ptr<unsigned char[]> memory; Meeting meeting; };
+struct BlockState { std::unique_ptr<unsigned char[]> memory; unsigned char* begin; Meeting meeting, of_cluster; };
 struct WarpState { Meeting meeting; float numbers[2][32]; unsigned tiles[2][32][6]; };
 struct Fiber {
     ucontext_t context;
@@ -69,6 +69,7 @@ inline float exchange(unsigned lanes, float value, int from) {
 struct Index { struct Axis { operator int() const; bool of_block; } x; };
 inline Index::Axis::operator int() const { return of_block ? current->block : current->thread; }
 extern int threads;
+static int cluster = 1;
 }  // namespace emulated
 
 static const emulated::Index threadIdx{{false}}, blockIdx{{true}};
@@ -117,6 +118,20 @@ inline void fetch(void* target, const void* source, unsigned bytes, unsigned lon
 }
 inline void prefetch(const void*) {}
 inline bool has_arrived(unsigned long long* barrier, unsigned parity) { return (*barrier >> 33 & 1) != parity; }
+inline void wait_for(unsigned long long* barrier, unsigned parity) {
+    while (!has_arrived(barrier, parity)) check_patience(0);
+}
+inline void sync_cluster() {
+    using namespace emulated;
+    meet(current->of_block[-(current->block % cluster)].of_cluster, cluster * threads);
+}
+inline float2 read_pair(const float2* place, int rank) {
+    using namespace emulated;
+    long long offset = (const unsigned char*)place - current->memory;
+    return *(const float2*)(current->of_block[rank - current->block % cluster].begin + offset);
+}
+inline void launch_dependents() {}
+inline void await_earlier_kernels() {}
 
 #if HALF
 using Number = _Float16;
@@ -141,6 +156,10 @@ inline unsigned bits_of(float value) {
 inline float2 unpack(unsigned bits) { return {number(bits), number(bits >> 16)}; }
 inline unsigned pack(float low, float high) { return bits_of(low) | bits_of(high) << 16; }
 inline float2 rounded(float2 both) { return unpack(pack(both.x, both.y)); }
+inline unsigned multiply_pairs(unsigned one, unsigned other) {
+    float2 a = unpack(one), b = unpack(other);
+    return pack(a.x * b.x, a.y * b.y);
+}
 
 struct TileA { unsigned upper, lower, upper_right, lower_right; };
 struct TileB { unsigned left, right; };
@@ -162,3 +181,46 @@ inline void multiply_tiles(float (&sums)[4], TileA a, TileB b) {
         }
     }
 }
+
+namespace emulated {
+static void (*kernel)();
+inline void run_fiber() {
+    kernel();
+    current->done = true;
+    give_way();
+}
+
+// All threads of so many blocks with so much shared memory, NaN at first, run `what`.
+inline void run_blocks(int count, int shared_bytes, void (*what)()) {
+    kernel = what;
+    switches = 0;
+    std::vector<BlockState> blocks(count);
+    std::vector<WarpState> warps(count * threads / 32);
+    std::vector<Fiber> fibers(count * threads);
+    for (BlockState& block : blocks) {
+        block.memory = std::make_unique<unsigned char[]>(shared_bytes + 128);
+        std::memset(block.memory.get(), 0xff, shared_bytes + 128);
+        block.begin = (unsigned char*)(((unsigned long long)block.memory.get() + 127) / 128 * 128);
+    }
+    for (int index = 0; index < (int)fibers.size(); index++) {
+        Fiber& fiber = fibers[index];
+        fiber.thread = index % threads, fiber.block = index / threads;
+        fiber.of_block = &blocks[fiber.block], fiber.of_warp = &warps[index / 32];
+        fiber.memory = fiber.of_block->begin;
+        fiber.stack.resize(64 << 10);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, run_fiber, 0);
+    }
+    for (bool busy = true; busy;) {
+        busy = false;
+        for (Fiber& fiber : fibers) {
+            if (fiber.done) continue;
+            busy = true;
+            go_on(fiber);
+        }
+    }
+}
+}  // namespace emulated

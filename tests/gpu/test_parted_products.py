@@ -1,0 +1,42 @@
+"""Products that come in parts, which the norm behind adds up: a decoder with them and one without."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.workers.models import projection
+from tandem.workers.models.registry import load_config
+from tandem.workers.weights import load_decoder
+from tests.benchmarks.steps import COMMON, MODELS
+from tests.gpu.test_step_products import NoPages, error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("rows", [129, 200, 256])
+def test_a_decoder_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    fields = COMMON | MODELS["Qwen3-8B"] | {"num_hidden_layers": 2, "vocab_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = load_decoder(tmp_path, load_config(tmp_path, "bfloat16"), load_format="dummy", device="cuda")
+    tokens = torch.arange(rows, device="cuda")
+    shapes: list[tuple[int, ...]] = []
+    multiply = torch.bmm
+
+    def count(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        shapes.append((*a.shape, b.shape[2]))
+        return multiply(a, b, out_dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "bmm", count)
+    logits: list[Tensor] = []
+    for parted in (projection.PARTED_ROWS, ()):
+        monkeypatch.setattr(projection, "PARTED_ROWS", parted)
+        with torch.inference_mode():
+            logits.append(model.forward(tokens, NoPages(64), None))
+    assert shapes == 2 * [(2, rows, 6144, 4096)]
+    assert error(logits[0], logits[1].float()) < 0.03

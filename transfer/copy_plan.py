@@ -1,12 +1,19 @@
 """Which whole pages and which single slots to copy, so that copies are as long as they can be."""
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.kernels.native_build import load_library
 from tandem.cache.position_map import Int32Array
+
+SOURCE = Path(__file__).parent / "kernels" / "page_runs.c"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,16 +42,9 @@ def plan_copy(source_slots: Int32Array, target_slots: Int32Array, page_size: int
         empty = np.empty(0, np.int32)
         return CopyPlan(empty, empty, empty, empty, empty)
     head = count - count % page_size
-    pages = _whole_pages(source_slots[:head], target_slots[:head], page_size)
-    if pages is not None:
-        begins, lengths = _runs(*pages)
-        return CopyPlan(
-            pages[0][begins],
-            pages[1][begins],
-            lengths.astype(np.int32),
-            source_slots[head:],
-            target_slots[head:],
-        )
+    runs = _runs_of_pages(source_slots[:head], target_slots[:head], page_size)
+    if runs is not None:
+        return CopyPlan(*runs, source_slots[head:], target_slots[head:])
     begins, lengths = _runs(source_slots, target_slots)
     # Whole pages exist where both sides stand at the same offset; `lead` slots come before the first of them.
     lead = -source_slots[begins] % page_size
@@ -62,14 +62,27 @@ def plan_copy(source_slots: Int32Array, target_slots: Int32Array, page_size: int
     )
 
 
-def _whole_pages(source: Int32Array, target: Int32Array, page_size: int) -> Int32Array | None:
-    """Both sides' pages, int32 [2, n], where all is whole pages: the usual case, and much the quicker one."""
-    if not source.size:
+def _runs_of_pages(source: Int32Array, target: Int32Array, page_size: int) -> Int32Array | None:
+    """source_pages, target_pages and num_pages of a CopyPlan, where all is whole pages: the usual case, quickly. None
+    where it is not, or page_runs.c cannot be built."""
+    find, num_pages = _native(), source.size // page_size
+    if find is None or not num_pages:
         return None
-    slots = np.concatenate((source, target)).reshape(2, -1, page_size)
-    pages = slots[:, :, 0] // page_size
-    whole = slots == pages[:, :, None] * page_size + np.arange(page_size, dtype=np.int32)
-    return pages if whole.all() else None
+    runs = np.empty((3, num_pages), np.int32)
+    sources, targets = np.ascontiguousarray(source), np.ascontiguousarray(target)
+    count = find(num_pages, page_size, sources.ctypes.data, targets.ctypes.data, runs.ctypes.data)
+    return None if count < 0 else runs[:, :count]
+
+
+@cache
+def _native() -> Callable[..., int] | None:
+    library = load_library(SOURCE)
+    if library is None:
+        return None
+    find = ctypes.PyDLL(library._name).page_runs  # keeps the interpreter, see page_look_up.py
+    find.argtypes = (ctypes.c_int64, ctypes.c_int32, *(ctypes.c_void_p,) * 3)
+    find.restype = ctypes.c_int64
+    return find
 
 
 def _runs(source: Int32Array, target: Int32Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -42,9 +42,9 @@ def plan_copy(source_slots: Int32Array, target_slots: Int32Array, page_size: int
         empty = np.empty(0, np.int32)
         return CopyPlan(empty, empty, empty, empty, empty)
     head = count - count % page_size
-    runs = _runs_of_pages(source_slots[:head], target_slots[:head], page_size)
-    if runs is not None:
-        return CopyPlan(*runs, source_slots[head:], target_slots[head:])
+    whole_pages = _runs_of_pages(source_slots[:head], target_slots[:head], page_size)
+    if whole_pages is not None:
+        return CopyPlan(*whole_pages, source_slots[head:], target_slots[head:])
     begins, lengths = _runs(source_slots, target_slots)
     # Whole pages exist where both sides stand at the same offset; `lead` slots come before the first of them.
     lead = -source_slots[begins] % page_size
@@ -62,20 +62,23 @@ def plan_copy(source_slots: Int32Array, target_slots: Int32Array, page_size: int
     )
 
 
-def _runs_of_pages(source: Int32Array, target: Int32Array, page_size: int) -> Int32Array | None:
+def _runs_of_pages(
+    source: Int32Array, target: Int32Array, page_size: int
+) -> tuple[Int32Array, Int32Array, Int32Array] | None:
     """source_pages, target_pages and num_pages of a CopyPlan, where all is whole pages: the usual case, quickly. None
     where it is not, or page_runs.c cannot be built."""
-    find, num_pages = _native(), source.size // page_size
+    find, num_pages = load_page_runs(), source.size // page_size
     if find is None or not num_pages:
         return None
     runs = np.empty((3, num_pages), np.int32)
-    sources, targets = np.ascontiguousarray(source), np.ascontiguousarray(target)
+    sources, targets = (np.ascontiguousarray(slots, np.int32) for slots in (source, target))
     count = find(num_pages, page_size, sources.ctypes.data, targets.ctypes.data, runs.ctypes.data)
-    return None if count < 0 else runs[:, :count]
+    return None if count < 0 else (runs[0, :count], runs[1, :count], runs[2, :count])
 
 
 @cache
-def _native() -> Callable[..., int] | None:
+def load_page_runs() -> Callable[..., int] | None:
+    """page_runs.c's function, compiled where it is not there yet; None where it cannot be."""
     library = load_library(SOURCE)
     if library is None:
         return None

@@ -21,6 +21,7 @@ from tandem.cache.errors import InvalidArgument
 from tandem.cache.position_map import Int32Array
 from tandem.cache.stored_layers import Stages
 from tandem.cache.window import Int64Array
+from tandem.transfer.copy_plan import load_page_runs
 from tandem.transfer.errors import TransportClosed, TransportTimeout
 from tandem.transfer.membership import TransportConfig
 
@@ -58,6 +59,7 @@ class Transport(ABC):
         self.num_signals = config.num_signals
         self.epoch = config.epoch
         self._joined = False
+        load_page_runs()  # so that no write waits for a compiler
 
     @abstractmethod
     def open(self) -> bytes:

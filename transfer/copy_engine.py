@@ -1,23 +1,23 @@
 """Copies between places that one GPU can address, by its copy engines: calls to the driver, with addresses.
 
-The driver's time for a call is the host's; the engine begins with a call's copies when it returns, and pauses before
-those of the next one. So a long list is handed over in parts that grow, each as large as the engine gives time for.
+The driver's time for a call is the host's; an engine starts with the first copy that it is told of, and pauses a few µs
+between two calls' copies. So a long list of copies is handed over in few parts that grow.
 """
 
 import ctypes
-import time
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 
+from tandem.cache.page_look_up import address_of
 from tandem.cache.position_map import Int32Array
 from tandem.cache.window import Int64Array
 from tandem.transfer.errors import TransportError
 
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, not multiprocessors
-FIRST_BATCH, LEAST_GROWTH = 4, 1.5
-ENGINE_RATE = 400e9  # bytes/s, NVLink 4's: behind a slower link an engine only has more to do meanwhile
+FIRST_BATCH, GROWTH = 4, 4
 # A CUDA_MEMCPY3D_BATCH_OP in words of 8 bytes: two operands (type, address, bytes of a row, rows of a layer, hint),
 # three extents, access order and flags.
 WORDS_OF_OPERAND, WORDS_OF_ROWS = 5, 14
@@ -40,22 +40,16 @@ FOR_ALL = ctypes.c_size_t(0)  # the first copy from which the attributes hold
 
 
 def copy_all(targets: Int64Array, sources: Int64Array, sizes: Int64Array, stream: int) -> None:
-    """Copies sizes[i] bytes from address sources[i] to targets[i], all on a CUDA stream, in any order.
+    """Copies sizes[i] bytes from address sources[i] to targets[i], one or more, all on a CUDA stream, in any order.
 
     The source is read in stream order. stream: a handle, not the default stream's. TransportError when the driver
     refuses, or is older than CUDA 12.8.
     """
-    arrays = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data
-    begin, count, busy_until = 0, FIRST_BATCH, 0.0
+    arrays = address_of(targets), address_of(sources), address_of(sizes)
+    begin, count = 0, FIRST_BATCH
     while begin < sizes.size:
-        count = min(count, sizes.size - begin)
-        called = time.perf_counter()
-        _copy_batch(arrays, begin, count, stream)
-        returned = time.perf_counter()
-        busy_until = max(busy_until, returned) + int(sizes[begin : begin + count].sum()) / ENGINE_RATE
-        begin += count
-        in_time = count * (busy_until - returned) / (returned - called)
-        count = max(int(count * LEAST_GROWTH), int(in_time))
+        _copy_batch(arrays, begin, min(count, sizes.size - begin), stream)
+        begin, count = begin + count, count * GROWTH
 
 
 def copy_rows(
@@ -77,7 +71,7 @@ def copy(target: int, source: int, size: int, stream: int) -> None:
     _check("cuMemcpyAsync", _driver().cuMemcpyAsync(target, source, size, stream))
 
 
-def _copy_batch(arrays: tuple[int, int, int], begin: int, count: int, stream: int) -> None:
+def _copy_batch(arrays: Sequence[int], begin: int, count: int, stream: int) -> None:
     """arrays: the addresses of targets, sources and sizes, of which entries begin … begin + count - 1 go."""
     targets, sources, sizes = (address + 8 * begin for address in arrays)
     attributes, first, failed = ctypes.byref(ATTRIBUTES), ctypes.byref(FOR_ALL), ctypes.byref(ctypes.c_size_t(0))

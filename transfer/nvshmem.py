@@ -150,13 +150,11 @@ class NvshmemTransport(Transport):
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
     ) -> None:
         self._check_peer(pe)
-        self._check_slots(group, "source_slots", source_slots)
-        self._check_slots(group, "target_slots", target_slots)
         if not source_slots.size:
             return
         if not stages:
-            self._follow_current()  # the device looks at it meanwhile
-        plan = plan_copy(source_slots, target_slots, self.layout.page_size)
+            self._follow_current()  # the device comes to it while the rest is planned
+        plan = plan_copy(source_slots, target_slots, self.layout.page_size, self._num_slots(group))
         peer = self._peer_words(pe, group)
         if peer is not None:
             self._copy_slots(peer, group, plan, source_slots, target_slots, stages)
@@ -283,7 +281,8 @@ class NvshmemTransport(Transport):
     ) -> None:
         own, page_bytes = self._symmetric[group], self.layout.page_bytes(group)
         sizes = np.multiply(plan.num_pages, page_bytes, dtype=np.int64)
-        mean = int(sizes.sum()) // max(1, sizes.size)
+        of_pages = (source_slots.size - plan.source_slots.size) // self.layout.page_size * page_bytes
+        mean = of_pages // max(1, sizes.size)
         if mean < COPY_ENGINE_BYTES:
             self._follow(stages[-1:])
             self._store_slots(own, peer, source_slots, target_slots)

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
@@ -139,11 +138,6 @@ class Transport(ABC):
 
     def _num_slots(self, group: int) -> int:
         return self.num_pages[group] * self.layout.page_size
-
-    def _check_slots(self, group: int, field: str, slots: Int32Array) -> None:
-        limit = self._num_slots(group)
-        if slots.size and int(slots.view(np.uint32).max()) >= limit:  # negative ones become large
-            raise InvalidArgument(f"{field} are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
 
     def _check_signal(self, slot: int) -> None:
         if not 0 <= slot < self.num_signals:

@@ -60,7 +60,7 @@ class _NativeLookUp:
     """
 
     def __init__(self, library: ctypes.PyDLL, table: GroupTable, page_size: int) -> None:
-        self._table = _Table(_address(table.pages), _address(table.begins), table.pages.shape[1], page_size)
+        self._table = _Table(address_of(table.pages), address_of(table.begins), table.pages.shape[1], page_size)
         self._address = ctypes.addressof(self._table)
         self._look_up, self._stream_slots = library.look_up, library.stream_slots
         self._look_up.argtypes = (POINTER, INT32, *(POINTER,) * 3, INT32, POINTER, INT64)
@@ -71,16 +71,16 @@ class _NativeLookUp:
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None) -> PageTables:
         num_tokens, count = tokens.positions.size, rows.size
-        appended = None if tokens.each_one else _address(tokens.qo_indptr)
-        arguments = self._address, count, _address(rows), _address(tokens.seq_lens), appended, num_tokens
+        appended = None if tokens.each_one else address_of(tokens.qo_indptr)
+        arguments = self._address, count, address_of(rows), address_of(tokens.seq_lens), appended, num_tokens
         first, second, third = num_tokens, num_tokens + count + 1, num_tokens + 2 * count + 1
         begin = third + count
         room = self._num_pages + num_tokens  # enough for a step of the sequences of the last one
         arrays = np.empty(begin + room, np.int32)
-        num_pages = self._look_up(*arguments, _address(arrays), room)
+        num_pages = self._look_up(*arguments, address_of(arrays), room)
         if num_pages > room:
             arrays = np.empty(begin + num_pages, np.int32)
-            self._look_up(*arguments, _address(arrays), num_pages)
+            self._look_up(*arguments, address_of(arrays), num_pages)
         self._num_pages = num_pages
         kv_indices = arrays[begin : begin + num_pages]
         return PageTables(
@@ -90,10 +90,10 @@ class _NativeLookUp:
     def stream_slots(self, rows: Int64Array, lengths: Int64Array, streams: StreamTable, count: int) -> Int32Array:
         slots = np.empty(count, np.int32)
         arrays = rows, lengths, streams.sinks, streams.holes, slots
-        self._stream_slots(self._address, rows.size, *map(_address, arrays))
+        self._stream_slots(self._address, rows.size, *map(address_of, arrays))
         return slots
 
 
-def _address(array: Int32Array | Int64Array) -> int:
+def address_of(array: Int32Array | Int64Array) -> int:
     """Of a writable array, contiguous and not empty; a third of what array.ctypes takes."""
     return ctypes.addressof(INT32.from_buffer(array.data))

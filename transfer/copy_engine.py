@@ -1,14 +1,16 @@
 """Copies between places that one GPU can address, by its copy engines: calls to the driver, with addresses.
 
-The driver's time for a call is the host's; an engine starts with the first copy that it is told of. So a long list of
-copies is handed over in parts that grow.
+The driver's time for a call is the host's; an engine starts with the first copy that it is told of, and pauses a few µs
+between two calls' copies. So a long list of copies is handed over in few parts that grow.
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 
+from tandem.cache.page_look_up import address_of
 from tandem.cache.position_map import Int32Array
 from tandem.cache.window import Int64Array
 from tandem.transfer.errors import TransportError
@@ -38,15 +40,15 @@ FOR_ALL = ctypes.c_size_t(0)  # the first copy from which the attributes hold
 
 
 def copy_all(targets: Int64Array, sources: Int64Array, sizes: Int64Array, stream: int) -> None:
-    """Copies sizes[i] bytes from address sources[i] to targets[i], all on a CUDA stream, in any order.
+    """Copies sizes[i] bytes from address sources[i] to targets[i], one or more, all on a CUDA stream, in any order.
 
     The source is read in stream order. stream: a handle, not the default stream's. TransportError when the driver
     refuses, or is older than CUDA 12.8.
     """
+    arrays = address_of(targets), address_of(sources), address_of(sizes)
     begin, count = 0, FIRST_BATCH
     while begin < sizes.size:
-        part = slice(begin, begin + count)
-        _copy_batch(targets[part], sources[part], sizes[part], stream)
+        _copy_batch(arrays, begin, min(count, sizes.size - begin), stream)
         begin, count = begin + count, count * GROWTH
 
 
@@ -69,19 +71,11 @@ def copy(target: int, source: int, size: int, stream: int) -> None:
     _check("cuMemcpyAsync", _driver().cuMemcpyAsync(target, source, size, stream))
 
 
-def _copy_batch(targets: Int64Array, sources: Int64Array, sizes: Int64Array, stream: int) -> None:
-    failed = ctypes.c_size_t(0)
-    status = _driver().cuMemcpyBatchAsync(
-        targets.ctypes.data,
-        sources.ctypes.data,
-        sizes.ctypes.data,
-        sizes.size,
-        ctypes.byref(ATTRIBUTES),
-        ctypes.byref(FOR_ALL),
-        1,
-        ctypes.byref(failed),
-        stream,
-    )
+def _copy_batch(arrays: Sequence[int], begin: int, count: int, stream: int) -> None:
+    """arrays: the addresses of targets, sources and sizes, of which entries begin … begin + count - 1 go."""
+    targets, sources, sizes = (address + 8 * begin for address in arrays)
+    attributes, first, failed = ctypes.byref(ATTRIBUTES), ctypes.byref(FOR_ALL), ctypes.byref(ctypes.c_size_t(0))
+    status = _driver().cuMemcpyBatchAsync(targets, sources, sizes, count, attributes, first, 1, failed, stream)
     _check("cuMemcpyBatchAsync", status)
 
 

@@ -1,12 +1,20 @@
 """Which whole pages and which single slots to copy, so that copies are as long as they can be."""
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.errors import InvalidArgument
+from tandem.cache.kernels.native_build import load_library
+from tandem.cache.page_look_up import address_of
 from tandem.cache.position_map import Int32Array
+
+SOURCE = Path(__file__).parent / "kernels" / "page_runs.c"
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +32,9 @@ class CopyPlan:
     target_slots: Int32Array
 
 
-def plan_copy(source_slots: Int32Array, target_slots: Int32Array, page_size: int) -> CopyPlan:
-    """Plans source_slots[i] → target_slots[i] (int32 [n] each, none skipped); target slots must be distinct."""
+def plan_copy(source_slots: Int32Array, target_slots: Int32Array, page_size: int, num_slots: int) -> CopyPlan:
+    """Plans source_slots[i] → target_slots[i] (int32 [n] each, none skipped) between pools of num_slots; target slots
+    must be distinct. InvalidArgument for a slot outside."""
     if source_slots.shape != target_slots.shape or source_slots.ndim != 1:
         raise InvalidArgument(
             f"source_slots has shape {source_slots.shape} and target_slots {target_slots.shape}; both must be [n]"
@@ -35,16 +44,13 @@ def plan_copy(source_slots: Int32Array, target_slots: Int32Array, page_size: int
         empty = np.empty(0, np.int32)
         return CopyPlan(empty, empty, empty, empty, empty)
     head = count - count % page_size
-    pages = _whole_pages(source_slots[:head], target_slots[:head], page_size)
-    if pages is not None:
-        begins, lengths = _runs(*pages)
-        return CopyPlan(
-            pages[0][begins],
-            pages[1][begins],
-            lengths.astype(np.int32),
-            source_slots[head:],
-            target_slots[head:],
-        )
+    whole_pages = _runs_of_pages(source_slots[:head], target_slots[:head], page_size, num_slots)
+    unchecked = 0 if whole_pages is None else head
+    if unchecked < count:
+        check_slots("source_slots", source_slots[unchecked:], num_slots)
+        check_slots("target_slots", target_slots[unchecked:], num_slots)
+    if whole_pages is not None:
+        return CopyPlan(*whole_pages, source_slots[head:], target_slots[head:])
     begins, lengths = _runs(source_slots, target_slots)
     # Whole pages exist where both sides stand at the same offset; `lead` slots come before the first of them.
     lead = -source_slots[begins] % page_size
@@ -62,14 +68,36 @@ def plan_copy(source_slots: Int32Array, target_slots: Int32Array, page_size: int
     )
 
 
-def _whole_pages(source: Int32Array, target: Int32Array, page_size: int) -> Int32Array | None:
-    """Both sides' pages, int32 [2, n], where all is whole pages: the usual case, and much the quicker one."""
-    if not source.size:
+def check_slots(field: str, slots: Int32Array, num_slots: int) -> None:
+    """InvalidArgument for slots (int32 [n]) outside a pool."""
+    if slots.size and int(slots.view(np.uint32).max()) >= num_slots:  # negative ones become large
+        raise InvalidArgument(f"{field} are {int(slots.min())} … {int(slots.max())}; 0 … {num_slots - 1} are accepted")
+
+
+def _runs_of_pages(
+    source: Int32Array, target: Int32Array, page_size: int, num_slots: int
+) -> tuple[Int32Array, Int32Array, Int32Array] | None:
+    """source_pages, target_pages and num_pages of a CopyPlan, where all is whole pages inside: the usual case, quickly.
+    None where it is not, or page_runs.c cannot be built."""
+    find, num_pages = load_page_runs(), source.size // page_size
+    if find is None or not num_pages:
         return None
-    slots = np.concatenate((source, target)).reshape(2, -1, page_size)
-    pages = slots[:, :, 0] // page_size
-    whole = slots == pages[:, :, None] * page_size + np.arange(page_size, dtype=np.int32)
-    return pages if whole.all() else None
+    slots = np.concatenate((source, target), dtype=np.int32)
+    runs = np.empty((3, num_pages), np.int32)
+    count = find(num_pages, page_size, num_slots, address_of(slots), address_of(runs))
+    return None if count < 0 else (runs[0, :count], runs[1, :count], runs[2, :count])
+
+
+@cache
+def load_page_runs() -> Callable[..., int] | None:
+    """page_runs.c's function, compiled where it is not there yet; None where it cannot be."""
+    library = load_library(SOURCE)
+    if library is None:
+        return None
+    find = ctypes.PyDLL(library._name).page_runs  # keeps the interpreter, see page_look_up.py
+    find.argtypes = (ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+    find.restype = ctypes.c_int64
+    return find
 
 
 def _runs(source: Int32Array, target: Int32Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

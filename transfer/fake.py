@@ -14,7 +14,7 @@ from torch import Tensor
 from tandem.cache.layout import KVLayout
 from tandem.cache.position_map import Int32Array
 from tandem.cache.stored_layers import Stages
-from tandem.transfer.copy_plan import plan_copy
+from tandem.transfer.copy_plan import check_slots, plan_copy
 from tandem.transfer.errors import PeerGone, TransportClosed, TransportError
 from tandem.transfer.membership import TransportConfig, make_handle, read_handles
 from tandem.transfer.page_pool import PagePool
@@ -306,14 +306,14 @@ class FakeTransport(Transport):
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
     ) -> None:
         self._check_peer(pe)
-        self._check_slots(group, "source_slots", source_slots)
-        self._check_slots(group, "target_slots", target_slots)
+        size, limit = self.layout.page_size, self._num_slots(group)
+        check_slots("source_slots", source_slots, limit)
+        check_slots("target_slots", target_slots, limit)
         if not target_slots.size:
             return
         source, pool = self._pools(self.pe)[group], self._pools(pe)[group]
         parts = [
-            plan_copy(source_slots[part], target_slots[part], self.layout.page_size)
-            for part in _page_sized(target_slots, self.layout.page_size)
+            plan_copy(source_slots[part], target_slots[part], size, limit) for part in _page_sized(target_slots, size)
         ]
         writes = [partial(pool.copy, source, part) for part in parts]
         self._fabric._write("write_slots", self.pe, pe, writes, self._entry(pool, 0, int(target_slots[0])))

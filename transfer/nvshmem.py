@@ -150,20 +150,18 @@ class NvshmemTransport(Transport):
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
     ) -> None:
         self._check_peer(pe)
-        self._check_slots(group, "source_slots", source_slots)
-        self._check_slots(group, "target_slots", target_slots)
         if not source_slots.size:
             return
-        plan = plan_copy(source_slots, target_slots, self.layout.page_size)
         if not stages:
-            self._follow_current()
+            self._follow_current()  # the device comes to it while the rest is planned
+        plan = plan_copy(source_slots, target_slots, self.layout.page_size, self._num_slots(group))
+        peer = self._peer_words(pe, group)
+        if peer is not None:
+            self._copy_slots(peer, group, plan, source_slots, target_slots, stages)
+            return
+        self._follow(stages[-1:])
         with torch.cuda.stream(self._stream):
-            peer = self._peer_words(pe, group)
-            if peer is None:
-                self._follow(stages[-1:])
-                self._put_slots(pe, group, plan)
-            else:
-                self._copy_slots(peer, group, plan, source_slots, target_slots, stages)
+            self._put_slots(pe, group, plan)
 
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
@@ -283,10 +281,11 @@ class NvshmemTransport(Transport):
     ) -> None:
         own, page_bytes = self._symmetric[group], self.layout.page_bytes(group)
         sizes = np.multiply(plan.num_pages, page_bytes, dtype=np.int64)
-        mean = int(sizes.sum()) // max(1, sizes.size)
+        of_pages = (source_slots.size - plan.source_slots.size) // self.layout.page_size * page_bytes
+        mean = of_pages // max(1, sizes.size)
         if mean < COPY_ENGINE_BYTES:
             self._follow(stages[-1:])
-            push_slots(own, peer, *upload([source_slots, target_slots], self._device))
+            self._store_slots(own, peer, source_slots, target_slots)
             return
         targets = np.multiply(plan.target_pages, page_bytes, dtype=np.int64) + peer.data_ptr()
         sources = np.multiply(plan.source_pages, page_bytes, dtype=np.int64) + own.data_ptr()
@@ -302,7 +301,11 @@ class NvshmemTransport(Transport):
                 copy_rows(targets + offset, sources + offset, plan.num_pages, page_bytes, width, stream)
                 done = num_layers
         if plan.source_slots.size:
-            push_slots(own, peer, *upload([plan.source_slots, plan.target_slots], self._device))
+            self._store_slots(own, peer, plan.source_slots, plan.target_slots)
+
+    def _store_slots(self, own: Tensor, peer: Tensor, source_slots: Int32Array, target_slots: Int32Array) -> None:
+        with torch.cuda.stream(self._stream):
+            push_slots(own, peer, *upload([source_slots, target_slots], self._device))
 
     def _put_slots(self, pe: int, group: int, plan: CopyPlan) -> None:
         if plan.num_pages.size:

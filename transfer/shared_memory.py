@@ -67,10 +67,8 @@ class SharedMemoryTransport(Transport):
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
     ) -> None:
         self._check_peer(pe)
-        self._check_slots(group, "source_slots", source_slots)
-        self._check_slots(group, "target_slots", target_slots)
-        pool = self._pools[pe][group]
-        pool.copy(self._pools[self.pe][group], plan_copy(source_slots, target_slots, self.layout.page_size))
+        plan = plan_copy(source_slots, target_slots, self.layout.page_size, self._num_slots(group))
+        self._pools[pe][group].copy(self._pools[self.pe][group], plan)
 
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)

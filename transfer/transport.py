@@ -14,13 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from tandem.cache.errors import InvalidArgument
 from tandem.cache.position_map import Int32Array
 from tandem.cache.stored_layers import Stages
 from tandem.cache.window import Int64Array
+from tandem.transfer.copy_plan import load_page_runs
 from tandem.transfer.errors import TransportClosed, TransportTimeout
 from tandem.transfer.membership import TransportConfig
 
@@ -58,6 +58,7 @@ class Transport(ABC):
         self.num_signals = config.num_signals
         self.epoch = config.epoch
         self._joined = False
+        load_page_runs()  # so that no write waits for a compiler
 
     @abstractmethod
     def open(self) -> bytes:
@@ -137,11 +138,6 @@ class Transport(ABC):
 
     def _num_slots(self, group: int) -> int:
         return self.num_pages[group] * self.layout.page_size
-
-    def _check_slots(self, group: int, field: str, slots: Int32Array) -> None:
-        limit = self._num_slots(group)
-        if slots.size and int(slots.view(np.uint32).max()) >= limit:  # negative ones become large
-            raise InvalidArgument(f"{field} are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
 
     def _check_signal(self, slot: int) -> None:
         if not 0 <= slot < self.num_signals:

@@ -126,10 +126,11 @@ def _append(
         slot = tl.load(slots + token)
         in_layer = layer_elements + heads * (PAGE_SIZE * HEAD_DIM)
         to_values = num_kv_heads * (PAGE_SIZE * HEAD_DIM)
-        if slot >= 0:
-            own = pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements + (slot % PAGE_SIZE) * HEAD_DIM + in_layer
-            _store(own, keys, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
-            _store(own + to_values, values, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+        # A branch would take two registers more than the 32 with which a multiprocessor is full.
+        here = heads < tl.where(slot >= 0, num_kv_heads, 0)
+        own = pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements + (slot % PAGE_SIZE) * HEAD_DIM + in_layer
+        _store(own, keys, here, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+        _store(own + to_values, values, here, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
         if HAS_PEER:
             address = tl.load(peer_rows + token)
             if address != 0:

@@ -106,7 +106,7 @@ def test_slots_land_bit_for_bit_and_nowhere_else(island: list[PeProcess], target
     # a run of whole pages, an aligned run with both edges, a run at another offset; sources are apart from targets
     source = np.concatenate([np.arange(0, 8), np.arange(9, 18), np.arange(20, 23)]).astype(np.int32)
     where = np.concatenate([np.arange(40, 48), np.arange(25, 34), np.arange(37, 40)]).astype(np.int32)
-    plan = plan_copy(source, where, PAGE_SIZE)
+    plan = plan_copy(source, where, PAGE_SIZE, NUM_SLOTS)
     assert plan.num_pages.tolist() == [2, 1]
     assert plan.source_slots.size == 8
     for group in range(2):

@@ -1,4 +1,4 @@
-"""Rows of a strided copy, as a driver that reads its structure would move them."""
+"""Copies, as a driver that reads the arrays and structures of a call would make them."""
 
 import ctypes
 from typing import Any
@@ -14,8 +14,20 @@ STREAM = 7
 
 
 class Driver:
+    """calls: how many copies each batch had."""
+
     def __init__(self) -> None:
         self.status = 0
+        self.calls: list[int] = []
+
+    def cuMemcpyBatchAsync(self, targets: int, sources: int, sizes: int, count: int, *options: Any) -> int:
+        _, _, num_attributes, _, stream = options
+        assert (num_attributes, stream) == (1, STREAM)
+        rows = [np.frombuffer(ctypes.string_at(at, 8 * count), np.int64).tolist() for at in (targets, sources, sizes)]
+        for target, source, size in zip(*rows, strict=True):
+            ctypes.memmove(target, source, size)
+        self.calls.append(count)
+        return self.status
 
     def cuMemcpy3DBatchAsync(self, count: int, pointer: int, failed: Any, flags: int, stream: int) -> int:
         assert (flags, stream) == (0, STREAM)
@@ -33,6 +45,21 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(copy_engine, "_driver", lambda: driver)
     return driver
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 64, 301])
+def test_each_copy_is_made_once(driver: Driver, count: int) -> None:
+    random = np.random.default_rng(count)
+    source = random.integers(0, 255, (400, 64), np.uint8)
+    target = np.zeros_like(source)
+    expected = target.copy()
+    froms, tos, sizes = random.permutation(400)[:count], random.permutation(400)[:count], random.integers(1, 65, count)
+    for begin, end, size in zip(froms, tos, sizes, strict=True):
+        expected[end, :size] = source[begin, :size]
+    copy_engine.copy_all(target.ctypes.data + tos * 64, source.ctypes.data + froms * 64, sizes, STREAM)
+    assert np.array_equal(target, expected)
+    assert sum(driver.calls) == count
+    assert len(driver.calls) == sum(count > before for before in (0, 4, 20, 84))  # parts of 4, 16, 64, 256
 
 
 def test_rows_go_to_where_they_stand_in_their_pages(driver: Driver) -> None:

@@ -13,6 +13,7 @@ streams a token so many times a second. Doors in turns; per door, medians over t
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import statistics
 import tempfile
@@ -128,6 +129,8 @@ def serve_gateway(pipe: Connection, model: str, island: IslandState) -> None:
     events, lag = EventLoopThread("gateway"), Lag()
     config = load_config(None, {"model.path": model, "gateway.port": 0, "gateway.http_port": 0})
     gateway = Gateway(gateway_settings(config, MAX_MODEL_LEN, 1 << 20))
+    gc.collect()
+    gc.freeze()  # as in a cluster, whose processes are forked from one that has imported all
     doors = events.run(gateway.start(), CALL_SECONDS)
     events.run(gateway.update_island(island), CALL_SECONDS)
     looking = events.run(_begun(lag.run()), CALL_SECONDS)

@@ -2,22 +2,26 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Sequence
 from itertools import repeat
+from typing import Self
 
 PATH = "/v1/completions"
 EVENT = b"data: "
 LAST = b"[DONE]"
+REFUSED = re.compile(rb"HTTP/1.1 (?!200 )\d")  # such an answer has no events
 END_OF_BODY = b"0\r\n\r\n"
 
 
 class HttpStreams:
-    """Streams of one HTTP door, each on a connection of its own while it lasts. Used on one event loop."""
+    """Streams of one HTTP door, each on a connection of its own while it lasts. A context, of one event loop."""
 
     def __init__(self, address: str) -> None:
         """address: HOST:PORT."""
         self._address = address
+        self._all: list[_Connection] = []
         self._idle: list[_Connection] = []
 
     async def arrivals(self, prompt: Sequence[int], count: int, seconds: float) -> list[float]:
@@ -38,11 +42,16 @@ class HttpStreams:
     async def _connect(self) -> "_Connection":
         host, _, port = self._address.rpartition(":")
         _, connection = await asyncio.get_running_loop().create_connection(_Connection, host.strip("[]"), int(port))
+        self._all.append(connection)
         return connection
 
-    def close(self) -> None:
-        for connection in self._idle:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for connection in self._all:
             connection.close()
+        await asyncio.gather(*(connection.lost.wait() for connection in self._all))
 
 
 class _Connection(asyncio.Protocol):
@@ -52,6 +61,7 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport), "a stream's"
         self._transport = transport
         self._answer: asyncio.Future[list[float]] | None = None
+        self.lost = asyncio.Event()
 
     async def ask(self, request: bytes) -> list[float]:
         self._answer = asyncio.get_running_loop().create_future()
@@ -64,6 +74,8 @@ class _Connection(asyncio.Protocol):
         now = time.perf_counter()
         *events, self._rest = (self._rest + data).split(b"\n\n")
         try:
+            if REFUSED.match(self._rest):
+                raise ValueError(f"the door answers {self._rest!r:.200}")
             for event in events:
                 self._take(event, now)
         except ValueError as error:
@@ -73,9 +85,7 @@ class _Connection(asyncio.Protocol):
 
     def _take(self, event: bytes, now: float) -> None:
         """event: what stands before the empty line behind it, with the answer's head or a chunk's ahead of it."""
-        head, _, content = event.partition(EVENT)
-        if head.startswith(b"HTTP/1.1 ") and not head.startswith(b"HTTP/1.1 200"):
-            raise ValueError(f"the door answers {event!r:.200}")
+        content = event.partition(EVENT)[2]
         self._done = content == LAST
         if not self._done:
             held = json.loads(content)
@@ -84,7 +94,8 @@ class _Connection(asyncio.Protocol):
             self._arrivals += repeat(now, len(held["choices"][0]["token_ids"]))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(ConnectionError(f"the door closed the connection behind {self._rest!r:.200}"))
+        self.lost.set()
+        self._fail(ConnectionError("the door closed the connection before the stream ended"))
 
     def close(self) -> None:
         self._transport.close()

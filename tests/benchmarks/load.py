@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Self
@@ -67,17 +66,17 @@ class Share:
     http: str = ""
 
     async def run(self) -> Outcome:
-        async with AsyncClient(self.address) as client:
+        async with AsyncClient(self.address) as client, HttpStreams(self.http) as streams:
             tokens = range(LOWEST_TOKEN, (await client.model_info()).vocab_size)
             draw = random.Random(self.seed)
             prompts = [draw.choices(tokens, k=self.prompt) for _ in range(self.requests)]
             lengths = [draw.randint(-(-self.output // 2), self.output * 3 // 2) for _ in prompts]
-            with closing(HttpStreams(self.http)) as streams:
-                stream = partial(streams.arrivals, seconds=REQUEST_SECONDS) if self.http else partial(_arrivals, client)
-                requests = [partial(_served, stream, *each) for each in zip(prompts, lengths, strict=True)]
-                began, used = time.perf_counter(), time.process_time()
-                served = await (self._open_loop(requests, draw) if self.rate else self._closed_loop(requests))
-        return Outcome(served, (time.process_time() - used) / (time.perf_counter() - began))
+            stream = partial(streams.arrivals, seconds=REQUEST_SECONDS) if self.http else partial(_arrivals, client)
+            requests = [partial(_served, stream, *each) for each in zip(prompts, lengths, strict=True)]
+            began, used = time.perf_counter(), time.process_time()
+            served = await (self._open_loop(requests, draw) if self.rate else self._closed_loop(requests))
+            busy = (time.process_time() - used) / (time.perf_counter() - began)
+        return Outcome(served, busy)
 
     async def _closed_loop(self, requests: Sequence[Request]) -> list[Served]:
         left, served = iter(requests), list[Served]()

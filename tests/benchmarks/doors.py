@@ -3,12 +3,13 @@
 A gateway in a process of its own, between clients in others and a worker that computes nothing and gives all its
 streams a token so many times a second. Doors in turns; per door, medians over the rounds:
 
-    loop_us, process_us     CPU time of the gateway a message: of its event loop's thread, of all its threads
-    lag_p99_ms              what the event loop is late for a timer by
-    gap_p50_ms, gap_p99_ms  between two messages of a stream
-    tokens_a_message        more than one where the gateway does not keep up
-    tokens_s                tokens a second
-    busy                    the part of a core that the busiest process of clients takes
+    loop_us, process_us         CPU time of the gateway a message: of its event loop's thread, of all its threads
+    lag_p99_ms                  what the event loop is late for a timer by
+    ttft_p50_ms, ttft_p99_ms    from a call to its first token; half of the calls come at once
+    gap_p50_ms, gap_p99_ms      between two messages of a stream
+    tokens_a_message            more than one where the gateway does not keep up
+    tokens_s                    tokens a second
+    busy                        the part of a core that the busiest process of clients takes
 """
 
 import argparse
@@ -168,11 +169,14 @@ def numbers_of(outcome: Outcome, before: Spent, after: Spent) -> dict[str, float
     tokens = sum(len(one.arrivals) for one in served)
     messages = sum(1 + len(one.gaps) for one in served)
     gaps = [gap for one in served for gap in one.gaps]
+    first = [one.arrivals[0] - one.called for one in served]
     seconds = max(one.arrivals[-1] for one in served) - min(one.called for one in served)
     return {
         "loop_us": (after.loop - before.loop) / messages * 1e6,
         "process_us": (after.process - before.process) / messages * 1e6,
         "lag_p99_ms": percentile(after.lags, 99) * 1e3,
+        "ttft_p50_ms": percentile(first, 50) * 1e3,
+        "ttft_p99_ms": percentile(first, 99) * 1e3,
         "gap_p50_ms": percentile(gaps, 50) * 1e3,
         "gap_p99_ms": percentile(gaps, 99) * 1e3,
         "tokens_a_message": tokens / messages,

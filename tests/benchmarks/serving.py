@@ -185,8 +185,8 @@ def result_of(model: str, size: Size, loads: Loads) -> dict[str, Any]:
 
 
 @contextmanager
-def cluster_for(config: str) -> Iterator[tuple[str, Doors]]:
-    """Name of the model and doors of a cluster that lives as long. config: a file of deploy/."""
+def cluster_for(config: str, *, http: bool) -> Iterator[tuple[str, Doors]]:
+    """Name of the model and doors of a cluster that lives as long. config: a file of deploy/; http: both doors."""
     with tempfile.TemporaryDirectory() as folder:
         if load_config(DEPLOY / config).island.device == "cuda":
             name, overrides = "qwen3-8b", {"model.max_model_len": 8192}
@@ -195,7 +195,8 @@ def cluster_for(config: str) -> Iterator[tuple[str, Doors]]:
             name, overrides = "small Llama", {"model.load_format": "safetensors"}
             path = Path(folder) / "model"
             make_checkpoint(path, arch="llama", size="small")
-        with running_cluster(config, path, overrides | {"gateway.http_port": 0}) as cluster:
+        overrides |= {"gateway.http_port": 0} if http else {}
+        with running_cluster(config, path, overrides) as cluster:
             yield f"{name}, {config}", Doors(cluster.grpc_address, cluster.http_address)
 
 
@@ -221,8 +222,14 @@ def main() -> None:
     given = parser.parse_args()
     clients = given.clients if given.clients is not None else () if given.rate else default.clients
     size = Size(given.prompt, given.output, given.requests, tuple(clients))
-    running = nullcontext((given.address, doors_of(given.address))) if given.address else cluster_for(given.config)
+    http = "http" in given.door
+    if given.address:
+        running = nullcontext((given.address, doors_of(given.address)))
+    else:
+        running = cluster_for(given.config, http=http)
     with running as (model, doors), LoadProcesses(PROCESSES) as processes:
+        if http and doors.http is None:
+            parser.error(f"{given.address} has no HTTP door (gateway.http_port)")
         load = Load(processes, doors, size, given.seed)
         loads = measure_all(load, given.door, given.rounds, size, given.rate)
     print_result(result_of(model, size, loads))

@@ -3,14 +3,39 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 from tandem.cluster.http_bodies import GenerationBody
+from tandem.cluster.http_json import encode
 from tandem.proto import inference_pb2
 from tandem.workers.tokenizer import REPLACEMENT, Tokenizer
 
 FINISH_REASONS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; the API's own word for "very unlikely"
+BLANK = "\0"
+NO_TOKEN_IDS = '"token_ids":[]'
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the chunks of one stream have in common, in JSON: before the text, and before and behind the token ids."""
+
+    before: str
+    between: str
+    behind: str
+    has_token_ids: bool
+
+    @classmethod
+    def of(cls, chunk: dict[str, Any]) -> Self:
+        """chunk: one whose text is BLANK and whose token_ids, if it has any, are empty."""
+        before, _, rest = encode(chunk).partition(encode(BLANK))  # the quotes of names in it would be escaped
+        between, empty, behind = rest.partition(NO_TOKEN_IDS)
+        return cls(before, between + empty[:-1], empty[-1:] + behind, has_token_ids=bool(empty))
+
+    def chunk(self, message: inference_pb2.GenerateResponse) -> str:
+        token_ids = ",".join(map(str, message.token_ids)) if self.has_token_ids else ""
+        return f"{self.before}{encode(message.text)}{self.between}{token_ids}{self.behind}"
 
 
 class Answer(ABC):
@@ -26,15 +51,26 @@ class Answer(ABC):
         self._model = model
         self._tokenizer = None if body.return_tokens_as_token_ids else tokenizer
         self._created = int(time.time())
+        self._frame: Frame | None = None  # of the chunks between the first and the last one
 
-    def chunk(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """One message of a stream."""
+    def chunk(self, message: inference_pb2.GenerateResponse) -> str:
+        """One message of a stream, in JSON."""
+        if message.finish_reason or self._body.num_logprobs is not None:
+            return encode(self._chunk(message))
+        if self._frame is not None:
+            return self._frame.chunk(message)
+        first = encode(self._chunk(message))
+        blank = inference_pb2.GenerateResponse(request_id=message.request_id, text=BLANK)
+        self._frame = Frame.of(self._chunk(blank))
+        return first
+
+    def usage_chunk(self, last: inference_pb2.GenerateResponse) -> str:
+        """What follows the last chunk where include_usage is set."""
+        return encode(self._object(self.chunk_object, last, []) | {"usage": _usage(last.usage)})
+
+    def _chunk(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
         usage = {"usage": None} if self._body.includes_usage else {}
         return self._object(self.chunk_object, message, [self._choice(message, self._part(message))]) | usage
-
-    def usage_chunk(self, last: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """What follows the last chunk where include_usage is set."""
-        return self._object(self.chunk_object, last, []) | {"usage": _usage(last.usage)}
 
     def whole(self, messages: Sequence[inference_pb2.GenerateResponse]) -> dict[str, Any]:
         """All messages of a request that has ended."""

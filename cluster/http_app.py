@@ -15,11 +15,14 @@ from tandem.cluster.http_errors import HttpError
 from tandem.cluster.http_generation import ClientGone, GenerationRoute, header
 from tandem.cluster.http_reply import Receive, Reply, Scope, Send
 from tandem.cluster.intake import Intake
+from tandem.cluster.turns import Turns
 from tandem.workers.authentication import HEADER, BearerToken
 from tandem.workers.tokenizer import Tokenizer
 
 HEALTH = "/health"
 """Load balancers ask for it without a token; it says nothing but that the gateway serves."""
+
+REQUESTS_A_ROUND = 8  # each takes a fifth of a millisecond, until its workers are asked
 
 Route = Callable[[Scope, Receive, Reply], Awaitable[None]]
 log = logging.getLogger(__name__)
@@ -50,8 +53,9 @@ class HttpApp:
             "owned_by": "tandem",
             "max_model_len": max_model_len,
         }
-        completions = GenerationRoute(CompletionBody, CompletionAnswer, intake, model, tokenizer, max_bytes)
-        chats = GenerationRoute(ChatBody, ChatAnswer, intake, model, tokenizer, max_bytes)
+        turns = Turns(REQUESTS_A_ROUND)
+        completions = GenerationRoute(CompletionBody, CompletionAnswer, intake, model, tokenizer, max_bytes, turns)
+        chats = GenerationRoute(ChatBody, ChatAnswer, intake, model, tokenizer, max_bytes, turns)
         reads = ("GET", "HEAD")
         self._routes: dict[str, tuple[tuple[str, ...], Route]] = {
             HEALTH: (reads, self._health),

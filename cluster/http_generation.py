@@ -10,6 +10,7 @@ from tandem.cluster.http_bodies import GenerationBody, read_body
 from tandem.cluster.http_errors import HttpError
 from tandem.cluster.http_reply import Receive, Reply, Scope
 from tandem.cluster.intake import Intake
+from tandem.cluster.turns import Turns
 from tandem.proto import inference_pb2
 from tandem.workers.event_loop import unwatched
 from tandem.workers.tokenizer import Tokenizer
@@ -24,7 +25,8 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True)
 class GenerationRoute:
-    """POST of one kind of body. model: the only one that is served; max_bytes of a body."""
+    """POST of one kind of body. model: the only one that is served; max_bytes of a body; turns: what each request waits
+    for when it is there, for many may come at once."""
 
     body: type[GenerationBody]
     answer: type[Answer]
@@ -32,6 +34,7 @@ class GenerationRoute:
     model: str
     tokenizer: Tokenizer | None
     max_bytes: int
+    turns: Turns
 
     async def serve(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         """A client that goes away ends its request. Raises HttpError, ClientGone and what Intake.serve raises."""
@@ -57,6 +60,7 @@ class GenerationRoute:
         except TimeoutError:
             reason = f"the body did not come within {BODY_SECONDS:g} s"
             raise HttpError(408, reason, headers={"connection": "close"}) from None
+        await self.turns.take()
         if len(data) > LONG_BODY:
             return await asyncio.to_thread(read_body, self.body, data)
         return read_body(self.body, data)

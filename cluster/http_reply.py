@@ -1,12 +1,12 @@
 """One answer over HTTP, by ASGI's messages."""
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any
 
 from tandem.cluster.http_errors import HttpError
+from tandem.cluster.http_json import encode
 
 EVENTS = "text/event-stream; charset=utf-8"
 LAST_SECONDS = 60.0  # how long a client may take to read what ends its answer
@@ -25,22 +25,22 @@ class Reply:
 
     async def whole(self, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:
         """value: what JSON can hold. TimeoutError when the client does not read."""
-        content = _json(value)
+        content = encode(value).encode()
         async with asyncio.timeout(LAST_SECONDS):
             await self._begin(status, "application/json", {"content-length": str(len(content)), **(headers or {})})
             await self._write(content, last=True)
 
-    async def event(self, value: object) -> None:
-        """Returns when the client's connection takes more; without bound when it never does."""
+    async def event(self, data: str) -> None:
+        """data: one line. Returns when the client's connection takes more; without bound when it never does."""
         if not self._begun:
             # Proxies that hold an answer back until it is whole are told not to.
             await self._begin(200, EVENTS, {"cache-control": "no-cache", "x-accel-buffering": "no"})
-        await self._write(_event(value))
+        await self._write(_event(data))
 
-    async def done(self, value: object | None = None) -> None:
-        """The end of a stream, behind one more event if there is a value. TimeoutError as whole()."""
+    async def done(self, data: str | None = None) -> None:
+        """The end of a stream, behind one more event if there is data. TimeoutError as whole()."""
         async with asyncio.timeout(LAST_SECONDS):
-            await self._write((b"" if value is None else _event(value)) + b"data: [DONE]\n\n", last=True)
+            await self._write((b"" if data is None else _event(data)) + b"data: [DONE]\n\n", last=True)
 
     async def error(self, error: HttpError) -> None:
         """Of a stream that has begun it is the last event: [DONE] does not follow."""
@@ -49,7 +49,7 @@ class Reply:
                 await self.whole(error.status, error.body, error.headers)
             elif not self._ended:
                 async with asyncio.timeout(1):
-                    await self._write(_event(error.body), last=True)
+                    await self._write(_event(encode(error.body)), last=True)
 
     async def _begin(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
         self._begun = True
@@ -62,10 +62,5 @@ class Reply:
         await self._send({"type": "http.response.body", "body": content, "more_body": not last})
 
 
-def _json(value: object) -> bytes:
-    # In ASCII: some clients take other characters of a text, U+2028 say, for the end of a line.
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _event(value: object) -> bytes:
-    return b"data: " + _json(value) + b"\n\n"
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()

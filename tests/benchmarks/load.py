@@ -1,6 +1,6 @@
 """Clients that load a gateway, in processes of their own: one could not read what a gateway writes.
 
-As a program it sends what each line of its input says, a Share, and answers with a line of what came of it.
+As a program it sends what each line of its input says, a Share, and answers with a line of what came of it, an Outcome.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from functools import partial
 from typing import Self
 
 from tandem.cluster.client import AsyncClient
+from tests.benchmarks.http_streams import HttpStreams
 
 REQUEST_SECONDS = 600.0
 LOWEST_TOKEN = 10  # below it are often special ones
@@ -34,13 +35,23 @@ class Served:
         return [later - earlier for earlier, later in itertools.pairwise(self.arrivals) if later > earlier]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Of one Share. busy: the part of a core that its process took meanwhile; near 1 it is what is measured."""
+
+    served: list[Served]
+    busy: float
+
+
 Request = Callable[[], Awaitable[Served]]
+Stream = Callable[[list[int], int], Awaitable[list[float]]]  # a prompt, a number of tokens; when each came
 
 
 @dataclass(frozen=True)
 class Share:
     """What one process sends: a closed loop of `clients`, or an open one of `rate` requests a second.
 
+    address: of the gateway's gRPC door; http: of the other, through which requests go if it is given.
     prompt: tokens of each; output: mean of theirs, each of which has from a half to one and a half of it, for requests
     of one length come and go in waves. seed decides prompts, lengths and arrivals.
     """
@@ -52,17 +63,20 @@ class Share:
     seed: int
     clients: int = 0
     rate: float = 0.0
+    http: str = ""
 
-    async def run(self) -> list[Served]:
-        async with AsyncClient(self.address) as client:
+    async def run(self) -> Outcome:
+        async with AsyncClient(self.address) as client, HttpStreams(self.http) as streams:
             tokens = range(LOWEST_TOKEN, (await client.model_info()).vocab_size)
             draw = random.Random(self.seed)
             prompts = [draw.choices(tokens, k=self.prompt) for _ in range(self.requests)]
             lengths = [draw.randint(-(-self.output // 2), self.output * 3 // 2) for _ in prompts]
-            requests = [partial(_served, client, *each) for each in zip(prompts, lengths, strict=True)]
-            if self.rate:
-                return await self._open_loop(requests, draw)
-            return await self._closed_loop(requests)
+            stream = partial(streams.arrivals, seconds=REQUEST_SECONDS) if self.http else partial(_arrivals, client)
+            requests = [partial(_served, stream, *each) for each in zip(prompts, lengths, strict=True)]
+            began, used = time.perf_counter(), time.process_time()
+            served = await (self._open_loop(requests, draw) if self.rate else self._closed_loop(requests))
+            busy = (time.process_time() - used) / (time.perf_counter() - began)
+        return Outcome(served, busy)
 
     async def _closed_loop(self, requests: Sequence[Request]) -> list[Served]:
         left, served = iter(requests), list[Served]()
@@ -83,13 +97,18 @@ class Share:
         return await asyncio.gather(*map(one, requests, itertools.accumulate(pauses)))
 
 
-async def _served(client: AsyncClient, prompt: list[int], count: int) -> Served:
-    called, arrivals = time.perf_counter(), list[float]()
+async def _served(stream: Stream, prompt: list[int], count: int) -> Served:
+    called = time.perf_counter()
+    return Served(called, await stream(prompt, count))
+
+
+async def _arrivals(client: AsyncClient, prompt: list[int], count: int) -> list[float]:
+    arrivals: list[float] = []
     async for update in client.generate(
         prompt, timeout=REQUEST_SECONDS, max_tokens=count, temperature=0, ignore_eos=True
     ):
         arrivals += itertools.repeat(time.perf_counter(), len(update.token_ids))
-    return Served(called, arrivals)
+    return arrivals
 
 
 class LoadProcesses:
@@ -102,10 +121,11 @@ class LoadProcesses:
         ]
         self._ask([""] * count)
 
-    def run(self, shares: Sequence[Share]) -> list[Served]:
-        """All at once; at most one for each process."""
-        answers = self._ask([json.dumps(asdict(share)) for share in shares])
-        return [Served(**one) for answer in answers for one in json.loads(answer)]
+    def run(self, shares: Sequence[Share]) -> Outcome:
+        """All at once, at most one for each process. What came of them together; busy: of the busiest."""
+        answers = [json.loads(answer) for answer in self._ask([json.dumps(asdict(share)) for share in shares])]
+        served = [Served(**one) for answer in answers for one in answer["served"]]
+        return Outcome(served, max(answer["busy"] for answer in answers))
 
     def _ask(self, lines: Sequence[str]) -> list[str]:
         asked = self._processes[: len(lines)]
@@ -133,8 +153,8 @@ def _answer(process: "subprocess.Popen[str]") -> str:
 
 def main() -> None:
     for line in sys.stdin:
-        served = asyncio.run(Share(**json.loads(line)).run()) if line.strip() else []
-        print(json.dumps([asdict(one) for one in served]), flush=True)
+        outcome = asyncio.run(Share(**json.loads(line)).run()) if line.strip() else Outcome([], 0.0)
+        print(json.dumps(asdict(outcome)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Latency and throughput of a cluster under load, as clients see them through gRPC. Prints JSON.
+"""Latency and throughput of a cluster under load, as clients see them through gRPC and HTTP. Prints JSON.
 
     closed loop   so many clients, each with one request under way
     open loop     requests arrive as a Poisson process, however many are under way
@@ -6,9 +6,11 @@
 Prompts are random and all different; outputs are of unlike lengths, and whole. Per load, in ms: ttft and tpot (time per
 output token after the first) at the median and the 99th percentile of the requests; gap, between two messages with
 tokens, at those of all gaps; stall, the longest gap of a request. Then output tokens and requests a second, of the
-whole load and of its middle half (there a request counts where its first token came), and tokens a message.
+whole load and of its middle half (there a request counts where its first token came), tokens a message, and busy: the
+part of a core that the busiest process of clients took.
 
-Without --address it starts a cluster, of --config or else of one prefill and one decode worker: Qwen3-8B's shape on
+With both doors each load goes through one after the other, and then the ratios of HTTP to gRPC are printed. Without
+--address it starts a cluster, of --config or else of one prefill and one decode worker: Qwen3-8B's shape on
 GPUs, a small Llama where there are none. Without --clients and --rate it tries several numbers of clients, then a rate
 of LOADED times what the most of them reached.
 """
@@ -17,18 +19,23 @@ import argparse
 import itertools
 import math
 import os
+import statistics
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
+from tandem.cluster.gateway import Doors
 from tandem.workers.random_checkpoint import make_checkpoint
-from tests.benchmarks.load import LoadProcesses, Served, Share
+from tests.benchmarks.load import LoadProcesses, Outcome, Share
 from tests.benchmarks.model_shapes import write_shape
 from tests.benchmarks.pair import DEPLOY, running_cluster
 from tests.benchmarks.results import percentile, plot, print_result, rounded
@@ -37,6 +44,8 @@ LOADED = 0.7
 WARM_UP_CLIENTS = 4
 CLIENTS_A_PROCESS = 16
 PROCESSES = min(8, os.cpu_count() or 1)
+
+Loads = dict[str, dict[str, float]]  # by the names of loads and of numbers
 
 
 @dataclass(frozen=True)
@@ -56,24 +65,34 @@ CPU_SIZE = Size(64, 32, 32, (1, 8))
 class Load:
     """Loads of one size on one gateway, shared out among processes of clients."""
 
-    def __init__(self, processes: LoadProcesses, address: str, size: Size, seed: int) -> None:
+    def __init__(self, processes: LoadProcesses, doors: Doors, size: Size, seed: int) -> None:
         self._processes = processes
-        self._address = address
+        self._doors = doors
         self._size = size
         self._seeds = itertools.count(seed << 16)
 
-    def closed_loop(self, clients: int, requests: int) -> list[Served]:
+    def closed_loop(self, door: str, clients: int, requests: int) -> Outcome:
         count = min(PROCESSES, math.ceil(clients / CLIENTS_A_PROCESS))
         parts = zip(_split(clients, count), _split(requests, count), strict=True)
-        return self._processes.run([self._share(each, clients=few) for few, each in parts])
+        return self._processes.run([self._share(door, each, clients=few) for few, each in parts])
 
-    def open_loop(self, rate: float, requests: int) -> list[Served]:
+    def open_loop(self, door: str, rate: float, requests: int) -> Outcome:
         count = min(PROCESSES, math.ceil(requests / CLIENTS_A_PROCESS))
-        return self._processes.run([self._share(each, rate=rate / count) for each in _split(requests, count)])
+        return self._processes.run([self._share(door, each, rate=rate / count) for each in _split(requests, count)])
 
-    def _share(self, requests: int, clients: int = 0, rate: float = 0.0) -> Share:
+    def _share(self, door: str, requests: int, clients: int = 0, rate: float = 0.0) -> Share:
+        http = (self._doors.http or "") if door == "http" else ""
         size = self._size
-        return Share(self._address, size.prompt, size.output, requests, next(self._seeds), clients, rate)
+        return Share(
+            self._doors.grpc,
+            size.prompt,
+            size.output,
+            requests,
+            next(self._seeds),
+            clients=clients,
+            rate=rate,
+            http=http,
+        )
 
 
 def _split(total: int, parts: int) -> list[int]:
@@ -81,8 +100,9 @@ def _split(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-def numbers_of(served: list[Served]) -> dict[str, float]:
+def numbers_of(outcome: Outcome) -> dict[str, float]:
     """Of one load, whichever processes it came from."""
+    served = outcome.served
     arrivals = [at for one in served for at in one.arrivals]
     began, ended = min(one.called for one in served), max(arrivals)
     quarter = (ended - began) / 4
@@ -99,27 +119,52 @@ def numbers_of(served: list[Served]) -> dict[str, float]:
         middle = [at for at in times if began + quarter <= at < ended - quarter]
         numbers |= {f"{name}_s": len(times) / (ended - began), f"middle_{name}_s": len(middle) / (2 * quarter)}
     numbers["tokens_a_message"] = len(arrivals) / sum(1 + len(one.gaps) for one in served)
+    numbers["busy"] = outcome.busy
     return {name: rounded(value) for name, value in numbers.items()}
 
 
-def measure_all(address: str, size: Size, rate: float | None, seed: int) -> dict[str, dict[str, float]]:
-    """Per load its numbers; rate None takes LOADED times that of the last closed loop."""
-    results: dict[str, dict[str, float]] = {}
-    with LoadProcesses(PROCESSES) as processes:
-        load = Load(processes, address, size, seed)
-        load.closed_loop(WARM_UP_CLIENTS, WARM_UP_CLIENTS)
-        for clients in size.clients:
-            requests = min(size.requests, 16 * clients)
-            results[f"{clients} clients"] = numbers_of(load.closed_loop(clients, requests))
-        reached = list(results.values())
-        if rate is None and reached:
-            rate = LOADED * reached[-1]["requests_s"]
-        if rate is not None:
-            results[f"{rate:.3g} requests/s"] = numbers_of(load.open_loop(rate, size.requests))
+def measure_all(load: Load, doors: Sequence[str], rounds: int, size: Size, rate: float | None) -> Loads:
+    """Per load and door its numbers, medians over the rounds; rate None takes LOADED times that of the last closed
+    loop."""
+    results: Loads = {}
+    for door in doors:
+        load.closed_loop(door, WARM_UP_CLIENTS, WARM_UP_CLIENTS)
+    for clients in size.clients:
+        requests = min(size.requests, 16 * clients)
+        closed = partial(load.closed_loop, clients=clients, requests=requests)
+        results |= _in_turns(f"{clients} clients", doors, rounds, closed)
+    reached = list(results.values())
+    if rate is None and reached:
+        rate = LOADED * reached[-1]["requests_s"]
+    if rate is not None:
+        opened = partial(load.open_loop, rate=rate, requests=size.requests)
+        results |= _in_turns(f"{rate:.3g} requests/s", doors, rounds, opened)
     return results
 
 
-def result_of(model: str, size: Size, loads: dict[str, dict[str, float]]) -> dict[str, Any]:
+def _in_turns(name: str, doors: Sequence[str], rounds: int, run: Callable[[str], Outcome]) -> Loads:
+    rows: dict[str, list[dict[str, float]]] = {door: [] for door in doors}
+    for _ in range(rounds):
+        for door, row in rows.items():
+            row.append(numbers_of(run(door)))
+            print(f"{name}, {door}: {row[-1]}", file=sys.stderr, flush=True)
+    return {
+        f"{name}, {door}": {each: rounded(statistics.median(numbers[each] for numbers in row)) for each in row[0]}
+        for door, row in rows.items()
+    }
+
+
+def ratios_of(loads: Loads) -> Loads:
+    """HTTP's numbers in gRPC's, of the loads that went through both."""
+    pairs = {name: (numbers, loads.get(name.replace(", http", ", grpc"))) for name, numbers in loads.items()}
+    return {
+        name: {each: rounded(value / grpc[each]) for each, value in http.items() if grpc[each]}
+        for name, (http, grpc) in pairs.items()
+        if grpc is not None and grpc is not http
+    }
+
+
+def result_of(model: str, size: Size, loads: Loads) -> dict[str, Any]:
     def column(name: str) -> list[float]:
         return [numbers[name] for numbers in loads.values()]
 
@@ -129,6 +174,7 @@ def result_of(model: str, size: Size, loads: dict[str, dict[str, float]]) -> dic
         "prompt_tokens": size.prompt,
         "output_tokens": size.output,
         "loads": loads,
+        "http_to_grpc": ratios_of(loads),
         "plots": [
             plot("time to first token", "", "ms", names, {"p50": column("ttft_p50_ms"), "p99": column("ttft_p99_ms")}),
             plot("time per token", "", "ms", names, {"p50": column("tpot_p50_ms"), "p99": column("tpot_p99_ms")}),
@@ -139,8 +185,8 @@ def result_of(model: str, size: Size, loads: dict[str, dict[str, float]]) -> dic
 
 
 @contextmanager
-def cluster_for(config: str) -> Iterator[tuple[str, str]]:
-    """Name of the model and address of a cluster that lives as long. config: a file of deploy/."""
+def cluster_for(config: str, *, http: bool) -> Iterator[tuple[str, Doors]]:
+    """Name of the model and doors of a cluster that lives as long. config: a file of deploy/; http: both doors."""
     with tempfile.TemporaryDirectory() as folder:
         if load_config(DEPLOY / config).island.device == "cuda":
             name, overrides = "qwen3-8b", {"model.max_model_len": 8192}
@@ -149,8 +195,14 @@ def cluster_for(config: str) -> Iterator[tuple[str, str]]:
             name, overrides = "small Llama", {"model.load_format": "safetensors"}
             path = Path(folder) / "model"
             make_checkpoint(path, arch="llama", size="small")
+        overrides |= {"gateway.http_port": 0} if http else {}
         with running_cluster(config, path, overrides) as cluster:
-            yield f"{name}, {config}", cluster.grpc_address
+            yield f"{name}, {config}", Doors(cluster.grpc_address, cluster.http_address)
+
+
+def doors_of(address: str) -> Doors:
+    with Client(address) as client:
+        return Doors(address, client.cluster_info().http_address or None)
 
 
 def main() -> None:
@@ -159,6 +211,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", help="HOST:PORT of the gateway of a running cluster")
     parser.add_argument("--config", default="gpu-1p1d.yaml" if on_gpus else "local.yaml", help="a file of deploy/")
+    parser.add_argument("--door", nargs="+", choices=("grpc", "http"), default=["grpc"], help="in turns")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--clients", type=int, nargs="*", help="numbers of clients, one closed loop each")
     parser.add_argument("--rate", type=float, help="requests a second of the open loop")
     parser.add_argument("--requests", type=int, default=default.requests, help="most requests of one load")
@@ -168,12 +222,16 @@ def main() -> None:
     given = parser.parse_args()
     clients = given.clients if given.clients is not None else () if given.rate else default.clients
     size = Size(given.prompt, given.output, given.requests, tuple(clients))
+    http = "http" in given.door
     if given.address:
-        loads = measure_all(given.address, size, given.rate, given.seed)
-        print_result(result_of(given.address, size, loads))
-        return
-    with cluster_for(given.config) as (model, address):
-        loads = measure_all(address, size, given.rate, given.seed)
+        running = nullcontext((given.address, doors_of(given.address)))
+    else:
+        running = cluster_for(given.config, http=http)
+    with running as (model, doors), LoadProcesses(PROCESSES) as processes:
+        if http and doors.http is None:
+            parser.error(f"{given.address} has no HTTP door (gateway.http_port)")
+        load = Load(processes, doors, size, given.seed)
+        loads = measure_all(load, given.door, given.rounds, size, given.rate)
     print_result(result_of(model, size, loads))
 
 

@@ -15,6 +15,7 @@ from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import ConfigError, DeadlineExceeded, StartFailed
 from tandem.cluster.launcher import Cluster
+from tandem.cluster.turns import Turns
 from tandem.proto import inference_pb2
 from tests.checkpoints import save_checkpoint
 from tests.cluster.doors import BODY, PROMPT, TOKENS, Door, door
@@ -133,6 +134,23 @@ class TestCalls:
         error = refused(post(quiet.http, COMPLETIONS, BODY), 500)
         assert (error["type"], "secret" in error["message"]) == ("server_error", False)
         assert "secret" in caplog.text
+
+    def test_a_message_waits_for_one_turn(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """None for the first one; beside the one that the request itself waits for."""
+        taken: list[Turns] = []
+        take = Turns.take
+
+        async def counted(turns: Turns) -> None:
+            taken.append(turns)
+            await take(turns)
+
+        monkeypatch.setattr(Turns, "take", counted)
+        with door(model) as opened:
+            messages = chunks(opened.http, COMPLETIONS, **BODY)
+            of_requests, *of_messages = taken
+            assert of_requests not in of_messages
+            assert len(set(of_messages)) == 1
+            assert len(of_messages) == len(messages) - 1
 
 
 class TestWorkersThatFail:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def island(small_model: Path) -> Iterator[Island]:
-    with running_island(small_model, {"cache.prefix_sharing": False}) as running:
+    with running_island(small_model, {"cache.prefix_sharing": False, "gateway.http_port": 0}) as running:
         yield running
 
 
@@ -56,6 +56,7 @@ def test_push_beside_prefill(island: Island) -> None:
 
 def test_serving(island: Island) -> None:
     arguments = ["--clients", "3", "--rate", "50", "--requests", "5", "--prompt", "20", "--output", "6"]
+    arguments += ["--door", "grpc", "http"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.serving", "--address", island.address, *arguments],
         cwd=ROOT,
@@ -65,10 +66,12 @@ def test_serving(island: Island) -> None:
         check=True,
     )
     result = json.loads(done.stdout)
-    assert list(result["loads"]) == ["3 clients", "50 requests/s"]
+    loads = [f"{load}, {door}" for load in ("3 clients", "50 requests/s") for door in ("grpc", "http")]
+    assert list(result["loads"]) == loads
+    assert list(result["http_to_grpc"]) == loads[1::2]
     for load in result["loads"].values():
         assert load["requests"] == 5
         assert 3 * load["requests_s"] <= load["tokens_s"] <= 9 * load["requests_s"]
         assert 0 < load["ttft_p50_ms"] <= load["ttft_p99_ms"]
         assert 0 < load["tpot_p50_ms"] <= load["tpot_p99_ms"]
-    assert all(len(values) == 2 for plot in result["plots"] for values in plot["series"].values())
+    assert all(len(values) == 4 for plot in result["plots"] for values in plot["series"].values())

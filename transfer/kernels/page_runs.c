@@ -3,7 +3,8 @@
 
 /* slots [2, num_pages * page_size], of the source and of the target; negative ones are large here. runs [3, num_pages]:
  * in each row as many first entries as are returned, first pages of the source, of the target, and how many consecutive
- * pages on both sides. Returns -1 where the slots are not whole pages, in order, on both sides, of pools of num_slots. */
+ * pages on both sides. Returns -1 where the slots are not whole pages, in order, on both sides, of pools of num_slots.
+ */
 int64_t page_runs(int64_t num_pages, uint32_t page_size, int64_t num_slots, const uint32_t *slots, int32_t *runs) {
     const uint32_t *sources = slots, *targets = slots + num_pages * page_size;
     int32_t *const first_sources = runs, *const first_targets = runs + num_pages, *const counts = runs + 2 * num_pages;

@@ -69,7 +69,7 @@ def emulate(
     ("family", "dtype", "rows", "multiprocessors", "changes"),
     [
         ("qwen3", "bfloat16", 13, 8, {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}),
-        ("qwen3", "float16", 30, 20, {"hidden_size": 288, "head_dim": 64, "intermediate_size": 320}),
+        ("qwen3", "float16", 30, 32, {"hidden_size": 288, "head_dim": 64, "intermediate_size": 384}),
         ("llama", "float16", 16, 20, {"hidden_size": 320, "intermediate_size": 2080}),
     ],
 )

@@ -13,7 +13,7 @@
 
 enum Kind { normed, gated, added };  // norm(x) · Wᵀ; silu(gate) · up of such; y + x · Wᵀ
 
-constexpr int WARPS = 16, THREADS = 32 * WARPS;
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int CHUNK = 32;   // columns at once: 8 of four rows of W and x for each lane
 constexpr int SPREAD = 64;  // bytes behind a row of W in shared memory: neighbours stand in unlike banks
 constexpr int BARRIER_BYTES = 128;
@@ -241,9 +241,9 @@ struct Product {
     __device__ void run() {
         if (warp == 0) fetch_weights();
         __syncthreads();
-        // Attention behind qkv is to find all multiprocessors alike, or some get three of its blocks and others one: of up
-        // to 16 rows that costs less than starting early brings.
-        if (KIND != normed || TILES == 1) launch_dependents();
+        // What is behind qkv and gate_up is to find all multiprocessors alike: blocks that begin as theirs end come to
+        // stand three on some and one on others.
+        if (KIND == added) launch_dependents();
         await_earlier_kernels();
         unsigned residual = 0;
         if (KIND == added && threadIdx.x < ITEMS && token_of(threadIdx.x) < step.rows)

@@ -15,10 +15,10 @@ from tandem.workers.kernels.cuda_driver import Function, Module
 SOURCE = Path(__file__).with_name("narrow_product.cu")
 MOST_ROWS = 32
 TILE = 16  # rows that a tensor core multiplies at once
-WARPS, CHUNK, SPREAD, BARRIER_BYTES = 16, 32, 64, 128  # of narrow_product.cu
+WARPS, CHUNK, SPREAD, BARRIER_BYTES = 8, 32, 64, 128  # of narrow_product.cu
 RESIDUALS = 32 * WARPS  # pairs of them that a block keeps
 SHARED_BYTES = 128 * 1024  # that a block may take: more weights would be waited for
-SPLITS = 2  # of columns, where rows are not normed
+SPLITS = 4  # of columns, where rows are not normed
 LEAST_SHARE = 0.75  # of multiprocessors that have a block
 
 

@@ -32,7 +32,7 @@ class TritonLayerKernels:
             PARTS=0 if delta is None else delta.shape[0] if delta.dim() == 3 else 1,
             WIDE=delta is not None and delta.dtype != x.dtype,
             ROUND=weight.dtype == x.dtype,
-            num_warps=min(max(block // 256, 4), 16),
+            num_warps=min(max(block // 512, 4), 16),
             **launch_options(x.device),
         )
         return output

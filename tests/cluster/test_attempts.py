@@ -10,7 +10,7 @@ import pytest
 
 from tandem.cluster.announcements import Announcements
 from tandem.cluster.client import AsyncClient
-from tandem.cluster.client_messages import GenerateUpdate
+from tandem.cluster.client_messages import GenerateUpdate, Sampling
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, ServerError
 from tandem.cluster.gateway import Gateway
@@ -57,8 +57,11 @@ def with_gateway(model: Path, worker: FakeWorker, body: Body, max_model_len: int
     asyncio.run(run())
 
 
-async def ask(client: AsyncClient, logprobs: int | None = None) -> list[GenerateUpdate]:
-    stream = client.generate(PROMPT, max_tokens=len(TOKENS), temperature=0, logprobs=logprobs, timeout=20)
+async def ask(client: AsyncClient, *, with_logprobs: bool = False) -> list[GenerateUpdate]:
+    sampling: Sampling = {"max_tokens": len(TOKENS), "temperature": 0}
+    if with_logprobs:
+        sampling["logprobs"] = 0
+    stream = client.generate(PROMPT, timeout=20, **sampling)
     return [update async for update in stream]
 
 

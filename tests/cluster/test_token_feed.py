@@ -148,7 +148,7 @@ def test_a_feed_that_ends_loses_no_token(model: Path) -> None:
 def test_logprobs_outlast_a_feed(model: Path) -> None:
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
         await open_feed(gateway, client, worker)
-        assert tokens_of(await ask(client, logprobs=0)) == TOKENS
+        assert tokens_of(await ask(client, with_logprobs=True)) == TOKENS
         assert worker.fed == 0
 
     with_gateway(model, FakeWorker(say, feeds=True), body)

@@ -11,7 +11,6 @@ closer than float32 rounding can tell apart, and such ties are counted.
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 import time
@@ -26,6 +25,7 @@ from tandem.cluster.client import AsyncClient
 from tandem.cluster.config import load_config
 from tandem.cluster.launcher import Cluster
 from tandem.workers.random_checkpoint import make_checkpoint
+from tests.benchmarks.results import print_result
 
 Prompts = list[list[int]]
 Outputs = list[list[int]]
@@ -191,7 +191,7 @@ def main() -> None:
             cluster.stop()
     for result in results.values():
         result.pop("times", None)
-    print(json.dumps(results, indent=2))
+    print_result(results)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ append: bytes it must move / time ÷ C, a device copy (read and written bytes / 
 FlashInfer on a pool of one layer ÷ ours on a layer of a page-major pool; prefill of one prompt, decode of a batch.
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan import lay_out_tokens, look_up_pages
 from tandem.cache.rope import RopeParameters, RotaryEmbedding
-from tests.benchmarks.results import at_least
+from tests.benchmarks.results import at_least, print_result, print_skipped
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 32, 8, 128, 16, 4
 DTYPE = torch.bfloat16
@@ -109,7 +108,7 @@ def measure(case: Case, roof: float) -> dict[str, float]:
 
 def main() -> None:
     if not torch.cuda.is_available():
-        print(json.dumps({"skipped": "needs a CUDA device"}))
+        print_skipped("needs a CUDA device")
         return
     with torch.inference_mode():
         roof = copy_roof()
@@ -119,21 +118,18 @@ def main() -> None:
     decode["kv_gb_per_s"] = round(
         BATCH * CONTEXT * 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize / decode["attention_us"] / 1e3, 1
     )
-    print(
-        json.dumps(
-            {
-                "device": torch.cuda.get_device_name(),
-                "copy_gb_per_s": round(roof / 1e9, 1),
-                f"prefill of {PROMPT}": prefill,
-                f"decode of {BATCH} at {CONTEXT}": decode,
-                "targets": [
-                    at_least("append of 8K tokens ÷ device copy", prefill["append_to_copy"], 0.85),
-                    at_least("prefill attention, bare FlashInfer ÷ ours", prefill["attention_to_bare"], 0.97),
-                    at_least("decode attention, bare FlashInfer ÷ ours", decode["attention_to_bare"], 0.97),
-                ],
-            },
-            indent=1,
-        )
+    print_result(
+        {
+            "device": torch.cuda.get_device_name(),
+            "copy_gb_per_s": round(roof / 1e9, 1),
+            f"prefill of {PROMPT}": prefill,
+            f"decode of {BATCH} at {CONTEXT}": decode,
+            "targets": [
+                at_least("append of 8K tokens ÷ device copy", prefill["append_to_copy"], 0.85),
+                at_least("prefill attention, bare FlashInfer ÷ ours", prefill["attention_to_bare"], 0.97),
+                at_least("decode attention, bare FlashInfer ÷ ours", decode["attention_to_bare"], 0.97),
+            ],
+        }
     )
 
 

@@ -1,6 +1,7 @@
 """Clients that load a gateway, in processes of their own: one could not read what a gateway writes.
 
-As a program it sends what each line of its input says, a Share, and answers with a line of what came of it, an Outcome.
+Such a process, main(), sends what each line of its input says, a Share, and answers with a line of what came of it, an
+Outcome.
 """
 
 import asyncio
@@ -115,7 +116,7 @@ class LoadProcesses:
     """They have started when the constructor returns. Used as a context."""
 
     def __init__(self, count: int) -> None:
-        command = [sys.executable, "-m", "tests.benchmarks.load"]
+        command = [sys.executable, "-c", "from tests.benchmarks import load; load.main()"]
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
         ]
@@ -155,7 +156,3 @@ def main() -> None:
     for line in sys.stdin:
         outcome = asyncio.run(Share(**json.loads(line)).run()) if line.strip() else Outcome([], 0.0)
         print(json.dumps(asdict(outcome)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

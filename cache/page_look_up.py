@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from tandem.cache.group_table import GroupTable
-from tandem.cache.kernels.native_build import load_library
+from tandem.cache.kernels.native_build import load_short_calls
 from tandem.cache.plan import PageTables, TokenLayout, look_up_pages, slots_in
 from tandem.cache.position_map import Int32Array
 from tandem.cache.ragged import indptr_of
@@ -31,8 +31,8 @@ class PageLookUp:
         self._table = table
         self._window = window
         self._page_size = page_size
-        library = load_library(SOURCE)
-        self._native = None if library is None else _NativeLookUp(ctypes.PyDLL(library._name), table, page_size)
+        library = load_short_calls(SOURCE)
+        self._native = None if library is None else _NativeLookUp(library, table, page_size)
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
         """As look_up_pages of rows (int64 [B], B ≥ 1), those of the sequences that have grown by `tokens`."""
@@ -54,10 +54,7 @@ class PageLookUp:
 
 
 class _NativeLookUp:
-    """As PageLookUp, of whose table it reads the pages and begins where they stand.
-
-    A PyDLL keeps the interpreter for the few µs of a call: whoever leaves it to a busy thread waits 5 ms for it.
-    """
+    """As PageLookUp, of whose table it reads the pages and begins where they stand."""
 
     def __init__(self, library: ctypes.PyDLL, table: GroupTable, page_size: int) -> None:
         self._table = _Table(address_of(table.pages), address_of(table.begins), table.pages.shape[1], page_size)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.errors import InvalidArgument
-from tandem.cache.kernels.native_build import load_library
+from tandem.cache.kernels.native_build import load_short_calls
 from tandem.cache.page_look_up import address_of
 from tandem.cache.position_map import Int32Array
 
@@ -46,9 +46,8 @@ def plan_copy(source_slots: Int32Array, target_slots: Int32Array, page_size: int
     head = count - count % page_size
     whole_pages = _runs_of_pages(source_slots[:head], target_slots[:head], page_size, num_slots)
     unchecked = 0 if whole_pages is None else head
-    if unchecked < count:
-        check_slots("source_slots", source_slots[unchecked:], num_slots)
-        check_slots("target_slots", target_slots[unchecked:], num_slots)
+    check_slots("source_slots", source_slots[unchecked:], num_slots)
+    check_slots("target_slots", target_slots[unchecked:], num_slots)
     if whole_pages is not None:
         return CopyPlan(*whole_pages, source_slots[head:], target_slots[head:])
     begins, lengths = _runs(source_slots, target_slots)
@@ -91,10 +90,10 @@ def _runs_of_pages(
 @cache
 def load_page_runs() -> Callable[..., int] | None:
     """page_runs.c's function, compiled where it is not there yet; None where it cannot be."""
-    library = load_library(SOURCE)
+    library = load_short_calls(SOURCE)
     if library is None:
         return None
-    find = ctypes.PyDLL(library._name).page_runs  # keeps the interpreter, see page_look_up.py
+    find = library.page_runs
     find.argtypes = (ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
     find.restype = ctypes.c_int64
     return find

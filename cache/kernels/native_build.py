@@ -27,6 +27,13 @@ def load_library(source: Path) -> ctypes.CDLL | None:
     return built_or_none(source.name, "Python serves instead", lambda: build_library(source, cache_folder()))
 
 
+def load_short_calls(source: Path) -> ctypes.PyDLL | None:
+    """load_library(), of which a call keeps the interpreter for its few µs: whoever leaves it to a busy thread waits up
+    to 5 ms for it."""
+    library = load_library(source)
+    return None if library is None else ctypes.PyDLL(library._name)
+
+
 def build_library(source: Path, folder: Path) -> ctypes.CDLL:
     """The library of one C file, which may include this folder's headers, from `folder`; compiled unless it is there.
 

@@ -33,7 +33,7 @@ from tandem.cluster.process_settings import gateway_settings
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.random_checkpoint import make_checkpoint
-from tests.benchmarks.load import LoadProcesses, Outcome, Share
+from tests.benchmarks.load import LoadProcesses, Outcome, Share, numbers_of
 from tests.benchmarks.results import percentile, print_result, rounded
 from tests.cluster.fake_worker import FakeWorker
 
@@ -42,6 +42,7 @@ TICK_SECONDS = 0.005
 PROCESSES = 4
 MAX_MODEL_LEN = 2048
 WARM_UP = 16
+SHOWN = ("ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms", "tokens_a_message", "tokens_s", "busy")
 
 
 @dataclass(eq=False)
@@ -164,24 +165,14 @@ def _process(target: Any, *given: Any) -> Iterator[Connection]:
         process.join(CALL_SECONDS)
 
 
-def numbers_of(outcome: Outcome, before: Spent, after: Spent) -> dict[str, float]:
-    served = outcome.served
-    tokens = sum(len(one.arrivals) for one in served)
-    messages = sum(1 + len(one.gaps) for one in served)
-    gaps = [gap for one in served for gap in one.gaps]
-    first = [one.arrivals[0] - one.called for one in served]
-    seconds = max(one.arrivals[-1] for one in served) - min(one.called for one in served)
+def costs_of(outcome: Outcome, before: Spent, after: Spent) -> dict[str, float]:
+    messages = sum(1 + len(one.gaps) for one in outcome.served)
+    numbers = numbers_of(outcome)
     return {
         "loop_us": (after.loop - before.loop) / messages * 1e6,
         "process_us": (after.process - before.process) / messages * 1e6,
         "lag_p99_ms": percentile(after.lags, 99) * 1e3,
-        "ttft_p50_ms": percentile(first, 50) * 1e3,
-        "ttft_p99_ms": percentile(first, 99) * 1e3,
-        "gap_p50_ms": percentile(gaps, 50) * 1e3,
-        "gap_p99_ms": percentile(gaps, 99) * 1e3,
-        "tokens_a_message": tokens / messages,
-        "tokens_s": tokens / seconds,
-        "busy": outcome.busy,
+        **{name: numbers[name] for name in SHOWN},
     }
 
 
@@ -205,7 +196,7 @@ def measure(clients: int, output: int, steps: float, rounds: int) -> dict[str, d
                     before = gateway.recv()
                     outcome = processes.run(shares)
                     gateway.send(True)
-                    row.append(numbers_of(outcome, before, gateway.recv()))
+                    row.append(costs_of(outcome, before, gateway.recv()))
     return {
         door: {name: rounded(statistics.median(each[name] for each in row[1:])) for name in row[0]}
         for door, row in rows.items()

@@ -18,6 +18,7 @@ from typing import Self
 
 from tandem.cluster.client import AsyncClient
 from tests.benchmarks.http_streams import HttpStreams
+from tests.benchmarks.results import percentile, rounded
 
 REQUEST_SECONDS = 600.0
 LOWEST_TOKEN = 10  # below it are often special ones
@@ -110,6 +111,29 @@ async def _arrivals(client: AsyncClient, prompt: list[int], count: int) -> list[
     ):
         arrivals += itertools.repeat(time.perf_counter(), len(update.token_ids))
     return arrivals
+
+
+def numbers_of(outcome: Outcome) -> dict[str, float]:
+    """Of one load, whichever processes it came from."""
+    served = outcome.served
+    arrivals = [at for one in served for at in one.arrivals]
+    began, ended = min(one.called for one in served), max(arrivals)
+    quarter = (ended - began) / 4
+    milliseconds = {
+        "ttft": [one.arrivals[0] - one.called for one in served],
+        "tpot": [(one.arrivals[-1] - one.arrivals[0]) / max(1, len(one.arrivals) - 1) for one in served],
+        "gap": [gap for one in served for gap in one.gaps] or [0.0],
+        "stall": [max(one.gaps, default=0.0) for one in served],
+    }
+    numbers: dict[str, float] = {"requests": len(served)}
+    for name, values in milliseconds.items():
+        numbers |= {f"{name}_p{share}_ms": percentile(values, share) * 1e3 for share in (50, 99)}
+    for name, times in {"tokens": arrivals, "requests": [one.arrivals[0] for one in served]}.items():
+        middle = [at for at in times if began + quarter <= at < ended - quarter]
+        numbers |= {f"{name}_s": len(times) / (ended - began), f"middle_{name}_s": len(middle) / (2 * quarter)}
+    numbers["tokens_a_message"] = len(arrivals) / sum(1 + len(one.gaps) for one in served)
+    numbers["busy"] = outcome.busy
+    return {name: rounded(value) for name, value in numbers.items()}
 
 
 class LoadProcesses:

@@ -35,10 +35,10 @@ from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
 from tandem.cluster.gateway import Doors
 from tandem.workers.random_checkpoint import make_checkpoint
-from tests.benchmarks.load import LoadProcesses, Outcome, Share
+from tests.benchmarks.load import LoadProcesses, Outcome, Share, numbers_of
 from tests.benchmarks.model_shapes import write_shape
 from tests.benchmarks.pair import DEPLOY, running_cluster
-from tests.benchmarks.results import percentile, plot, print_result, rounded
+from tests.benchmarks.results import plot, print_result, rounded
 
 LOADED = 0.7
 WARM_UP_CLIENTS = 4
@@ -98,29 +98,6 @@ class Load:
 def _split(total: int, parts: int) -> list[int]:
     """As evenly as it goes."""
     return [total // parts + (part < total % parts) for part in range(parts)]
-
-
-def numbers_of(outcome: Outcome) -> dict[str, float]:
-    """Of one load, whichever processes it came from."""
-    served = outcome.served
-    arrivals = [at for one in served for at in one.arrivals]
-    began, ended = min(one.called for one in served), max(arrivals)
-    quarter = (ended - began) / 4
-    milliseconds = {
-        "ttft": [one.arrivals[0] - one.called for one in served],
-        "tpot": [(one.arrivals[-1] - one.arrivals[0]) / max(1, len(one.arrivals) - 1) for one in served],
-        "gap": [gap for one in served for gap in one.gaps] or [0.0],
-        "stall": [max(one.gaps, default=0.0) for one in served],
-    }
-    numbers: dict[str, float] = {"requests": len(served)}
-    for name, values in milliseconds.items():
-        numbers |= {f"{name}_p{share}_ms": percentile(values, share) * 1e3 for share in (50, 99)}
-    for name, times in {"tokens": arrivals, "requests": [one.arrivals[0] for one in served]}.items():
-        middle = [at for at in times if began + quarter <= at < ended - quarter]
-        numbers |= {f"{name}_s": len(times) / (ended - began), f"middle_{name}_s": len(middle) / (2 * quarter)}
-    numbers["tokens_a_message"] = len(arrivals) / sum(1 + len(one.gaps) for one in served)
-    numbers["busy"] = outcome.busy
-    return {name: rounded(value) for name, value in numbers.items()}
 
 
 def measure_all(load: Load, doors: Sequence[str], rounds: int, size: Size, rate: float | None) -> Loads:

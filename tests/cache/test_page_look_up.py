@@ -35,7 +35,7 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if request.param == "native":
         assert load_library(SOURCE) is not None
     else:
-        monkeypatch.setattr(page_look_up, "load_library", lambda source: None)
+        monkeypatch.setattr(page_look_up, "load_short_calls", lambda source: None)
 
 
 @pytest.mark.usefixtures("_way")

@@ -3,7 +3,9 @@
 import ctypes
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +36,19 @@ QWEN3 = NarrowShape(hidden=1024, inner=3072, heads=2048, qkv=4096, dtype=torch.b
 
 
 class EmulatedFunction:
-    """In place of cuda_driver's Function."""
+    """In place of cuda_driver's Function; launched: gets the names of those that are."""
 
-    def __init__(self, run: Any, name: str, threads: int, shared_bytes: int, cluster: int) -> None:
+    def __init__(self, launched: list[str], run: Any, name: str, threads: int, shared_bytes: int, cluster: int) -> None:
         assert threads == 32 * WARPS
-        self._run, self._name, self._sizes = run, name.encode(), (shared_bytes, cluster)
+        self._launched, self._run, self._name, self._sizes = launched, run, name, (shared_bytes, cluster)
 
     def launch(self, blocks: int, arguments: tuple[Arguments]) -> None:
-        assert self._run(self._name, blocks, *self._sizes, ctypes.byref(arguments[0])) == 0
+        assert self._run(self._name.encode(), blocks, *self._sizes, ctypes.byref(arguments[0])) == 0
+        self._launched.append(self._name)
 
 
 def emulate(
-    folder: Path, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, multiprocessors: int, monkeypatch: pytest.MonkeyPatch, launched: list[str]
 ) -> Callable[[NarrowShape, torch.device], NarrowKernels]:
     """What choose_narrow_kernels gives, on a CPU of few multiprocessors."""
 
@@ -58,7 +61,7 @@ def emulate(
         subprocess.run([*command, str(EMULATED / "narrow_product.cpp"), "-o", str(library)], check=True, timeout=120)
         run = ctypes.CDLL(str(library)).run_narrow_product
         monkeypatch.setattr(narrow_product, "Module", lambda _: run)
-        monkeypatch.setattr(narrow_product, "Function", EmulatedFunction)
+        monkeypatch.setattr(narrow_product, "Function", partial(EmulatedFunction, launched))
         return NarrowKernels(b"", shape, multiprocessors, TorchLayerKernels())
 
     return choose
@@ -68,9 +71,18 @@ def emulate(
 @pytest.mark.parametrize(
     ("family", "dtype", "rows", "multiprocessors", "changes"),
     [
-        ("qwen3", "bfloat16", 13, 8, {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}),
+        ("qwen3", "bfloat16", 13, 16, {"hidden_size": 160, "head_dim": 64, "intermediate_size": 384}),
         ("qwen3", "float16", 30, 32, {"hidden_size": 288, "head_dim": 64, "intermediate_size": 384}),
-        ("llama", "float16", 16, 20, {"hidden_size": 320, "intermediate_size": 2080}),
+        # More columns of down than are under way at once.
+        (
+            "llama",
+            "float16",
+            18,
+            80,
+            {"num_hidden_layers": 1, "hidden_size": 320, "head_dim": 64, "intermediate_size": 4480},
+        ),
+        # qkv and down are of one shape.
+        ("qwen3", "bfloat16", 9, 32, {"hidden_size": 512, "head_dim": 64, "intermediate_size": 512}),
     ],
 )
 @torch.inference_mode()
@@ -85,7 +97,9 @@ def test_logits_equal_those_of_the_whole_decoder(
 ) -> None:
     make_model(family, **changes).save_pretrained(tmp_path)
     config = load_config(tmp_path, dtype)
-    monkeypatch.setattr(row_decoder, "choose_narrow_kernels", emulate(tmp_path, multiprocessors, monkeypatch))
+    launched: list[str] = []
+    choose = emulate(tmp_path, multiprocessors, monkeypatch, launched)
+    monkeypatch.setattr(row_decoder, "choose_narrow_kernels", choose)
     few = DenseDecoder(config, load_parameters(tmp_path, config), row_kernels=TorchRowKernels())
     whole = DenseDecoder(config, load_parameters(tmp_path, config))
     logits = []
@@ -94,6 +108,8 @@ def test_logits_equal_those_of_the_whole_decoder(
         for tokens in (torch.arange(rows) + 3, torch.arange(rows) * 2):
             attention.batch = [(sequence, 1) for sequence in sequences]
             logits.append(decoder.forward(tokens, attention, None))
+    kernels = (f"{name}_{-(-rows // 16)}" for name in ("qkv", "o", "gate_up", "down"))
+    assert Counter(launched) == dict.fromkeys(kernels, 2 * config.num_layers)
     for actual, expected in zip(logits[:2], logits[2:], strict=True):
         errors = (actual - expected).float().norm(dim=1) / expected.float().norm(dim=1)
         assert errors.max() < (0.02 if dtype == "bfloat16" else 0.003)

@@ -39,7 +39,7 @@ struct Product {
     static constexpr int SUM_BYTES = 4 * SETS * TOKENS * SUM_PITCH;
     static constexpr int WEIGHT_BYTES = ROWS * PITCH > SUM_BYTES ? ROWS * PITCH : SUM_BYTES;  // sums take their place
     static constexpr int SQUARE_BYTES = NORM ? 4 * TOKENS * WARPS : 0;
-    static constexpr int BYTES = BARRIER_BYTES + WEIGHT_BYTES + GAIN_BYTES + SQUARE_BYTES;
+    static constexpr int BYTES = BARRIER_BYTES + WEIGHT_BYTES + GAIN_BYTES + SQUARE_BYTES;  // as shared_bytes() has it
     static constexpr int PAIRS = OUTPUTS / 2, TURN = TOKENS / PARTS, ITEMS = TURN * PAIRS;  // that a block finishes
     static_assert(COLUMNS % (CHUNK * PARTS) == 0 && (KIND != gated || OCTETS % 2 == 0));
     static_assert(PARTS == 1 || KIND == added);
@@ -260,9 +260,10 @@ struct Product {
 
 // The four products of a layer, of a model for which this is compiled: see narrow_product.py.
 #define KERNEL(name, kind, columns, octets, splits, tiles) \
+    using name##_##tiles##_product = Product<kind, columns, octets, splits, tiles>; \
     extern "C" __global__ void __launch_bounds__(THREADS) name##_##tiles(const __grid_constant__ Arguments step) { \
         SHARED_MEMORY(shared); \
-        Product<kind, columns, octets, splits, tiles>(step, shared).run(); \
+        name##_##tiles##_product(step, shared).run(); \
     }
 #define LAYER(tiles) \
     KERNEL(qkv, normed, HIDDEN, QKV_OCTETS, 1, tiles) \

@@ -115,7 +115,7 @@ class NarrowKernels:
         """For the current device. kernels: for the norm before the head, which is torch's product."""
         module = Module(cubin)
         self._kernels = kernels
-        self._launches: dict[tuple[int, int, bool, int], tuple[Function, int]] = {}
+        self._launches: dict[tuple[int, int, bool, bool, int], tuple[Function, int]] = {}
         for one in shape.products:
             octets = one.octets(multiprocessors)
             assert octets is not None  # or nothing would have been compiled
@@ -123,12 +123,12 @@ class NarrowKernels:
             for tiles in range(1, MOST_ROWS // TILE + 1):
                 shared_bytes = one.shared_bytes(octets, tiles)
                 kernel = Function(module, f"{one.name}_{tiles}", 32 * WARPS, shared_bytes, one.splits)
-                self._launches[one.rows, one.columns, one.gated, tiles] = kernel, blocks
+                self._launches[one.rows, one.columns, one.normed, one.gated, tiles] = kernel, blocks
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm | None = None) -> Tensor:
         assert bias is None
         assert norm is not None
-        if (*weight.shape, False, 1) not in self._launches:
+        if (*weight.shape, True, False, 1) not in self._launches:
             return F.linear(self._kernels.add_rms_norm(x, None, norm.weight, norm.eps), weight)
         return self._launch(x, weight, x.new_empty((x.shape[0], weight.shape[0])), norm)
 
@@ -144,7 +144,7 @@ class NarrowKernels:
         self, x: Tensor, weight: Tensor, output: Tensor, norm: RowNorm | None, *, gated: bool = False
     ) -> Tensor:
         (rows, outputs), (of_weight, columns) = output.shape, weight.shape
-        kernel, blocks = self._launches[of_weight, columns, gated, -(-rows // TILE)]
+        kernel, blocks = self._launches[of_weight, columns, norm is not None, gated, -(-rows // TILE)]
         gains, eps = (0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
         x = x.contiguous()
         pointers = (weight.data_ptr(), gains, x.data_ptr(), output.data_ptr())

@@ -19,9 +19,9 @@ Member = TypeVar("Member", bound=ActorProcess)
 
 
 @cache
-def fork_server() -> ForkServer:
-    """One for all tests of this process, for its imports take seconds."""
-    server = ForkServer(["tandem.cluster.actors"])
+def fork_server(*modules: str) -> ForkServer:
+    """One for all tests of this process, for its imports take seconds. modules: to be imported beside."""
+    server = ForkServer(["tandem.cluster.actors", *modules])
     atexit.register(server.close)
     return server
 
@@ -36,6 +36,8 @@ def started_at(pid: int) -> str:
 
 class LocalProcesses(Processes):
     """`pids` has every process that was started and was not seen to end, by its actor's name."""
+
+    modules: tuple[str, ...] = ()  # that its processes have imported, beside those of every actor
 
     def __init__(self) -> None:
         self._actors: dict[str, ForkedActor] = {}
@@ -58,7 +60,7 @@ class LocalProcesses(Processes):
     def _start(self, specs: Sequence[ActorSpec]) -> list[ForkedActor]:
         members = []
         for spec in specs:
-            actor = fork_server().fork(spec.name, pack((spec.kind, spec.argument)), FORK_SECONDS)
+            actor = fork_server(*self.modules).fork(spec.name, pack((spec.kind, spec.argument)), FORK_SECONDS)
             self._actors[spec.name] = actor
             self.started.append((actor.pid, started_at(actor.pid)))
             members.append(actor)

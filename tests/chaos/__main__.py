@@ -1,6 +1,6 @@
 """`make chaos`: a long storm. Prints JSON: what was done to the cluster, and what its clients saw.
 
-python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N]
+python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N] [--gpus]
 """
 
 import argparse
@@ -18,14 +18,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("blows", 1000), ("requests", 1000), ("seed", 0), ("clients", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--gpus", action="store_true", help="of this host, over NVSHMEM, shared by all islands")
     options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
         model = Path(folder) / "model"
         make_checkpoint(model, arch="llama", size="tiny", seed=3)
-        outcome = Storm(model, Path(folder) / "faults", options.seed, options.clients).run(
-            options.blows, options.requests
-        )
+        storm = Storm(model, Path(folder) / "faults", options.seed, options.clients, gpus=options.gpus)
+        outcome = storm.run(options.blows, options.requests)
     print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
 
 

@@ -6,21 +6,24 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from tandem.cluster.actors import GatewayActor
+from tandem.cluster.actors import GatewayActor, WorkerActor
 from tandem.cluster.announcements import Announcements
 from tandem.cluster.forked_actor import ForkedActor
 from tandem.cluster.gateway import GatewaySettings
+from tandem.cluster.island import GPU_MODULES
 from tandem.cluster.processes import ActorSpec
-from tests.local_processes import LocalProcesses
+from tests.local_processes import LocalGroup, LocalProcesses
 
+SHARING = "tests.benchmarks.shared_gpus"  # imports Ray, which takes a second
 LONGEST_DELAY_SECONDS = 0.2  # four leases of the storm
 MOST_MESSAGES = 30
 KINDS = ("late", "request lost", "answer lost", "twice")
@@ -71,6 +74,20 @@ class BadlyConnectedProcesses(LocalProcesses):
         if not isinstance(spec.argument, GatewaySettings):
             return spec
         return ActorSpec(spec.name, BadlyConnectedGateway, BadlyConnected(spec.argument, self._network))
+
+
+class BadlyConnectedOnGpus(BadlyConnectedProcesses):
+    """The workers of all islands share the GPUs of this host."""
+
+    modules = (*GPU_MODULES, SHARING)
+
+    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> LocalGroup[ForkedActor]:
+        return LocalGroup(self._start(specs), self._start)
+
+    def _connected(self, spec: ActorSpec) -> ActorSpec:
+        if spec.kind is not WorkerActor:
+            return super()._connected(spec)
+        return replace(spec, kind=import_module(SHARING).SharingWorker)
 
 
 _send = Announcements.send

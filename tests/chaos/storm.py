@@ -25,7 +25,7 @@ from tandem.cluster.errors import CallError
 from tandem.cluster.launcher import Cluster
 from tandem.proto import inference_pb2
 from tandem.workers.tokenizer import Tokenizer
-from tests.chaos.bad_network import BadlyConnectedProcesses, BadNetwork
+from tests.chaos.bad_network import BadlyConnectedOnGpus, BadlyConnectedProcesses, BadNetwork
 from tests.chaos.http_stream import HttpStream
 from tests.local_processes import started_at
 from tests.oracle import greedy, load_oracle, random_prompt
@@ -34,7 +34,8 @@ VOCABULARY = 512
 OUTPUT_TOKENS = 40
 TARGETS = ("prefill", "decode", "gateway")
 UNRESPONSIVE_SECONDS = 2.5
-QUIET_SECONDS = 0.5  # longest wait for messages to clients before the next blow
+# Longest wait for messages to clients before the next blow: a start takes longer on GPUs.
+QUIET_SECONDS, QUIET_SECONDS_ON_GPUS = 0.5, 2.5
 
 CONFIG: dict[str, Any] = {
     "num_islands": 2,
@@ -51,6 +52,12 @@ CONFIG: dict[str, Any] = {
     "recovery.max_restarts": 100_000,
     "recovery.drain_seconds": 1.0,
     "recovery.unresponsive_seconds": UNRESPONSIVE_SECONDS,
+}
+ON_GPUS: dict[str, Any] = {
+    "island.device": "cuda",
+    "island.transport": "nvshmem",
+    "model.dtype": "float32",  # its tokens do not depend on who shares a step
+    "recovery.unresponsive_seconds": 2 * UNRESPONSIVE_SECONDS,
 }
 
 
@@ -111,15 +118,17 @@ def plan_blows(seed: int, number: int) -> list[Blow]:
 class Storm:
     """One cluster of two islands with a prefill and a decode worker each, and what happens to it."""
 
-    def __init__(self, model: Path, log: Path, seed: int, num_clients: int = 8) -> None:
-        """log: a new file, for what happens to messages."""
+    def __init__(self, model: Path, log: Path, seed: int, num_clients: int = 8, *, gpus: bool = False) -> None:
+        """log: a new file, for what happens to messages. gpus: workers share this host's."""
         self._model = model
+        self._gpus = gpus
         self._seed = seed
         self._num_clients = num_clients
         self.outcome = Outcome()
         self._network = BadNetwork(seed, log)
-        self.processes = BadlyConnectedProcesses(self._network)
-        self.cluster = Cluster(load_config(None, {"model.path": str(model), **CONFIG}), self.processes)
+        self.processes = (BadlyConnectedOnGpus if gpus else BadlyConnectedProcesses)(self._network)
+        overrides = {"model.path": str(model), **CONFIG, **(ON_GPUS if gpus else {})}
+        self.cluster = Cluster(load_config(None, overrides), self.processes)
         self._received = 0
         self._silences: dict[str, list[float]] = {"placed once": [], "placed again": []}
         self._over = threading.Event()
@@ -260,10 +269,10 @@ class Storm:
     # Blows
 
     def _strike(self, blows: Sequence[Blow]) -> None:
-        rng = random.Random(self._seed)
+        rng, quiet_seconds = random.Random(self._seed), QUIET_SECONDS_ON_GPUS if self._gpus else QUIET_SECONDS
         try:
             for blow in blows:
-                until, deadline = self._received + blow.messages, time.monotonic() + QUIET_SECONDS
+                until, deadline = self._received + blow.messages, time.monotonic() + quiet_seconds
                 while self._received < until and time.monotonic() < deadline and not self._over.is_set():
                     time.sleep(0.002)
                 if self._over.is_set():
@@ -303,7 +312,7 @@ class Storm:
             time.sleep(0.1)
         workers = [pid for name, pid in self.processes.pids.items() if "gateway" not in name]
         assert len(workers) == 4
-        assert len(_segments(workers)) == 4
+        assert self._gpus or len(_segments(workers)) == 4
 
     def _busy(self, address: str) -> str:
         try:

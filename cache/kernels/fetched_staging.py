@@ -36,6 +36,8 @@ class FetchedStaging:
         self._arrived = torch.zeros_like(self._memory, device=device) if self._on_gpu else self._memory
         self.on_device = torch.zeros_like(self.host, device=device) if self._on_gpu else self.host
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # which zeroes what arrives
 
     def open(self) -> None:
         """Returns once what was sent last is fetched, or nothing is left that could fetch it; raises what the device

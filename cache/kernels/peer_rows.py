@@ -7,14 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import PeerPool
 from tandem.cache.plan import Send
 from tandem.cache.position_map import Int32Array
 
 
 def peer_rows(num_tokens: int, sends: Sequence[Send], peer_pool: PeerPool) -> tuple[NDArray[np.int64], list[Send]]:
-    """See AppendTargets.peer_rows, int64 [num_tokens]; and the sends that are left, to peers that are not mapped."""
+    """See AppendTargets.peer_rows, int64 [num_tokens]; and the sends that are left, to peers that are not mapped.
+
+    Slots are those of a mark, which was refused if it had any that its peer's pool has not.
+    """
     addresses = np.zeros(num_tokens, np.int64)
     left: list[Send] = []
     for send in sends:
@@ -29,9 +31,5 @@ def peer_rows(num_tokens: int, sends: Sequence[Send], peer_pool: PeerPool) -> tu
 
 
 def _row_addresses(pool: Tensor, slots: Int32Array) -> NDArray[np.int64]:
-    page_size = pool.shape[4]
-    limit = pool.shape[0] * page_size
-    if int(slots.min()) < 0 or int(slots.max()) >= limit:
-        raise InvalidArgument(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
-    pages, offsets = np.divmod(slots.astype(np.int64), page_size)
+    pages, offsets = np.divmod(slots.astype(np.int64), pool.shape[4])
     return pool.data_ptr() + (pages * pool.stride(0) + offsets * pool.stride(4)) * pool.element_size()

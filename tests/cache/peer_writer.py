@@ -45,3 +45,10 @@ class PeerWriter:
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
         return self._pools[pe][group]
+
+
+class UnmappedWriter(PeerWriter):
+    """Its peers are not mapped: what a forward computes comes through write_tokens."""
+
+    def peer_pool(self, pe: int, group: int) -> Tensor | None:
+        return None

@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.torch_kernels import TorchKernels
 from tandem.cache.kv_scales import KVScales
 from tests.cache.naive import assert_same_kv
-from tests.cache.peer_writer import PeerWriter
+from tests.cache.peer_writer import PeerWriter, UnmappedWriter
 from tests.gpu.programs import Reference, Shape, run
 from tests.tolerances import assert_close
 
@@ -47,13 +45,6 @@ PROGRAM = [
     {1: 9, 2: 33},
 ]
 QWEN3 = SHAPES["bf16-128"]
-
-
-class MappedWriter(PeerWriter):
-    """Its peers are mapped: nothing of what a forward computes should come through write_tokens."""
-
-    def peer_pool(self, pe: int, group: int) -> Tensor | None:
-        return self._pools[pe][group]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -129,7 +120,7 @@ def test_plans_may_be_made_ahead() -> None:
 
 
 @pytest.mark.parametrize("shape", ["bf16-128", "fp8-128"])
-@pytest.mark.parametrize("writer_class", [MappedWriter, PeerWriter], ids=["from the append kernel", "by the writer"])
+@pytest.mark.parametrize("writer_class", [PeerWriter, UnmappedWriter], ids=["from the append kernel", "by the writer"])
 def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter], shape: str) -> None:
     """Two receivers, chunks, cached positions page to page, and a sequence that stays."""
     of = SHAPES[shape]
@@ -149,17 +140,7 @@ def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter], shap
         receiver.finish_receive(9)
         assert_same_kv(sender, receiver, sequence, 9, 0, 60)
     assert len(writer.slot_writes) == 1
-    assert bool(writer.token_writes) == (writer_class is PeerWriter)
-
-
-def test_a_slot_outside_the_peers_pool_is_refused() -> None:
-    pools = [QWEN3.pool(80), QWEN3.pool(80)]
-    sender, receiver = (QWEN3.cache(pool, MappedWriter(0, [(pools[0],), (pools[1][:1],)])) for pool in pools)
-    sender.add_sequence(0)
-    receiver.add_sequence(0)
-    sender.mark_send(0, 0, receiver.prepare_receive(0, 40), 1)
-    with pytest.raises(InvalidArgument, match="0 … 15 are accepted"):
-        sender.begin_forward([0], [40])
+    assert bool(writer.token_writes) == (writer_class is UnmappedWriter)
 
 
 @pytest.mark.parametrize("shape", ["bf16-128", "fp8-128"])

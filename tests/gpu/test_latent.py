@@ -16,8 +16,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import ForwardPlan
 from tandem.cache.rope import RopeParameters
 from tests.cache.naive import assert_same_kv
-from tests.cache.peer_writer import PeerWriter
-from tests.gpu.test_cache import MappedWriter
+from tests.cache.peer_writer import PeerWriter, UnmappedWriter
 from tests.gpu.test_token_trees import PROGRAM as TREES
 from tests.tolerances import assert_close
 
@@ -178,7 +177,7 @@ def test_plans_may_be_made_ahead() -> None:
                 assert_close(attend(cache, plan, layer, inputs, up), expected[layer])
 
 
-@pytest.mark.parametrize("writer_class", [MappedWriter, PeerWriter], ids=["from the append kernel", "by the writer"])
+@pytest.mark.parametrize("writer_class", [PeerWriter, UnmappedWriter], ids=["from the append kernel", "by the writer"])
 def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter]) -> None:
     pools = [BF16.pool(80) for _ in range(3)]
     writer = writer_class(0, [(pool,) for pool in pools])
@@ -196,7 +195,7 @@ def test_what_is_pushed_arrives_bit_for_bit(writer_class: type[PeerWriter]) -> N
         receiver.finish_receive(9)
         assert_same_kv(sender, receiver, sequence, 9, 0, 60)
     assert len(writer.slot_writes) == 1
-    assert bool(writer.token_writes) == (writer_class is PeerWriter)
+    assert bool(writer.token_writes) == (writer_class is UnmappedWriter)
 
 
 def test_a_graph_gives_what_the_eager_step_gives() -> None:

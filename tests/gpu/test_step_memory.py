@@ -38,6 +38,17 @@ def test_the_host_does_not_write_over_what_is_still_to_be_fetched() -> None:
         assert second[: expected.size].tolist() == expected.tolist()
 
 
+def test_what_is_sent_first_is_not_zeroed() -> None:
+    fetch_bytes = FixedArrays.num_bytes(SIZES)
+    FetchedStaging(fetch_bytes, DEVICE).fetch(fetch_bytes)  # compiles it
+    torch.cuda._sleep(LONG)
+    staging = FetchedStaging(fetch_bytes, DEVICE)
+    arrays = FixedArrays(staging, SIZES)
+    arrays.fill([np.arange(1, 4)])
+    staging.fetch(fetch_bytes)
+    assert arrays.tensors[0].tolist() == [1, 2, 3]
+
+
 def test_what_is_filled_and_never_fetched_holds_nobody_up() -> None:
     arrays = FixedArrays(FetchedStaging(FixedArrays.num_bytes(SIZES), DEVICE), SIZES)
     torch.cuda._sleep(LONG)

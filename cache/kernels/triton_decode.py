@@ -30,16 +30,19 @@ LEAST_ROWS = 16  # of a tensor core's tile
 
 @dataclass(frozen=True)
 class Tiling:
-    """block: positions at once, the least that a share has."""
+    """block: positions at once, the least that a share has. two: no third program may stand on a multiprocessor."""
 
     block: int
     warps: int
     stages: int
+    two: bool = False
 
 
-MANY, FEW = Tiling(64, 2, 3), Tiling(128, 4, 3)  # programs on a multiprocessor; by measurement, see LOG.md
-MANY_FP8, FEW_FP8 = Tiling(128, 2, 3), Tiling(128, 4, 7)
-FEW_HEAD_DIM = 128  # of wider heads FEW has fewer positions at once, so that all programs still fit
+# By measurement, see LOG.md. MANY: as many programs on a multiprocessor as fit. FEW, by head_dim: two, whose tiles of K
+# and V take 64 KiB; of 8 bits these leave no room for a third by themselves.
+MANY, MANY_FP8 = Tiling(64, 2, 3), Tiling(128, 2, 3)
+FEW = {64: Tiling(256, 8, 2, two=True), 128: Tiling(128, 4, 3, two=True), 256: Tiling(64, 4, 3)}
+FEW_FP8 = {64: Tiling(256, 4, 7), 128: Tiling(128, 4, 7), 256: Tiling(64, 4, 7)}
 MAX_WARPS = 8
 SUMS_OF_A_WARP = 1024  # of V: more do not fit into its registers
 ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding included
@@ -95,7 +98,7 @@ def decode(
     output = torch.empty((rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
     tables = plan.tables
     many, few = (MANY, FEW) if fp8 is None else (MANY_FP8, FEW_FP8)
-    tiling = few if plan.few else many
+    tiling, on_gpu = few.get(head_dim, few[128]) if plan.few else many, pool.device.type == "cuda"
     tile_rows = max(LEAST_ROWS, triton.next_power_of_2(group))
     kernel: Any = _decode[(rows * num_kv_heads * plan.splits,)]
     kernel(
@@ -115,7 +118,7 @@ def decode(
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,
         PAGE_SIZE=page_size,
-        BLOCK=tiling.block * FEW_HEAD_DIM // max(head_dim, FEW_HEAD_DIM) if plan.few else tiling.block,
+        BLOCK=tiling.block,
         SPLITS=plan.splits,
         WINDOW=scoring.window or 0,
         CAPPED=scoring.softcap is not None,
@@ -124,7 +127,8 @@ def decode(
         ROUND=norm is not None and norm.weight.dtype == q.dtype,
         ROTATE=rotation is not None,
         FP8=fp8 is not None,
-        PTX=pool.device.type == "cuda",
+        PTX=on_gpu,
+        TWO=tiling.two and on_gpu,
         num_warps=max(tiling.warps, min(tile_rows * head_dim // SUMS_OF_A_WARP, MAX_WARPS)),
         num_stages=tiling.stages,
         **launch_options(pool.device),
@@ -143,7 +147,7 @@ def _decode(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
-    ROTATE: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    ROTATE: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has a share of the positions of one sequence, for the q heads of one KV head.
 
@@ -152,6 +156,8 @@ def _decode(
     """
     if PDL:
         gdc_launch_dependents()
+    if TWO:
+        _keep_room()
     split = tl.program_id(0) % SPLITS
     head = tl.program_id(0) // SPLITS % KV_HEADS
     token = (tl.program_id(0) // (SPLITS * KV_HEADS)).to(tl.int64)
@@ -210,6 +216,23 @@ def _decode(
             *(most, total, sums, partial, counter, sinks, output, token * (KV_HEADS * GROUP) + head * GROUP, head),
             *(split, used, GROUP, ROWS, FEW_ROWS, HEAD_DIM, SPLITS, SINKS),
         )
+
+
+@triton.jit
+def _keep_room():
+    """Shared memory that nobody uses: of programs that take 60 to 97 KiB, Triton's own, no third one fits with it.
+
+    Programs that begin while the kernel before still ends would gather where it has ended first, three on some
+    multiprocessors and one on others.
+    """
+    tl.inline_asm_elementwise(
+        "{ .shared .align 16 .b8 room[16384]; st.shared.b32 [room], 0; mov.b32 $0, 0; }",
+        constraints="=r",
+        args=[],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

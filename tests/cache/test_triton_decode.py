@@ -52,6 +52,8 @@ CASES = {
     "shares of one sequence": Case(lengths=(300, 8, 129), splits=4),
     "one program": Case(lengths=(200, 65), splits=1),
     "few sequences": Case(lengths=(400,), splits=16, few=True),
+    "few sequences, heads of 64": Case(lengths=(300, 380), head_dim=64, few=True, norm=True),
+    "few sequences, heads of 128": Case(lengths=(400, 9), head_dim=128, page_size=16, splits=4, few=True, norm=True),
     "pages of 64": Case(lengths=(130, 64, 65), page_size=64),
     "heads are normed": Case(norm=True),
     "no rotation": Case(rotate=False, norm=True),
@@ -66,6 +68,7 @@ CASES = {
     "8 bits": Case(fp8=True),
     "8 bits, shares": Case(fp8=True, head_dim=64, lengths=(300, 8, 129), splits=4, norm=True),
     "8 bits, few sequences": Case(fp8=True, lengths=(700,), splits=16, few=True),
+    "8 bits, few sequences, heads of 64": Case(fp8=True, lengths=(700,), head_dim=64, few=True),
     "8 bits, bfloat16": Case(fp8=True, dtype=torch.bfloat16, rotate=False, splits=1),
     "8 bits, all at once": Case(
         sinks=True, norm=True, window=100, softcap=3.0, q_heads=14, lengths=(250, 0), head_dim=32, fp8=True

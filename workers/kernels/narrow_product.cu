@@ -241,9 +241,7 @@ struct Product {
     __device__ void run() {
         if (warp == 0) fetch_weights();
         __syncthreads();
-        // What is behind qkv and gate_up is to find all multiprocessors alike: blocks that begin as theirs end come to
-        // stand three on some and one on others.
-        if (KIND == added) launch_dependents();
+        launch_dependents();
         await_earlier_kernels();
         unsigned residual = 0;
         if (KIND == added && threadIdx.x < ITEMS && token_of(threadIdx.x) < step.rows)

@@ -39,13 +39,15 @@ def test_the_host_does_not_write_over_what_is_still_to_be_fetched() -> None:
 
 
 def test_what_is_sent_first_is_not_zeroed() -> None:
-    fetch_bytes = FixedArrays.num_bytes(SIZES)
-    FetchedStaging(fetch_bytes, DEVICE).fetch(fetch_bytes)  # compiles it
+    num_bytes = FixedArrays.num_bytes(SIZES)
+    compiled = FetchedStaging(num_bytes, DEVICE)
+    compiled.fetch(num_bytes)
+    torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
-    staging = FetchedStaging(fetch_bytes, DEVICE)
+    staging = FetchedStaging(num_bytes, DEVICE)
     arrays = FixedArrays(staging, SIZES)
     arrays.fill([np.arange(1, 4)])
-    staging.fetch(fetch_bytes)
+    staging.fetch(num_bytes)
     assert arrays.tensors[0].tolist() == [1, 2, 3]
 
 

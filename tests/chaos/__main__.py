@@ -12,6 +12,8 @@ from pathlib import Path
 
 def main() -> None:
     # Each process of the cluster imports this module when it starts: it should not have to import the oracle, too.
+    from torch import cuda
+
     from tandem.workers.random_checkpoint import make_checkpoint
     from tests.chaos.storm import Storm
 
@@ -20,6 +22,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--gpus", action="store_true", help="of this host, over NVSHMEM, shared by all islands")
     options = parser.parse_args()
+    if options.gpus and not cuda.is_available():
+        parser.error("--gpus needs a CUDA device; tandem doctor says what is missing")
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
         model = Path(folder) / "model"

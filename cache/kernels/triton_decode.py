@@ -38,8 +38,9 @@ class Tiling:
     two: bool = False
 
 
-# By measurement, see LOG.md. MANY: as many programs on a multiprocessor as fit. FEW, by head_dim: two, whose tiles of K
-# and V take 64 KiB; of 8 bits these leave no room for a third by themselves.
+# By measurement, see LOG.md. MANY: as many programs on a multiprocessor as fit. FEW, by head_dim, others as of 128 (in
+# Triton's interpreter): tiles of K and V that take 64 KiB; with their stages those of 8 bits leave no room for a third
+# program. Heads of 256 were not measured with two.
 MANY, MANY_FP8 = Tiling(64, 2, 3), Tiling(128, 2, 3)
 FEW = {64: Tiling(256, 8, 2, two=True), 128: Tiling(128, 4, 3, two=True), 256: Tiling(64, 4, 3)}
 FEW_FP8 = {64: Tiling(256, 4, 7), 128: Tiling(128, 4, 7), 256: Tiling(64, 4, 7)}

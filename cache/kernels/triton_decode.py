@@ -72,6 +72,13 @@ class DecodePlan:
         return cls(tables, splits, fair > 0, partial, counters)
 
 
+def _choose_tiling(plan: DecodePlan, head_dim: int, fp8: Fp8Entries | None) -> Tiling:
+    if not plan.few:
+        return MANY if fp8 is None else MANY_FP8
+    few = FEW if fp8 is None else FEW_FP8
+    return few.get(head_dim, few[128])
+
+
 def decode(
     pool: Tensor,
     layer: int,
@@ -98,8 +105,8 @@ def decode(
     factors, inverse = (q, q) if fp8 is None else (fp8.scales[layer], fp8.inverse[layer])
     output = torch.empty((rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
     tables = plan.tables
-    many, few = (MANY, FEW) if fp8 is None else (MANY_FP8, FEW_FP8)
-    tiling, on_gpu = few.get(head_dim, few[128]) if plan.few else many, pool.device.type == "cuda"
+    tiling = _choose_tiling(plan, head_dim, fp8)
+    on_gpu = pool.device.type == "cuda"
     tile_rows = max(LEAST_ROWS, triton.next_power_of_2(group))
     kernel: Any = _decode[(rows * num_kv_heads * plan.splits,)]
     kernel(

@@ -24,6 +24,7 @@ from tandem.cache.kernels.triton_fp8 import quantise, widen_pairs
 from tandem.cache.rope import Rotation
 
 PROGRAMS = 256  # that a step is shared out over at most, two a multiprocessor: more cost more to merge than they bring
+THREE_EACH = 384  # programs, three a multiprocessor
 MAX_SPLITS = 32
 LEAST_ROWS = 16  # of a tensor core's tile
 
@@ -40,9 +41,10 @@ class Tiling:
 
 # By measurement, see LOG.md. MANY: as many programs on a multiprocessor as fit. FEW, by head_dim, others as of 128 (in
 # Triton's interpreter): tiles of K and V that take 64 KiB; with their stages those of 8 bits leave no room for a third
-# program. Heads of 256 were not measured with two.
+# program. Heads of 256 were not measured with two. SOME: of no more than three programs a multiprocessor.
 MANY, MANY_FP8 = Tiling(64, 2, 3), Tiling(128, 2, 3)
 FEW = {64: Tiling(256, 8, 2, two=True), 128: Tiling(128, 4, 3, two=True), 256: Tiling(64, 4, 3)}
+SOME = {128: Tiling(128, 4, 3)}
 FEW_FP8 = {64: Tiling(256, 4, 7), 128: Tiling(128, 4, 7), 256: Tiling(64, 4, 7)}
 MAX_WARPS = 8
 SUMS_OF_A_WARP = 1024  # of V: more do not fit into its registers
@@ -51,14 +53,14 @@ ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding include
 
 @dataclass(frozen=True, eq=False)
 class DecodePlan:
-    """tables: where they stand. splits: the most programs for one sequence and KV head. few: at most PROGRAMS in all.
+    """tables: where they stand. splits: the most programs for one sequence and KV head. programs: in all.
     partial: float32 [B, Hq, splits, D + 4], what each found, then its largest score, its sum and padding to 16 bytes;
     counters: int32 [B, Hkv], 0 between steps.
     """
 
     tables: DeviceTables
     splits: int
-    few: bool
+    programs: int
     partial: Tensor
     counters: Tensor
 
@@ -69,14 +71,16 @@ class DecodePlan:
         splits = max(1, min(1 << fair.bit_length() >> 1, MAX_SPLITS))  # a power of two, rounded down
         partial = torch.empty((rows, num_q_heads, splits, head_dim + ENDS.value), dtype=torch.float32, device=device)
         counters = torch.zeros((rows, num_kv_heads), dtype=torch.int32, device=device)
-        return cls(tables, splits, fair > 0, partial, counters)
+        return cls(tables, splits, rows * num_kv_heads * splits, partial, counters)
 
 
 def _choose_tiling(plan: DecodePlan, head_dim: int, fp8: Fp8Entries | None) -> Tiling:
-    if not plan.few:
-        return MANY if fp8 is None else MANY_FP8
-    few = FEW if fp8 is None else FEW_FP8
-    return few.get(head_dim, few[128])
+    if plan.programs <= PROGRAMS:
+        few = FEW if fp8 is None else FEW_FP8
+        return few.get(head_dim, few[128])
+    if fp8 is not None:
+        return MANY_FP8
+    return SOME.get(head_dim, MANY) if plan.programs <= THREE_EACH else MANY
 
 
 def decode(

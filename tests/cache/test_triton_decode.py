@@ -27,8 +27,9 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: positions of each sequence, the new one included; 0: a row of padding. fp8: pages of 8-bit entries, with
-    scales of each head, of q, k and v in dtype."""
+    """lengths: positions of each sequence, the new one included; 0: a row of padding. programs: that tiling
+    is chosen for. fp8: pages of 8-bit entries, with scales of each head, of q, k and v in dtype.
+    """
 
     lengths: tuple[int, ...] = (5, 1, 70, 0)
     q_heads: int = 4
@@ -42,7 +43,7 @@ class Case:
     norm: bool = False
     rotate: bool = True
     splits: int = 2
-    few: bool = False
+    programs: int = 1000
     fp8: bool = False
     dtype: torch.dtype = torch.float16
 
@@ -51,9 +52,12 @@ CASES = {
     "plain": Case(),
     "shares of one sequence": Case(lengths=(300, 8, 129), splits=4),
     "one program": Case(lengths=(200, 65), splits=1),
-    "few sequences": Case(lengths=(400,), splits=16, few=True),
-    "few sequences, heads of 64": Case(lengths=(300, 380), head_dim=64, few=True, norm=True),
-    "few sequences, heads of 128": Case(lengths=(400, 9), head_dim=128, page_size=16, splits=4, few=True, norm=True),
+    "few sequences": Case(lengths=(400,), splits=16, programs=100),
+    "few sequences, heads of 64": Case(lengths=(300, 380), head_dim=64, programs=100, norm=True),
+    "few sequences, heads of 128": Case(
+        lengths=(400, 9), head_dim=128, page_size=16, splits=4, programs=100, norm=True
+    ),
+    "some sequences, heads of 128": Case(lengths=(300, 9), head_dim=128, page_size=16, programs=300, norm=True),
     "pages of 64": Case(lengths=(130, 64, 65), page_size=64),
     "heads are normed": Case(norm=True),
     "no rotation": Case(rotate=False, norm=True),
@@ -67,8 +71,8 @@ CASES = {
     "all at once": Case(sinks=True, norm=True, window=100, softcap=3.0, q_heads=14, lengths=(250, 0)),
     "8 bits": Case(fp8=True),
     "8 bits, shares": Case(fp8=True, head_dim=64, lengths=(300, 8, 129), splits=4, norm=True),
-    "8 bits, few sequences": Case(fp8=True, lengths=(700,), splits=16, few=True),
-    "8 bits, few sequences, heads of 64": Case(fp8=True, lengths=(700,), head_dim=64, few=True),
+    "8 bits, few sequences": Case(fp8=True, lengths=(700,), splits=16, programs=100),
+    "8 bits, few sequences, heads of 64": Case(fp8=True, lengths=(700,), head_dim=64, programs=100),
     "8 bits, bfloat16": Case(fp8=True, dtype=torch.bfloat16, rotate=False, splits=1),
     "8 bits, all at once": Case(
         sinks=True, norm=True, window=100, softcap=3.0, q_heads=14, lengths=(250, 0), head_dim=32, fp8=True
@@ -186,7 +190,7 @@ def test_step(case: Case) -> None:
     step = Step(case)
     tables = step.tables()
     plan = DecodePlan.make(tables, case.q_heads, case.kv_heads, case.head_dim)
-    plan = replace(plan, splits=min(plan.splits, case.splits), few=case.few)
+    plan = replace(plan, splits=min(plan.splits, case.splits), programs=case.programs)
     before = step.pool.clone()
     output = step.run(plan)
     assert not plan.counters.any()  # the next step begins as this did
@@ -214,8 +218,8 @@ def test_a_step_is_shared_out_over_about_as_many_programs() -> None:
     assert plan(1, 1).splits == triton_decode.MAX_SPLITS
     for rows, kv_heads in ((1, 8), (2, 8), (4, 8), (16, 8), (24, 8), (10, 3)):
         few = plan(rows, kv_heads)
-        assert few.few
-        assert triton_decode.PROGRAMS / 2 < few.splits * rows * kv_heads <= triton_decode.PROGRAMS
+        assert few.programs == few.splits * rows * kv_heads
+        assert triton_decode.PROGRAMS / 2 < few.programs <= triton_decode.PROGRAMS
     for rows, kv_heads in ((33, 8), (64, 8), (10_000, 8)):
         assert plan(rows, kv_heads).splits == 1
-        assert not plan(rows, kv_heads).few
+        assert plan(rows, kv_heads).programs == rows * kv_heads

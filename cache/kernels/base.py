@@ -196,13 +196,15 @@ class StepKernels(GraphKernels, Kernels, Protocol):
 @dataclass(frozen=True, eq=False)
 class StepPages:
     """Where a kernel of more than one layer of a step finds the KV: what StepKernels.step() has besides the layers' own
-    tensors. rotation: of the step's tokens. scale: of the scores.
+    tensors. rotation: of the step's tokens. scale: of the scores. scales: of a pool of 8-bit entries, as Fp8Entries has
+    them; None: K and V are stored as they are.
     """
 
     pool: Tensor
     tables: DeviceTables
     rotation: Rotation
     scale: float
+    scales: Tensor | None
 
 
 @runtime_checkable
@@ -210,7 +212,7 @@ class OpenStepKernels(StepKernels, Protocol):
     """Graph kernels that let a kernel of more than a layer do what step() does."""
 
     def step_pages(self, plan: Any, rotation: Rotation | None) -> StepPages | None:
-        """None where step() does more with this plan than causal attention to K and V as they came."""
+        """None where step() does more with this plan than causal attention."""
         ...
 
 

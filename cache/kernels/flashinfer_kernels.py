@@ -188,10 +188,11 @@ class FlashInferKernels(PageMemory):
     def step_pages(
         self, plan: DecodePlan | FixedPlan | FixedPromptsPlan, rotation: Rotation | None
     ) -> StepPages | None:
-        plain = self._scoring == Scoring(self._scoring.scale) and self._fp8 is None
+        plain = self._scoring == Scoring(self._scoring.scale)
         if not plain or rotation is None or not isinstance(plan, DecodePlan):
             return None
-        return StepPages(self._pool, plan.tables, rotation, self._scoring.scale)
+        scales = None if self._fp8 is None else self._fp8.scales
+        return StepPages(self._pool, plan.tables, rotation, self._scoring.scale, scales)
 
     def append(
         self,

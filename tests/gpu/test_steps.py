@@ -36,8 +36,9 @@ GREEDY = SamplingParams(temperature=0, logprobs=3)
 DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5, logprobs=3)
 
 WIDE = {
-    "hidden_size": 640, "head_dim": 64, "num_attention_heads": 10, "num_key_value_heads": 2, "vocab_size": 600,
+    "hidden_size": 640, "num_attention_heads": 10, "num_key_value_heads": 2, "vocab_size": 600,
 }  # fmt: skip
+SCALES = KVScales(((0.01,), (0.02, 0.015)), ((0.02,), (0.01, 0.03)))  # of two layers with two KV heads
 MOSTLY = 0.95  # of the tokens are the same
 FLOAT16_LOGPROB = 0.03
 WIDE_LOGPROB = 0.2  # transformers' own, float16 to float32, are off by up to 0.09 for such models
@@ -57,17 +58,20 @@ class Steps:
         graphs: bool,
         scales: KVScales | None = None,
         kernels: KernelFactory = choose_kernels,
+        long: int = 0,
     ) -> None:
+        """long: more tokens of the first four prompts."""
         config = load_config(folder, dtype)
         layout = kv_layout(config, 16, scales)
-        pool = torch.full((200, *layout.page_shape(0)), torch.nan, device="cuda").to(layout.stored_dtype)
-        self.cache = make_cache(config, layout, (pool,), max_sequences=32, max_length=256, kernels=kernels)
+        shape = (200 + 4 * long // 16, *layout.page_shape(0))
+        pool = torch.full(shape, torch.nan, device="cuda").to(layout.stored_dtype)
+        self.cache = make_cache(config, layout, (pool,), max_sequences=32, max_length=256 + long, kernels=kernels)
         self.runner = ModelRunner(load_decoder(folder, config, device="cuda"), self.cache)
         if graphs:
             self.runner.capture_steps(2 * NUM_SEQUENCES)  # plans of more sizes than are run
         for sequence in range(NUM_SEQUENCES):
             self.cache.add_sequence(sequence)
-            prompt = random_prompt(5 + 7 * sequence % 60, seed=sequence)
+            prompt = random_prompt(5 + 7 * sequence % 60 + long * (sequence < 4), seed=sequence)
             plan = self.cache.begin_forward([sequence], [len(prompt)])
             self.runner.forward(np.array(prompt), plan, np.zeros(1, np.int64))
             self.cache.end_forward(plan)
@@ -124,9 +128,11 @@ def assert_graphs_go_on(
     program: Sequence[int],
     tolerance: float = FLOAT16_LOGPROB,
     dtype: str = "float16",
+    scales: KVScales | None = None,
+    long: int = 0,
 ) -> None:
     """Kernels differ, so near-equals may swap: the eager path is told what the graphs drew, and may differ in few."""
-    eager, graphs = (Steps(folder, dtype, with_graphs) for with_graphs in (False, True))
+    eager, graphs = (Steps(folder, dtype, with_graphs, scales, long=long) for with_graphs in (False, True))
     assert graphs.runner.runs_ahead
     assert not eager.runner.runs_ahead
     ours = graphs.run(params, program)
@@ -158,12 +164,31 @@ def test_tokens_that_graphs_post(params: SamplingParams, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("family", "inner"), [("qwen3", 768), ("llama", 768), ("qwen2", 768), ("qwen3", 4608)], ids=str
+    ("family", "inner", "head_dim", "scales", "long"),
+    [
+        ("qwen3", 768, 64, None, 0),
+        ("llama", 768, 64, None, 5000),
+        ("qwen2", 768, 64, None, 0),
+        ("qwen3", 4608, 64, None, 0),
+        ("qwen3", 768, 64, SCALES, 0),
+        ("llama", 768, 128, SCALES, 5000),
+    ],
+    ids=lambda value: "8 bits" if value is SCALES else str(value),
 )
-def test_few_rows_are_one_launch(family: str, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_one_launch(
+    family: str,
+    inner: int,
+    head_dim: int,
+    scales: KVScales | None,
+    long: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of a model in which every multiprocessor has a share of each product; inner: 4608 numbers of eight rows are
-    gathered in two pieces."""
-    make_model(family, **WIDE, intermediate_size=inner).save_pretrained(tmp_path)
+    gathered in two pieces. long: of such contexts a warp attends to more positions at once."""
+    make_model(
+        family, **WIDE, head_dim=head_dim, intermediate_size=inner, max_position_embeddings=8192
+    ).save_pretrained(tmp_path)
     captured: set[CudaLaunch] = set()
     launch = CudaLaunch.__call__
 
@@ -172,17 +197,14 @@ def test_few_rows_are_one_launch(family: str, inner: int, tmp_path: Path, monkey
         launch(kernel, arguments)
 
     monkeypatch.setattr(CudaLaunch, "__call__", count)
-    assert_graphs_go_on(tmp_path, GREEDY, (1, 1, 1, 2, 1, 3, 8, 4, 2, 20, 5, 4, 7, 1, 1), WIDE_LOGPROB)
+    program = (1, 1, 1, 2, 1, 3, 8, 4, 2, 20, 5, 4, 7, 1, 1)
+    assert_graphs_go_on(tmp_path, GREEDY, program, WIDE_LOGPROB, scales=scales, long=long)
     assert len(captured) == len(ROW_COUNTS)
 
 
 def test_graphs_over_kv_in_8_bits(tmp_path: Path) -> None:
     make_model("qwen3", head_dim=128, hidden_size=256).save_pretrained(tmp_path)
-    scales = KVScales(((0.01,), (0.02, 0.015)), ((0.02,), (0.01, 0.03)))
-    eager, graphs = (Steps(tmp_path, "float16", with_graphs, scales) for with_graphs in (False, True))
-    assert graphs.runner.runs_ahead
-    ours = graphs.run(GREEDY)
-    assert_alike(ours, eager.run(GREEDY, told=ours), FP8_LOGPROB)
+    assert_graphs_go_on(tmp_path, GREEDY, PROGRAM, FP8_LOGPROB, scales=SCALES)
 
 
 def test_float32_steps_are_eager(tmp_path: Path) -> None:

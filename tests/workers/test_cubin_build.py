@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.cache.kv_scales import FP8
 from tandem.workers.kernels.cubin_build import build_cubin, load_cubin
 from tandem.workers.kernels.narrow_product import SOURCE as NARROW
 from tandem.workers.kernels.narrow_product import NarrowShape
@@ -18,7 +19,7 @@ from tandem.workers.kernels.row_step import ROW_COUNTS, SOURCE, WARPS, RowStepSh
 from tandem.workers.kernels.step_product import SOURCE as PRODUCTS
 from tandem.workers.kernels.step_product import TILINGS
 
-QWEN3 = RowStepShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16)
+QWEN3 = RowStepShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16, stored=torch.bfloat16)
 BLOCKS = 132
 NARROW_DEFINES = NarrowShape(1024, 3072, 2048, 4096, torch.bfloat16).defines(BLOCKS)
 NARROW_KERNELS = [f"{name}_{tiles}" for name in ("qkv", "o", "gate_up", "down") for tiles in (1, 2)]
@@ -59,10 +60,11 @@ def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
     [
         (SOURCE, QWEN3.defines(BLOCKS, WARPS, 1), "90", ["row_step"]),
         (SOURCE, QWEN3.defines(BLOCKS, WARPS, 8), "90", ["row_step"]),
+        (SOURCE, replace(QWEN3, stored=FP8).defines(BLOCKS, WARPS, 2), "90", ["row_step"]),
         (PRODUCTS, ("-DHALF=1",), "90a", [tiling.kernel for tiling in TILINGS]),
         (NARROW, NARROW_DEFINES, "90", NARROW_KERNELS),
     ],
-    ids=["row-bfloat16", "rows-bfloat16", "products-float16", "narrow-bfloat16"],
+    ids=["row-bfloat16", "rows-bfloat16", "rows-8-bits", "products-float16", "narrow-bfloat16"],
 )
 def test_a_compiler_takes_them(
     tmp_path: Path, source: Path, defines: Sequence[str], arch: str, kernels: list[str]
@@ -105,6 +107,7 @@ def test_without_it_there_is_a_warning(
     "change",
     [
         {"dtype": torch.float32},
+        {"stored": torch.float16},
         {"head_dim": 80},
         {"kv_heads": 1},
         {"hidden": 1028},
@@ -117,6 +120,7 @@ def test_without_it_there_is_a_warning(
 )
 def test_what_does_not_fit(change: dict[str, int]) -> None:
     assert QWEN3.fits(BLOCKS, 1)
+    assert replace(QWEN3, stored=FP8).fits(BLOCKS, 1)
     assert not replace(QWEN3, **change).fits(BLOCKS, 1)
 
 

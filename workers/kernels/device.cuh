@@ -102,14 +102,30 @@ __device__ inline float2 read_pair(const float2* place, unsigned rank) {
 __device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ inline void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Two numbers of 16 bits in one register.
-#if HALF
-using Number = __half;
-__device__ inline float2 unpack(unsigned bits) { return __half22float2(*reinterpret_cast<__half2*>(&bits)); }
-__device__ inline unsigned pack(float low, float high) {
+// Two numbers of float16 in one register.
+__device__ inline float2 unpack_half(unsigned bits) { return __half22float2(*reinterpret_cast<__half2*>(&bits)); }
+__device__ inline unsigned pack_half(float low, float high) {
     __half2 both = __floats2half2_rn(low, high);
     return *reinterpret_cast<unsigned*>(&both);
 }
+
+// Two numbers of 8 bits (e4m3): as float16, which has them all; and rounded, saturated (NaN stays NaN).
+__device__ inline unsigned widen(unsigned short both) {
+    unsigned wide;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(both));
+    return wide;
+}
+__device__ inline unsigned short narrow(float low, float high) {
+    unsigned short both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Two of the kernel's numbers.
+#if HALF
+using Number = __half;
+__device__ inline float2 unpack(unsigned bits) { return unpack_half(bits); }
+__device__ inline unsigned pack(float low, float high) { return pack_half(low, high); }
 __device__ inline unsigned multiply_pairs(unsigned one, unsigned other) {
     __half2 both = __hmul2(*reinterpret_cast<__half2*>(&one), *reinterpret_cast<__half2*>(&other));
     return *reinterpret_cast<unsigned*>(&both);
@@ -132,21 +148,30 @@ __device__ inline float2 rounded(float2 both) { return unpack(pack(both.x, both.
 
 // Adds a product of tiles to the sums, by the whole warp: 16 rows of `a` and 8 of `b`, of 16 columns (mma.m16n8k16: a
 // lane has columns 2 * (lane % 4) and the one behind, here and 8 further on, of rows lane / 4, and of `a` 8 further
-// down).
+// down), or of 8 (mma.m16n8k8).
 struct TileA {
     unsigned upper, lower, upper_right, lower_right;
 };
 struct TileB {
     unsigned left, right;
 };
-__device__ inline void multiply_tiles(float (&sums)[4], TileA a, TileB b) {
-    asm volatile(
+#define MULTIPLY_TILES(name, type)                                                                             \
+    __device__ inline void name(float (&sums)[4], TileA a, TileB b) {                                          \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                    \
+                     ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                    \
+                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                              \
+                     : "r"(a.upper), "r"(a.lower), "r"(a.upper_right), "r"(a.lower_right), "r"(b.left),        \
+                       "r"(b.right));                                                                          \
+    }                                                                                                          \
+    __device__ inline void name(float (&sums)[4], uint2 a, unsigned b) {                                       \
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." type "." type                                     \
+                     ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                                \
+                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                              \
+                     : "r"(a.x), "r"(a.y), "r"(b));                                                            \
+    }
+MULTIPLY_TILES(multiply_half_tiles, "f16")
 #if HALF
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+MULTIPLY_TILES(multiply_tiles, "f16")
 #else
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+MULTIPLY_TILES(multiply_tiles, "bf16")
 #endif
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a.upper), "r"(a.lower), "r"(a.upper_right), "r"(a.lower_right), "r"(b.left), "r"(b.right));
-}

@@ -1,9 +1,10 @@
 // Attention of the new token: SPLITS blocks share the positions of a KV head, as in flash-decoding (Dao et al., 2023).
 #pragma once
+#include "row_entries.cuh"
 #include "row_exchange.cuh"
 
-// The new token's q, k and v of this block's KV head, normed and rotated, into the work area.
-__device__ void prepare_heads(Warp& warp, int layer, unsigned* told) {
+// The new token's q, k and v of this block's KV head, normed and rotated, into the work area: k and v as in a slot.
+__device__ void prepare_heads(Warp& warp, int layer, const Scales& scales, unsigned* told) {
     const Step& step = warp.step;
     const Share& share = warp.share;
     int head = blockIdx.x / SPLITS, which = warp.warp;
@@ -35,89 +36,95 @@ __device__ void prepare_heads(Warp& warp, int layer, unsigned* told) {
             a = rounded({x.x * cos_a.x + y.x * sin_a.x, x.y * cos_a.y + y.y * sin_a.y});
             b = rounded({y.x * cos_b.x + x.x * sin_b.x, y.y * cos_b.y + x.y * sin_b.y});
         }
-        unsigned* row = reinterpret_cast<unsigned*>(warp.block.state.work) + which * (HEAD_DIM / 2);
-        row[low] = pack(a.x, a.y), row[high] = pack(b.x, b.y);
-        int slot = step.slots[share.row];
-        if (which >= GROUP && share.split == 0 && slot >= 0) {
-            Number* own = step.pool + slot / step.page_size * step.page_elements + layer * step.layer_elements +
-                          (((which - GROUP) * KV_HEADS + head) * step.page_size + slot % step.page_size) * HEAD_DIM;
-            unsigned* stored = reinterpret_cast<unsigned*>(own);
-            stored[low] = pack(a.x, a.y), stored[high] = pack(b.x, b.y);
+        unsigned char* work = warp.block.state.work;
+        if (which < GROUP) {
+            unsigned* query = reinterpret_cast<unsigned*>(work + which * HEAD_BYTES);
+            query[low] = as_factors(a), query[high] = as_factors(b);
+        } else {
+            float by = 1 / (which == GROUP ? scales.of_keys : scales.of_values);
+            auto store = [&](void* place) {
+                Pair* pairs = reinterpret_cast<Pair*>(place);
+                pairs[low] = as_stored(a, by), pairs[high] = as_stored(b, by);
+            };
+            store(work + OWN_AT + (which - GROUP) * (SLOT / 2));
+            int slot = step.slots[share.row];
+            if (share.split == 0 && slot >= 0)
+                store(step.pool + slot / step.page_size * step.page_elements + layer * step.layer_elements +
+                      (((which - GROUP) * KV_HEADS + head) * step.page_size + slot % step.page_size) * HEAD_DIM);
         }
     }
     __syncthreads();
 }
 
-// What a warp has found of its positions. A lane has DIMS dimensions of all heads' sums; of one head, lane / 4, the
-// highest score and its share of the total, and as many of q's dimensions as tiles of the tensor cores ask of it.
+// What a warp has found of its positions. A lane has, of one head, lane / 4, as many of q's dimensions as tiles of the
+// tensor cores ask of it, the highest score and its share of the total; and of two heads, its columns', sums of V: two
+// dimensions a tile, the first of both heads, then the second.
 struct Softmax {
     uint4 query[HEAD_DIM / 32];
-    float sums[GROUP][DIMS];
+    float sums[TILES][4];
     float most, total;
 };
-
-// A lane's dimensions, zeros unless they are there.
-__device__ inline void load_dims(const Number* row, int lane, bool there, float (&dims)[DIMS]) {
-    const unsigned* pairs = reinterpret_cast<const unsigned*>(row) + lane * (DIMS / 2);
-    if constexpr (DIMS == 4) {
-        uint2 both = *reinterpret_cast<const uint2*>(pairs);
-        float2 a = unpack(there ? both.x : 0), b = unpack(there ? both.y : 0);
-        dims[0] = a.x, dims[1] = a.y, dims[2] = b.x, dims[3] = b.y;
-    } else {
-        float2 a = unpack(there ? pairs[0] : 0);
-        dims[0] = a.x, dims[1] = a.y;
-    }
-}
 
 __device__ void begin_softmax(Softmax& softmax, Warp& warp) {
     const uint4* query = reinterpret_cast<const uint4*>(warp.block.state.work) + warp.lane / 4 * (HEAD_DIM / 8);
 #pragma unroll
-    for (int part = 0; part < HEAD_DIM / 32; part++)
-        softmax.query[part] = warp.lane / 4 < GROUP ? query[4 * part + warp.lane % 4] : uint4{0, 0, 0, 0};
-    for (int head = 0; head < GROUP; head++)
-        for (int dim = 0; dim < DIMS; dim++) softmax.sums[head][dim] = 0;
+    for (int part = 0; part < HEAD_DIM / 32; part++) {
+        int place = (4 * (part / EIGHTS) + warp.lane % 4) * EIGHTS + part % EIGHTS;
+        softmax.query[part] = warp.lane / 4 < GROUP ? query[place] : uint4{0, 0, 0, 0};
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+        for (float& sum : softmax.sums[tile]) sum = 0;
     softmax.most = -INFINITY, softmax.total = 0;
 }
 
-// Goes on with `valid` of 8 positions, at least one. What lies behind them was never written. scale: of the scores, in
-// units of log 2.
-__device__ void attend_to(Softmax& softmax, const Number* keys, const Number* values, int valid, float scale,
-                          int lane) {
+// Adds NEAR positions of V to the sums, with weights of head lane / 4 and positions 2 * (lane % 4) and the one behind.
+// Behind `valid` positions weights are 0, and another position's V is taken: what stands there was never written.
+__device__ void add_values(Softmax& softmax, const Entry* values, int valid, float2 weights, int lane) {
+    int span = lane % SPANS;
+    auto line = [&](int position) {
+        const Entry* row = values + (position < valid ? position : 0) * HEAD_DIM;
+        return reinterpret_cast<const Line*>(row)[lane / 4 * SPANS + span];
+    };
+    unsigned own = as_factors(weights);
+#pragma unroll
+    for (int first = 0; first < NEAR; first += BESIDE) {
+        int pair = first / 2 + lane % 4 / SPANS;
+        unsigned factors = __shfl_sync(~0u, own, 4 * (lane / 4 % COLUMNS) + pair);
+        factors = lane / 4 / COLUMNS == span ? factors : 0;
+        Line one = line(2 * pair), other = line(2 * pair + 1);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+            multiply_stored(softmax.sums[tile], tile_of(one, other, tile), factors);
+    }
+}
+
+// Goes on with NEAR positions of which `valid`, at least one, are there. keys: in a slot, or as in one. scale: of the
+// scores, in units of log 2.
+__device__ void attend_to(Softmax& softmax, const Entry* keys, int valid, float scale, int lane) {
     __syncwarp();  // tiles are multiplied by all lanes at once
-    const uint4* key = reinterpret_cast<const uint4*>(keys) + lane / 4 * (HEAD_DIM / 8) + lane % 4;
+    const uint4* key = reinterpret_cast<const uint4*>(keys + lane / 4 * HEAD_DIM) + lane % 4;
     float even[4] = {}, odd[4] = {};  // of head lane / 4 and positions 2 * (lane % 4) and the one behind; zeros
 #pragma unroll
     for (int part = 0; part < HEAD_DIM / 32; part++) {
-        uint4 q = softmax.query[part], k = key[4 * part];
-        multiply_tiles(even, {q.x, 0, q.y, 0}, {k.x, k.y});
-        multiply_tiles(odd, {q.z, 0, q.w, 0}, {k.z, k.w});
+        uint4 q = softmax.query[part], k = eight_of(key[4 * (part / EIGHTS)], part % EIGHTS);
+        multiply_stored(even, TileA{q.x, 0, q.y, 0}, TileB{k.x, k.y});
+        multiply_stored(odd, TileA{q.z, 0, q.w, 0}, TileB{k.z, k.w});
     }
     int position = lane % 4 * 2;
     float low = position < valid ? (even[0] + odd[0]) * scale : -INFINITY;
     float high = position + 1 < valid ? (even[1] + odd[1]) * scale : -INFINITY;
     float most = fmaxf(fmaxf(low, high), softmax.most);
     for (int other = 1; other < 4; other *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
-    float kept = exp2f(softmax.most - most), weights[2] = {exp2f(low - most), exp2f(high - most)};
+    float kept = exp2f(softmax.most - most);
+    float2 weights = {exp2f(low - most), exp2f(high - most)};
     softmax.most = most;
-    softmax.total = softmax.total * kept + weights[0] + weights[1];
+    softmax.total = softmax.total * kept + weights.x + weights.y;
+    int column = lane % 4 * 2 % COLUMNS;  // a head, of two whose sums this lane has
+    float of_one = __shfl_sync(~0u, kept, 4 * column), of_other = __shfl_sync(~0u, kept, 4 * column + 4);
 #pragma unroll
-    for (int head = 0; head < GROUP; head++) {
-        float kept_of_head = __shfl_sync(~0u, kept, 4 * head);
-#pragma unroll
-        for (int dim = 0; dim < DIMS; dim++) softmax.sums[head][dim] *= kept_of_head;
-    }
-#pragma unroll
-    for (int position = 0; position < SHARE; position++) {
-        float value[DIMS];
-        load_dims(values + position * HEAD_DIM, lane, position < valid, value);
-#pragma unroll
-        for (int head = 0; head < GROUP; head++) {
-            float by = __shfl_sync(~0u, weights[position % 2], 4 * head + position / 2);
-#pragma unroll
-            for (int dim = 0; dim < DIMS; dim++)
-                softmax.sums[head][dim] = fmaf(by, value[dim], softmax.sums[head][dim]);
-        }
-    }
+    for (auto& sums : softmax.sums) sums[0] *= of_one, sums[1] *= of_other, sums[2] *= of_one, sums[3] *= of_other;
+    add_values(softmax, keys + SLOT / 2 / sizeof(Entry), valid, weights, lane);
 }
 
 // Sums up what the warps have found and tells it to the blocks of this KV head.
@@ -131,8 +138,15 @@ __device__ void tell_share(Softmax& softmax, Warp& warp, int warps, unsigned* to
         block.state.ends[warp.warp][warp.lane / 4][0] = softmax.most;
         block.state.ends[warp.warp][warp.lane / 4][1] = all;
     }
-    for (int head = 0; head < GROUP; head++)
-        for (int dim = 0; dim < DIMS; dim++) found[warp.warp][head][warp.lane * DIMS + dim] = softmax.sums[head][dim];
+    int column = warp.lane % 4 * 2, line = warp.lane / 4 * SPANS + column / COLUMNS;
+#pragma unroll
+    for (int next = 0; next < 2; next++) {
+        int head = column % COLUMNS + next;
+        if (head >= GROUP) break;
+        float2* pairs = reinterpret_cast<float2*>(&found[warp.warp][head][line * DIMS]);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) pairs[tile] = {softmax.sums[tile][next], softmax.sums[tile][2 + next]};
+    }
     __syncthreads();
     int parts = PARTS_AT + (int)blockIdx.x * GROUP * PART;
     for (int place = threadIdx.x; place < GROUP * HEAD_DIM; place += THREADS) {
@@ -150,10 +164,11 @@ __device__ void tell_share(Softmax& softmax, Warp& warp, int warps, unsigned* to
 
 // This block's part of the KV head's output, from what the row's blocks have found; those of four numbers are in
 // neighbouring lanes, of which even ones go on with the first two and odd ones with the others.
-__device__ void merge_shares(const Warp& warp, unsigned* told) {
+__device__ void merge_shares(const Warp& warp, const Scales& scales, unsigned* told) {
     constexpr int OF_HEAD = HEAD_DIM / 4, QUADS = GROUP * OF_HEAD;
     const Share& share = warp.share;
-    int head = blockIdx.x / SPLITS, used = share.splits, blocks = ROWS == 1 ? SPLITS : used, lanes = at_least(SPLITS, 2);
+    int head = blockIdx.x / SPLITS, used = share.splits, blocks = ROWS == 1 ? SPLITS : used;
+    int lanes = at_least(SPLITS, 2);
     if (ROWS > 1)
         while (lanes > 2 && lanes / 2 >= blocks) lanes /= 2;
     int begin = QUADS * share.split / blocks, count = QUADS * (share.split + 1) / blocks - begin;
@@ -185,7 +200,7 @@ __device__ void merge_shares(const Warp& warp, unsigned* told) {
         total *= by;
         for (int other = 1; other < lanes; other *= 2) total += __shfl_xor_sync(~0u, total, other);
         if (split > 1 || quad >= begin + count) continue;
-        float inverse = 1 / total;
+        float inverse = scales.of_values / total;
         write_word(told + heads + 2 * quad + split, pack(x * inverse, y * inverse));
     }
 }
@@ -193,28 +208,28 @@ __device__ void merge_shares(const Warp& warp, unsigned* told) {
 __device__ void attend(Warp& warp, int layer, unsigned* told) {
     const Share& share = warp.share;
     if (share.row < 0) return;
-    prepare_heads(warp, layer, told);
+    Scales scales(warp.step, layer, blockIdx.x / SPLITS);
+    prepare_heads(warp, layer, scales, told);
     Softmax softmax;
     begin_softmax(softmax, warp);
-    float scale = warp.step.scale * 1.44269504f;
+    float scale = warp.step.scale * scales.of_keys * 1.44269504f;
     // The new token is an item like others, of a warp that has none, or fewest.
     bool with_new = share.split == 0 && warp.warp == at_most(share.items, WARPS - 1);
     int item = with_new ? warp.warp - WARPS : warp.warp, shares = at_most(share.items + (share.split == 0), WARPS);
-    for (bool done = false; !done;) {
+    const unsigned char* slot = nullptr;
+    for (int first = 0, done = false; !done;) {  // of an item's positions
         if (item < share.items) {
-            const Number* heads = reinterpret_cast<const Number*>(warp.block.state.work);
             bool is_new = item < 0;
-            const Number* stored = is_new ? nullptr : reinterpret_cast<const Number*>(warp.wait_for_item());
-            const Number* keys = is_new ? heads + GROUP * HEAD_DIM : stored;
-            const Number* values = is_new ? heads + (GROUP + 1) * HEAD_DIM : stored + SLOT / 4;
-            int valid = is_new ? 1 : at_most(share.stored - (share.begin + item * SHARE), SHARE);
-            attend_to(softmax, keys, values, valid, scale, warp.lane);
-            item += WARPS;
+            if (first == 0) slot = is_new ? warp.block.state.work + OWN_AT : warp.wait_for_item();
+            int valid = is_new ? 1 : share.stored - (share.begin + item * share.of_item() + first);
+            attend_to(softmax, reinterpret_cast<const Entry*>(slot) + first * HEAD_DIM, valid, scale, warp.lane);
+            first = first + NEAR < share.of_item() && NEAR < valid ? first + NEAR : 0;
+            if (first == 0) item += WARPS;
         }
         done = item >= share.items;
         if (done && shares) tell_share(softmax, warp, shares, told);
-        warp.release();
+        if (first == 0) warp.release();
     }
-    merge_shares(warp, told);
+    merge_shares(warp, scales, told);
     __syncthreads();  // what the warps have found is read: the next input may take its place
 }

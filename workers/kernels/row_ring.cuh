@@ -2,7 +2,7 @@
 #pragma once
 #include "row_shape.cuh"
 
-// An item is a tile's slice of a weight, or 8 positions of K and V; a block's items go round its warps.
+// An item is a tile's slice of a weight, or some positions of K and V; a block's items go round its warps.
 struct Warp {
     const Step& step;
     Block& block;
@@ -133,11 +133,11 @@ struct Warp {
 #endif
 
     __device__ void fetch_positions(unsigned slot) {
-        int position = share.begin + item * SHARE, head = blockIdx.x / SPLITS;
+        int position = share.begin + item * share.of_item(), head = blockIdx.x / SPLITS;
         long long page = step.kv_indices[share.first_page + position / step.page_size];
-        const Number* keys = step.pool + page * step.page_elements + layer * step.layer_elements +
-                             (head * step.page_size + position % step.page_size) * HEAD_DIM;
-        unsigned bytes = SHARE * HEAD_DIM * 2;
+        const Entry* keys = step.pool + page * step.page_elements + layer * step.layer_elements +
+                            (head * step.page_size + position % step.page_size) * HEAD_DIM;
+        unsigned bytes = share.of_item() * HEAD_DIM * sizeof(Entry);
         unsigned long long* arrival = &block.state.arrivals[warp][slot];
         expect_bytes(arrival, 2 * bytes);
         fetch(block.ring[warp][slot], keys, bytes, arrival, policy);

@@ -1,6 +1,6 @@
 // The sizes of row_step.cu, what a launch is given, and what a block keeps in shared memory.
 //
-// Set by the compiler's command line: ROWS, HIDDEN, INNER, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCKS, WARPS, HALF.
+// Set by the compiler's command line: ROWS, HIDDEN, INNER, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCKS, WARPS, HALF, FP8.
 #pragma once
 #ifdef __CUDACC__
 #include "device.cuh"
@@ -8,19 +8,30 @@
 #include EMULATED_DEVICE
 #endif
 
+#if FP8
+using Entry = unsigned char;  // of K and V, see row_entries.cuh
+#else
+using Entry = Number;
+#endif
+
 constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = Q_HEADS / KV_HEADS;
-constexpr int SHARE = 8;                     // positions that a warp attends to at once
 constexpr int TILE = ROWS == 1 ? 2 : 4;      // outputs of a product, rows of its weight, that a warp computes at once
 constexpr int SLICE = 2048 / TILE;           // columns of them
 constexpr int SLOT = TILE * SLICE * 2;       // bytes of a ring's slot: a tile's slice, or K and V
-constexpr int DIMS = HEAD_DIM / 32;          // of a head, a lane's
+constexpr int NEAR = 8;                      // positions that a warp attends to at once
 constexpr int HEADS_WIDTH = Q_HEADS * HEAD_DIM, QKV_ROWS = (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM;
 
 __host__ __device__ constexpr int power_below(int n) { return n < 2 ? 1 : 2 * power_below(n / 2); }
 __host__ __device__ constexpr int at_most(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int at_least(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int slices(int columns) { return (columns + SLICE - 1) / SLICE; }
+// The most positions of an item. Of several rows items of many positions fill their slots; few are shared out better
+// by NEAR, and those of one row always are.
+constexpr int SHARE = ROWS == 1 ? NEAR : at_most(SLOT / (2 * HEAD_DIM * (int)sizeof(Entry)), 2 * NEAR);
+#ifndef MANY
+#define MANY 4 * WARPS * NEAR
+#endif
 constexpr int SPLITS = at_most(16, power_below(BLOCKS / KV_HEADS));  // blocks that share a KV head's positions
 static_assert(SPLITS >= ROWS && WARPS % ROWS == 0 && ROWS <= 8);
 
@@ -40,7 +51,8 @@ constexpr int PIECE = ROWS == 1 || INNER * ROWS * 2 <= INPUT_LIMIT
 constexpr int PIECES = ceiling(INNER, PIECE);
 
 constexpr int WIDEST = at_least(at_least(HIDDEN, PIECE), HEADS_WIDTH);
-constexpr int HEADS_BYTES = (GROUP + 2) * HEAD_DIM * 2;  // q, k and v of the new token, where the input was
+// Of the new token, where the input was: q of each head, then k and v as in a slot.
+constexpr int HEAD_BYTES = HEAD_DIM * 2, OWN_AT = GROUP * HEAD_BYTES, HEADS_BYTES = OWN_AT + SLOT / 2 + HEAD_BYTES;
 constexpr int INPUT_BYTES = at_least((ROWS * WIDEST * 2 + 15) / 16 * 16, HEADS_BYTES);
 constexpr int SUMS_BYTES = slices(WIDEST) * TILE * ROWS * 4;                 // of a tile
 constexpr int MOST_DOWN = PIECES == 1 ? 2 : ceiling(HIDDEN / TILE, BLOCKS);  // tiles whose sums outlast a piece
@@ -64,7 +76,9 @@ constexpr int PARTS_AT = INNER_AT + ROWS * INNER / 2, NUM_WORDS = PARTS_AT + SPL
 struct Step {
     const Number* const* layers;  // [num_layers][POINTERS]
     const Number *x, *final_norm, *lm_head, *cos, *sin;  // cos and sin: rows of 2 * HEAD_DIM
-    Number *logits, *pool;
+    const float* scales;  // of entries of 8 bits, [num_layers][K and V][KV_HEADS]
+    Number* logits;
+    Entry* pool;
     const int *slots, *kv_indptr, *kv_indices, *kv_last_page_len;
     unsigned* words;  // [2][NUM_WORDS]
     unsigned* epoch;  // the layers before; how many blocks are done
@@ -74,9 +88,11 @@ struct Step {
 };
 
 // Whose positions a block attends to, nobody's where row < 0; its place among the `splits` blocks that have some; the
-// row's first page, how many positions it has stored, and which are the block's: `items` times 8, or fewer at the end.
+// row's first page, how many positions it has stored, and which are the block's: `items` of `size`, the last of fewer.
 struct Share {
-    int row, split, splits, first_page, stored, begin, items;
+    int row, split, splits, first_page, stored, begin, items, size;
+
+    __device__ int of_item() const { return SHARE == NEAR ? NEAR : size; }
 };
 #if ROWS == 1
 using HeldShare = const Share;  // by each thread

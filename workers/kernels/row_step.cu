@@ -31,7 +31,8 @@ __device__ Share share_positions(const Step& step) {
         int splits = at_least(ceiling(stored[row], longest), 1), blocks = ROWS == 1 ? SPLITS : splits;
         if (place >= 0 && place < blocks) {
             int begin = at_most(place * longest, stored[row]), count = at_most(stored[row] - begin, longest);
-            share = {row, place, splits, step.kv_indptr[row], stored[row], begin, ceiling(count, SHARE)};
+            int size = count > MANY ? SHARE : NEAR;
+            share = {row, place, splits, step.kv_indptr[row], stored[row], begin, ceiling(count, size), size};
         }
         place -= blocks;
     }

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import StepPages
+from tandem.cache.kv_scales import FP8
 from tandem.workers.kernels.cubin_build import load_cubin
 from tandem.workers.kernels.cuda_driver import Module
 
 SOURCE = Path(__file__).with_name("row_step.cu")
 WARPS = 16
 SHARED_BYTES = 227 * 1024  # SHARED_BYTES of row_step.cu
+SLOT_BYTES = 4096  # SLOT
 MAX_GROUP = 8  # q heads of a KV head: their sums must fit into registers
 ENDS = 4  # words beside a head's sums
 SHARES_OF_HEAD = 16
@@ -45,7 +47,8 @@ class RowStepLayer:
 
 @dataclass(frozen=True, slots=True)
 class RowStepShape:
-    """Of a model whose layers have K and V and a gated feed-forward with silu; dtype: of all its tensors."""
+    """Of a model whose layers have K and V and a gated feed-forward with silu; dtype: of all its tensors. stored: of K
+    and V in their pages, float8_e4m3fn or as they come."""
 
     hidden: int
     inner: int
@@ -54,6 +57,7 @@ class RowStepShape:
     head_dim: int
     vocab: int
     dtype: torch.dtype
+    stored: torch.dtype
 
     def fits(self, blocks: int, rows: int) -> bool:
         """Whether `blocks` blocks should compute a step of `rows` rows: rows of whole 16 bytes, outputs for each block
@@ -62,6 +66,7 @@ class RowStepShape:
         widest = max(self.hidden, self.q_heads * self.head_dim)  # `down` gathers its input in pieces
         return (
             self.dtype in (torch.float16, torch.bfloat16)
+            and self.stored in (self.dtype, FP8)
             and self.head_dim in (64, 128)
             and self.q_heads // self.kv_heads <= MAX_GROUP
             and all(size % 8 == 0 for size in sizes)
@@ -70,6 +75,10 @@ class RowStepShape:
             and blocks >= rows * self.kv_heads
             and (rows == 1 or rows * widest * 2 <= INPUT_BYTES)
         )
+
+    def share(self, rows: int) -> int:
+        """SHARE of row_shape.cuh: positions that lie on one page."""
+        return 8 if rows == 1 else min(SLOT_BYTES // (2 * self.head_dim * self.stored.itemsize), 16)
 
     def defines(self, blocks: int, warps: int, rows: int) -> tuple[str, ...]:
         """For the compiler."""
@@ -83,6 +92,7 @@ class RowStepShape:
             "BLOCKS": blocks,
             "WARPS": warps,
             "HALF": int(self.dtype == torch.float16),
+            "FP8": int(self.stored == FP8),
         }
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
@@ -102,7 +112,8 @@ class StepArguments(ctypes.Structure):
     """struct Step of row_step.cu."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("layers", "x", "final_norm", "lm_head", "cos", "sin", "logits", "pool")),
+        *((name, POINTER) for name in ("layers", "x", "final_norm", "lm_head", "cos", "sin")),
+        *((name, POINTER) for name in ("scales", "logits", "pool")),
         *((name, POINTER) for name in ("slots", "kv_indptr", "kv_indices", "kv_last_page_len", "words", "epoch")),
         *(("page_elements", INT64), ("layer_elements", INT64)),
         *(("num_layers", INT32), ("vocab", INT32), ("page_size", INT32)),
@@ -152,11 +163,14 @@ class RowStep:
         """
         logits = torch.empty((self._rows, self._shape.vocab), dtype=x.dtype, device=x.device)
         tables, rotation = pages.tables, pages.rotation
-        tensors = (self._table, x, self._final_norm, self._lm_head, rotation.cos, rotation.signed_sin, logits)
+        tensors = (self._table, x, self._final_norm, self._lm_head, rotation.cos, rotation.signed_sin)
+        scales = 0 if pages.scales is None else pages.scales.data_ptr()
         of_pages = (pages.pool, tables.slots, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
         self._launch(
             StepArguments(
-                *(tensor.data_ptr() for tensor in (*tensors, *of_pages, self._words, self._epoch)),
+                *(tensor.data_ptr() for tensor in tensors),
+                scales,
+                *(tensor.data_ptr() for tensor in (logits, *of_pages, self._words, self._epoch)),
                 *(pages.pool.stride(0), pages.pool.stride(1)),
                 *(len(self._layers), self._shape.vocab, pages.pool.shape[4], self._eps, self._eps, pages.scale),
             )
@@ -168,10 +182,10 @@ class RowStep:
         rotary_dim, page_size = pages.rotation.cos.shape[-1], pages.pool.shape[4]
         return (
             pages.tables.slots.shape[0] == self._rows
-            and pages.pool.dtype == self._shape.dtype
+            and pages.pool.dtype == self._shape.stored
             and pages.pool.shape[1] == len(self._layers)
             and rotary_dim == self._shape.head_dim
-            and page_size % 8 == 0
+            and page_size % self._shape.share(self._rows) == 0
         )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from tandem.cache.head_norm import HeadNorm
@@ -43,6 +44,7 @@ class RowDecoder:
         self._final_norm = RowNorm(final_norm, config.rms_norm_eps)
         self._lm_head = lm_head
         self._layers: list[RowLayer] = []
+        self._steps_over: dict[torch.dtype, dict[int, RowStep]] = {}
 
     @staticmethod
     def fits(config: ModelConfig, layer: LayerParameters) -> bool:
@@ -82,7 +84,7 @@ class RowDecoder:
         """Logits [n, vocab_size] that follow the tokens with embeddings x [n, H], in its dtype; x is overwritten. None,
         and x as it was, where the decoder of any number of rows is to be taken."""
         rows, pages = x.shape[0], cached.step_pages()
-        step = None if pages is None else self._steps.get(rows)
+        step = None if pages is None else self._steps(pages.pool.dtype).get(rows)
         if pages is not None and step is not None and step.takes(pages):
             return step(x, pages)
         kernels = self._kernels if rows == 1 else self._narrow if rows <= MOST_ROWS else None
@@ -98,9 +100,13 @@ class RowDecoder:
             kernels.add_linear(x, inner, gated.down, gated.down_bias)
         return kernels.linear(x, self._lm_head, None, self._final_norm)
 
-    @cached_property
-    def _steps(self) -> dict[int, RowStep]:
-        """By number of rows; made when first asked for, with all layers; may compile."""
+    def _steps(self, stored: torch.dtype) -> dict[int, RowStep]:
+        """By number of rows, over a pool of such elements; made when first asked for, with all layers; may compile."""
+        if stored not in self._steps_over:
+            self._steps_over[stored] = self._make_steps(stored)
+        return self._steps_over[stored]
+
+    def _make_steps(self, stored: torch.dtype) -> dict[int, RowStep]:
         config, layers = self._config, [_step_layer(layer) for layer in self._layers]
         shape = RowStepShape(
             hidden=config.hidden_size,
@@ -110,6 +116,7 @@ class RowDecoder:
             head_dim=config.head_dim,
             vocab=self._lm_head.shape[0],
             dtype=config.dtype,
+            stored=stored,
         )
         fitting = [layer for layer in layers if layer is not None]
         if len(fitting) < len(layers) or self._final_norm.weight.dtype != config.dtype:

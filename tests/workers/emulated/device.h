@@ -18,6 +18,7 @@
 #define __launch_bounds__(...)
 #define SHARED_MEMORY(name) unsigned char* name = emulated::current->memory
 
+struct alignas(4) ushort2 { unsigned short x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
@@ -88,7 +89,16 @@ inline float __shfl_down_sync(unsigned lanes, float value, int by) {
 inline unsigned atomicAdd(unsigned* place, unsigned by) { unsigned old = *place; *place += by; return old; }
 inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
 inline float __uint_as_float(unsigned bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+inline unsigned __shfl_sync(unsigned lanes, unsigned value, int lane) {
+    return __float_as_uint(__shfl_sync(lanes, __uint_as_float(value), lane));
+}
 inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned places) {
+    unsigned long long both = (unsigned long long)high << 32 | low;
+    unsigned bytes = 0;
+    for (int place = 0; place < 4; place++) bytes |= (both >> (places >> 4 * place & 7) * 8 & 255) << 8 * place;
+    return bytes;
+}
 
 inline long long clock64() { return 0; }
 inline void check_patience(long long) {
@@ -133,15 +143,36 @@ inline float2 read_pair(const float2* place, int rank) {
 inline void launch_dependents() {}
 inline void await_earlier_kernels() {}
 
-#if HALF
-using Number = _Float16;
-inline float number(unsigned short bits) { _Float16 value; std::memcpy(&value, &bits, 2); return value; }
-inline unsigned bits_of(float value) {
+inline float half_of(unsigned short bits) { _Float16 value; std::memcpy(&value, &bits, 2); return value; }
+inline unsigned bits_of_half(float value) {
     _Float16 number = value;
     unsigned short bits;
     std::memcpy(&bits, &number, 2);
     return bits;
 }
+inline float2 unpack_half(unsigned bits) { return {half_of(bits), half_of(bits >> 16)}; }
+inline unsigned pack_half(float low, float high) { return bits_of_half(low) | bits_of_half(high) << 16; }
+
+// e4m3: a sign, four bits of exponent, three of the number; 0x7f is NaN.
+inline float of_entry(unsigned bits) {
+    int exponent = bits >> 3 & 15, rest = bits & 7;
+    float size = (bits & 127) == 127 ? NAN : exponent ? std::ldexp(8 + rest, exponent - 10) : std::ldexp(rest, -9);
+    return bits & 128 ? -size : size;
+}
+inline unsigned entry_of(float value) {
+    unsigned sign = std::signbit(value) ? 128 : 0;
+    if (std::isnan(value)) return sign | 127;
+    float size = std::fmin(std::fabs(value), 448.0f);
+    int exponent = size < 0.015625f ? -6 : std::ilogb(size);
+    return sign | ((exponent + 6) * 8 + (int)std::nearbyint(std::ldexp(size, 3 - exponent)));
+}
+inline unsigned widen(unsigned short both) { return pack_half(of_entry(both & 255), of_entry(both >> 8)); }
+inline unsigned short narrow(float low, float high) { return entry_of(low) | entry_of(high) << 8; }
+
+#if HALF
+using Number = _Float16;
+inline float number(unsigned short bits) { return half_of(bits); }
+inline unsigned bits_of(float value) { return bits_of_half(value); }
 #else
 struct Number {
     unsigned short bits;
@@ -163,9 +194,9 @@ inline unsigned multiply_pairs(unsigned one, unsigned other) {
 
 struct TileA { unsigned upper, lower, upper_right, lower_right; };
 struct TileB { unsigned left, right; };
-inline float part_of(unsigned bits, int column) { return column % 2 ? unpack(bits).y : unpack(bits).x; }
-inline void multiply_tiles(float (&sums)[4], TileA a, TileB b) {
+inline void multiply_tiles(float (&sums)[4], TileA a, TileB b, float2 (*unpack)(unsigned)) {
     using namespace emulated;
+    auto part_of = [&](unsigned bits, int column) { return column % 2 ? unpack(bits).y : unpack(bits).x; };
     WarpState& warp = *current->of_warp;
     auto& tiles = warp.tiles[warp.meeting.round % 2];
     int lane = current->thread % 32;
@@ -180,6 +211,12 @@ inline void multiply_tiles(float (&sums)[4], TileA a, TileB b) {
             sums[place] += one * part_of(tiles[4 * other + from][4 + right], column);
         }
     }
+}
+inline void multiply_tiles(float (&sums)[4], TileA a, TileB b) { multiply_tiles(sums, a, b, unpack); }
+inline void multiply_half_tiles(float (&sums)[4], TileA a, TileB b) { multiply_tiles(sums, a, b, unpack_half); }
+inline void multiply_tiles(float (&sums)[4], uint2 a, unsigned b) { multiply_tiles(sums, TileA{a.x, a.y}, TileB{b}); }
+inline void multiply_half_tiles(float (&sums)[4], uint2 a, unsigned b) {
+    multiply_half_tiles(sums, TileA{a.x, a.y}, TileB{b});
 }
 
 namespace emulated {

@@ -15,12 +15,12 @@ from torch import Tensor
 from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables, StepPages
 from tandem.cache.kernels.torch_kernels import TorchKernels
-from tandem.cache.kv_scales import KVScales
+from tandem.cache.kv_scales import FP8, KVScales
 from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan import PageTables
 from tandem.cache.rope import Rotation
-from tandem.workers.kernels.row_step import Launch, RowStepShape
+from tandem.workers.kernels.row_step import Launch, RowStep, RowStepShape
 from tandem.workers.kernels.torch_row import TorchRowKernels
 from tandem.workers.models import row_decoder
 from tandem.workers.models.decoder import DenseDecoder
@@ -169,3 +169,23 @@ def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pyte
         errors = (actual - expected).norm(dim=1) / expected.norm(dim=1)
         assert errors.max() < case.tolerance
     assert torch.equal(*(pool.float().isfinite() for pool in pools))  # padding has stored nothing
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "fp8", "expected"),
+    [(1, 128, True, (8, 16, 32)), (2, 128, True, (16, 32)), (8, 128, False, (8, 16, 32)), (4, 64, False, (16, 32))],
+)
+def test_positions_that_are_fetched_at_once_lie_on_a_page(
+    rows: int, head_dim: int, fp8: bool, expected: tuple[int, ...]
+) -> None:
+    stored = FP8 if fp8 else torch.float16
+    shape = RowStepShape(64, 64, 2, 1, head_dim, 64, torch.float16, stored)
+    one = torch.zeros(1)
+    step = RowStep(shape, rows, (), one, one, 1e-6, lambda _: None)
+    tables = DeviceTables(*torch.zeros(4, rows, dtype=torch.int32))
+
+    def takes(page_size: int) -> bool:
+        pool = torch.empty(1, 0, 2, 1, page_size, head_dim, dtype=stored)
+        return step.takes(StepPages(pool, tables, Rotation(torch.zeros(rows, 2, head_dim)), 1.0, one if fp8 else None))
+
+    assert tuple(filter(takes, (4, 8, 12, 16, 32))) == expected

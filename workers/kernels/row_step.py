@@ -41,8 +41,7 @@ class RowStepLayer:
     head_norms: Tensor | None
 
     def addresses(self) -> list[int]:
-        tensors = [getattr(self, field.name) for field in fields(self)]
-        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        return [_address(getattr(self, field.name)) for field in fields(self)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +102,10 @@ class RowStepShape:
         return rows * (2 * self.hidden + 2 * heads + 2 * self.kv_heads * self.head_dim + self.inner) + 2 * parts
 
 
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _tile(rows: int) -> int:
     """TILE of row_shape.cuh."""
     return 2 if rows == 1 else 4
@@ -112,9 +115,9 @@ class StepArguments(ctypes.Structure):
     """struct Step of row_step.cu."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("layers", "x", "final_norm", "lm_head", "cos", "sin")),
-        *((name, POINTER) for name in ("scales", "logits", "pool")),
-        *((name, POINTER) for name in ("slots", "kv_indptr", "kv_indices", "kv_last_page_len", "words", "epoch")),
+        *((name, POINTER) for name in ("layers", "x", "final_norm", "lm_head", "cos", "sin", "scales", "logits")),
+        *((name, POINTER) for name in ("pool", "slots", "kv_indptr", "kv_indices", "kv_last_page_len")),
+        *((name, POINTER) for name in ("words", "epoch")),
         *(("page_elements", INT64), ("layer_elements", INT64)),
         *(("num_layers", INT32), ("vocab", INT32), ("page_size", INT32)),
         *(("eps", FLOAT), ("head_eps", FLOAT), ("scale", FLOAT)),
@@ -164,13 +167,10 @@ class RowStep:
         logits = torch.empty((self._rows, self._shape.vocab), dtype=x.dtype, device=x.device)
         tables, rotation = pages.tables, pages.rotation
         tensors = (self._table, x, self._final_norm, self._lm_head, rotation.cos, rotation.signed_sin)
-        scales = 0 if pages.scales is None else pages.scales.data_ptr()
         of_pages = (pages.pool, tables.slots, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
         self._launch(
             StepArguments(
-                *(tensor.data_ptr() for tensor in tensors),
-                scales,
-                *(tensor.data_ptr() for tensor in (logits, *of_pages, self._words, self._epoch)),
+                *map(_address, (*tensors, pages.scales, logits, *of_pages, self._words, self._epoch)),
                 *(pages.pool.stride(0), pages.pool.stride(1)),
                 *(len(self._layers), self._shape.vocab, pages.pool.shape[4], self._eps, self._eps, pages.scale),
             )

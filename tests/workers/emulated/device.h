@@ -18,7 +18,6 @@
 #define __launch_bounds__(...)
 #define SHARED_MEMORY(name) unsigned char* name = emulated::current->memory
 
-struct alignas(4) ushort2 { unsigned short x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) float2 { float x, y; };

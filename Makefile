@@ -17,7 +17,7 @@ help:
 	@echo "make explore all that can happen to a request in a few small worlds, one state after another"
 	@echo "make fuzz    100,000 bad inputs for services and configuration, 500,000 steps of random programs on caches"
 	@echo "make bench   the benchmarks that this machine can run; build/bench has results and plots"
-	@echo "make clean   remove the virtual environment and all caches"
+	@echo "make clean   remove the virtual environment, this checkout's caches and build/, benchmark results too"
 
 demo: .venv/.base
 	@$(BIN)/python -m tandem.cluster.demo

@@ -33,6 +33,7 @@ RETRY_AFTER_KEY = "retry-after-ms"
 CLIENT_ID_KEY = "client-id"
 MAX_CLIENT_ID = 128
 TIMED_OUT = "Deadline Exceeded"  # gRPC's own words, which do not say after how long
+TOO_LARGE = "Received message larger than max"  # gRPC's, too
 ACCEPTED = MappingProxyType(
     {
         FieldDescriptor.TYPE_UINT32: "an integer in [0, 2^32)",
@@ -173,6 +174,8 @@ def call_error(address: str, error: grpc.RpcError, request: Message, timeout: fl
         details += f"; the timeout of {request.DESCRIPTOR.name.removesuffix('Request')} was {timeout:g} s"
     if code == grpc.StatusCode.UNAVAILABLE:  # the connection's word, never the gateway's
         return Unavailable(f"{address}: no gateway answers there: {details}")
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED and TOO_LARGE in details:
+        return InvalidRequest(f"the request is larger than gateway.max_message_mib allows: {details}")
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return Overloaded(f"{address}: {details}", retry_after_seconds(error))
     kinds: dict[grpc.StatusCode, type[CallError]] = {

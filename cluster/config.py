@@ -231,7 +231,7 @@ class ClusterConfig(Section):
     name: str = Field(
         default="local",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$",
-        description="the cluster's name: 1 to 63 letters, digits and . _ -",
+        description="the cluster's name: 1 to 63 letters, digits and . _ -, a letter or digit first",
     )
     model: ModelSection = Field(default=ModelSection(), description="what is served")
     cache: CacheSection = Field(default=CacheSection(), description="each worker's KV")

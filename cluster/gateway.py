@@ -109,14 +109,14 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._settings = settings
         self._model = load_config(Path(settings.model_path), settings.dtype)
         self._tokenizer = Tokenizer.from_folder(Path(settings.model_path))
-        limits = ModelLimits(
+        self._limits = ModelLimits(
             vocab_size=self._model.vocab_size,
             max_model_len=settings.max_model_len,
             pool_tokens=settings.num_pages * settings.page_size,
             rope_switch=self._model.rope_switch,
         )
         self._name = Path(settings.model_path).name
-        self._validator = RequestValidator(limits, self._tokenizer)
+        self._validator = RequestValidator(self._limits, self._tokenizer)
         self._started = time.monotonic()
 
     async def start(self) -> Doors:
@@ -169,7 +169,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             self._intake,
             self._tokenizer,
             model=self._name,
-            max_model_len=settings.max_model_len,
+            max_model_len=self._limits.longest,
             limit=self._limit,
             token=settings.security.token(),
             max_bytes=settings.max_message_bytes,
@@ -224,7 +224,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             architecture=model.architecture,
             dtype=str(model.dtype).removeprefix("torch."),
             vocab_size=model.vocab_size,
-            max_model_len=settings.max_model_len,
+            max_model_len=self._limits.longest,
             num_layers=model.num_layers,
             page_size=settings.page_size,
             kv_bytes_per_token=kv_layout(model, settings.page_size, scales).token_bytes,

@@ -23,7 +23,7 @@ class Heartbeat:
 
     Only what this process has seen counts: when it was itself stopped for a while, nobody was silent meanwhile.
     silent_seconds: without an answer, since the process was there or had answered. stalled_seconds: how long it has
-    prepared something and not got on; until it is there, its imports are that.
+    prepared something and not got on; until it is there, its imports are that. got_to: its last answer.
     """
 
     def __init__(self, process: ActorProcess) -> None:
@@ -32,7 +32,7 @@ class Heartbeat:
         self.stalled_seconds = 0.0
         self._there = process.there()
         self._answer: Future[Any] = process.call("ping")
-        self._got_to: tuple[str, int] | None = None
+        self.got_to: tuple[str, int] | None = None
         self._told_seconds = 0.0
 
     @property
@@ -40,7 +40,7 @@ class Heartbeat:
         """Of its start, as last heard; empty when it prepares nothing."""
         if not self._there.done():
             return IMPORTS
-        return self._got_to[0] if self._got_to else ""
+        return self.got_to[0] if self.got_to else ""
 
     def tick(self, seconds: float) -> None:
         """seconds have passed since the last tick."""
@@ -51,9 +51,9 @@ class Heartbeat:
         answered = self._answer.done()
         if answered and self._answer.exception() is None:
             got_to = self._answer.result()
-            gets_on = got_to is None or got_to != self._got_to
+            gets_on = got_to is None or got_to != self.got_to
             self.stalled_seconds = 0.0 if gets_on else self.stalled_seconds + seconds
-            self.silent_seconds, self._got_to = 0.0, got_to
+            self.silent_seconds, self.got_to = 0.0, got_to
         else:
             self.silent_seconds += seconds
         if answered:

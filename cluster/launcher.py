@@ -1,5 +1,6 @@
 """Starts a cluster's islands and its gateway, keeps them running, and takes everything down again."""
 
+import os
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from tandem.cluster.gateway_supervisor import GatewaySupervisor
 from tandem.cluster.island import Island, LoadState
 from tandem.cluster.island_supervisor import IslandSupervisor
 from tandem.cluster.membership import Membership
-from tandem.cluster.process_settings import gateway_settings, island_names, worker_configs
+from tandem.cluster.process_settings import agreed_pages, gateway_settings, island_names, worker_configs
 from tandem.cluster.processes import Processes
 from tandem.cluster.ray_processes import RayProcesses
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
@@ -36,6 +37,7 @@ from tandem.workers.tokenizer import Tokenizer
 from tandem.workers.weights import check_weights
 
 READY_POLL_SECONDS = 0.2
+GIB = 1 << 30
 
 Progress = Callable[[Sequence[LoadState]], None]
 
@@ -131,6 +133,8 @@ class Cluster:
             raise ConfigError(f"cache.{error}") from error
         if self._config.island.device == "cuda":
             _check_gpu(layout, model)
+        else:
+            _check_memory(layout, agreed_pages(self._config, (), model.max_length))
         max_model_len = self._config.model.max_model_len or model.max_length
         if max_model_len > model.max_length:
             raise ConfigError(
@@ -208,6 +212,17 @@ def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
         check_layout(layout, None if model.latent is None else model.latent.heads)
     except InvalidArgument as error:
         raise ConfigError(f"island.device is cuda, which model.path and cache.page_size do not fit: {error}") from error
+
+
+def _check_memory(layout: KVLayout, num_pages: int) -> None:
+    """ConfigError where one worker's pages would not fit into this machine's memory; those of windows take less."""
+    sizes = [layout.page_bytes(index) for index, group in enumerate(layout.groups) if group.window is None]
+    needed, there = num_pages * sum(sizes), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ConfigError(
+            f"cache.num_pages is {num_pages}; so many pages take {needed / GIB:.1f} GiB in each worker, and this "
+            f"machine has {there / GIB:.1f}: at most {num_pages * there // needed} are accepted"
+        )
 
 
 def _check_doors(section: GatewaySection) -> None:

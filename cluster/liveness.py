@@ -36,12 +36,15 @@ class Liveness:
     def results(self, calls: Sequence[Future[Any]], seconds: float) -> list[Any]:
         """What the calls returned or the exception of the first that failed.
 
-        ProcessEnded when a member has ended, or was ended here because it was silent or did not get on for too long.
+        ProcessEnded when a member has ended, or was ended here because it was silent or did not get on for too long;
+        TimeoutError after `seconds` in which nothing was returned and no member got on with what it prepares.
         """
-        deadline = time.monotonic() + seconds
+        deadline, got_to = time.monotonic() + seconds, self._got_to()
         pending = set(calls)
         while pending:
             done = self._wait(pending)
+            if done or got_to != self._got_to():
+                deadline, got_to = time.monotonic() + seconds, self._got_to()
             for call in done:
                 call.result()
             pending -= done
@@ -64,6 +67,9 @@ class Liveness:
                 raise ProcessEnded(heartbeat.process.name, why)
         self._ticked = now
         return done
+
+    def _got_to(self) -> list[tuple[str, int] | None]:
+        return [heartbeat.got_to for heartbeat in self._heartbeats]
 
     def _phases(self) -> str:
         """Which members still prepare what."""

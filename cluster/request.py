@@ -27,6 +27,11 @@ class ModelLimits:
     pool_tokens: int  # positions that one decode worker's pages hold
     rope_switch: int | None = None  # see ModelConfig
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest request."""
+        return min(self.max_model_len, self.pool_tokens)
+
 
 @dataclass(frozen=True, eq=False)
 class ValidRequest:
@@ -128,12 +133,12 @@ class RequestValidator:
 
     def _room(self, prompt: int) -> int:
         """The most output tokens after a prompt of so many; 0 or less where it is too long itself."""
-        room = min(self._limits.max_model_len, self._limits.pool_tokens) - prompt
+        room = self._limits.longest - prompt
         switch = self._limits.rope_switch
         return room if switch is None or prompt > switch else min(room, switch - prompt + 1)
 
     def _check_length(self, prompt: int, max_tokens: int) -> None:
-        limit = min(self._limits.max_model_len, self._limits.pool_tokens)
+        limit = self._limits.longest
         which = "the model's context" if limit == self._limits.max_model_len else "the decode worker's page pool"
         if prompt >= limit:
             raise InvalidRequest(f"the prompt has {prompt} tokens; {which} takes at most {limit - 1} and one output")

@@ -100,6 +100,16 @@ def test_status_codes_are_typed_errors(generate: Generate, code: grpc.StatusCode
 
 
 @both
+def test_a_request_that_is_too_large_is_not_to_be_repeated(generate: Generate) -> None:
+    fails = (grpc.StatusCode.RESOURCE_EXHAUSTED, "SERVER: Received message larger than max (2400054 vs. 1048576)")
+    with (
+        serving(FakeGateway(words=(), fails=fails)) as address,
+        pytest.raises(InvalidRequest, match=r"gateway\.max_message_mib allows: .*2400054 vs\. 1048576"),
+    ):
+        generate(address, "x")
+
+
+@both
 def test_the_deadline_is_kept(generate: Generate) -> None:
     """And told, with what it was for."""
     message = "Deadline Exceeded.*; the timeout of Generate was 0.2 s$"

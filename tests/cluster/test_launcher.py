@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.config import load_config
-from tandem.cluster.errors import StartFailed
+from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.launcher import Cluster
 from tandem.workers.random_checkpoint import make_checkpoint
 from tests.cluster.fake_processes import FakeProcesses
@@ -22,6 +22,15 @@ def test_islands_that_have_no_room_together(tmp_path: Path) -> None:
     values = {"model.path": str(tmp_path / "model"), "num_islands": 2, "island.num_decode": 2, "gateway.port": 0}
     processes = CrampedProcesses()
     with pytest.raises(StartFailed, match=r"^num_islands is 2, .*num_decode 2: 6 processes with 0 GPUs each"):
+        Cluster(load_config(None, values), processes).start()
+    assert not processes.specs
+
+
+def test_pages_that_no_machine_holds(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 1 << 24, "cache.page_size": 128}
+    processes = FakeProcesses()
+    with pytest.raises(ConfigError, match=r"^cache\.num_pages is 16777216; .* GiB in each worker, .*: at most \d+ are"):
         Cluster(load_config(None, values), processes).start()
     assert not processes.specs
 

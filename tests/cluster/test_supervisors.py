@@ -144,6 +144,13 @@ class TestLiveness:
         with pytest.raises(TimeoutError, match=r"no answer within 0\.4 s; b is in phase 'weights'$"):
             Liveness(members, PATIENT, StopSignal()).results([Future()], 0.4)
 
+    def test_a_call_may_take_long_while_somebody_gets_on(self) -> None:
+        ticks = iter(range(10_000))
+        liveness = Liveness([FakeProcess("a", lambda method: ("weights", next(ticks)))], PATIENT, StopSignal())
+        event: Future[str] = Future()
+        threading.Timer(2.0, event.set_result, ("loaded",)).start()
+        assert liveness.results([event], 0.8) == ["loaded"]
+
     def test_the_forgotten_may_end(self) -> None:
         members = [FakeProcess("a"), FakeProcess("b")]
         liveness = Liveness(members, PATIENT, StopSignal())

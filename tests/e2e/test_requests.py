@@ -212,6 +212,8 @@ def test_request_id_may_be_used_again(island: Island) -> None:
 def test_prompt_larger_than_the_pool(folder: Path) -> None:
     with running_island(folder, {"cache.num_pages": 8}) as island:
         assert "page pool" in refused(island, [3] * 64)
+        with Client(island.address) as client:
+            assert client.model_info().max_model_len == 64
         assert len(tokens_of(complete(island.address, [3] * 60, max_tokens=4, **GREEDY))) == 4
 
 

@@ -107,9 +107,11 @@ class HeadStart:
         head, self._head = self._head, None
         if head is None:
             return False
-        if self._sharing and head.computed:  # it may be asked for again, once there is room for it
-            self._cache.publish_prefix(head.sequence_id, head.token_ids[: head.computed])
-        self._cache.remove_sequence(head.sequence_id)
+        try:
+            if self._sharing and head.computed:  # it may be asked for again, once there is room for it
+                self._cache.publish_prefix(head.sequence_id, head.token_ids[: head.computed])
+        finally:
+            self._cache.remove_sequence(head.sequence_id)
         return True
 
     def _compute(self, head: Head) -> None:

@@ -36,10 +36,11 @@ class ModelRunner:
     def warm_up(self) -> None:
         """A prompt and a step of a sequence of its own: what torch prepares at first use, no request then waits for."""
         sequence = -1
-        length = min(2 * self._cache.layout.page_size, self._cache.num_pages * self._cache.layout.page_size - 1)
+        size = self._cache.layout.page_size
+        length = min(2 * size, self._cache.num_pages * size - 1, self._cache.max_sequence_length - 1)
         greedy = SampleBatch.from_params([SamplingParams(temperature=0)])
         self._cache.add_sequence(sequence)
-        for count in (length, 1):
+        for count in filter(None, (length, 1)):
             plan = self._cache.begin_forward([sequence], [count])
             logits = self.forward(np.zeros(count, np.int64), plan, np.array([count - 1]))
             self._cache.end_forward(plan)

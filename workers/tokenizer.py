@@ -103,11 +103,21 @@ class TextStream:
         self._held = held
         if (incomplete or len(text) == self._emitted) and len(held) < HELD_TOKENS:
             return ""
-        return self._emit(text, incomplete)
+        return self._emit_most(held) if incomplete else self._emit(text, 0)
 
     def flush(self) -> str:
         """What is held back, at the end of the request; incomplete bytes become the replacement character."""
         return self._emit(self._decode(self._context + self._held), 0)
+
+    def _emit_most(self, held: list[int]) -> str:
+        """All but the up to three tokens that may begin a character: a decoder of bytes makes a replacement of each
+        byte of what they spoil, so that it is without them that the text is shortest."""
+        texts = {end: self._decode(self._context + held[:end]) for end in range(len(held), len(held) - 4, -1)}
+        end = min(texts, key=lambda one: len(texts[one]))
+        self._held = held[:end]
+        new = self._emit(texts[end], 0)
+        self._held = held[end:]
+        return new
 
     def _emit(self, text: str, incomplete: int) -> str:
         """All of `text` that is new but the last `incomplete` characters; the held tokens become the context."""

@@ -68,7 +68,11 @@ def load_parameters(
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those its index names, else model.safetensors, else all there are."""
+    """The safetensors files of a checkpoint: model.safetensors, as transformers has it, else those that its index
+    names, else all there are."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
     index = folder / INDEX
     if index.exists():
         weight_map = Fields.from_file(index).section("weight_map")
@@ -80,8 +84,7 @@ def weight_files(folder: Path) -> list[Path]:
         if missing:
             raise CheckpointMissing(f"{folder} lacks {_listing(missing)}, of {len(names)} files that {INDEX} names")
         return [folder / name for name in names]
-    single = folder / "model.safetensors"
-    paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         found = f"; {_listing(pickles)} is a pickle, which is never read: convert it to safetensors" if pickles else ""

@@ -209,6 +209,12 @@ def test_request_id_may_be_used_again(island: Island) -> None:
     assert tokens_of(complete(island.address, PROMPT, request_id="again", max_tokens=40, **GREEDY)) == tokens_of(whole)
 
 
+@pytest.mark.parametrize("most", [64, 100, 128])
+def test_a_context_of_two_pages_or_less(folder: Path, most: int) -> None:
+    with running_island(folder, {"cache.page_size": 64, "model.max_model_len": most}) as island:
+        assert len(tokens_of(complete(island.address, [3] * (most - 4), max_tokens=4, **GREEDY))) == 4
+
+
 def test_prompt_larger_than_the_pool(folder: Path) -> None:
     with running_island(folder, {"cache.num_pages": 8}) as island:
         assert "page pool" in refused(island, [3] * 64)

@@ -345,6 +345,12 @@ QWEN2_WINDOW = {**QWEN2, "use_sliding_window": True, "sliding_window": 64}
         ({**PHI3, "sliding_window": 128}, None),
         (MIXTRAL, None),
         ({**MIXTRAL, "sliding_window": 7}, (7, 7)),
+        ({**MIXTRAL, "sliding_window": 7, "layer_types": ["full_attention"] * 2}, (7, 7)),
+        ({**PHI3, "sliding_window": 7, "layer_types": ["full_attention"] * 2}, (7, 7)),
+        (
+            {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention"] * 6},
+            (5,) * 6,
+        ),
         ({**MISTRAL, "sliding_window": 9}, (9, 9)),
         ({**LLAMA, "architectures": ["MistralForCausalLM"]}, (4096, 4096)),
         ({**QWEN2_WINDOW, "use_sliding_window": False}, None),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models
@@ -123,6 +123,15 @@ def test_byte_fallback_streams(text: str) -> None:
         parts = stream_text(tokenizer, [[token] for token in prefix + ids])
         assert "".join(parts) == tokenizer.decode(prefix + ids)
         assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
+
+
+@given(st.text(alphabet="a日🦢\N{REPLACEMENT CHARACTER}", max_size=30))
+@example("\N{REPLACEMENT CHARACTER}" * 6 + "🦢日")
+def test_replacement_characters_of_the_text_itself_spoil_nothing(text: str) -> None:
+    """They look like incomplete ones, and are held back for a while."""
+    tokenizer = byte_fallback()
+    ids = [1 + byte for byte in text.encode()]
+    assert "".join(stream_text(tokenizer, [[token] for token in ids])) == text
 
 
 def test_spaces_between_pieces_stay() -> None:

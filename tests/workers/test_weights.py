@@ -18,7 +18,7 @@ from tandem.workers.models.places import LM_HEAD, checkpoint_places
 from tandem.workers.models.registry import load_config
 from tandem.workers.random_checkpoint import make_checkpoint
 from tandem.workers.safetensors_file import SafetensorsFile
-from tandem.workers.weights import INDEX, check_weights, load_parameters
+from tandem.workers.weights import INDEX, check_weights, load_parameters, weight_files
 from tests.checkpoints import make_model, save_checkpoint
 from tests.oracle import load_oracle
 
@@ -86,6 +86,16 @@ def test_shards_written_by_transformers_load(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path, max_shard_size="50KB")
     assert (tmp_path / INDEX).exists()
     load_places(tmp_path)
+
+
+def test_one_file_goes_before_an_index(tmp_path: Path) -> None:
+    """As in transformers: it was saved over shards."""
+    save_checkpoint("llama", tmp_path, max_shard_size="50KB")
+    shards = weight_files(tmp_path)
+    make_checkpoint(tmp_path / "other", "llama", "tiny", seed=3)
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert len(shards) > 1
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
 def test_any_safetensors_do_without_an_index(sharded: Path) -> None:

@@ -14,6 +14,6 @@ READ_ROPE, EPS = partial(read_rope, default_theta=1e6), 1e-5  # what a config do
 
 
 def read_config(fields: Fields, architecture: str) -> ModelConfig:
-    windows = Windows(read_optional_size(fields))
+    windows = Windows(read_optional_size(fields), typed=False)
     config = read_dense_config(fields, architecture, windows=windows, rope=READ_ROPE, rms_norm_eps=EPS)
     return dataclasses.replace(config, moe=read_moe(fields, NAMES, normalize=True))

@@ -17,7 +17,7 @@ def read_config(fields: Fields, architecture: str) -> ModelConfig:
     window = read_optional_size(fields)
     if window is not None and window >= fields.integer("max_position_embeddings", minimum=1):
         window = None  # that of the models for long contexts: no sequence grows beyond it
-    windows = Windows(window)
+    windows = Windows(window, typed=False)
     config = read_dense_config(
         fields, architecture, num_kv_heads=num_heads, rms_norm_eps=EPS, rope=READ_ROPE, windows=windows
     )

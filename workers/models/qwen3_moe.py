@@ -13,7 +13,7 @@ NAMES = ExpertNames(block="mlp", router="gate", projections=("gate_proj", "up_pr
 def read_config(fields: Fields, architecture: str) -> ModelConfig:
     bias = fields.boolean("attention_bias", False)
     window = read_size(fields) if fields.boolean("use_sliding_window", False) else None  # of all layers
-    config = read_dense_config(fields, architecture, windows=Windows(window))
+    config = read_dense_config(fields, architecture, windows=Windows(window, typed=False))
     step = fields.integer("decoder_sparse_step", 1, minimum=1)
     dense = fields.integers("mlp_only_layers", "layer index")
     moe = read_moe(

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+TINY = 1e-20  # as in transformers: sigmoids may all be 0
+
 
 @dataclass(frozen=True)
 class GroupLimit:
@@ -49,5 +51,6 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     if ranks is not scores:
         weights = scores.gather(1, experts)
     if routing.normalize:
-        weights = weights / weights.sum(-1, keepdim=True)
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total + TINY if routing.sigmoid else total)
     return (weights if routing.scale == 1 else weights * routing.scale), experts

@@ -13,11 +13,13 @@ SLIDING = "sliding_attention"
 @dataclass(frozen=True)
 class Windows:
     """size: of the window, in positions; None: there is none. What a family has where layer_types is absent: a window
-    in the layers from `first` on, but for each full_every-th where that is given."""
+    in the layers from `first` on, but for each full_every-th where that is given. typed: layer_types counts where it is
+    there; in transformers some families do not read it."""
 
     size: int | None
     first: int = 0
     full_every: int | None = None
+    typed: bool = True
 
 
 NO_WINDOWS = Windows(None)
@@ -48,7 +50,7 @@ def read_layer_windows(fields: Fields, windows: Windows) -> tuple[int | None, ..
     Raises InvalidConfig, and UnsupportedFeature for other kinds of layers.
     """
     num_layers = fields.integer("num_hidden_layers", minimum=1)
-    kinds = fields.raw("layer_types")
+    kinds = fields.raw("layer_types") if windows.typed else None
     if kinds is None:
         kinds = _kinds(windows, num_layers)
     if not isinstance(kinds, list) or len(kinds) != num_layers:

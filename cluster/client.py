@@ -15,12 +15,14 @@ from google.protobuf.message import Message
 
 from tandem.cluster.client_messages import (
     CHANNEL_OPTIONS,
+    LONGEST_CALL,
     GenerateUpdate,
     Prompt,
     Sampling,
     build_request,
     call_error,
     client_metadata,
+    scale_request,
     update,
 )
 from tandem.cluster.credentials import ClientSecurity
@@ -108,12 +110,11 @@ class Client(_Connection):
 
         island may be empty where there is one. Raises ScaleRefused when the island serves on as it was.
         """
-        order = admin_pb2.ScaleRequest(island=island, num_prefill=num_prefill, num_decode=num_decode)
-        return self._ask(self._admin.Scale, order, timeout)
+        return self._ask(self._admin.Scale, scale_request(island, num_prefill, num_decode), timeout)
 
     def _ask(self, call: Any, request: Message, timeout: float) -> Any:
         try:
-            answer = call(request, timeout=timeout)
+            answer = call(request, timeout=min(timeout, LONGEST_CALL))
         except grpc.RpcError as error:
             raise call_error(self.address, error, request, timeout) from None
         self._answered = True
@@ -183,12 +184,11 @@ class AsyncClient(_Connection):
 
         island may be empty where there is one. Raises ScaleRefused when the island serves on as it was.
         """
-        order = admin_pb2.ScaleRequest(island=island, num_prefill=num_prefill, num_decode=num_decode)
-        return await self._ask(self._admin.Scale, order, timeout)
+        return await self._ask(self._admin.Scale, scale_request(island, num_prefill, num_decode), timeout)
 
     async def _ask(self, call: Any, request: Message, timeout: float) -> Any:
         try:
-            answer = await call(request, timeout=timeout)
+            answer = await call(request, timeout=min(timeout, LONGEST_CALL))
         except grpc.RpcError as error:
             raise call_error(self.address, error, request, timeout) from None
         self._answered = True

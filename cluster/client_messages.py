@@ -25,7 +25,7 @@ from tandem.cluster.errors import (
     Unauthenticated,
     Unavailable,
 )
-from tandem.proto import inference_pb2
+from tandem.proto import admin_pb2, inference_pb2
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -44,6 +44,7 @@ ACCEPTED = MappingProxyType(
         FieldDescriptor.TYPE_STRING: "Unicode text",
     }
 )
+LONGEST_CALL = 366 * 86400.0  # seconds; gRPC takes much longer ones for none
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.enable_http_proxy", 0),
@@ -165,6 +166,17 @@ def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
         usage=Usage(**_fields(message.usage)) if message.HasField("usage") else None,
         timings=Timings(**_fields(message.timings)) if message.HasField("timings") else None,
     )
+
+
+def scale_request(island: str, num_prefill: int | None, num_decode: int | None) -> admin_pb2.ScaleRequest:
+    """Raises InvalidRequest."""
+    try:
+        return admin_pb2.ScaleRequest(island=island, num_prefill=num_prefill, num_decode=num_decode)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"island is {island!r}, num_prefill {num_prefill!r}, num_decode {num_decode!r}: {error}; a name and "
+            "integers in [0, 2^32) are accepted"
+        ) from None
 
 
 def call_error(address: str, error: grpc.RpcError, request: Message, timeout: float) -> CallError:

@@ -7,14 +7,16 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
+from typing_extensions import TypeAliasType
 
 from tandem.cluster.client_messages import Prompt, Sampling, build_request
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.http_errors import HttpError
+from tandem.cluster.request import MAX_MESSAGES
 from tandem.proto import inference_pb2
 
 HARMLESS = ("metadata", "prompt_cache_key", "safety_identifier", "user")
@@ -52,6 +54,7 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 """Parameters of those APIs that are not supported here, with the values that ask for nothing."""
 
+MAX_FIELDS = 100  # of an object
 BodyT = TypeVar("BodyT", bound="GenerationBody")
 
 
@@ -63,6 +66,8 @@ class Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:  # a finding for each would take memory and time
+            raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are accepted")
         return {name: held for name, held in value.items() if held is not None} if isinstance(value, dict) else value
 
 
@@ -75,9 +80,15 @@ class TextPart(Part):
     text: str = Field(description="text")
 
 
+# Of lists only the first fault is found, or a body of a few megabytes would make gigabytes of findings.
+Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
+Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
+
+
 class Message(Part):
     role: str = Field(description="text")
-    content: str | list[TextPart] = Field(description="text, or a list of parts of type text")
+    content: str | Parts = Field(description="text, or a list of parts of type text")
 
     @property
     def text(self) -> str:
@@ -102,8 +113,8 @@ class GenerationBody(Part, ABC):
     top_k: int | None = Field(default=None, description="an integer")
     min_p: float | None = Field(default=None, description="a number")
     seed: int | None = Field(default=None, description="an integer in [0, 2^64)")
-    stop: str | list[str] | None = Field(default=None, description="text, or a list of texts")
-    stop_token_ids: list[int] | None = Field(default=None, description="a list of token ids")
+    stop: str | Texts | None = Field(default=None, description="text, or a list of texts")
+    stop_token_ids: TokenIds | None = Field(default=None, description="a list of token ids")
     ignore_eos: bool | None = Field(default=None, description="true or false")
     skip_special_tokens: bool | None = Field(default=None, description="true or false")
     include_stop_str_in_output: bool | None = Field(default=None, description="true or false")
@@ -154,13 +165,13 @@ class CompletionBody(GenerationBody):
 
     renamed = MappingProxyType({"text": "prompt", "token_bytes": "prompt"})
 
-    prompt: str | list[int] = Field(description="text, or a list of token ids")
+    prompt: str | TokenIds = Field(description="text, or a list of token ids")
     logprobs: int | None = Field(default=None, description="an integer")
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _one(cls, prompt: object) -> object:
-        if prompt == []:
+        if prompt in ([], [[]]):
             raise ValueError("is empty; at least one token id is needed")
         if not isinstance(prompt, list) or not isinstance(prompt[0], str | list):
             return prompt
@@ -184,7 +195,11 @@ class ChatBody(GenerationBody):
     # A request holds pages for all that it may say: the whole context for each chat would leave room for few.
     open_ended = 4096
 
-    messages: list[Message] = Field(min_length=1, description="a list of messages with role and content, not empty")
+    messages: Annotated[list[Message], FailFast()] = Field(
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        description=f"a list of 1 to {MAX_MESSAGES} messages with role and content",
+    )
     max_completion_tokens: int | None = Field(default=None, description="an integer of at least 1")
     logprobs: bool = Field(default=False, description="true or false")
     top_logprobs: int | None = Field(default=None, description="an integer")
@@ -215,15 +230,6 @@ class ChatBody(GenerationBody):
         return said
 
 
-ACCEPTED: Mapping[str, str] = MappingProxyType(
-    {
-        name: field.description or ""
-        for part in (CompletionBody, ChatBody, Message, TextPart, StreamOptions)
-        for name, field in part.model_fields.items()
-    }
-)
-
-
 def read_body(kind: type[BodyT], data: bytes) -> BodyT:
     """Raises HttpError, which names the field, the value and what would be accepted."""
     try:
@@ -232,6 +238,8 @@ def read_body(kind: type[BodyT], data: bytes) -> BodyT:
         raise HttpError(400, f"the body cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
         raise HttpError(400, f"the body is {reprlib.repr(values)}; a JSON object is accepted")
+    if len(values) > MAX_FIELDS:
+        raise HttpError(400, f"the body has {len(values)} fields; at most {MAX_FIELDS} are accepted")
     for name, accepted in ONLY.items():
         _check_unsupported(name, values.pop(name, None), accepted)
     for name in HARMLESS:
@@ -261,12 +269,19 @@ def _refusal(kind: type[GenerationBody], finding: Any) -> HttpError:
         name = _dotted([*place, last])
         return HttpError(400, f"unknown parameter {name:.80}{known}", param=name, code="unknown_parameter")
     # Branches of a union stand in its place too, and mean nothing to a client.
-    names = [part for part in finding["loc"] if isinstance(part, int) or part in ACCEPTED]
-    name, accepted = _dotted(names), ACCEPTED[next(part for part in reversed(names) if isinstance(part, str))]
+    described = _descriptions(kind)
+    names = [part for part in finding["loc"] if isinstance(part, int) or part in described]
+    name, accepted = _dotted(names), described[next(part for part in reversed(names) if isinstance(part, str))]
     if finding["type"] == "value_error":
         return HttpError(400, f"{name} {reason}", param=name)
     received = "missing" if finding["type"] == "missing" else reprlib.repr(finding["input"])
     return HttpError(400, f"{name} is {received}; it must be {accepted}", param=name)
+
+
+def _descriptions(kind: type[GenerationBody]) -> dict[str, str]:
+    """What a body's fields, and those of its parts, accept."""
+    parts = (Message, TextPart, StreamOptions, kind)
+    return {name: field.description or "" for part in parts for name, field in part.model_fields.items()}
 
 
 def _dotted(place: Sequence[str | int]) -> str:

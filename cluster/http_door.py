@@ -35,7 +35,7 @@ class Connection(H11Protocol):
         self.idle_since: float | None = None
         self._become_idle()
         if len(self.connections) > connections_of_a_door():
-            self._longest_idle().transport.abort()
+            self._end_the_longest_idle()
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -55,10 +55,12 @@ class Connection(H11Protocol):
         self.idle_since = self.loop.time()
         self._end_of_idleness = self.loop.call_later(IDLE_SECONDS, self.transport.close)
 
-    def _longest_idle(self) -> "Connection":
-        """Perhaps this one: a stranger's connections must not keep others from the door."""
-        idle = [one for one in self.connections if isinstance(one, Connection) and one.idle_since is not None]
-        return min(idle, key=lambda one: one.idle_since or 0.0)
+    def _end_the_longest_idle(self) -> None:
+        """Unless enough are ending already. Perhaps this one: a stranger's must not keep others from the door."""
+        there = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
+        idle = [one for one in there if one.idle_since is not None]
+        if idle and len(there) > connections_of_a_door():
+            min(idle, key=lambda one: one.idle_since or 0.0).transport.abort()
 
 
 class HttpDoor:

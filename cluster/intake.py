@@ -81,6 +81,10 @@ class Intake:
         try:
             await work
         except grpc.aio.AioRpcError as error:
+            late = asyncio.get_running_loop().time() >= deadline
+            if late and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                whose = "gateway.request_seconds" if limit == self._request_seconds else "the client's deadline"
+                raise DeadlineExceeded(f"the request ran for {limit:g} s, which is {whose}") from error
             raise _passed_on(error) from error
         except asyncio.CancelledError:
             if self._running.get(valid.request_id) is work:

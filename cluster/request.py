@@ -16,6 +16,7 @@ from tandem.workers.sampling_params import SamplingParams, validate
 from tandem.workers.tokenizer import Tokenizer
 
 MAX_REQUEST_ID = 128
+MAX_MESSAGES = 16_384  # of a chat: whoever walks them holds up others
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ class RequestValidator:
             return self._given_ids(message)
         if self._tokenizer is None:
             raise InvalidRequest(f"{kind}: the checkpoint has no tokenizer.json; send token_bytes or token_ids")
-        size = len(message.text) + sum(len(turn.content) for turn in message.chat.messages)
+        if len(message.chat.messages) > MAX_MESSAGES:
+            raise InvalidRequest(f"chat has {len(message.chat.messages)} messages; at most {MAX_MESSAGES} are accepted")
+        size = len(message.text) + sum(len(turn.role) + len(turn.content) for turn in message.chat.messages)
         most = self._limits.max_model_len * self._longest_token
         if size > most:  # found out before it is tokenized, which takes seconds for millions of characters
             raise InvalidRequest(

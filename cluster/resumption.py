@@ -7,7 +7,7 @@ import uuid
 
 import grpc
 
-from tandem.cluster.client_messages import retry_after_seconds
+from tandem.cluster.client_messages import LONGEST_CALL, retry_after_seconds
 from tandem.proto import inference_pb2
 
 RETRY_SECONDS = 0.2
@@ -36,7 +36,7 @@ class Resumption:
 
     @property
     def seconds_left(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
+        return min(max(0.0, self._deadline - time.monotonic()), LONGEST_CALL)
 
     def add(self, message: inference_pb2.GenerateResponse) -> None:
         self._broken_since = None

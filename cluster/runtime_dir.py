@@ -61,8 +61,10 @@ def running_cluster(name: str) -> ClusterState | None:
     """The running cluster of that name, or None."""
     try:
         file = os.open(_path(name), os.O_RDONLY)
-    except FileNotFoundError:
-        return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENAMETOOLONG):  # too long: no cluster can have it
+            return None
+        raise
     try:
         return None if _try_lock(file, fcntl.LOCK_SH) else _read(file, name)
     finally:

@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tandem.workers.models.errors import InvalidTokenizer
 
 RENDER_SECONDS = 2.0
+MOST_SAID = 500  # characters of what a template says, which may repeat what it was given
 MAX_REPEATED = 1 << 20  # elements that `*` may make of a string or list; bits of a number that `**` may make
 TEMPLATE_FILE = "<template>"  # what jinja calls the code of a template that came as a string
 
@@ -57,7 +58,7 @@ class ChatTemplate:
                     **self._special_tokens,
                 )
         except Exception as error:  # a template may raise anything; for the caller all of it is the template's refusal
-            raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
+            raise ChatTemplateError(f"the chat template refuses these messages: {error!s:.{MOST_SAID}}") from error
 
 
 class Sandbox(ImmutableSandboxedEnvironment):

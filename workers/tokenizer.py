@@ -57,7 +57,9 @@ class Tokenizer:
         return max(map(len, self._inner.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of a batch, because for a single text the interpreter's lock is held, which stops an event loop beside it.
+        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """ChatTemplateError when there is no template or it refuses the messages."""

@@ -211,3 +211,18 @@ def test_a_client_id_may_be_given() -> None:
 def test_a_client_id_that_cannot_be_sent_is_refused(client_id: str) -> None:
     with pytest.raises(ConfigError, match="client_id"):
         Client("127.0.0.1:1", client_id=client_id)
+
+
+def test_numbers_that_no_message_holds() -> None:
+    with serving(FakeGateway()) as address, Client(address) as client:
+        for number in (-1, 1 << 40, 1.5):
+            with pytest.raises(InvalidRequest, match=r"num_prefill .*; a name and integers in \[0, 2\^32\)"):
+                client.scale(num_prefill=number)  # type: ignore[arg-type]
+
+
+@both
+def test_a_client_may_be_ready_to_wait_for_ever(generate: Generate) -> None:
+    with serving(FakeGateway()) as address:
+        generate(address, "x", timeout=float("inf"))
+        with Client(address) as client:
+            client.model_info(timeout=float("inf"))

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.http_bodies import ChatBody, CompletionBody, GenerationBody, read_body
@@ -11,6 +12,7 @@ from tandem.cluster.http_errors import HttpError
 from tandem.workers.messages import prompt_from_bytes
 
 TURN = {"role": "user", "content": "x"}
+MANY = {f"k{index}": 1 for index in range(150)}
 
 
 def read(kind: type[GenerationBody], body: Any) -> GenerationBody:
@@ -109,7 +111,7 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
             "stream_options.include_usage is 1; it must be true or false",
         ),
         (ChatBody, {}, "messages", "messages is missing"),
-        (ChatBody, {"messages": []}, "messages", r"messages is \[\]; it must be a list of messages"),
+        (ChatBody, {"messages": []}, "messages", r"messages is \[\]; it must be a list of 1 to 16384 messages"),
         (ChatBody, {"messages": [{"role": "user"}]}, "messages[0].content", r"messages\[0\].content is missing"),
         (ChatBody, {"messages": [TURN, {**TURN, "role": 5}]}, "messages[1].role", "role is 5; it must be text"),
         (ChatBody, {"messages": [{**TURN, "tool_calls": [1]}]}, "messages[0].tool_calls", "unknown parameter"),
@@ -121,6 +123,10 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
         ),
         (ChatBody, {"messages": [TURN], "top_logprobs": 2}, "top_logprobs", "only with logprobs: true"),
         (ChatBody, {"messages": [TURN], "logprobs": 2}, "logprobs", "logprobs is 2; it must be true or false"),
+        (CompletionBody, {"prompt": "x", "logprobs": True}, "logprobs", "logprobs is True; it must be an integer"),
+        (CompletionBody, {"prompt": [[]]}, "prompt", "prompt is empty; at least one token id"),
+        (ChatBody, {"messages": [{**TURN, **MANY}]}, "messages[0]", r"messages\[0\] has 152 fields; at most 100 are"),
+        (ChatBody, {"messages": [TURN] * 16385}, "messages", "it must be a list of 1 to 16384 messages"),
         (ChatBody, {"messages": [TURN], "prompt": "x"}, "prompt", "unknown parameter prompt"),
     ],
 )
@@ -131,6 +137,28 @@ def test_refusals_name_field_value_and_what_is_accepted(
     assert error.param == param
     with pytest.raises(HttpError, match=message):
         raise error
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatBody, {"messages": [{}] * 1000}),
+        (ChatBody, {"messages": [{**TURN, "content": [{}] * 1000}]}),
+        (CompletionBody, {"prompt": "x", "stop": [5] * 1000}),
+        (CompletionBody, {"prompt": "x", "stop_token_ids": ["x"] * 1000}),
+        (CompletionBody, {"prompt": [5.5] * 1000}),
+    ],
+)
+def test_a_bad_body_makes_few_findings(kind: type[GenerationBody], body: Any) -> None:
+    """Each takes memory, and time in which nothing else runs."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= 3
+
+
+def test_a_body_of_many_fields() -> None:
+    with pytest.raises(HttpError, match="the body has 151 fields; at most 100 are accepted"):
+        read_body(CompletionBody, json.dumps({"prompt": "x", **MANY}).encode())
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """The request validator, where a running gateway is not needed."""
 
+from pathlib import Path
+
 import pytest
 
 from tandem.cluster.errors import InvalidRequest
-from tandem.cluster.request import ModelLimits, RequestValidator
+from tandem.cluster.request import MAX_MESSAGES, ModelLimits, RequestValidator
 from tandem.proto import inference_pb2
+from tandem.workers.random_checkpoint import make_checkpoint
+from tandem.workers.tokenizer import Tokenizer
 
 LIMITS = ModelLimits(vocab_size=9, max_model_len=100, pool_tokens=100)
 
@@ -33,6 +37,20 @@ def test_bytes_that_are_no_token_ids_are_refused(token_bytes: bytes, reason: str
     message.sampling.max_tokens = 1
     with pytest.raises(InvalidRequest, match=reason):
         RequestValidator(LIMITS, None).validate(message)
+
+
+def test_a_chat_is_as_long_as_its_roles_and_contents(tmp_path: Path) -> None:
+    """Found out before a template, which takes its time, sees it."""
+    make_checkpoint(tmp_path)
+    validator = RequestValidator(LIMITS, Tokenizer.from_folder(tmp_path))
+    message = inference_pb2.GenerateRequest()
+    message.chat.messages.add(role="r" * 1_000_000, content="c" * 5)
+    with pytest.raises(InvalidRequest, match="chat has 1000005 characters; at most"):
+        validator.validate(message)
+    message = inference_pb2.GenerateRequest()
+    message.chat.messages.extend([inference_pb2.ChatMessage()] * (MAX_MESSAGES + 1))
+    with pytest.raises(InvalidRequest, match=f"chat has {MAX_MESSAGES + 1} messages; at most {MAX_MESSAGES} are"):
+        validator.validate(message)
 
 
 def validate(prompt: int, max_tokens: int | None, open_ended: int | None = None) -> int:

@@ -4,7 +4,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,18 @@ class TestHttp:
             opened.island_comes()
             asked.join(30)
             assert get(opened.http, "/health").status_code == 200
+
+    def test_many_at_once_make_room_for_each_other(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tandem.cluster.http_door.connections_of_a_door", lambda: 3)
+        monkeypatch.setattr("tandem.cluster.http_door.IDLE_SECONDS", 600.0)
+        with door(model, alone=True) as opened, ExitStack() as stack:
+            held = threading.Event()
+            opened.events._loop.call_soon_threadsafe(held.wait, 5)  # until then the door accepts nobody
+            for _ in range(12):
+                stack.enter_context(connected(opened.http))
+            held.set()
+            assert get(opened.http, "/health").status_code == 200
+            until(lambda: len(connections(opened)) <= 3)
 
     def test_answers_that_nobody_takes(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         short = ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 100)

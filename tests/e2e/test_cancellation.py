@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from tandem.cluster.client import Client
+from tandem.cluster.errors import DeadlineExceeded
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.workers.worker import Worker
 from tests.checkpoints import save_checkpoint
@@ -210,7 +211,7 @@ def test_the_gateways_own_limit_of_a_requests_life(checkpoint: Path) -> None:
     settings = {"cache.num_pages": PAGES, "gateway.request_seconds": 0.2, "cache.prefix_sharing": False}
     with running_island(checkpoint, settings, transports) as island, Client(island.address) as client:
         pause = transports.fabric.pause_next("post", DECODE)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(DeadlineExceeded, match=r"the request ran for 0\.2 s, which is gateway\.request_seconds$"):
             list(client.generate(PROMPT, max_tokens=4, **GREEDY))
         pause.resume()
         until(lambda: all(worker.free_pages == PAGES for worker in client.cluster_info().islands[0].workers))

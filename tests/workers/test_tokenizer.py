@@ -226,6 +226,15 @@ def test_a_template_that_refuses_or_misbehaves_fails_the_request(source: str) ->
         ChatTemplate(source, {}).render(MESSAGES)
 
 
+def test_what_a_template_repeats_is_cut() -> None:
+    """It travels as a status, whose text must be short."""
+    with pytest.raises(ChatTemplateError) as caught:
+        ChatTemplate("{{ raise_exception(messages[0].content) }}", {}).render(
+            [{"role": "user", "content": "x" * 20_000}]
+        )
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_template_that_does_not_compile_fails_the_load() -> None:
     with pytest.raises(InvalidTokenizer, match="does not compile"):
         ChatTemplate("{% for %}", {})

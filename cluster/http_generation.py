@@ -106,7 +106,10 @@ class GenerationRoute:
         except InvalidRequest as error:
             raise body.blame(error) from error
         if not body.stream:
-            await reply.whole(200, answer.whole(messages))
+            # With log-probabilities it takes a second for thousands of tokens, in which others must not wait.
+            aside = body.num_logprobs is not None
+            whole = await asyncio.to_thread(answer.whole, messages) if aside else answer.whole(messages)
+            await reply.whole(200, whole)
         else:
             await reply.done(answer.usage_chunk(messages[-1]) if body.includes_usage else None)
 

@@ -70,8 +70,7 @@ class PagedKVCache:
         """
         layout.check_pools(pools)
         integer("max_sequence_length", max_sequence_length, least=1)
-        self.layout, self._places = layout, layout.places
-        self.max_sequence_length = max_sequence_length
+        self.layout, self.max_sequence_length, self._places = layout, max_sequence_length, layout.places
         self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
         self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
         self._marks = SendMarks(len(pools), max_sequences)

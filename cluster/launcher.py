@@ -1,6 +1,5 @@
 """Starts a cluster's islands and its gateway, keeps them running, and takes everything down again."""
 
-import os
 import socket
 import threading
 import time
@@ -28,6 +27,7 @@ from tandem.cluster.ray_processes import RayProcesses
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
 from tandem.cluster.start_clock import StartClock
 from tandem.cluster.supervisor import Supervisor
+from tandem.transfer.segment import machine_memory
 from tandem.workers.kv_scales import choose_scales
 from tandem.workers.model_cache import kv_layout
 from tandem.workers.models.config import ModelConfig
@@ -217,7 +217,7 @@ def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
 def _check_memory(layout: KVLayout, num_pages: int) -> None:
     """ConfigError where one worker's pages would not fit into this machine's memory; those of windows take less."""
     sizes = [layout.page_bytes(index) for index, group in enumerate(layout.groups) if group.window is None]
-    needed, there = num_pages * sum(sizes), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed, there = num_pages * sum(sizes), machine_memory()
     if needed > there:
         raise ConfigError(
             f"cache.num_pages is {num_pages}; so many pages take {needed / GIB:.1f} GiB in each worker, and this "

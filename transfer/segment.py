@@ -70,13 +70,18 @@ class Segment:
         )
 
 
+def machine_memory() -> int:
+    """Bytes that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def create_segment(config: TransportConfig) -> tuple[Segment, int]:
     """A new zeroed segment and the descriptor, owned by the caller, through which peers map it.
 
     TransportError when the machine cannot hold it. Memory is taken as pages are first written.
     """
     num_bytes = SegmentShape(config).num_bytes
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = machine_memory()
     if num_bytes > available:
         raise TransportError(
             f"num_pages {config.num_pages} needs a segment of {num_bytes} bytes; this machine has {available}"

@@ -154,6 +154,11 @@ def test_route_within_groups(routing: Routing) -> None:
         assert ours == pytest.approx([float(scores[expert]) / total * routing.scale for expert in chosen], rel=1e-5)
 
 
+def test_scores_that_are_all_zero_give_no_nan() -> None:
+    weights, _ = route(torch.full((1, 4), -200.0), Routing(2, normalize=True, sigmoid=True))
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
 def choosable(ranks: list[float], limit: GroupLimit | None) -> list[int]:
     if limit is None:
         return list(range(len(ranks)))

@@ -135,6 +135,20 @@ def test_what_was_computed_for_nothing_is_a_prefix_for_the_next(folder: Path) ->
     assert forwards.counts == [CHUNK, PAGE]
 
 
+def test_its_pages_come_back_though_it_cannot_become_a_prefix(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = LoopPair(folder, sharing=True)
+    announce(pair, "r", random_prompt(9, 1))
+    assert pages_in_use(pair)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("as the test says")
+
+    monkeypatch.setattr(pair.caches[PREFILL], "publish_prefix", fail)
+    with pytest.raises(MemoryError):
+        pair.prefill._head_start.drop()
+    assert not pages_in_use(pair)
+
+
 def test_an_announcement_after_its_end_is_not_heeded(pair: LoopPair) -> None:
     prompt = random_prompt(CHUNK, 0)
     pair.complete("done", prompt, OUTPUT)

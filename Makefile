@@ -5,11 +5,12 @@ PACKAGES := cache transfer workers cluster proto
 TREE := build/import-root/tandem
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format proto chaos explore fuzz bench clean
+.PHONY: help demo test test-fast check format proto chaos explore fuzz bench clean
 
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
 	@echo "make test    the tests that need no GPU"
+	@echo "make test-fast   the tests that are over in two minutes: run them before each commit"
 	@echo "make check   ruff, pyright, layering, generated protobuf up to date"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make proto   generate the protobuf modules"
@@ -20,12 +21,16 @@ help:
 	@echo "make clean   remove the virtual environment, this checkout's caches and build/, benchmark results too"
 
 demo: .venv/.base
-	@$(BIN)/python -m tandem.cluster.demo
+	@$(BIN)/python -m tandem.cluster.cli.demo
 
 # Two processes, each with whole files in the order of their names: what a file's tests share is made once, and the
 # many short files at the end even out who takes the long ones.
 test: .venv/.dev
 	@$(BIN)/pytest -q -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+
+# No processes, no clusters, no compilers: what a person runs before each commit.
+test-fast: .venv/.dev
+	@$(BIN)/pytest -q -m "not gpu and not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/.dev $(TREE)
 	@$(BIN)/ruff check

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.window import first_place
+from tandem.cache.plan.window import first_place
 
 DIGEST_BITS = 31
 POSITIONS_AT_A_TIME = 1024  # bounds the copies of a long sequence

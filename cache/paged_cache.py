@@ -4,34 +4,33 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from tandem.cache.errors import InvalidArgument
-from tandem.cache.fixed_batch import FixedBatch
-from tandem.cache.fixed_forwards import FixedForwards
-from tandem.cache.fixed_prompts import FixedPrompts
-from tandem.cache.group_attention import GroupAttention
-from tandem.cache.growth import Growth
-from tandem.cache.integers import checked_reach, integer, integers
+from tandem.cache.attention.fixed_batch import FixedBatch
+from tandem.cache.attention.fixed_prompts import FixedPrompts
+from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.attention.group_attention import GroupAttention
+from tandem.cache.attention.latent_attention import LatentGroupAttention
+from tandem.cache.attention.layer_groups import Heads, make_groups, make_pages
+from tandem.cache.attention.rotations import Rotations
+from tandem.cache.attention.streams import Streams
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.latent import LatentHeads, UpProjections
-from tandem.cache.latent_attention import LatentGroupAttention
-from tandem.cache.layer_groups import Heads, make_groups, make_pages
-from tandem.cache.layout import KVLayout
-from tandem.cache.open_trees import OpenTrees, Parents
-from tandem.cache.page_pools import PagePools
-from tandem.cache.page_writer import PageWriter
-from tandem.cache.plan import ForwardPlan
-from tandem.cache.position_map import PositionMap
-from tandem.cache.receptions import Receptions
-from tandem.cache.rope import RopeParameters
-from tandem.cache.rotations import Rotations
-from tandem.cache.send_marks import SendMarks
-from tandem.cache.sequence_table import SequenceTable, ids_of
-from tandem.cache.sequences import Sequences
-from tandem.cache.store import Store
-from tandem.cache.streams import Streams
-from tandem.cache.transmissions import Transmissions
-from tandem.cache.window import Int64Array
+from tandem.cache.operations.fixed_forwards import FixedForwards
+from tandem.cache.operations.growth import Growth
+from tandem.cache.operations.open_trees import OpenTrees, Parents
+from tandem.cache.operations.receptions import Receptions
+from tandem.cache.operations.sequences import Sequences
+from tandem.cache.operations.store import Store
+from tandem.cache.operations.transmissions import Transmissions
+from tandem.cache.pages.page_pools import PagePools
+from tandem.cache.pages.send_marks import SendMarks
+from tandem.cache.pages.sequence_table import SequenceTable, ids_of
+from tandem.cache.plan.arrays import Int64Array, checked_reach, integer, integers
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.latent import LatentHeads, UpProjections
+from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.page_writer import PageWriter
+from tandem.cache.plan.position_map import PositionMap
+from tandem.cache.plan.rope import RopeParameters
 
 
 class PagedKVCache:
@@ -209,7 +208,7 @@ class PagedKVCache:
     def latent_attention(
         self, plan: ForwardPlan, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections
     ) -> Tensor:
-        """As attention, of a layer that keeps latents, see tandem.cache.latent: o [T, num_heads, value_dim].
+        """As attention, of a layer that keeps latents, see tandem.cache.plan.latent: o [T, num_heads, value_dim].
 
         q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
         they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.

@@ -12,11 +12,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tandem.cache.kv_scales import KVScales
-from tandem.cluster.admin import Admin
-from tandem.cluster.admission import AdmissionQueue
-from tandem.cluster.call_limit import CallLimit
-from tandem.cluster.client_messages import CLIENT_ID_KEY
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.cluster.client.client_messages import CLIENT_ID_KEY
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import (
     AttemptsExhausted,
@@ -27,23 +24,26 @@ from tandem.cluster.errors import (
     Superseded,
     TandemError,
 )
-from tandem.cluster.grpc_door import grpc_server, open_port, refuse
-from tandem.cluster.http_app import HttpApp
-from tandem.cluster.intake import Intake
-from tandem.cluster.islands import Islands
-from tandem.cluster.membership import IslandState
-from tandem.cluster.request import ModelLimits, RequestValidator
-from tandem.cluster.router import Router
+from tandem.cluster.frontends.admin import Admin
+from tandem.cluster.frontends.grpc_server import grpc_server, open_port, refuse
+from tandem.cluster.frontends.http.routes import HttpApp
+from tandem.cluster.requests.active_requests import Intake
+from tandem.cluster.requests.call_limit import CallLimit
+from tandem.cluster.requests.validation import ModelLimits, RequestValidator
+from tandem.cluster.routing.admission import AdmissionQueue
+from tandem.cluster.routing.islands import Islands
+from tandem.cluster.routing.membership import IslandState
+from tandem.cluster.routing.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.config import max_message_bytes
-from tandem.workers.kv_scales import stores_fp8
-from tandem.workers.model_cache import kv_layout
+from tandem.workers.models.kv_scales import stores_fp8
 from tandem.workers.models.registry import load_config
-from tandem.workers.tokenizer import Tokenizer
+from tandem.workers.runner.model_cache import kv_layout
 
 if TYPE_CHECKING:
-    from tandem.cluster.http_door import HttpDoor
+    from tandem.cluster.frontends.http.server import HttpDoor
 
 Context = grpc.aio.ServicerContext
 SERVICES = (
@@ -163,7 +163,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         settings = self._settings
         if settings.http_port is None:
             return None
-        from tandem.cluster.http_door import HttpDoor  # needs tandem[http]
+        from tandem.cluster.frontends.http.server import HttpDoor  # needs tandem[http]
 
         app = HttpApp(
             self._intake,

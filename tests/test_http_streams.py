@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks.http_streams import HttpStreams
-from tests.checkpoints import save_checkpoint
 from tests.cluster.doors import PROMPT, TOKENS, door
+from tests.support.checkpoints import save_checkpoint
 
 
 def test_each_token_arrives_once(tmp_path: Path) -> None:

@@ -1,67 +1,82 @@
 """Who may import whom: read from the sources, so that imports inside functions count too."""
 
-import ast
 import subprocess
 import sys
 import tomllib
-from functools import cache
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.support.import_graph import floors, imports, rooms, sources
+
 ROOT = Path(__file__).resolve().parent.parent
 ORDER: tuple[str, ...] = ("cache", "transfer", "workers", "cluster")  # each may import those before it
 PACKAGES = (*ORDER, "proto")
-GENERATED = ("_pb2.py", "_pb2_grpc.py")
 MAX_LINES = 400
+MAX_MODULES = 20  # beside each other in a package
+
+# Packages of each folder, and modules beside them, by the floor they stand on: each may import those of lower floors.
+FLOORS = {
+    "cache": (
+        {"plan"},
+        {"kernels"},
+        {"pages"},
+        {"attention"},
+        {"operations"},
+        {"paged_cache"},
+        {"digest"},
+    ),
+    "workers": (
+        {"authentication", "checkpoint", "config", "counters", "errors", "event_loop", "sampling", "step_thread"},
+        {"kernels", "wire"},
+        {"models"},
+        {"runner"},
+        {"decode", "prefill"},
+        {"service"},
+        {"worker"},
+    ),
+    "cluster": (
+        {"config_errors", "errors", "scaling", "text"},
+        {"credentials"},
+        {"client", "config", "processes"},
+        {"routing"},
+        {"requests"},
+        {"frontends"},
+        {"gateway"},
+        {"supervision"},
+        {"cli"},
+    ),
+}
 
 # Heavy dependencies and the files that are their home.
 HOMES = {
-    "ray": {"cluster/ray_processes.py"},
-    "uvicorn": {"cluster/http_door.py"},
+    "ray": {"cluster/processes/ray_processes.py"},
+    "uvicorn": {"cluster/frontends/http/server.py"},
     "grpc": {
-        "cluster/admin.py",
-        "cluster/announcements.py",
-        "cluster/token_feed.py",
-        "cluster/attempts.py",
-        "cluster/client.py",
-        "cluster/client_messages.py",
-        "cluster/gateway.py",
-        "cluster/generation.py",
-        "cluster/grpc_door.py",
-        "cluster/intake.py",
-        "cluster/ray_address.py",
-        "cluster/resumption.py",
-        "cluster/router.py",
-        "cluster/worker_link.py",
+        "cluster/client/client.py",
+        "cluster/client/client_messages.py",
+        "cluster/client/resumption.py",
         "cluster/credentials.py",
+        "cluster/frontends/admin.py",
+        "cluster/frontends/grpc_server.py",
+        "cluster/gateway.py",
+        "cluster/processes/ray_address.py",
+        "cluster/requests/active_requests.py",
+        "cluster/requests/generation.py",
+        "cluster/requests/replay.py",
+        "cluster/routing/prefill_hints.py",
+        "cluster/routing/router.py",
+        "cluster/routing/token_feed.py",
+        "cluster/routing/worker_link.py",
         "workers/authentication.py",
-        "workers/service.py",
-        "workers/well_formed.py",
+        "workers/service/services.py",
+        "workers/service/well_formed.py",
         "workers/worker.py",
     },
 }
 ONE_HOME = ("flashinfer", "nvshmem")
 REFUSED = ("pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib")
-
-
-def sources() -> list[str]:
-    """The packages' files that a person wrote, relative to the root."""
-    found = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    return sorted(str(path.relative_to(ROOT)) for path in found if not path.name.endswith(GENERATED))
-
-
-@cache
-def imports(file: str) -> frozenset[str]:
-    """Dotted names that the file imports, also inside functions; `from a import b` gives a.b."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names.update(name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno}: a relative import"
-            names.update(f"{node.module}.{name.name}" for name in node.names)
-    return frozenset(names)
 
 
 def importers(module: str) -> set[str]:
@@ -80,6 +95,17 @@ def test_imports_point_one_way(file: str) -> None:
         allowed.add("proto")
     wrong = {name for name in imports(file) if name.startswith("tandem.") and name.split(".")[1] not in allowed}
     assert not wrong, f"{file} may import {sorted(allowed)} of tandem"
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_packages_of_a_folder_import_only_lower_floors(folder: str) -> None:
+    found = floors(rooms(folder))  # CycleError where packages import each other in a circle
+    assert {room: floor for floor, names in enumerate(FLOORS[folder], 1) for room in names} == found
+
+
+def test_no_package_is_crowded() -> None:
+    modules = Counter(str(Path(file).parent) for file in sources() if not file.endswith("__init__.py"))
+    assert {package: count for package, count in modules.items() if count > MAX_MODULES} == {}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.cache.position_map import SlotRuns
-from tandem.cache.window import Int64Array
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.position_map import SlotRuns
 from tandem.transfer.errors import InvalidPositionMap
 
 VERSION = 1

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.cache.errors import InvalidArgument
-from tandem.cache.window import Int64Array
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.transfer.errors import NoFreeSignal
 
 GENERATION_BITS = 23  # the sign bit of the int64 word stays clear

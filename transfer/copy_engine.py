@@ -10,9 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from tandem.cache.page_look_up import address_of
-from tandem.cache.position_map import Int32Array
-from tandem.cache.window import Int64Array
+from tandem.cache.plan.arrays import Int32Array, Int64Array, address_of
 from tandem.transfer.errors import TransportError
 
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.cache.errors import InvalidArgument
-from tandem.cache.kernels.native_build import load_short_calls
-from tandem.cache.page_look_up import address_of
-from tandem.cache.position_map import Int32Array
+from tandem.cache.kernels.build.native_build import load_short_calls
+from tandem.cache.plan.arrays import Int32Array, address_of
+from tandem.cache.plan.errors import InvalidArgument
 
 SOURCE = Path(__file__).parent / "kernels" / "page_runs.c"
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.upload import upload
-from tandem.cache.position_map import Int32Array
+from tandem.cache.plan.arrays import Int32Array
 from tandem.transfer.copy_plan import CopyPlan
 from tandem.transfer.transport import Int64Array
 

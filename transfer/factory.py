@@ -1,6 +1,6 @@
 """Transports by name."""
 
-from tandem.cache.errors import InvalidArgument
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.transfer.errors import TransportError
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.shared_memory import SharedMemoryTransport

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.layout import KVLayout
-from tandem.cache.position_map import Int32Array
-from tandem.cache.stored_layers import Stages
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.copy_plan import check_slots, plan_copy
 from tandem.transfer.errors import PeerGone, TransportClosed, TransportError
 from tandem.transfer.membership import TransportConfig, make_handle, read_handles

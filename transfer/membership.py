@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.cache.errors import InvalidArgument
-from tandem.cache.layout import KVLayout
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.layout import KVLayout
 from tandem.transfer.errors import MembershipRefused
 
 MAX_HANDLE_BYTES = 4096

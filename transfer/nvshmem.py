@@ -29,10 +29,10 @@ from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 from cuda.core import Device, ObjectCode  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from tandem.cache.kernels.build_once import cache_folder
+from tandem.cache.kernels.build.build_once import cache_folder
 from tandem.cache.kernels.upload import upload
-from tandem.cache.position_map import Int32Array
-from tandem.cache.stored_layers import Stages
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.copy_engine import copy, copy_all, copy_rows
 from tandem.transfer.copy_plan import CopyPlan, plan_copy
 from tandem.transfer.device_puts import STAGING_BYTES, DevicePuts

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from tandem.cache.position_map import Int32Array
-from tandem.cache.stored_layers import Stages
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.copy_plan import plan_copy
 from tandem.transfer.errors import TransportClosed, TransportError
 from tandem.transfer.membership import TransportConfig, make_handle, read_handles

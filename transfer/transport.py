@@ -16,10 +16,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tandem.cache.errors import InvalidArgument
-from tandem.cache.position_map import Int32Array
-from tandem.cache.stored_layers import Stages
-from tandem.cache.window import Int64Array
+from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.copy_plan import load_page_runs
 from tandem.transfer.errors import TransportClosed, TransportTimeout
 from tandem.transfer.membership import TransportConfig

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.cache.layout import KVLayout
-from tandem.cache.position_map import SKIP, PositionMap, SlotRuns
-from tandem.cache.window import first_place
+from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
+from tandem.cache.plan.window import first_place
 from tandem.transfer.codec import decode_runs, encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 

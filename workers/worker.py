@@ -11,9 +11,9 @@ import grpc.aio
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.crew import load_crew
+from tandem.cache.kernels.native.crew import load_crew
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.pool_sizes import PageUse, num_pages_in, pages_of_groups
+from tandem.cache.plan.pool_sizes import PageUse, num_pages_in, pages_of_groups
 from tandem.proto import worker_pb2_grpc
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
@@ -21,22 +21,22 @@ from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
 from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import Role, WorkerConfig, max_message_bytes
-from tandem.workers.core_share import CoreShare
-from tandem.workers.decode import DecodeLoop
+from tandem.workers.decode.core_share import CoreShare
+from tandem.workers.decode.loop import DecodeLoop
+from tandem.workers.decode.reservations import LONGEST_APPEND
+from tandem.workers.decode.token_stream import StreamFanout
 from tandem.workers.event_loop import EventLoopThread
-from tandem.workers.kv_scales import choose_scales
-from tandem.workers.memory_budget import measure_budget
-from tandem.workers.model_cache import kv_layout, make_cache
-from tandem.workers.model_runner import ModelRunner
+from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
-from tandem.workers.prefill import PrefillLoop
-from tandem.workers.push_meter import PushMeter
-from tandem.workers.reservations import LONGEST_APPEND
-from tandem.workers.service import DecodeService, PrefillService
+from tandem.workers.models.weights import load_decoder
+from tandem.workers.prefill.loop import PrefillLoop
+from tandem.workers.prefill.push_meter import PushMeter
+from tandem.workers.runner.memory_budget import measure_budget
+from tandem.workers.runner.model_cache import kv_layout, make_cache
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.service.services import DecodeService, PrefillService
+from tandem.workers.service.well_formed import WellFormedRequired
 from tandem.workers.step_thread import StepThread
-from tandem.workers.token_stream import StreamFanout
-from tandem.workers.weights import load_decoder
-from tandem.workers.well_formed import WellFormedRequired
 
 T = TypeVar("T")
 HOST = "127.0.0.1"

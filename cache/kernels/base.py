@@ -6,14 +6,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.latent import UpProjections
-from tandem.cache.plan import PageTables, Send, TokenLayout
-from tandem.cache.position_map import Int32Array
-from tandem.cache.rope import Rotation
-from tandem.cache.shared_prefixes import SharedPrefixes, SharingRule
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.cache.plan.latent import UpProjections
+from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.shared_prefixes import SharedPrefixes, SharingRule
+from tandem.cache.plan.tables import PageTables, Send, TokenLayout
 
 GPU_HEAD_DIMS = (64, 128, 256)  # of K and V of 16 bits, which FlashInfer is compiled for
 
@@ -68,7 +68,7 @@ class Kernels(PageKernels, Protocol):
 
 
 class LatentKernels(PageKernels, Protocol):
-    """Bound to one pool `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.latent.
+    """Bound to one pool `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.plan.latent.
 
     read_slots gives whole entries as k, [n, 1, rank + rotated], and their latents as v, [n, 1, rank].
     """

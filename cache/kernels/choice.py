@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Kernels, LatentKernels
-from tandem.cache.kernels.crew import load_crew
+from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.kernels.fp8_entries import Fp8Entries
-from tandem.cache.kernels.native_build import load_library
-from tandem.cache.kernels.native_kernels import SOURCE, NativeKernels
+from tandem.cache.kernels.native.crew import load_crew
+from tandem.cache.kernels.native.kernels import SOURCE, NativeKernels
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.kernels.torch_kernels import TorchKernels
-from tandem.cache.kernels.torch_latent import TorchLatentKernels
-from tandem.cache.latent import LatentHeads
+from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.kernels.torch.latent import TorchLatentKernels
+from tandem.cache.plan.latent import LatentHeads
 
 
 def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> Kernels:
@@ -22,7 +22,7 @@ def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None
     """
     dtype = pool.dtype if fp8 is None else fp8.dtype
     if pool.device.type == "cuda" and dtype != torch.float32:
-        from tandem.cache.kernels.flashinfer_kernels import FlashInferKernels  # needs triton
+        from tandem.cache.kernels.flashinfer.kernels import FlashInferKernels  # needs triton
 
         return FlashInferKernels(pool, scoring, fp8)
     if pool.device.type == "cpu" and pool.dtype == torch.float32 and NativeKernels.takes_head_dim(pool.shape[-1]):
@@ -36,7 +36,7 @@ def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None
 def choose_latent_kernels(pool: Tensor, scale: float, rank: int, heads: LatentHeads) -> LatentKernels:
     """FlashInfer's for 16 bits on a GPU, else torch's; InvalidArgument for what FlashInfer cannot serve."""
     if pool.device.type == "cuda" and pool.dtype != torch.float32:
-        from tandem.cache.kernels.flashinfer_latent import FlashInferLatentKernels  # needs triton
+        from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels  # needs triton
 
         return FlashInferLatentKernels(pool, scale, rank, heads)
     return TorchLatentKernels(pool, scale, rank, heads)

@@ -62,7 +62,7 @@ class FetchedStaging:
         """Launches the kernel: num_bytes, those that a send() says, at most."""
         if not self._on_gpu:
             return
-        from tandem.cache.kernels.triton_fetch import fetch  # triton may be missing elsewhere
+        from tandem.cache.kernels.triton.fetch import fetch  # triton may be missing elsewhere
 
         on_device = self.on_device[: aligned(num_bytes)].view(torch.int64)
         fetch(self._arrived.view(torch.int64), on_device, self._finished, self._fetched)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.cache.kv_scales import FP8, FP8_MAX
-from tandem.cache.layout import KVLayout
+from tandem.cache.plan.kv_scales import FP8, FP8_MAX
+from tandem.cache.plan.layout import KVLayout
 
 
 @dataclass(frozen=True, eq=False)

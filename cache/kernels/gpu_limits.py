@@ -2,10 +2,10 @@
 
 import torch
 
-from tandem.cache.errors import InvalidArgument
 from tandem.cache.kernels.base import GPU_HEAD_DIMS
-from tandem.cache.latent import LatentHeads
-from tandem.cache.layout import KVLayout
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.latent import LatentHeads
+from tandem.cache.plan.layout import KVLayout
 
 DTYPES = (torch.float16, torch.bfloat16)
 PAGE_SIZES = (8, 16, 32, 64)

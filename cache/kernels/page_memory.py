@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.upload import upload
-from tandem.cache.kv_scales import FP8
-from tandem.cache.position_map import Int32Array
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.kv_scales import FP8
 
 
 def movable(tensor: Tensor) -> Tensor:

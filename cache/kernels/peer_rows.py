@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.kernels.base import PeerPool
-from tandem.cache.plan import Send
-from tandem.cache.position_map import Int32Array
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.tables import Send
 
 
 def peer_rows(num_tokens: int, sends: Sequence[Send], peer_pool: PeerPool) -> tuple[NDArray[np.int64], list[Send]]:

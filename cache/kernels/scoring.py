@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.cache.position_map import Int32Array
+from tandem.cache.plan.arrays import Int32Array
 
 ROWS_AT_ONCE = 256  # queries whose scores are in memory together
 

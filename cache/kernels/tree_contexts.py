@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.cache.plan import PageTables
-from tandem.cache.position_map import Int32Array
-from tandem.cache.token_tree import TokenTrees
-from tandem.cache.window import Int64Array, first_seen
+from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.tables import PageTables
+from tandem.cache.plan.token_tree import TokenTrees
+from tandem.cache.plan.window import first_seen
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,12 +13,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.actors import GatewayActor, WorkerActor
-from tandem.cluster.announcements import Announcements
-from tandem.cluster.forked_actor import ForkedActor
-from tandem.cluster.processes import ActorSpec
+from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.processes import ActorSpec
+from tandem.cluster.routing.prefill_hints import Announcements
+from tandem.cluster.supervision.actors import GatewayActor, WorkerActor
 from tandem.workers.config import Role, WorkerConfig
-from tests.local_processes import LocalGroup, LocalProcesses
+from tests.support.local_processes import LocalGroup, LocalProcesses
 
 QUIET_SECONDS = 0.01  # without an event, after which those before it are written
 
@@ -26,32 +26,32 @@ QUIET_SECONDS = 0.01  # without an event, after which those before it are writte
 TRACED: dict[str, Sequence[tuple[str, str, str]]] = {
     "gateway": (
         ("tandem.cluster.gateway", "Gateway", "Generate"),
-        ("tandem.cluster.router", "Router", "place"),
-        ("tandem.cluster.announcements", "Announcements", "send"),
-        ("tandem.cluster.generation", "Generation", "_answer"),
-        ("tandem.cluster.generation", "Generation", "_first_message"),
-        ("tandem.cluster.generation", "Generation", "_message"),
+        ("tandem.cluster.routing.router", "Router", "place"),
+        ("tandem.cluster.routing.prefill_hints", "Announcements", "send"),
+        ("tandem.cluster.requests.generation", "Generation", "_answer"),
+        ("tandem.cluster.requests.generation", "Generation", "_first_message"),
+        ("tandem.cluster.requests.generation", "Generation", "_message"),
     ),
     "prefill": (
-        ("tandem.workers.prefill", "PrefillLoop", "announce"),
-        ("tandem.workers.head_start", "HeadStart", "_compute"),
-        ("tandem.workers.service", "PrefillService", "RemoteSend"),
-        ("tandem.workers.prefill", "PrefillLoop", "submit"),
-        ("tandem.workers.prompt_forwards", "PromptForwards", "launch"),
-        ("tandem.workers.prefill", "PrefillLoop", "_finish"),
-        ("tandem.workers.prefill", "PrefillLoop", "_send_heads"),
-        ("tandem.workers.prefill", "PrefillLoop", "_post"),
-        ("tandem.workers.first_token", "FirstTokens", "next"),
-        ("tandem.workers.landing", "Landing", "finish"),
+        ("tandem.workers.prefill.loop", "PrefillLoop", "announce"),
+        ("tandem.workers.prefill.speculative_prefill", "HeadStart", "_compute"),
+        ("tandem.workers.service.services", "PrefillService", "RemoteSend"),
+        ("tandem.workers.prefill.loop", "PrefillLoop", "submit"),
+        ("tandem.workers.prefill.forwards", "PromptForwards", "launch"),
+        ("tandem.workers.prefill.loop", "PrefillLoop", "_finish"),
+        ("tandem.workers.prefill.loop", "PrefillLoop", "_send_heads"),
+        ("tandem.workers.prefill.loop", "PrefillLoop", "_post"),
+        ("tandem.workers.prefill.first_token", "FirstTokens", "next"),
+        ("tandem.workers.prefill.completion", "Landing", "finish"),
     ),
     "decode": (
-        ("tandem.workers.service", "DecodeService", "PrepareReceive"),
-        ("tandem.workers.decode", "DecodeLoop", "prepare"),
-        ("tandem.workers.service", "DecodeService", "StartGenerate"),
-        ("tandem.workers.reservations", "Reservations", "land"),
-        ("tandem.workers.decode", "DecodeLoop", "_launch"),
-        ("tandem.workers.decode", "DecodeLoop", "_deliver"),
-        ("tandem.workers.service", "", "_generated"),
+        ("tandem.workers.service.services", "DecodeService", "PrepareReceive"),
+        ("tandem.workers.decode.loop", "DecodeLoop", "prepare"),
+        ("tandem.workers.service.services", "DecodeService", "StartGenerate"),
+        ("tandem.workers.decode.reservations", "Reservations", "land"),
+        ("tandem.workers.decode.loop", "DecodeLoop", "_launch"),
+        ("tandem.workers.decode.loop", "DecodeLoop", "_deliver"),
+        ("tandem.workers.service.services", "", "_generated"),
     ),
 }
 

@@ -19,30 +19,30 @@ import grpc.aio
 import numpy as np
 import torch
 
-from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.position_map import PositionMap, SlotRuns
-from tandem.cache.rope import RopeParameters
-from tandem.cluster.admission import AdmissionQueue
-from tandem.cluster.generation import Generation
-from tandem.cluster.islands import Islands
-from tandem.cluster.membership import IslandState
-from tandem.cluster.request import ValidRequest
-from tandem.cluster.router import Router
-from tandem.cluster.turns import Turns
-from tandem.cluster.worker_link import WorkerAddress
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.position_map import PositionMap, SlotRuns
+from tandem.cache.plan.rope import RopeParameters
+from tandem.cluster.requests.fair_turns import Turns
+from tandem.cluster.requests.generation import Generation
+from tandem.cluster.requests.validation import ValidRequest
+from tandem.cluster.routing.admission import AdmissionQueue
+from tandem.cluster.routing.islands import Islands
+from tandem.cluster.routing.membership import IslandState
+from tandem.cluster.routing.router import Router
+from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.transfer.completion import Signal
 from tandem.transfer.wire_map import WireMap, decode_map, encode_map
 from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import Role
-from tandem.workers.decode_batch import DecodeBatch, DecodeRequest
-from tandem.workers.finish import FinishRule
-from tandem.workers.messages import prompt_to_bytes, reservation_to_proto
-from tandem.workers.pending_samples import CopiedSamples
-from tandem.workers.reservation import Reservation
-from tandem.workers.sampling_params import SamplingParams
-from tandem.workers.token_stream import TokenStream
+from tandem.workers.decode.batch import DecodeBatch, DecodeRequest
+from tandem.workers.decode.token_stream import TokenStream
+from tandem.workers.sampling.finish import FinishRule
+from tandem.workers.sampling.pending_samples import CopiedSamples
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.wire.messages import prompt_to_bytes, reservation_to_proto
+from tandem.workers.wire.reservation import Reservation
 from tests.benchmarks.results import at_most, print_result
 
 PAGE, TOKENS, POOL_PAGES = 16, 32 * 1024, 65_536

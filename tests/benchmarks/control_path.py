@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
-from tandem.cluster.launcher import Cluster
-from tandem.workers.random_checkpoint import make_checkpoint
+from tandem.cluster.supervision.launcher import Cluster
 from tests.benchmarks.call_trace import Event, TracedProcesses, read_events
 from tests.benchmarks.model_shapes import SHAPES, write_shape
 from tests.benchmarks.pair import DEPLOY, Pair

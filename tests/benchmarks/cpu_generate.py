@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.config import load_config
-from tandem.cluster.launcher import Cluster
-from tandem.workers.random_checkpoint import make_checkpoint
+from tandem.cluster.supervision.launcher import Cluster
 from tests.benchmarks.results import print_result
 
 Prompts = list[list[int]]

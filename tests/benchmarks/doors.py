@@ -26,13 +26,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
 from tandem.cluster.gateway import Gateway
-from tandem.cluster.membership import IslandState
-from tandem.cluster.process_settings import gateway_settings
+from tandem.cluster.routing.membership import IslandState
+from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import EventLoopThread
-from tandem.workers.random_checkpoint import make_checkpoint
 from tests.benchmarks.load import LoadProcesses, Outcome, Share, numbers_of
 from tests.benchmarks.results import percentile, print_result, rounded
 from tests.cluster.fake_worker import FakeWorker

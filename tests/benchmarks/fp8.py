@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables, Kernels, StepKernels
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.upload import upload
-from tandem.cache.kv_scales import KVScales
-from tandem.cache.layout import KVLayout, LayerGroup
-from tandem.cache.plan import PageTables, TokenLayout, lay_out_tokens, look_up_pages
-from tandem.cache.rope import Rotation
-from tandem.workers.sampling_params import SamplingParams
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
+from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.benchmarks.results import at_least, print_result, print_skipped, rounded
 from tests.benchmarks.steps import Bench, device_seconds, measure_copy, random_pool
 

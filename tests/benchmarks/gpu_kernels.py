@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.plan import lay_out_tokens, look_up_pages
-from tandem.cache.rope import RopeParameters, RotaryEmbedding
+from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
+from tandem.cache.plan.tables import lay_out_tokens, look_up_pages
 from tests.benchmarks.results import at_least, print_result, print_skipped
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 32, 8, 128, 16, 4

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.flashinfer_latent import FlashInferLatentKernels
-from tandem.cache.latent import LatentHeads, UpProjections
-from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.rope import RopeParameters
+from tandem.cache.plan.latent import LatentHeads, UpProjections
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.rope import RopeParameters
 from tests.benchmarks.results import at_least, print_result, print_skipped, rounded
 
 NUM_HEADS, RANK, ROTATED, PAGE_SIZE, LAYERS, LAYER = 128, 512, 64, 16, 4, 1

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.position_map import Int32Array
+from tandem.cache.plan.arrays import Int32Array
 
 NOT_INSTALLED = "not measured: the package is not installed; pip install 'nixl[cu13]'"
 WAIT_SECONDS = 30.0

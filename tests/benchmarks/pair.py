@@ -14,13 +14,13 @@ import grpc
 import numpy as np
 
 from tandem.cluster.client import Client
-from tandem.cluster.client_messages import CHANNEL_OPTIONS, Timings
+from tandem.cluster.client.client_messages import CHANNEL_OPTIONS, Timings
 from tandem.cluster.config import load_config
-from tandem.cluster.launcher import Cluster
+from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
-from tandem.workers.messages import prompt_to_bytes
-from tandem.workers.seal import seal
+from tandem.workers.wire.messages import prompt_to_bytes
+from tandem.workers.wire.seal import seal
 from tests.benchmarks.load import LOWEST_TOKEN
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

@@ -19,12 +19,13 @@ from tandem.cache.kernels.base import Kernels
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.position_map import Int32Array, PositionMap, SlotRuns
-from tandem.cache.rope import RopeParameters
-from tandem.cache.shared_prefixes import SharingRule
-from tandem.cache.stored_layers import Stages
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.position_map import PositionMap, SlotRuns
+from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.shared_prefixes import SharingRule
+from tandem.cache.plan.stored_layers import Stages
 from tests.benchmarks.results import at_most, print_result
 
 BATCH, CONTEXT, COMMON, PAGE = 256, 1024, 512, 16

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tandem.cache.layout import KVLayout, LayerGroup
-from tandem.cache.position_map import Int32Array
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
 from tests.benchmarks import nixl_writes

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.cache.position_map import Int32Array
+from tandem.cache.plan.arrays import Int32Array
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
 from tests.benchmarks.pes import run_pes

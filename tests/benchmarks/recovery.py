@@ -29,18 +29,18 @@ from typing import Any
 
 import torch
 
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import Unavailable
-from tandem.cluster.launcher import Cluster
-from tandem.cluster.ray_processes import RayProcesses
+from tandem.cluster.processes.ray_processes import RayProcesses
+from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2
-from tandem.workers.random_checkpoint import make_checkpoint
 from tests.benchmarks.model_shapes import SHAPES, write_shape
 from tests.benchmarks.pair import DEPLOY
 from tests.benchmarks.results import at_most, print_result, print_skipped, rounded
 from tests.benchmarks.shared_gpus import SharingProcesses
-from tests.oracle import greedy, load_oracle, random_prompt
+from tests.support.oracle import greedy, load_oracle, random_prompt
 
 PROMPT_TOKENS = 1500
 NUM_TOKENS = 120

@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
 from tandem.cluster.gateway import Doors
-from tandem.workers.random_checkpoint import make_checkpoint
 from tests.benchmarks.load import LoadProcesses, Outcome, Share, numbers_of
 from tests.benchmarks.model_shapes import write_shape
 from tests.benchmarks.pair import DEPLOY, running_cluster

@@ -7,9 +7,9 @@ from dataclasses import replace
 import ray
 import torch
 
-from tandem.cluster.actors import WorkerActor
-from tandem.cluster.processes import ActorSpec, ProcessGroup
-from tandem.cluster.ray_processes import NAMESPACE, RayProcesses
+from tandem.cluster.processes.processes import ActorSpec, ProcessGroup
+from tandem.cluster.processes.ray_processes import NAMESPACE, RayProcesses
+from tandem.cluster.supervision.actors import WorkerActor
 from tandem.workers.config import WorkerConfig
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.plan import lay_out_tokens, look_up_pages
-from tandem.cache.shared_prefixes import SharingRule, find_shared_prefixes
-from tandem.workers.sample_batch import SampleBatch
-from tandem.workers.sampling_params import SamplingParams
+from tandem.cache.plan.shared_prefixes import SharingRule, find_shared_prefixes
+from tandem.cache.plan.tables import lay_out_tokens, look_up_pages
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.benchmarks.results import at_least, print_result, print_skipped, rounded
 from tests.benchmarks.steps import PAGE_SIZE, STEPS, Bench
 

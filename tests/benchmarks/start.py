@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tandem.cluster.runtime_dir import running_cluster
+from tandem.cluster.cli.runtime_dir import running_cluster
 from tests.benchmarks.model_shapes import write_shape
 from tests.benchmarks.pair import DEPLOY
 from tests.benchmarks.results import at_most, plot, print_result, print_skipped, rounded
@@ -28,7 +28,17 @@ TARGET_SECONDS = 40.0
 def start_once(config: Path, model: Path, settings: dict[str, object]) -> dict[str, Any]:
     """Starts and stops a cluster by the command line. Raises SystemExit when it does not get ready."""
     name = f"bench-start-{os.getpid()}"
-    command = [sys.executable, "-m", "tandem.cluster.cli", "up", str(config), "--model", str(model), "--grpc-port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "tandem.cluster.cli",
+        "up",
+        str(config),
+        "--model",
+        str(model),
+        "--grpc-port",
+        "0",
+    ]
     for key, value in {"name": name, **settings}.items():
         command += ["--set", f"{key}={value}"]
     began = time.monotonic()

@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.kv_scales import KVScales
-from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.workers.model_runner import ModelRunner
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.registry import load_config
-from tandem.workers.sample_batch import SampleBatch
-from tandem.workers.sampling_params import SamplingParams
-from tandem.workers.weights import load_decoder
+from tandem.workers.models.weights import load_decoder
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.benchmarks.results import at_least, at_most, print_result, print_skipped, rounded
 from tests.benchmarks.timeline import Idle, idle, record
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.cache.latent import LatentHeads, UpProjections
-from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.rope import RopeParameters
+from tandem.cache.plan.latent import LatentHeads, UpProjections
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.rope import RopeParameters
 from tests.benchmarks.results import at_most, print_result, print_skipped, rounded
 
 PAGE_SIZE, LAYERS, LAYER = 16, 4, 1

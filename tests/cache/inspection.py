@@ -5,10 +5,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.position_map import SKIP, PositionMap
+from tandem.cache.plan.position_map import SKIP, PositionMap
 from tests.cache.known import Known, Side
 from tests.cache.oracle import Oracle
-from tests.tolerances import ARITHMETIC
+from tests.support.tolerances import ARITHMETIC
 
 
 def check_contents(side: Side, sequence: int, oracle: Oracle) -> None:

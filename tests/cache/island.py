@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from tandem.cache.layout import KVLayout
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.layout import KVLayout
 from tests.cache.naive import MAX_LENGTH, ROPE, draw_inputs, pools_of, run
 from tests.cache.peer_writer import PeerWriter
 

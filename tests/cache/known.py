@@ -6,8 +6,9 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor
 
+from tandem.cache.attention.forward_plan import ForwardPlan
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan import ForwardPlan, lay_out_tokens, look_up_pages
+from tandem.cache.plan.tables import lay_out_tokens, look_up_pages
 from tests.cache.naive import run_layer
 from tests.cache.oracle import NUM_PLACES
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from tandem.cache.attention.forward_plan import ForwardPlan
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.latent import LatentHeads, UpProjections
-from tandem.cache.layout import KVLayout, LayerGroup
-from tandem.cache.page_writer import PageWriter
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan import ForwardPlan
-from tandem.cache.rope import RopeParameters, RotaryEmbedding
+from tandem.cache.plan.latent import LatentHeads, UpProjections
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.page_writer import PageWriter
+from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 
 QUERY_HEADS = 4
 HEAD_DIM = 8

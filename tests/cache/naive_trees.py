@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
 from tests.cache.naive import Inputs, NaiveCache
-from tests.tolerances import assert_close
+from tests.support.tolerances import assert_close
 
 BASE = -1  # the parent of roots
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.layout import KVLayout
-from tandem.cache.page_writer import PageWriter
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.rope import RopeParameters, RotaryEmbedding
+from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.page_writer import PageWriter
+from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tests.cache.naive import LATENT_HEADS, expand_latents
 
 NUM_TOKENS = 512  # kinds of tokens

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.position_map import Int32Array
-from tandem.cache.stored_layers import Stages
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.stored_layers import Stages
 
 
 class PeerWriter:

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 
-from tandem.cache.errors import InvalidArgument, OutOfPages
+from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tests.cache.inspection import assert_close, check_contents, check_held, check_pages
 from tests.cache.known import LONGEST, Known, Side, Transfer
 from tests.cache.naive import pools_of

@@ -2,8 +2,8 @@
 
 import torch
 
-from tandem.cache.kernels.torch_kernels import TorchKernels
-from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tests.cache.naive import HEAD_DIM, ROPE, windowed
 from tests.cache.oracle import Setting
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from tandem.cache.kernels.base import KernelFactory, Kernels, SharingKernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.shared_prefixes import SharingRule
+from tandem.cache.plan.shared_prefixes import SharingRule
 
 ALL = SharingRule(1, 1)
 

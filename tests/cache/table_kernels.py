@@ -7,16 +7,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import DeviceTables, PromptTables
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.kernels.torch_kernels import TorchKernels, TorchPlan
-from tandem.cache.plan import PageTables, lay_out_tokens
-from tandem.cache.position_map import Int32Array
-from tandem.cache.ragged import indptr_of
-from tandem.cache.rope import Rotation
-from tandem.cache.shared_prefixes import SharedPrefixes
+from tandem.cache.kernels.torch.kernels import TorchKernels, TorchPlan
+from tandem.cache.plan.arrays import Int32Array, indptr_of
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.shared_prefixes import SharedPrefixes
+from tandem.cache.plan.tables import PageTables, lay_out_tokens
 
 MOST_SEGMENTS = 3
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from tandem.cache import digest
 from tandem.cache.digest import DIGEST_BITS, digest_kv
-from tandem.cache.layout import KVLayout, LayerGroup
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.position_map import SKIP
-from tandem.cache.rope import RopeParameters
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.position_map import SKIP
+from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import cache_of, draw_inputs, layout_of, pools_of, run, windowed
 from tests.cache.peer_writer import PeerWriter
 

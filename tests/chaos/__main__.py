@@ -14,7 +14,7 @@ def main() -> None:
     # Each process of the cluster imports this module when it starts: it should not have to import the oracle, too.
     from torch import cuda
 
-    from tandem.workers.random_checkpoint import make_checkpoint
+    from tandem.cluster.cli.random_checkpoint import make_checkpoint
     from tests.chaos.storm import Storm
 
     parser = argparse.ArgumentParser(description=__doc__)

@@ -15,13 +15,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.cluster.actors import GatewayActor, WorkerActor
-from tandem.cluster.announcements import Announcements
-from tandem.cluster.forked_actor import ForkedActor
 from tandem.cluster.gateway import GatewaySettings
-from tandem.cluster.island import GPU_MODULES
-from tandem.cluster.processes import ActorSpec
-from tests.local_processes import LocalGroup, LocalProcesses
+from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.processes import ActorSpec
+from tandem.cluster.routing.prefill_hints import Announcements
+from tandem.cluster.supervision.actors import GatewayActor, WorkerActor
+from tandem.cluster.supervision.island import GPU_MODULES
+from tests.support.local_processes import LocalGroup, LocalProcesses
 
 SHARING = "tests.benchmarks.shared_gpus"  # imports Ray, which takes a second
 LONGEST_DELAY_SECONDS = 0.2  # four leases of the storm

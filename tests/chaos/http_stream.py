@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from tests.http_client import COMPLETIONS
+from tests.support.http_client import COMPLETIONS
 
 
 @dataclass

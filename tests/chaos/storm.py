@@ -22,13 +22,13 @@ import httpx
 from tandem.cluster.client import AsyncClient, Client
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import CallError
-from tandem.cluster.launcher import Cluster
+from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
-from tandem.workers.tokenizer import Tokenizer
 from tests.chaos.bad_network import BadlyConnectedOnGpus, BadlyConnectedProcesses, BadNetwork
 from tests.chaos.http_stream import HttpStream
-from tests.local_processes import started_at
-from tests.oracle import greedy, load_oracle, random_prompt
+from tests.support.local_processes import started_at
+from tests.support.oracle import greedy, load_oracle, random_prompt
 
 VOCABULARY = 512
 OUTPUT_TOKENS = 40

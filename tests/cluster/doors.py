@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.cluster.config import load_config
 from tandem.cluster.gateway import Gateway
-from tandem.cluster.process_settings import gateway_settings
+from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.workers.event_loop import EventLoopThread
 from tests.cluster.fake_worker import FakeWorker
 

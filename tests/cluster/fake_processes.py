@@ -7,8 +7,8 @@ from typing import Any
 
 from tandem.cluster.errors import ProcessEnded, StartFailed
 from tandem.cluster.gateway import Doors
-from tandem.cluster.processes import ActorProcess, ActorSpec, Processes
-from tests.local_processes import LocalGroup
+from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes
+from tests.support.local_processes import LocalGroup
 
 ANSWERS: dict[str, Any] = {"progress": ("weights", 1, 2), "open": b"handle", "placed_tokens": 0}
 ADDRESS = "127.0.0.1:1"

@@ -12,8 +12,8 @@ from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused
 from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape, keep_members
 from tandem.workers.config import Role
 from tests.cluster.fake_processes import FakeProcess, FakeProcesses, room_of_each
-from tests.cluster.test_supervisors import Cluster
-from tests.waiting import until
+from tests.cluster.supervision.test_supervisors import Cluster
+from tests.support.waiting import until
 
 
 def order(prefill: int | None, decode: int | None) -> ScaleOrder:

@@ -12,17 +12,17 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tandem.cluster.cli import main
+from tandem.cluster.cli.commands import main
+from tandem.cluster.cli.runtime_dir import ClusterLock
 from tandem.cluster.client import Client
 from tandem.cluster.credentials import ClientSecurity, ServerSecurity, read_token
 from tandem.cluster.errors import ConfigError, Unauthenticated, Unavailable
-from tandem.cluster.runtime_dir import ClusterLock
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import HEADER, authorized
-from tests.checkpoints import save_checkpoint
-from tests.http_client import refused as http_refused
-from tests.island import Island, running_island
-from tests.requests import GREEDY
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY
+from tests.support.http_client import refused as http_refused
+from tests.support.island import Island, running_island
 
 TOKEN = "0123456789abcdef-token"
 PROMPT = [5, 6, 7]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem.cache.kv_scales import KVScales
+from tandem.cache.plan.kv_scales import KVScales
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
 from tests.contracts.islands import ISLANDS, NUM_PAGES

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cache.errors import InvalidArgument
-from tandem.cache.kv_scales import KVScales
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kv_scales import KVScales
 from tandem.transfer.errors import MembershipRefused, TransportClosed
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport

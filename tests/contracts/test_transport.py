@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.errors import InvalidArgument
-from tandem.cache.page_writer import PageWriter
-from tandem.cache.position_map import Int32Array
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.page_writer import PageWriter
 from tandem.transfer.completion import SignalBoard, pack_signal
 from tandem.transfer.transport import Transport
 from tests.contracts.islands import NUM_PAGES, NUM_SLOTS, random_tokens

@@ -10,8 +10,8 @@ import pytest
 
 from tests.benchmarks import push_beside_prefill, ttft
 from tests.benchmarks.pair import Pair
-from tests.island import Island, running_island
-from tests.oracle import greedy, load_oracle
+from tests.support.island import Island, running_island
+from tests.support.oracle import greedy, load_oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 

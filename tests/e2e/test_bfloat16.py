@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import save_checkpoint
-from tests.island import running_island
-from tests.oracle import load_oracle, random_prompt
-from tests.requests import GREEDY, complete, tokens_of
-from tests.tolerances import BFLOAT16_LOGPROB
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete, tokens_of
+from tests.support.island import running_island
+from tests.support.oracle import load_oracle, random_prompt
+from tests.support.tolerances import BFLOAT16_LOGPROB
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "mistral", "phi3-head-dim"])

@@ -13,11 +13,11 @@ from tandem.cluster.client import Client
 from tandem.cluster.errors import DeadlineExceeded
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.workers.worker import Worker
-from tests.checkpoints import save_checkpoint
-from tests.island import FakeIsland, Island, running_island
-from tests.oracle import greedy, load_oracle, random_prompt
-from tests.requests import GREEDY, complete, tokens_of
-from tests.waiting import until
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete, tokens_of
+from tests.support.island import FakeIsland, Island, running_island
+from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.waiting import until
 
 PREFILL, DECODE = 0, 1
 PAGES = 24

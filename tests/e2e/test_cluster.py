@@ -17,10 +17,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tandem.cluster.client import AsyncClient, Client
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import CallError, ScaleRefused, StartFailed
-from tandem.cluster.launcher import Cluster
+from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2
-from tests.oracle import greedy, greedy_all, load_oracle, random_prompt
-from tests.requests import GREEDY, complete, complete_all, text_of, tokens_of
+from tests.support.client_requests import GREEDY, complete, complete_all, text_of, tokens_of
+from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
 
 VOCABULARY = 512
 
@@ -112,7 +112,7 @@ def test_what_only_a_worker_finds_wrong(
     cluster: Cluster, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its launcher says it. The second cluster is on the Ray of the first."""
-    monkeypatch.setattr("tandem.cluster.launcher.check_weights", lambda *_: None)
+    monkeypatch.setattr("tandem.cluster.supervision.launcher.check_weights", lambda *_: None)
     (tmp_path / "config.json").write_bytes((small_model / "config.json").read_bytes())
     overrides = {"name": f"no-weights-{os.getpid()}", "model.path": str(tmp_path), "gateway.port": 0}
     with pytest.raises(StartFailed, match=r"has no weights; it must have model\.safetensors"):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster import demo
+from tandem.cluster.cli import demo
 from tandem.cluster.config import ClusterConfig
-from tests.island import Island, running_island
+from tests.support.island import Island, running_island
 
 
 class IslandAsCluster:

@@ -11,16 +11,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from tandem.cache.kv_scales import FP8, KVScales
+from tandem.cache.plan.kv_scales import FP8, KVScales
 from tandem.cluster.config import load_config
-from tandem.cluster.process_settings import worker_configs
+from tandem.cluster.supervision.process_settings import worker_configs
 from tandem.transfer.errors import MembershipRefused
 from tandem.workers.worker import Worker
 from tests.cache.naive import round_by
-from tests.checkpoints import save_checkpoint
-from tests.island import running_island
-from tests.oracle import greedy, load_oracle, random_prompt
-from tests.requests import GREEDY, complete, complete_all
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete, complete_all
+from tests.support.island import running_island
+from tests.support.oracle import greedy, load_oracle, random_prompt
 
 CHUNK, OUTPUT = 48, 12
 LENGTHS = (1, 9, CHUNK + 1, 2 * CHUNK + 5)

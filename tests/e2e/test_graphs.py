@@ -10,15 +10,15 @@ import pytest
 from torch import Tensor
 
 from tandem.workers import worker
-from tandem.workers.decode_graphs import DecodeGraphs
-from tandem.workers.model_cache import make_cache
-from tandem.workers.model_runner import ModelRunner
-from tandem.workers.pending_samples import PendingSamples
+from tandem.workers.runner.decode_graphs import DecodeGraphs
+from tandem.workers.runner.model_cache import make_cache
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.pending_samples import PendingSamples
 from tests.cache.table_kernels import TableKernels
-from tests.checkpoints import save_checkpoint
-from tests.island import Island, running_island
-from tests.oracle import greedy, load_oracle, random_prompt
-from tests.requests import GREEDY, complete, complete_all, tokens_of
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
+from tests.support.island import Island, running_island
+from tests.support.oracle import greedy, load_oracle, random_prompt
 
 SETTINGS = {"scheduler.max_sequences": 12, "cache.prefix_sharing": False}
 PROMPTS = [random_prompt(7 + 3 * number, seed=number) for number in range(14)]

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.workers.random_checkpoint import make_checkpoint
-from tandem.workers.tokenizer import Tokenizer
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.worker import Worker
-from tests.http_client import CHATS, COMPLETIONS, GREEDY, answer, chunks, get, post, refused
-from tests.island import Island, running_island
-from tests.oracle import greedy, load_oracle, random_prompt
-from tests.requests import complete, text_of, tokens_of
+from tests.support.client_requests import complete, text_of, tokens_of
+from tests.support.http_client import CHATS, COMPLETIONS, GREEDY, answer, chunks, get, post, refused
+from tests.support.island import Island, running_island
+from tests.support.oracle import greedy, load_oracle, random_prompt
 
 PROMPT = "The cache keeps keys and values in pages."
 CHAT = [{"role": "user", "content": "Where is the page?"}]

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster import heartbeat
-from tandem.cluster.actors import WorkerActor
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import ProcessEnded
-from tandem.cluster.forked_actor import ForkedActor
-from tandem.cluster.island import LoadState
-from tandem.cluster.launcher import Cluster
-from tandem.cluster.processes import ActorSpec
+from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.processes import ActorSpec
+from tandem.cluster.supervision import heartbeat
+from tandem.cluster.supervision.actors import WorkerActor
+from tandem.cluster.supervision.island import LoadState
+from tandem.cluster.supervision.launcher import Cluster
 from tandem.workers.config import WorkerConfig
-from tests.local_processes import LocalProcesses
+from tests.support.local_processes import LocalProcesses
 
 
 class HangingWorker(WorkerActor):

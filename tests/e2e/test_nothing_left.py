@@ -5,11 +5,11 @@ import os
 import threading
 from pathlib import Path
 
-from tests.checkpoints import save_checkpoint
-from tests.island import running_island
-from tests.oracle import random_prompt
-from tests.requests import GREEDY, complete_all
-from tests.shm import lasting_names
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete_all
+from tests.support.island import running_island
+from tests.support.oracle import random_prompt
+from tests.support.shm import lasting_names
 
 
 def held() -> tuple[int, int, set[str]]:

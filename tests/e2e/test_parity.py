@@ -8,11 +8,11 @@ import pytest
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
-from tests.checkpoints import CASES, save_checkpoint
-from tests.held_prefill import prefill_held
-from tests.island import running_island
-from tests.oracle import greedy_all, load_oracle, random_prompt
-from tests.requests import GREEDY, complete, complete_all, tokens_of
+from tests.support.checkpoints import CASES, save_checkpoint
+from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
+from tests.support.held_prefill import prefill_held
+from tests.support.island import running_island
+from tests.support.oracle import greedy_all, load_oracle, random_prompt
 
 CHUNK, PAGE = 48, 8
 # One token; around a page, around a chunk, several chunks.

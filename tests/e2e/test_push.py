@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.plan import ForwardPlan
+from tandem.cache.attention.forward_plan import ForwardPlan
 from tandem.workers.worker import Worker
-from tests.checkpoints import save_checkpoint
-from tests.held_prefill import prefill_held
-from tests.island import Island, running_island
-from tests.oracle import greedy, greedy_all, load_oracle, random_prompt
-from tests.requests import GREEDY, complete, complete_all, complete_all_updates, tokens_of
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete, complete_all, complete_all_updates, tokens_of
+from tests.support.held_prefill import prefill_held
+from tests.support.island import Island, running_island
+from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
 
 PAGE = 8
 PROBE = 1 << 20  # a sequence id that no request has

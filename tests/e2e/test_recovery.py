@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from tandem.cluster.client import Client
-from tandem.cluster.client_messages import GenerateUpdate
+from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import WorkerLost
-from tandem.cluster.forked_actor import ForkedActor
-from tandem.cluster.launcher import Cluster
-from tandem.cluster.processes import ActorSpec
+from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.processes import ActorSpec
+from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2
-from tests.http_client import COMPLETIONS, chunks, events, streaming
-from tests.local_processes import LocalProcesses
-from tests.oracle import random_prompt
-from tests.requests import complete, text_of, tokens_of
-from tests.waiting import until
+from tests.support.client_requests import complete, text_of, tokens_of
+from tests.support.http_client import COMPLETIONS, chunks, events, streaming
+from tests.support.local_processes import LocalProcesses
+from tests.support.oracle import random_prompt
+from tests.support.waiting import until
 
 VOCABULARY = 512
 NUM_TOKENS = 400

@@ -11,17 +11,17 @@ import grpc
 import grpc.aio
 import pytest
 
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2, inference_pb2_grpc
-from tandem.workers.random_checkpoint import make_checkpoint
-from tandem.workers.tokenizer import Tokenizer
-from tests.checkpoints import save_checkpoint
-from tests.held_prefill import prefill_held
-from tests.island import Island, running_island
-from tests.oracle import greedy, greedy_all, load_oracle, random_prompt
-from tests.requests import GREEDY, complete, complete_all, text_of, tokens_of
-from tests.waiting import until
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete, complete_all, text_of, tokens_of
+from tests.support.held_prefill import prefill_held
+from tests.support.island import Island, running_island
+from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
+from tests.support.waiting import until
 
 PROMPT = "The cache keeps keys and values in pages."
 

@@ -13,15 +13,15 @@ from typing import Any
 import grpc
 import pytest
 
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient, Client
-from tandem.cluster.client_messages import RETRY_AFTER_KEY
+from tandem.cluster.client.client_messages import RETRY_AFTER_KEY
 from tandem.cluster.errors import AttemptsExhausted, Overloaded, Unavailable
 from tandem.proto import inference_pb2, inference_pb2_grpc
-from tandem.workers.random_checkpoint import make_checkpoint
 from tests.cluster.fake_gateway import FakeGateway, serving
-from tests.island import Island, running_island
-from tests.oracle import random_prompt
-from tests.requests import complete, text_of, tokens_of
+from tests.support.client_requests import complete, text_of, tokens_of
+from tests.support.island import Island, running_island
+from tests.support.oracle import random_prompt
 
 SAMPLING: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0, "seed": 5, "ignore_eos": True, "logprobs": 0}
 

@@ -10,18 +10,18 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.cluster.cli import main
+from tandem.cluster.cli.commands import main
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import InvalidRequest, ScaleRefused, ServerError
-from tandem.cluster.launcher import Cluster
+from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2
-from tandem.workers.random_checkpoint import make_checkpoint
 from tests.e2e.test_recovery import Case, disturbed, info
-from tests.local_processes import LocalProcesses
-from tests.oracle import greedy, load_oracle, random_prompt
-from tests.requests import GREEDY, complete, tokens_of
-from tests.waiting import until
+from tests.support.client_requests import GREEDY, complete, tokens_of
+from tests.support.local_processes import LocalProcesses
+from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.waiting import until
 
 WEIGHTS = "model.safetensors"
 OVERRIDES: dict[str, Any] = {

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cache import batch_prefixes
-from tandem.cache.kernels.torch_kernels import TorchKernels
-from tandem.cache.shared_prefixes import SharedPrefixes, find_shared_prefixes
+from tandem.cache.attention import batch_prefixes
+from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.plan.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from tandem.workers import worker
-from tandem.workers.model_cache import make_cache
+from tandem.workers.runner.model_cache import make_cache
 from tests.cache.sharing_kernels import sharing_all
-from tests.checkpoints import save_checkpoint
-from tests.held_prefill import prefill_held
-from tests.island import running_island
-from tests.oracle import greedy_all, load_oracle, random_prompt
-from tests.requests import GREEDY, complete_all
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete_all
+from tests.support.held_prefill import prefill_held
+from tests.support.island import running_island
+from tests.support.oracle import greedy_all, load_oracle, random_prompt
 
 NUM_REQUESTS, NUM_TOKENS, PAGE_SIZE = 64, 5, 8  # the page size is the island's
 SYSTEM = random_prompt(12 * PAGE_SIZE + 3, seed=1)

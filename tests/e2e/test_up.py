@@ -19,16 +19,16 @@ import psutil
 import pytest
 import ray
 
-from tandem.cluster.cli import main
+from tandem.cluster.cli.commands import main
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.cli.runtime_dir import running_cluster
 from tandem.cluster.client import Client
-from tandem.cluster.ray_processes import RayProcesses
-from tandem.cluster.runtime_dir import running_cluster
+from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.proto import inference_pb2
-from tandem.workers.random_checkpoint import make_checkpoint
-from tests.http_client import COMPLETIONS, chunks
-from tests.oracle import greedy, load_oracle
-from tests.requests import GREEDY
-from tests.shm import lasting_names
+from tests.support.client_requests import GREEDY
+from tests.support.http_client import COMPLETIONS, chunks
+from tests.support.oracle import greedy, load_oracle
+from tests.support.shm import lasting_names
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
 PHASES = ["command, imports", "ray", "processes, imports", "weights", "island", "kernels", "gateway"]

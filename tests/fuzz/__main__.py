@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tandem.workers.random_checkpoint import make_checkpoint
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tests.fuzz import configs, services
-from tests.island import running_island
+from tests.support.island import running_island
 
 
 def fuzz_services(folder: Path, seed: int, count: int) -> dict[str, Any]:

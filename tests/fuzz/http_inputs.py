@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from tests.fuzz.mutations import REAL, SIGNED, TEXT, WIDE, mutated_bytes
-from tests.http_client import CHATS, COMPLETIONS, refused
+from tests.support.http_client import CHATS, COMPLETIONS, refused
 
 STATUSES = {200, 400, 404, 415}
 FIELDS = (

@@ -24,13 +24,13 @@ from google.protobuf.message import Message
 from tandem.cluster.client import AsyncClient
 from tandem.proto import admin_pb2, inference_pb2, worker_pb2
 from tandem.workers.authentication import HEADER
-from tandem.workers.messages import prompt_to_bytes
+from tandem.workers.wire.messages import prompt_to_bytes
 from tandem.workers.worker import Worker
 from tests.fuzz.http_inputs import bad_post
 from tests.fuzz.mutations import TEXT, mutate_field, mutated_bytes
-from tests.island import Island
-from tests.oracle import random_prompt
-from tests.requests import GREEDY
+from tests.support.client_requests import GREEDY
+from tests.support.island import Island
+from tests.support.oracle import random_prompt
 
 OVERRIDES: dict[str, Any] = {
     "model.max_model_len": 96,

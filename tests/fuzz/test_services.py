@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.checkpoints import save_checkpoint
 from tests.fuzz.services import GOOD_EVERY, OVERRIDES, Fuzz
-from tests.island import Island, running_island
+from tests.support.checkpoints import save_checkpoint
+from tests.support.island import Island, running_island
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.checkpoints import make_model, sizes_on_gpu
 from tests.gpu.worker_pair import MAX_TOKENS, PAGE, Pair
-from tests.oracle import random_prompt
+from tests.support.checkpoints import make_model, sizes_on_gpu
+from tests.support.oracle import random_prompt
 
 LAYERS = 3
 PROMPT = random_prompt(6 * PAGE + 5, 0)

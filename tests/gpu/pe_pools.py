@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from tandem.cache.position_map import Int32Array
+from tandem.cache.plan.arrays import Int32Array
 from tests.gpu.pe_process import PeProcess, together
 from tests.transfer.layouts import PAGE_SIZE
 

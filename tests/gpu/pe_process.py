@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.position_map import Int32Array
-from tandem.cache.stored_layers import StoredLayers
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.stored_layers import StoredLayers
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Fence
 

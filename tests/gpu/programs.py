@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.fp8_entries import Fp8Entries
-from tandem.cache.kv_scales import KVScales
-from tandem.cache.layout import KVLayout, LayerGroup
-from tandem.cache.page_writer import PageWriter
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.rope import RopeParameters, RotaryEmbedding
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.page_writer import PageWriter
+from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 
 NUM_LAYERS = 2
 MAX_LENGTH = 1024

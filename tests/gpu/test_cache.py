@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.cache.kernels.torch_kernels import TorchKernels
-from tandem.cache.kv_scales import KVScales
+from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.plan.kv_scales import KVScales
 from tests.cache.naive import assert_same_kv
 from tests.cache.peer_writer import PeerWriter, UnmappedWriter
 from tests.gpu.programs import Reference, Shape, run
-from tests.tolerances import assert_close
+from tests.support.tolerances import assert_close
 
 pytestmark = [
     pytest.mark.gpu,

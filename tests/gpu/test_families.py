@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cluster.client_messages import GenerateUpdate
+from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.config import load_config
-from tandem.cluster.process_settings import worker_configs
-from tests.checkpoints import COMMON, FAMILIES, make_model, sizes_on_gpu
+from tandem.cluster.supervision.process_settings import worker_configs
 from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, pe_processes, together
 from tests.gpu.worker_pair import each, form
 from tests.gpu.worker_process import WorkerPe
-from tests.island import running_gateway
-from tests.oracle import greedy_all, load_oracle, random_prompt
-from tests.requests import GREEDY, complete_all, complete_all_updates, tokens_of
+from tests.support.checkpoints import COMMON, FAMILIES, make_model, sizes_on_gpu
+from tests.support.client_requests import GREEDY, complete_all, complete_all_updates, tokens_of
+from tests.support.island import running_gateway
+from tests.support.oracle import greedy_all, load_oracle, random_prompt
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from tandem.cluster.actor_server import pack
-from tandem.cluster.fork_server import ForkServer
-from tandem.cluster.island import GPU_MODULES
+from tandem.cluster.processes.actor_server import pack
+from tandem.cluster.processes.fork_server import ForkServer
+from tandem.cluster.supervision.island import GPU_MODULES
 
 pytest.importorskip("flashinfer")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -27,7 +27,7 @@ class OnGpu:
 
 
 def test_imports_come_before_the_fork_and_cuda_after_it() -> None:
-    server = ForkServer(["tandem.cluster.actors", *GPU_MODULES])
+    server = ForkServer(["tandem.cluster.supervision.actors", *GPU_MODULES])
     for size in (5, 7):
         actor = server.fork("c/worker", pack((OnGpu, size)), SECONDS)
         assert actor.call("imported").result(SECONDS) == ["torch", "triton", "flashinfer", "nvshmem"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cache.layout import KVLayout, LayerGroup
-from tandem.cache.position_map import Int32Array
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.transfer.completion import pack_signal
 from tandem.transfer.membership import TransportConfig
 from tests.gpu.pe_pools import Contents, check, copy_slots, fill, put_tokens, wait_for_mail

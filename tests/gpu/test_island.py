@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
-from tandem.cluster.launcher import Cluster
-from tandem.cluster.ray_processes import RayProcesses
+from tandem.cluster.processes.ray_processes import RayProcesses
+from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2
-from tandem.workers.random_checkpoint import make_checkpoint
 from tests.benchmarks.shared_gpus import SharingProcesses
-from tests.oracle import greedy, load_oracle, random_prompt
-from tests.requests import GREEDY, complete, complete_all, tokens_of
+from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
+from tests.support.oracle import greedy, load_oracle, random_prompt
 
 pytest.importorskip("nvshmem")
 pytestmark = [

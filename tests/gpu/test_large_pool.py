@@ -5,7 +5,7 @@ import torch
 
 from tandem.cache.paged_cache import PagedKVCache
 from tests.gpu.programs import Reference, Shape, run
-from tests.tolerances import assert_close
+from tests.support.tolerances import assert_close
 
 pytestmark = [
     pytest.mark.gpu,

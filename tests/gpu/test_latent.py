@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.fixed_batch import FixedBatch
-from tandem.cache.latent import LatentHeads, UpProjections
-from tandem.cache.layout import KVLayout, LayerGroup
-from tandem.cache.page_writer import PageWriter
+from tandem.cache.attention.fixed_batch import FixedBatch
+from tandem.cache.attention.forward_plan import ForwardPlan
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan import ForwardPlan
-from tandem.cache.rope import RopeParameters
+from tandem.cache.plan.latent import LatentHeads, UpProjections
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.page_writer import PageWriter
+from tandem.cache.plan.rope import RopeParameters
 from tests.cache.naive import assert_same_kv
 from tests.cache.peer_writer import PeerWriter, UnmappedWriter
 from tests.gpu.test_token_trees import PROGRAM as TREES
-from tests.tolerances import assert_close
+from tests.support.tolerances import assert_close
 
 pytestmark = [
     pytest.mark.gpu,
@@ -137,7 +137,7 @@ def check(
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_all_absorbed(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "tandem.cache.kernels.flashinfer_latent.absorbed_is_cheaper",
+        "tandem.cache.kernels.flashinfer.latent.absorbed_is_cheaper",
         lambda appends, *_: np.ones(appends.shape, np.bool_),
     )
     check(shape, PROGRAM)
@@ -155,7 +155,7 @@ def test_trees(shape: Shape) -> None:
 
 
 def test_heads_expanded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cache.latent.EXPANDED_ROWS", 4 * 1000)
+    monkeypatch.setattr("tandem.cache.plan.latent.EXPANDED_ROWS", 4 * 1000)
     check(BF16, [{0: 900}, {0: 500, 1: 300, 2: 1}])
 
 

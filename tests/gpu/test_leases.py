@@ -7,11 +7,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.checkpoints import make_model
 from tests.gpu.pe_process import NEEDS_NVSHMEM, pe_processes
 from tests.gpu.worker_pair import MAX_TOKENS, NUM_PAGES, PAGE, Pair, running_pair
 from tests.gpu.worker_process import WorkerPe
-from tests.oracle import greedy, load_oracle, random_prompt
+from tests.support.checkpoints import make_model
+from tests.support.oracle import greedy, load_oracle, random_prompt
 
 pytestmark = [
     pytest.mark.gpu,

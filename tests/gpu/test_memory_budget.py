@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import ConfigError, StartFailed
-from tandem.cluster.launcher import Cluster
-from tandem.workers.random_checkpoint import make_checkpoint
-from tests.oracle import greedy, load_oracle, random_prompt
-from tests.requests import GREEDY, complete, tokens_of
+from tandem.cluster.supervision.launcher import Cluster
+from tests.support.client_requests import GREEDY, complete, tokens_of
+from tests.support.oracle import greedy, load_oracle, random_prompt
 
 pytest.importorskip("nvshmem")
 pytestmark = [

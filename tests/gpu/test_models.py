@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cached_model import CachedModel
-from tests.checkpoints import FAMILIES, make_model, sizes_on_gpu
-from tests.oracle import greedy, load_oracle, random_prompt
+from tests.support.cached_model import CachedModel
+from tests.support.checkpoints import FAMILIES, make_model, sizes_on_gpu
+from tests.support.oracle import greedy, load_oracle, random_prompt
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tandem.workers.kernels.base import RowNorm
 from tandem.workers.kernels.choice import choose_narrow_kernels
-from tandem.workers.kernels.narrow_product import NarrowKernels, NarrowShape
-from tandem.workers.kernels.triton_layer import TritonLayerKernels
+from tandem.workers.kernels.skinny_gemm.narrow_product import NarrowKernels, NarrowShape
+from tandem.workers.kernels.triton.layer import TritonLayerKernels
 from tandem.workers.models import row_decoder
-from tests.checkpoints import make_model
 from tests.gpu.test_steps import GREEDY, Steps, tokens_of
+from tests.support.checkpoints import make_model
 
 pytestmark = [
     pytest.mark.gpu,

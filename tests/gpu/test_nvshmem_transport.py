@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cache.kv_scales import KVScales
-from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.transfer.completion import SignalBoard, pack_signal
 from tandem.transfer.copy_plan import plan_copy
 from tandem.transfer.membership import TransportConfig

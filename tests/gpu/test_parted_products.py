@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.workers.models import projection
 from tandem.workers.models.registry import load_config
-from tandem.workers.weights import load_decoder
+from tandem.workers.models.weights import load_decoder
 from tests.benchmarks.steps import COMMON, MODELS
 from tests.gpu.test_step_products import NoPages, error
 

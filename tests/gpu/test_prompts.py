@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.kv_scales import KVScales
-from tandem.workers.graph_capture import GraphCapture
-from tests.checkpoints import make_model, sizes_on_gpu
-from tests.oracle import random_prompt
-from tests.prompt_programs import CAPTURED, FORWARDS, NUM_PLAIN, PromptRunner, assert_same_kv
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.workers.runner.graph_capture import GraphCapture
+from tests.support.checkpoints import make_model, sizes_on_gpu
+from tests.support.oracle import random_prompt
+from tests.support.prompt_programs import CAPTURED, FORWARDS, NUM_PLAIN, PromptRunner, assert_same_kv
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.paged_cache import PagedKVCache
 from tests.cache.sharing_kernels import sharing_all
 from tests.gpu.programs import Reference, Shape
-from tests.tolerances import assert_close
+from tests.support.tolerances import assert_close
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from tandem.cache.kernels.fetched_staging import FetchedStaging
 from tandem.cache.kernels.staging import FixedArrays
 from tandem.workers.kernels.base import RowDraws
 from tandem.workers.kernels.choice import choose_step_tokens
-from tandem.workers.posted_samples import PostBox
+from tandem.workers.sampling.posted_samples import PostBox
 
 pytestmark = [
     pytest.mark.gpu,

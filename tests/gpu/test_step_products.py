@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.cache.head_norm import HeadNorm
-from tandem.workers.kernels.step_product import StepProduct, load_step_products
-from tandem.workers.memory_budget import WithoutPages
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.workers.kernels.skinny_gemm.step_product import StepProduct, load_step_products
 from tandem.workers.models import feed_forward, projection
 from tandem.workers.models.registry import load_config
-from tandem.workers.weights import load_decoder
+from tandem.workers.models.weights import load_decoder
+from tandem.workers.runner.memory_budget import WithoutPages
 from tests.benchmarks.steps import COMMON, MODELS
 
 pytestmark = [

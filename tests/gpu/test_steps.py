@@ -11,18 +11,18 @@ import torch
 
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.cache.kv_scales import KVScales
-from tandem.cache.shared_prefixes import SharedPrefixes
-from tandem.workers.kernels.row_step import ROW_COUNTS, CudaLaunch, StepArguments
-from tandem.workers.model_cache import kv_layout, make_cache
-from tandem.workers.model_runner import ModelRunner
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.cache.plan.shared_prefixes import SharedPrefixes
+from tandem.workers.kernels.decode_megakernel.row_step import ROW_COUNTS, CudaLaunch, StepArguments
 from tandem.workers.models.registry import load_config
-from tandem.workers.sample_batch import SampleBatch
-from tandem.workers.sampling_params import SamplingParams
-from tandem.workers.weights import load_decoder
+from tandem.workers.models.weights import load_decoder
+from tandem.workers.runner.model_cache import kv_layout, make_cache
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.sharing_kernels import sharing_all
-from tests.checkpoints import make_model, sizes_on_gpu
-from tests.oracle import random_prompt
+from tests.support.checkpoints import make_model, sizes_on_gpu
+from tests.support.oracle import random_prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -214,7 +214,7 @@ def test_float32_steps_are_eager(tmp_path: Path) -> None:
 
 def test_steps_that_share_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks in the sharing batches' graphs against eager steps; with as many rows as these take."""
-    from tandem.cache.kernels.flashinfer_sharing import FixedSharing  # needs triton
+    from tandem.cache.kernels.flashinfer.sharing import FixedSharing  # needs triton
 
     make_model("qwen3", head_dim=64, hidden_size=256).save_pretrained(tmp_path)
     fills: list[int] = []

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 import torch
 
-from tandem.cache.kv_scales import KVScales
+from tandem.cache.plan.kv_scales import KVScales
 from tests.gpu.programs import Shape, run
-from tests.tolerances import assert_close
+from tests.support.tolerances import assert_close
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.workers.models.places import checkpoint_places
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.workers.models.registry import load_config
-from tandem.workers.random_checkpoint import make_checkpoint
-from tandem.workers.weights import load_parameters
+from tandem.workers.models.weight_names import checkpoint_places
+from tandem.workers.models.weights import load_parameters
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ pytestmark = [
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_they_are_those_that_a_cpu_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """As stored and converted; with more parts than there is room for at a time."""
-    monkeypatch.setattr("tandem.workers.safetensors_file.PART_BYTES", 4096)
+    monkeypatch.setattr("tandem.workers.checkpoint.safetensors_file.PART_BYTES", 4096)
     make_checkpoint(tmp_path, arch="qwen3", size="tiny", seed=3, shard_bytes=100_000)
     config = load_config(tmp_path, dtype)
     here, there = (

@@ -6,17 +6,17 @@ from functools import partial
 import numpy as np
 import torch
 
-from tandem.cache.position_map import Int32Array
-from tandem.cluster.visible_gpus import VARIABLE, with_peers
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cluster.processes.visible_gpus import VARIABLE, with_peers
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Transport
 from tandem.workers.config import WorkerConfig
-from tandem.workers.prefill import PrefillLoop
-from tandem.workers.prompt_graphs import PromptGraphs
+from tandem.workers.prefill.loop import PrefillLoop
+from tandem.workers.runner.prompt_graphs import PromptGraphs
 from tandem.workers.worker import Worker
 from tests.gpu.pe_process import as_array, gpu_of, name_of_gpu
-from tests.poison import poison_free_pages
+from tests.support.poison import poison_free_pages
 
 PROBE = 1 << 20  # a sequence id that no request has
 

@@ -6,22 +6,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.attention.forward_plan import ForwardPlan
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan import ForwardPlan
-from tandem.cache.rope import RopeParameters
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Int64Array
-from tandem.workers.core_share import CoreShare
-from tandem.workers.decode import DecodeLoop
+from tandem.workers.decode.core_share import CoreShare
+from tandem.workers.decode.loop import DecodeLoop
+from tandem.workers.decode.token_stream import StreamUpdate
 from tandem.workers.errors import WorkerError
-from tandem.workers.finish import FinishReason
-from tandem.workers.pending_samples import Samples
-from tandem.workers.prefill import PrefillLoop
-from tandem.workers.reservation import Reservation
-from tandem.workers.sampling_params import SamplingParams
-from tandem.workers.token_stream import StreamUpdate
+from tandem.workers.prefill.loop import PrefillLoop
+from tandem.workers.sampling.finish import FinishReason
+from tandem.workers.sampling.pending_samples import Samples
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.wire.reservation import Reservation
 from tests.protocol.token_memory import LABELS, TokenMemory
 from tests.protocol.wires import Endpoint, WireTransport
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.allocator import PageAllocator
-from tandem.cache.layout import KVLayout
-from tandem.cache.page_look_up import PageLookUp
+from tandem.cache.attention.page_look_up import PageLookUp
+from tandem.cache.pages.allocator import PageAllocator
+from tandem.cache.plan.layout import KVLayout
 from tandem.workers.counters import Counters
-from tandem.workers.head_start import Head
-from tandem.workers.prefill_request import PrefillRequest, PrefillResult
+from tandem.workers.prefill.request import PrefillRequest, PrefillResult
+from tandem.workers.prefill.speculative_prefill import Head
 from tests.protocol.small_island import LAYOUT
 from tests.protocol.world import World
 

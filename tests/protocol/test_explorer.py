@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.cache.receptions import Receptions
-from tandem.cache.transmissions import Transmissions
+from tandem.cache.operations.receptions import Receptions
+from tandem.cache.operations.transmissions import Transmissions
 from tandem.transfer.completion import Signal, SignalBoard
 from tandem.transfer.recall import RecallDesk, RecallInbox
-from tandem.workers import reservations
-from tandem.workers.decode import DecodeLoop
-from tandem.workers.grants import Grants
-from tandem.workers.head_start import HeadStart
-from tandem.workers.landing import Landing
-from tandem.workers.lease import Lease
-from tandem.workers.prefill import PrefillLoop
-from tandem.workers.reservations import Reservations
+from tandem.workers.decode import reservations
+from tandem.workers.decode.loop import DecodeLoop
+from tandem.workers.decode.reservations import Reservations
+from tandem.workers.prefill.completion import Landing
+from tandem.workers.prefill.grants import Grants
+from tandem.workers.prefill.loop import PrefillLoop
+from tandem.workers.prefill.speculative_prefill import HeadStart
+from tandem.workers.wire.lease import Lease
 from tests.protocol.explorer import explore
 from tests.protocol.worlds import WORLDS
 
@@ -56,7 +56,7 @@ def a_lease_frees_pages(patch: pytest.MonkeyPatch) -> None:
 
 
 def any_generation_is_granted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("tandem.workers.grants.is_newer", lambda generation, other: True)
+    patch.setattr("tandem.workers.prefill.grants.is_newer", lambda generation, other: True)
 
 
 def any_epoch_is_granted(patch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def every_signal_is_complete(patch: pytest.MonkeyPatch) -> None:
         return reservations.np.array([request.expected_tokens for request in requests])
 
     patch.setattr(reservations, "landed_tokens", landed)
-    patch.setattr("tandem.workers.decode.landed_tokens", landed)
+    patch.setattr("tandem.workers.decode.loop.landed_tokens", landed)
 
 
 def an_announcement_is_kept_for_ever(patch: pytest.MonkeyPatch) -> None:

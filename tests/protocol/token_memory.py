@@ -6,8 +6,8 @@ import numpy as np
 from torch import Tensor
 
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.plan import PageTables, TokenLayout
-from tandem.cache.position_map import Int32Array
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.tables import PageTables, TokenLayout
 
 LABELS = 100  # token id = LABELS · request's label + position
 POISON = -1

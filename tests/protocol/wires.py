@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tandem.cache.position_map import Int32Array
-from tandem.cache.stored_layers import Stages
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.errors import TransportError
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Fence, Int64Array, Transport

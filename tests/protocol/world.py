@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, NoRoom, Stale
-from tandem.workers.lease import Lease
-from tandem.workers.prefill_request import PrefillResult
-from tandem.workers.reservation import Reservation
+from tandem.workers.prefill.request import PrefillResult
+from tandem.workers.wire.lease import Lease
+from tandem.workers.wire.reservation import Reservation
 from tests.protocol.small_island import (
     DECODE,
     PREFILL,

@@ -2,8 +2,8 @@
 
 import torch
 
-from tandem.cache.kv_scales import KVScales
-from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.cache.plan.layout import KVLayout, LayerGroup
 
 PAGE_SIZE = 4
 

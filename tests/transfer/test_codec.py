@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.cache.position_map import SKIP, SlotRuns
+from tandem.cache.plan.position_map import SKIP, SlotRuns
 from tandem.transfer.codec import GAPS, MAX_SLOT, PATCHED, VERSION, decode_runs, encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tandem.cache.errors import InvalidArgument
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.transfer.completion import (
     MAX_GENERATION,
     MAX_TOKENS,

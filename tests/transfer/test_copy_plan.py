@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.cache.errors import InvalidArgument
-from tandem.cache.kernels.native_build import load_library
+from tandem.cache.kernels.build.native_build import load_library
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.transfer import copy_plan
 from tandem.transfer.copy_plan import SOURCE, CopyPlan, plan_copy
 

@@ -2,7 +2,7 @@ import importlib.util
 
 import pytest
 
-from tandem.cache.errors import InvalidArgument
+from tandem.cache.plan.errors import InvalidArgument
 from tandem.transfer.errors import TransportError
 from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig

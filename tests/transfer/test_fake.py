@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cache.position_map import Int32Array
+from tandem.cache.plan.arrays import Int32Array
 from tandem.transfer.errors import TransportClosed, TransportError, TransportTimeout
 from tandem.transfer.fake import FakeFabric, FakeTransport
 from tests.transfer.layouts import PAGE_SIZE, two_groups

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.cache.layout import KVLayout, LayerGroup
+from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.transfer.completion import pack_signal
 from tandem.transfer.errors import MembershipRefused, PeerGone, TransportError
 from tandem.transfer.shared_memory import SharedMemoryTransport
-from tests.shm import lasting_names
+from tests.support.shm import lasting_names
 from tests.transfer.layouts import PAGE_SIZE
 from tests.transfer.peer_process import NUM_PAGES, peer_config, pushed_slots
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.layout import LayerGroup
+from tandem.cache.plan.layout import LayerGroup
 from tandem.transfer.kernels import torch_push
 from tests.cache.far_pages import far_pages
 

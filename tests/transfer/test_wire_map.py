@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cache.position_map import SKIP, PositionMap, SlotRuns
+from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
 from tandem.transfer.codec import encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 from tandem.transfer.wire_map import decode_map, encode_map

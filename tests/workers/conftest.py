@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import save_checkpoint
+from tests.support.checkpoints import save_checkpoint
 from tests.workers.loop_pair import LoopPair
 
 

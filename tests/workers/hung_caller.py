@@ -10,7 +10,7 @@ import grpc
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
-from tandem.workers.messages import prompt_to_bytes
+from tandem.workers.wire.messages import prompt_to_bytes
 
 
 def main(address: str, token: str) -> None:

@@ -5,27 +5,27 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tandem.cache.page_writer import PageWriter
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.position_map import Int32Array
-from tandem.cache.stored_layers import Stages
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.page_writer import PageWriter
+from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
-from tandem.workers.core_share import CoreShare
-from tandem.workers.decode import DecodeLoop
+from tandem.workers.decode.core_share import CoreShare
+from tandem.workers.decode.loop import DecodeLoop
+from tandem.workers.decode.token_stream import StreamFanout, StreamUpdate, TokenStream
 from tandem.workers.errors import WorkerError
-from tandem.workers.finish import FinishReason
-from tandem.workers.model_cache import kv_layout, make_cache
-from tandem.workers.model_runner import ModelRunner
 from tandem.workers.models.registry import load_config
-from tandem.workers.prefill import PrefillLoop
-from tandem.workers.push_meter import PushMeter
-from tandem.workers.reservation import Reservation
-from tandem.workers.sampling_params import SamplingParams
-from tandem.workers.token_stream import StreamFanout, StreamUpdate, TokenStream
-from tandem.workers.weights import load_decoder
-from tests.poison import poison_free_pages
+from tandem.workers.models.weights import load_decoder
+from tandem.workers.prefill.loop import PrefillLoop
+from tandem.workers.prefill.push_meter import PushMeter
+from tandem.workers.runner.model_cache import kv_layout, make_cache
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.finish import FinishReason
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.wire.reservation import Reservation
+from tests.support.poison import poison_free_pages
 
 PAGE, CHUNK, LEASE = 8, 16, 10.0
 PREFILL, DECODE = 0, 1

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tandem.cache.head_norm import HeadNorm
-from tandem.cache.latent import UpProjections
-from tandem.cache.rope import RotaryEmbedding
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.cache.plan.latent import UpProjections
+from tandem.cache.plan.rope import RotaryEmbedding
 from tandem.workers.models.config import ModelConfig
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tandem.workers.errors import CorruptKV
-from tests.oracle import greedy, load_oracle, random_prompt
+from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.workers.loop_pair import DECODE, LoopPair
 
 PROMPT = random_prompt(37, 0)  # 5 pages of 8, three chunks of 16

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tandem.workers.decode.token_stream import TokenStream
 from tandem.workers.errors import (
     Aborted,
     InvalidCall,
@@ -14,8 +15,7 @@ from tandem.workers.errors import (
     StaleEpoch,
     StaleReservation,
 )
-from tandem.workers.token_stream import TokenStream
-from tests.oracle import greedy, load_oracle, random_prompt
+from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.workers.loop_pair import CHUNK, DECODE, LEASE, PREFILL, LoopPair
 
 MORE_THAN_A_STEP_ASKS = 20

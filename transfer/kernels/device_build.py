@@ -4,7 +4,7 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
-from tandem.cache.kernels.build_once import build_once, find_compiler, reason_of, run_compiler
+from tandem.cache.kernels.build.build_once import build_once, find_compiler, reason_of, run_compiler
 from tandem.transfer.errors import TransportError
 
 SOURCE = Path(__file__).with_name("device_puts.cu")

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from tandem.workers.kernels.base import LayerKernels, RowKernels, StepTokens
-from tandem.workers.kernels.narrow_product import NarrowKernels, NarrowShape, load_narrow_kernels
-from tandem.workers.kernels.native_layer import NativeLayerKernels, load_native_layer
-from tandem.workers.kernels.row_step import Launch, RowStepShape, load_launches
-from tandem.workers.kernels.step_product import StepProduct, load_step_products
-from tandem.workers.kernels.torch_layer import TorchLayerKernels
-from tandem.workers.kernels.torch_step_tokens import TorchStepTokens
+from tandem.workers.kernels.decode_megakernel.row_step import Launch, RowStepShape, load_launches
+from tandem.workers.kernels.native.layer import NativeLayerKernels, load_native_layer
+from tandem.workers.kernels.skinny_gemm.narrow_product import NarrowKernels, NarrowShape, load_narrow_kernels
+from tandem.workers.kernels.skinny_gemm.step_product import StepProduct, load_step_products
+from tandem.workers.kernels.torch.layer import TorchLayerKernels
+from tandem.workers.kernels.torch.step_tokens import TorchStepTokens
 
 
 def choose_layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
     """Triton's for 16 bits on a GPU, native ones for float32 on a CPU where they can be built, else torch's."""
     if device.type == "cuda" and dtype != torch.float32:
-        from tandem.workers.kernels.triton_layer import TritonLayerKernels  # triton may be missing elsewhere
+        from tandem.workers.kernels.triton.layer import TritonLayerKernels  # triton may be missing elsewhere
 
         return TritonLayerKernels()
     return native_layer_kernels(device, dtype) or TorchLayerKernels()
@@ -32,7 +32,7 @@ def choose_row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels |
     """For 16 bits on a GPU; None elsewhere."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    from tandem.workers.kernels.triton_gemv import TritonRowKernels  # triton may be missing elsewhere
+    from tandem.workers.kernels.triton.gemv import TritonRowKernels  # triton may be missing elsewhere
 
     return TritonRowKernels()
 
@@ -59,6 +59,6 @@ def choose_step_tokens(num_rows: int, device: torch.device) -> StepTokens:
     """For steps of up to num_rows rows: Triton's on a GPU, else torch's."""
     if device.type != "cuda":
         return TorchStepTokens()
-    from tandem.workers.kernels.triton_step_tokens import TritonStepTokens  # triton may be missing elsewhere
+    from tandem.workers.kernels.triton.step_tokens import TritonStepTokens  # triton may be missing elsewhere
 
     return TritonStepTokens(num_rows, device)

@@ -6,9 +6,9 @@ from functools import partial
 
 from torch import Tensor
 
+from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.kernels.base import LayerKernels
-from tandem.workers.kernels.torch_activations import clamped_swiglu, gelu_tanh_mul
-from tandem.workers.models.errors import UnsupportedFeature
+from tandem.workers.kernels.torch.activations import clamped_swiglu, gelu_tanh_mul
 from tandem.workers.models.fields import Fields
 
 Activate = Callable[[Tensor], Tensor]

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.cache.head_norm import HeadNorm
 from tandem.cache.kernels.base import StepPages
-from tandem.cache.latent import UpProjections
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.cache.plan.latent import UpProjections
 from tandem.workers.kernels.base import LayerKernels
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.latent import LatentConfig

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from tandem.cache.kernels.base import GPU_HEAD_DIMS
-from tandem.cache.layout import DTYPES
-from tandem.cache.rope import RopeParameters
+from tandem.cache.plan.layout import DTYPES
+from tandem.cache.plan.rope import RopeParameters
+from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.models.activation import Activation, read_activation
-from tandem.workers.models.errors import UnsupportedFeature
 from tandem.workers.models.fields import Fields
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig

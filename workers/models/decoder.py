@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.workers.kernels.base import LayerKernels, RowKernels
 from tandem.workers.kernels.choice import choose_layer_kernels, choose_row_kernels
-from tandem.workers.kernels.step_product import StepProduct
+from tandem.workers.kernels.skinny_gemm.step_product import StepProduct
 from tandem.workers.models.attention import (
     AttentionBlock,
     CachedAttention,

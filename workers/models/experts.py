@@ -19,7 +19,7 @@ class Experts(Protocol):
 
 def prepare_experts(parameters: MoeParameters, activate: Activate) -> Experts:
     if parameters.gate_up.device.type == "cuda":
-        from tandem.workers.kernels.triton_grouped import grouped_linear  # needs triton
+        from tandem.workers.kernels.triton.grouped import grouped_linear  # needs triton
 
         return GroupedExperts(parameters, activate, grouped_linear)
     return LoopedExperts(parameters, activate)

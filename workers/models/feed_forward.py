@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.workers.kernels.base import LayerKernels
 from tandem.workers.kernels.choice import choose_step_product
-from tandem.workers.kernels.step_product import StepProduct
+from tandem.workers.kernels.skinny_gemm.step_product import StepProduct
 from tandem.workers.models.activation import Activation, Silu
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.experts import Experts, prepare_experts

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.workers.models.errors import CheckpointMissing, InvalidConfig
+from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig
 
 MAX_INTEGER = (1 << 31) - 1  # more than any model has of anything
 

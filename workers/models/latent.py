@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from tandem.cache.latent import LatentHeads
+from tandem.cache.plan.latent import LatentHeads
 from tandem.workers.models.fields import Fields
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """See tandem.cache.latent; rank and rotated are the sizes of an entry's two parts.
+    """See tandem.cache.plan.latent; rank and rotated are the sizes of an entry's two parts.
 
     q_rank: q is made by two maps with a norm between them, over that many numbers; None: by one. interleaved: the
     checkpoint's RoPE rotates neighbours, not halves. bias: of the maps from the hidden state.

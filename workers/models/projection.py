@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.workers.kernels.choice import choose_row_kernels, choose_step_product, native_layer_kernels
-from tandem.workers.kernels.native_layer import pack
+from tandem.workers.kernels.native.layer import pack
 
 PARTS = 2
 PARTED_ROWS, LEAST_TO_PART = range(129, 257), 8192  # columns; by measurement, see LOG.md

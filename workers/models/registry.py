@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from tandem.cache.layout import DTYPES
-from tandem.workers.models import (
+from tandem.cache.plan.layout import DTYPES
+from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.families import (
     deepseek_v2,
     deepseek_v3,
     gemma2,
@@ -21,8 +23,6 @@ from tandem.workers.models import (
     qwen3,
     qwen3_moe,
 )
-from tandem.workers.models.config import ModelConfig
-from tandem.workers.models.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture
 from tandem.workers.models.fields import Fields
 
 FAMILIES: Mapping[str, Callable[[Fields, str], ModelConfig]] = MappingProxyType(
@@ -46,7 +46,7 @@ FAMILIES: Mapping[str, Callable[[Fields, str], ModelConfig]] = MappingProxyType(
 def load_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     """config.json and generation_config.json of a checkpoint folder; raises ModelError.
 
-    dtype: "auto" takes the checkpoint's, else a name of tandem.cache.layout.DTYPES. The end-of-sequence ids are
+    dtype: "auto" takes the checkpoint's, else a name of tandem.cache.plan.layout.DTYPES. The end-of-sequence ids are
     those of generation_config.json where it has any, as in transformers' generate.
     """
     if not folder.is_dir():

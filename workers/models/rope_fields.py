@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from tandem.cache.errors import InvalidArgument
-from tandem.cache.rope import RopeParameters
-from tandem.workers.models.errors import InvalidConfig, UnsupportedFeature
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.rope import RopeParameters
+from tandem.workers.checkpoint.errors import InvalidConfig, UnsupportedFeature
 from tandem.workers.models.fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")

@@ -6,11 +6,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tandem.cache.head_norm import HeadNorm
+from tandem.cache.plan.head_norm import HeadNorm
 from tandem.workers.kernels.base import RowKernels, RowNorm
 from tandem.workers.kernels.choice import choose_narrow_kernels, choose_row_launches
-from tandem.workers.kernels.narrow_product import MOST_ROWS, NarrowKernels, NarrowShape
-from tandem.workers.kernels.row_step import RowStep, RowStepLayer, RowStepShape
+from tandem.workers.kernels.decode_megakernel.row_step import RowStep, RowStepLayer, RowStepShape
+from tandem.workers.kernels.skinny_gemm.narrow_product import MOST_ROWS, NarrowKernels, NarrowShape
 from tandem.workers.models.activation import Silu
 from tandem.workers.models.attention import AttentionBlock, CachedAttention, GroupedQueryAttention, split_heads
 from tandem.workers.models.config import ModelConfig

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from tandem.cache.kv_scales import KVScales
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.workers.checkpoint.errors import InvalidWeights
+from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, new_staging
 from tandem.workers.models.config import ModelConfig
-from tandem.workers.models.errors import InvalidWeights
-from tandem.workers.safetensors_file import SafetensorsFile, new_staging
 
 _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|([qkv])_proj\.)?([qkv])_scale")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.workers.models.errors import UnsupportedFeature
+from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.models.fields import Fields
 
 DEFAULT_SIZE = 4096  # of a config that has a window but does not say which, as in transformers

@@ -1,0 +1,62 @@
+"""The shared prefixes of a batch, found once and kept while the same sequences are stepped."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.cache.attention.stream_attention import StreamParts
+from tandem.cache.pages.group_table import GroupTable
+from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.shared_prefixes import SharedPrefixes, SharingRule, find_shared_prefixes
+from tandem.cache.plan.tables import TokenLayout
+
+
+class BatchPrefixes:
+    """Of one layer group; rule None: nothing is shared there.
+
+    What was found stays true while the rows are the same and none of them has lost or exchanged a page: a row that
+    grows gets pages of its own, and streams, which slide, do not share.
+    """
+
+    def __init__(self, table: GroupTable, rule: SharingRule | None, page_size: int) -> None:
+        self.rule = rule
+        self._table = table
+        self._page_size = page_size
+        self._rows = np.empty(0, np.int64)
+        self._able: NDArray[np.bool_] | None = None
+        self._num_changes = 0
+        self._found: SharedPrefixes | None = None
+
+    def find(
+        self, rows: Int64Array, seq_lens: Int32Array, able: NDArray[np.bool_] | None = None
+    ) -> SharedPrefixes | None:
+        """What rows (int64 [B]) with one new token each share; the same array stands for the same sequences.
+
+        seq_lens: int32 [B], positions with it. able: bool [B], the rows that may share; None: all.
+        """
+        if self.rule is None or rows.size < 2:
+            return None
+        if rows is not self._rows or self._table.num_changes != self._num_changes or not _same(able, self._able):
+            # A page that is still written to is nobody else's.
+            limits = (seq_lens.astype(np.int64) - 1) // self._page_size
+            if able is not None:
+                limits = limits * able
+            self._found = find_shared_prefixes(self._table.pages, rows, limits, self.rule)
+            self._rows, self._able, self._num_changes = rows, able, self._table.num_changes
+        return self._found
+
+
+def able_to_share(tokens: TokenLayout, streams: StreamParts | None) -> NDArray[np.bool_] | None:
+    """bool [B]: the sequences that may share in a forward; None: all.
+
+    Only those with one new token that is no tree's. Those of streams do not, for their K is not rotated.
+    """
+    if streams is None and tokens.trees is None and tokens.each_one:
+        return None
+    able = tokens.single
+    if streams is not None:
+        able[streams.sequences] = False
+    return able
+
+
+def _same(first: NDArray[np.bool_] | None, second: NDArray[np.bool_] | None) -> bool:
+    return first is second or (first is not None and second is not None and bool((first == second).all()))

@@ -1,0 +1,89 @@
+"""The page tables of one layer group's forwards: page_tables.c looks them up where it can be built, else numpy."""
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+
+from tandem.cache.kernels.build.native_build import load_short_calls
+from tandem.cache.pages.group_table import GroupTable
+from tandem.cache.pages.stream_table import StreamTable
+from tandem.cache.plan.arrays import Int32Array, Int64Array, address_of, indptr_of
+from tandem.cache.plan.shared_prefixes import SharedPrefixes
+from tandem.cache.plan.tables import PageTables, TokenLayout, look_up_pages, slots_in
+
+SOURCE = Path(__file__).parents[1] / "kernels" / "native" / "page_tables.c"
+POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+class _Table(ctypes.Structure):
+    """Table of page_tables.c."""
+
+    _fields_ = (("pages", POINTER), ("begins", POINTER), ("max_pages", INT64), ("page_size", INT32), ("unused", INT32))
+
+
+class PageLookUp:
+    """Looks up rows of `table`, of a group with this window."""
+
+    def __init__(self, table: GroupTable, window: int | None, page_size: int) -> None:
+        self._table = table
+        self._window = window
+        self._page_size = page_size
+        library = load_short_calls(SOURCE)
+        self._native = None if library is None else _NativeLookUp(library, table, page_size)
+
+    def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
+        """As look_up_pages of rows (int64 [B], B ≥ 1), those of the sequences that have grown by `tokens`."""
+        if self._native is not None:
+            return self._native.look_up(rows, tokens, shared)
+        begins = None if self._window is None else self._table.begins[rows]
+        return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins, shared)
+
+    def stream_slots(
+        self, rows: Int64Array, lengths: Int64Array, streams: StreamTable
+    ) -> tuple[Int32Array, Int32Array]:
+        """bounds int32 [N + 1] and slots int32: slots[bounds[i] : bounds[i + 1]] are those of all that rows[i] (int64
+        [N], of `streams`) stores, in order; at least one. lengths: int64 [max_sequences]."""
+        bounds = indptr_of(lengths[rows] - streams.holes[rows])
+        if self._native is not None:
+            return bounds, self._native.stream_slots(rows, lengths, streams, int(bounds[-1]))
+        indices = streams.in_use(rows, lengths[rows])
+        return bounds, slots_in(self._table.pages, rows.repeat(np.diff(bounds)), indices, self._page_size)
+
+
+class _NativeLookUp:
+    """As PageLookUp, of whose table it reads the pages and begins where they stand."""
+
+    def __init__(self, library: ctypes.PyDLL, table: GroupTable, page_size: int) -> None:
+        self._table = _Table(address_of(table.pages), address_of(table.begins), table.pages.shape[1], page_size)
+        self._address = ctypes.addressof(self._table)
+        self._look_up, self._stream_slots = library.look_up, library.stream_slots
+        self._look_up.argtypes = (POINTER, INT32, *(POINTER,) * 3, INT32, POINTER, INT64)
+        self._look_up.restype = INT64
+        self._stream_slots.argtypes = (POINTER, INT32, *(POINTER,) * 5)
+        self._stream_slots.restype = None
+        self._num_pages = 0  # of the last look-up
+
+    def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None) -> PageTables:
+        num_tokens, count = tokens.positions.size, rows.size
+        appended = None if tokens.each_one else address_of(tokens.qo_indptr)
+        arguments = self._address, count, address_of(rows), address_of(tokens.seq_lens), appended, num_tokens
+        first, second, third = num_tokens, num_tokens + count + 1, num_tokens + 2 * count + 1
+        begin = third + count
+        room = self._num_pages + num_tokens  # enough for a step of the sequences of the last one
+        arrays = np.empty(begin + room, np.int32)
+        num_pages = self._look_up(*arguments, address_of(arrays), room)
+        if num_pages > room:
+            arrays = np.empty(begin + num_pages, np.int32)
+            self._look_up(*arguments, address_of(arrays), num_pages)
+        self._num_pages = num_pages
+        kv_indices = arrays[begin : begin + num_pages]
+        return PageTables(
+            arrays[:first], arrays[first:second], kv_indices, arrays[second:third], arrays[third:begin], shared
+        )
+
+    def stream_slots(self, rows: Int64Array, lengths: Int64Array, streams: StreamTable, count: int) -> Int32Array:
+        slots = np.empty(count, np.int32)
+        arrays = rows, lengths, streams.sinks, streams.holes, slots
+        self._stream_slots(self._address, rows.size, *map(address_of, arrays))
+        return slots

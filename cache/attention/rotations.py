@@ -1,0 +1,86 @@
+"""The rotary embeddings of a cache's layer groups, and the rotation of one forward."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.cache.kernels.upload import upload
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding, Rotation
+from tandem.cache.plan.tables import TokenLayout
+
+
+class Rotations:
+    """One embedding for each kind of RoPE; groups that share a kind share its table and, in a forward, its factors."""
+
+    def __init__(
+        self,
+        rope: RopeParameters | Sequence[RopeParameters],
+        layout: KVLayout,
+        max_positions: int,
+        device: torch.device,
+    ) -> None:
+        """rope: one for all layer groups or one for each; InvalidArgument when a rotary_dim exceeds a head."""
+        of_groups = [rope] * len(layout.groups) if isinstance(rope, RopeParameters) else list(rope)
+        if len(of_groups) != len(layout.groups):
+            raise InvalidArgument(f"rope has {len(of_groups)} entries; the layout has {len(layout.groups)} groups")
+        for kind, group in zip(of_groups, layout.groups, strict=True):
+            if kind.rope_type == "none":
+                continue
+            if group.latent_rank is not None and kind.rotary_dim != group.head_dim - group.latent_rank:
+                rotated = group.head_dim - group.latent_rank
+                raise InvalidArgument(f"rotary_dim is {kind.rotary_dim}; entries of its group end in {rotated} rotated")
+            if kind.rotary_dim > group.head_dim:
+                raise InvalidArgument(f"rotary_dim is {kind.rotary_dim}; the head_dim of its group is {group.head_dim}")
+        self.device = device
+        self._max_positions = max_positions
+        kinds = list(dict.fromkeys(of_groups))
+        self._embeddings = [
+            None if kind.rope_type == "none" else RotaryEmbedding(kind, max_positions, device, layout.dtype)
+            for kind in kinds
+        ]
+        self._of_groups = [kinds.index(kind) for kind in of_groups]
+        # Whether the rotation of a position depends on the length of its sequence, in some group.
+        self.by_length = any(kind.by_length for kind in kinds)
+        # Per group the rotation of places 0, 1, …, as many as there can be; not by_length.
+        self.of_places = self._to_groups([None if one is None else one.of_places for one in self._embeddings])
+
+    def at(self, positions: Tensor) -> list[Rotation | None]:
+        """Per group the rotation of positions, int64 [T] on any device; not by_length."""
+        return self._to_groups([None if one is None else one.rotation(positions) for one in self._embeddings])
+
+    def plan(
+        self,
+        tokens: TokenLayout,
+        rope_lengths: Int64Array | None,
+        unrotated: NDArray[np.bool_] | None = None,
+    ) -> list[Rotation | None]:
+        """Per group the rotation of a forward's tokens; see PagedKVCache.begin_forward for rope_lengths.
+
+        unrotated: bool [T], the tokens that are left as they are; not by_length. None: none are.
+        """
+        positions = tokens.rope_positions
+        if unrotated is not None:
+            positions[unrotated] = self._max_positions
+        if not self.by_length:
+            return self.at(upload([positions], self.device)[0])
+        places, lengths = upload([positions, self._lengths(tokens, rope_lengths)], self.device)
+        return self._to_groups([None if one is None else one.rotation(places, lengths) for one in self._embeddings])
+
+    def _to_groups(self, of_kinds: list[Rotation | None]) -> list[Rotation | None]:
+        return [of_kinds[kind] for kind in self._of_groups]
+
+    def _lengths(self, tokens: TokenLayout, rope_lengths: Int64Array | None) -> Int64Array:
+        """int64 [T]: the length by which each token is rotated."""
+        lengths = tokens.seq_lens.astype(np.int64)
+        if rope_lengths is not None:
+            lengths = np.maximum(lengths, rope_lengths)
+        lengths = lengths[tokens.owners]
+        if tokens.trees is not None:  # a node is rotated as if its path came token by token
+            lengths[tokens.trees.tokens] = tokens.rope_positions[tokens.trees.tokens] + 1
+        return lengths

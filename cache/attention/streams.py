@@ -1,0 +1,189 @@
+"""Sequences with a sliding window in a forward: evicting before it, undoing that when it cannot be, planning it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.cache.attention.page_look_up import PageLookUp
+from tandem.cache.attention.rotations import Rotations
+from tandem.cache.attention.stream_attention import StreamParts
+from tandem.cache.pages.page_pools import PageIds
+from tandem.cache.pages.send_marks import SendMarks
+from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.pages.stream_table import Slides
+from tandem.cache.plan.arrays import Int32Array, Int64Array, integer
+from tandem.cache.plan.errors import CacheError, InvalidArgument
+from tandem.cache.plan.position_map import SKIP, PositionMap
+from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.tables import TokenLayout
+
+
+@dataclass(frozen=True, eq=False)
+class _Before:
+    """The holes of rows as they were, int64 [n]; of those in `moved`, lengths and dropped, int64 [m], and per group
+    their ends and their rows of pages."""
+
+    rows: Int64Array
+    holes: Int64Array
+    moved: Int64Array
+    lengths: Int64Array
+    dropped: Int64Array
+    tables: list[tuple[Int64Array, Int32Array]]
+
+
+class Streams:
+    """What makes rows of `table` slide; see StreamTable for how they are stored."""
+
+    def __init__(self, table: SequenceTable, rotations: Rotations, page_size: int) -> None:
+        self._table = table
+        self._rotations = rotations
+        self._page_size = page_size
+        self._look_ups = [PageLookUp(group, None, page_size) for group in table.groups]
+        self._nothing: PageIds = tuple(np.empty(0, np.int32) for _ in table.groups)
+        self._unslid = nullcontext(self._nothing)
+        self._no_parts: list[StreamParts | None] = [None] * len(table.groups)
+
+    def check_window(self, window: int, sink: int, max_length: int) -> None:
+        most = max_length - 2 * self._page_size + 2
+        if not 1 <= integer("window", window) <= most:
+            raise InvalidArgument(f"window is {window}; 1 … {most} are accepted")
+        if not 0 <= integer("sink", sink) < window:
+            raise InvalidArgument(f"sink is {sink}; 0 … {window - 1}, less than the window, are accepted")
+        if self._rotations.by_length:
+            raise InvalidArgument(
+                "RoPE is dynamic or longrope, by the length of a sequence; those with a sliding window need another"
+            )
+
+    def slid(self, rows: Int64Array, appends: Int64Array, *, receive: bool = False) -> AbstractContextManager[PageIds]:
+        """Evicts what rows (distinct) let go of before `appends` more; undone when the caller's block raises.
+
+        Gives per group the pages that are gone, for the caller to release.
+        """
+        streams = self._table.streams
+        slides = None
+        if streams.count:
+            slides = streams.plan_slides(rows, self._table.lengths[rows], appends, receive=receive)
+        return self._unslid if slides is None else self._sliding(slides)
+
+    @contextmanager
+    def _sliding(self, slides: Slides) -> Iterator[PageIds]:
+        before = self._keep(slides)
+        try:
+            yield self._apply(slides)
+        except CacheError:
+            self._restore(before)
+            raise
+
+    def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, appends: Int64Array, marks: SendMarks) -> None:
+        """A stream evicts for all that it appends before anything is sent: not what its position map asks for."""
+        streams = self._table.streams
+        if streams.count == 0 or marks.count == 0:
+            return
+        ends = marks.ends[rows]
+        sending = (marks.planned[rows] < ends) & (streams.windows[rows] > 0)
+        if not np.count_nonzero(sending):
+            return
+        lengths = self._table.lengths[rows] + streams.dropped[rows]
+        unsent = sending & (marks.planned[rows] < lengths)
+        beyond = (unsent & (lengths + appends > ends)).nonzero()[0]
+        if beyond.size:
+            first = int(beyond[0])
+            raise InvalidArgument(
+                f"append_lengths[{first}] is {appends[first]}; sequence {seq_ids[first]} slides and is to send what it "
+                f"holds: {ends[first] - lengths[first]}, up to the end of its position map, and fewer are accepted"
+            )
+
+    def plan(
+        self, rows: Int64Array, tokens: TokenLayout, rope_lengths: Int64Array | None
+    ) -> tuple[list[Rotation | None], list[StreamParts | None]]:
+        """Per group the rotation of a forward's tokens, which leaves what streams append as it is, and the streams."""
+        table = self._table
+        if table.streams.count == 0:
+            return self._rotations.plan(tokens, rope_lengths), self._no_parts
+        slides = table.streams.windows[rows] > 0
+        sliding = slides.nonzero()[0]
+        if sliding.size == 0:
+            return self._rotations.plan(tokens, rope_lengths), self._no_parts
+        rotations = self._rotations.plan(tokens, rope_lengths, unrotated=slides[tokens.owners])
+        begins, ends = tokens.qo_indptr[sliding], tokens.qo_indptr[sliding + 1]
+        parts: list[StreamParts | None] = [
+            StreamParts(
+                sliding, begins, ends, *look_up.stream_slots(rows[sliding], table.lengths, table.streams), rotation
+            )
+            for look_up, rotation in zip(self._look_ups, self._rotations.of_places, strict=True)
+        ]
+        return rotations, parts
+
+    def indices(self, row: int, begin: int, end: int) -> Int64Array:
+        """int64: where a row stores positions begin … end - 1, which it has."""
+        streams = self._table.streams
+        found = streams.find(row, begin, end)
+        if (found < 0).any():
+            raise InvalidArgument(
+                f"begin and end are {begin} and {end}; positions {int(streams.sinks[row])} … "
+                f"{int(streams.dropped[row] + streams.sinks[row] + streams.holes[row]) - 1} have left the window"
+            )
+        return found
+
+    def check_cut(self, row: int, length: int) -> None:
+        """InvalidArgument unless a row can be cut to `length` indices: no further than what it has not evicted."""
+        streams = self._table.streams
+        least = int(streams.sinks[row] + streams.holes[row])
+        if int(streams.holes[row] + streams.dropped[row]) and length < least:
+            most = int(self._table.lengths[row]) - least
+            raise InvalidArgument(f"only the last {most} positions are there; what was before has left the window")
+
+    def check_map(self, row: int, position_map: PositionMap) -> None:
+        """InvalidArgument for the map of a sequence that slides otherwise, whose K is rotated otherwise too, and when a
+        map asks for what the row has evicted, or does before the map's end is reached."""
+        streams = self._table.streams
+        sliding = streams.sliding(row)
+        if position_map.sliding != sliding:
+            raise InvalidArgument(
+                f"the position map's (window, sink) are {position_map.sliding}; the sender's, {sliding}, are accepted: "
+                "the receiver must slide alike"
+            )
+        cached = int(self._table.lengths[row] + streams.dropped[row])
+        begin, end = position_map.start_position, position_map.end_position
+        if sliding is None or begin >= cached:
+            return
+        window, sink = sliding
+        positions = np.arange(begin, min(end, cached))
+        lost = streams.find(row, begin, min(end, cached)) < 0
+        lost |= (positions >= sink) & (positions < end - (window - sink))
+        for runs in position_map.runs:
+            wanted = positions[lost & (runs.slots()[: positions.size] != SKIP)]
+            if wanted.size:
+                raise InvalidArgument(
+                    f"the position map asks for position {int(wanted[0])}, which does not stay in the sliding window "
+                    f"of {window} until position {end} is reached"
+                )
+
+    def _keep(self, slides: Slides) -> _Before:
+        table, rows, moved = self._table, slides.rows, slides.moved
+        return _Before(
+            rows,
+            table.streams.holes[rows],
+            moved,
+            table.lengths[moved],
+            table.streams.dropped[moved],
+            [(group.ends[moved], group.pages[moved]) for group in table.groups] if moved.size else [],
+        )
+
+    def _apply(self, slides: Slides) -> PageIds:
+        """The pages that are gone."""
+        table, moved = self._table, slides.moved
+        table.streams.holes[slides.rows] = slides.holes
+        if moved.size == 0:
+            return self._nothing
+        table.lengths[moved], table.streams.dropped[moved] = slides.lengths, slides.dropped
+        return tuple(group.take_out(moved, slides.firsts, slides.ends) for group in table.groups)
+
+    def _restore(self, before: _Before) -> None:
+        table, moved = self._table, before.moved
+        table.streams.holes[before.rows] = before.holes
+        table.lengths[moved], table.streams.dropped[moved] = before.lengths, before.dropped
+        for group, (ends, pages) in zip(table.groups, before.tables, strict=False):
+            group.ends[moved], group.pages[moved] = ends, pages

@@ -1,0 +1,342 @@
+"""Kernels of a pool on a CUDA device: attention by FlashInfer, append by Triton. The only importer of flashinfer."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.base import DeviceTables, PeerPool, PromptTables, StepPages
+from tandem.cache.kernels.flashinfer.parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
+from tandem.cache.kernels.flashinfer.prompts import FixedPromptsPlan, most_prompt_tokens
+from tandem.cache.kernels.flashinfer.sharing import FixedSharing, SharedPart, sharing_rule
+from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.gpu_limits import check_sizes, head_sizes
+from tandem.cache.kernels.page_memory import PageMemory
+from tandem.cache.kernels.peer_rows import peer_rows
+from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kernels.triton.append import AppendTargets, append
+from tandem.cache.kernels.triton.decode import DecodePlan, decode
+from tandem.cache.kernels.triton.gather import gather
+from tandem.cache.kernels.triton.merge import merge_parts
+from tandem.cache.kernels.triton.tree import attend_trees
+from tandem.cache.kernels.upload import upload
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.shared_prefixes import SharedPrefixes
+from tandem.cache.plan.tables import PageTables, Send, TokenLayout
+
+WORKSPACE_BYTES = 256 << 20
+PLAN_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
+PROMPTS_PLAN_BYTES = 1 << 20  # what a plan of some thousand tokens takes many times over
+
+
+@dataclass(frozen=True, eq=False)
+class FlashInferPlan:
+    """keep_k: whether append returns K rotated, for a writer that takes it from there."""
+
+    targets: AppendTargets
+    keep_k: bool
+    parts: tuple[AttentionPart, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class FixedPlan:
+    """A decode step in a CUDA graph by FlashInfer, where sequences share pages: a wrapper of its own that reads the
+    arrays where they stand.
+
+    wrapper: of what each sequence has of its own. sharing: of what they attend to together.
+    """
+
+    targets: AppendTargets
+    wrapper: Any
+    sharing: FixedSharing
+    num_q_heads: int
+    keep_k: bool = False
+
+
+class FlashInferKernels(PageMemory):
+    """See SharingGraphKernels, PromptGraphKernels, PushingKernels and TreeKernels. float16 and bfloat16, also stored as
+    float8_e4m3fn, head_dim 64, 128 or 256, pages of 8 to 64 positions; else InvalidArgument.
+
+    FlashInfer's wrappers hold the forward that was planned last, so they are planned when its first layer attends:
+    forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
+    """
+
+    def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
+        """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
+        dtype = pool.dtype if fp8 is None else fp8.dtype
+        check_sizes(dtype, pool.shape[4], head_sizes(pool.shape[5]))
+        check_on_gpu(pool)
+        super().__init__(pool)
+        flashinfer = load_flashinfer()
+        self._pool = pool
+        self.sharing = sharing_rule(pool, scoring.window) if fp8 is None else None
+        self._fp8 = fp8
+        self._dtype = dtype
+        self._options = {
+            "q_data_type": dtype,
+            "sm_scale": scoring.scale,
+            "window_left": -1 if scoring.window is None else scoring.window - 1,  # without the token itself
+            "logits_soft_cap": scoring.softcap,
+        }
+        self._scoring = scoring
+        # FlashInfer widens 8 bits to float16, which holds each of them, in less time than to bfloat16.
+        self._paged_dtype = dtype if fp8 is None else torch.float16
+        self._paged_options = {**self._options, "q_data_type": self._paged_dtype, "kv_data_type": pool.dtype}
+        self._before_tree_options = {**self._paged_options, "window_left": -1}  # plan_parts leaves what all nodes see
+        self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        self._flashinfer = flashinfer
+        self._workspace = workspace
+        self._graph_workspace = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=pool.device)
+        self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        # For a few tokens of each sequence fa2 is faster than fa3: 438 instead of 571 µs for 32 × 64 behind 4096.
+        self._before_trees: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+        self._gathered: Any = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+        self._decode: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        # fa3 cannot split the keys of a segment, and one segment's queries are too few to occupy a GPU.
+        self._shared: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+        self._shared_workspace = torch.empty_like(self._graph_workspace)
+        self._prompts_workspace = torch.empty(PROMPTS_PLAN_BYTES, dtype=torch.uint8, device=pool.device)
+        self._current: FlashInferPlan | None = None
+        self._planned = torch.cuda.Event()
+
+    def plan(self, tokens: TokenLayout, tables: PageTables) -> FlashInferPlan:
+        gather_from = GATHER_FROM if self._fp8 is None else GATHER_FP8_FROM
+        page_size, window = self._pool.shape[4], self._scoring.window
+        slots, parts = plan_parts(tokens, tables, page_size, self._pool.device, gather_from, window)
+        return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
+
+    def push_with_append(
+        self, plan: FlashInferPlan, sends: Sequence[Send], peer_pool: PeerPool
+    ) -> tuple[FlashInferPlan, tuple[Send, ...]]:
+        """See PushingKernels: all peers are written to by the one launch."""
+        addresses, left = peer_rows(plan.targets.slots.shape[0], sends, peer_pool)
+        rows = upload([addresses], self._pool.device)[0] if addresses.any() else None
+        keep_k = any(send.token_indices.shape[0] for send in left)
+        return replace(plan, targets=replace(plan.targets, peer_rows=rows), keep_k=keep_k), tuple(left)
+
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan:
+        _, _, _, num_kv_heads, _, head_dim = self._pool.shape
+        return DecodePlan.make(tables, num_q_heads, num_kv_heads, head_dim)
+
+    def fixed_sharing_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
+        sizes, size = self._sizes(num_q_heads), tables.slots.shape[0]
+        max_pages = tables.kv_indices.shape[0] // size
+        num_rows = FixedSharing.num_rows(size, *sizes[:3], WORKSPACE_BYTES)
+        fixed = FixedSharing(self._flashinfer, self._workspace, self._shared_workspace, size, num_rows, max_pages)
+        fixed.plan_largest(sizes, self._paged_options)
+        wrapper = self._fixed_wrapper(tables, num_q_heads)
+        return FixedPlan(AppendTargets(tables.slots, None), wrapper, fixed, num_q_heads)
+
+    def most_prompt_tokens(self, num_sequences: int, num_q_heads: int) -> int:
+        return most_prompt_tokens(self._workspace, num_sequences, self._sizes(num_q_heads))
+
+    def fixed_prompts_plan(self, tables: PromptTables, num_q_heads: int) -> FixedPromptsPlan:
+        sizes, workspaces = self._sizes(num_q_heads), (self._workspace, self._prompts_workspace)
+        return FixedPromptsPlan.make(self._flashinfer, workspaces, tables, sizes, self._paged_options)
+
+    def refill_prompts(self, plan: FixedPromptsPlan, qo_indptr: Int32Array, tables: PageTables) -> None:
+        self._planned.synchronize()
+        plan.refill(qo_indptr, tables)
+        self._planned.record()
+
+    def takes_shared(self, plan: FixedPlan, shared: SharedPrefixes) -> bool:
+        return plan.sharing.fits(shared)
+
+    def refill(self, plan: DecodePlan | FixedPlan, tables: PageTables) -> None:
+        """The full plan() of a FixedPlan's wrapper chose the kernel; this only shares out the work anew."""
+        if isinstance(plan, DecodePlan):
+            return
+        indptr, indices, last_page_len = (
+            torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
+        )
+        self._planned.synchronize()
+        self._flashinfer.decode.fast_decode_plan(
+            *(plan.wrapper, indptr, indices, last_page_len, *self._sizes(plan.num_q_heads)),
+            **self._paged_options,
+            global_override_indptr_cpu=indptr,
+        )
+        plan.sharing.refill(tables.shared, self._sizes(plan.num_q_heads), self._paged_options)
+        self._planned.record()
+
+    def step(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        plan: DecodePlan | FixedPlan | FixedPromptsPlan,
+        sinks: Tensor | None,
+        norm: HeadNorm | None,
+    ) -> Tensor:
+        if isinstance(plan, DecodePlan):
+            return decode(self._pool, layer, q, k, v, rotation, plan, self._scoring, sinks, norm, self._fp8)
+        if norm is not None:
+            q, k = norm.apply(q, k)
+        q, _ = self.append(layer, q, k, v, rotation, plan)
+        if isinstance(plan, FixedPromptsPlan):
+            return self._attend_pages(plan.wrapper, layer, q, sinks)
+        return self._attend_shared(plan.wrapper, plan.sharing.wrapper, plan.sharing.part, layer, q, sinks)
+
+    def step_pages(
+        self, plan: DecodePlan | FixedPlan | FixedPromptsPlan, rotation: Rotation | None
+    ) -> StepPages | None:
+        plain = self._scoring == Scoring(self._scoring.scale)
+        if not plain or rotation is None or not isinstance(plan, DecodePlan):
+            return None
+        scales = None if self._fp8 is None else self._fp8.scales
+        return StepPages(self._pool, plan.tables, rotation, self._scoring.scale, scales)
+
+    def append(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        plan: FlashInferPlan | FixedPlan | FixedPromptsPlan,
+    ) -> tuple[Tensor, Tensor]:
+        """As Kernels says, but k comes back rotated only where plan.keep_k asks for it: attend reads the pages."""
+        factors = None if self._fp8 is None else self._fp8.inverse[layer]
+        return append(self._pool, layer, q, k, v, rotation, plan.targets, keep_k=plan.keep_k, fp8_factors=factors)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: FlashInferPlan,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if plan is not self._current:
+            self._plan_wrappers(plan, q.shape[1])
+        if len(plan.parts) == 1:
+            return self._attend_part(layer, plan.parts[0], q, sinks)
+        output = torch.empty_like(q)
+        for part in plan.parts:
+            assert part.tokens is not None  # of several parts, each has some
+            of_part = self._attend_part(layer, part, q.index_select(0, part.tokens), sinks)
+            output.index_copy_(0, part.tokens, of_part)
+        return output
+
+    def _attend_part(self, layer: int, part: AttentionPart, q: Tensor, sinks: Tensor | None) -> Tensor:
+        if part.trees is not None:
+            context, lse = self._run_pages(self._before_trees, layer, q, with_lse=True)
+            assert lse is not None
+            scale, softcap = self._scoring.scale, self._scoring.softcap
+            scales = None if self._fp8 is None else self._fp8.scales[layer]
+            return attend_trees(self._pool, layer, q, context, lse, part.trees, scale, softcap, sinks, scales)
+        if part.kv_slots is not None:
+            return _add_sinks(_run(self._gathered, q, self._gather(layer, part.kv_slots), sinks is not None), sinks)
+        if part.shared is not None:
+            return self._attend_shared(self._decode, self._shared, part.shared, layer, q, sinks)
+        return self._attend_pages(self._decode if part.single else self._prefill, layer, q, sinks)
+
+    def _attend_pages(self, wrapper: Any, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
+        return _add_sinks(self._run_pages(wrapper, layer, q, with_lse=sinks is not None), sinks)
+
+    def _attend_shared(
+        self, decode: Any, shared: Any, part: SharedPart, layer: int, q: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """decode: the wrapper that was planned with the sequences' own pages; shared: the one planned with `part`."""
+        own = self._run_pages(decode, layer, q, with_lse=True)
+        of_shared = self._run_pages(shared, layer, q.index_select(0, part.queries), with_lse=True)
+        return merge_parts(own, of_shared, part.begins, part.places, sinks)
+
+    def _run_pages(self, wrapper: Any, layer: int, q: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        pages, fp8 = self._layers[layer], self._fp8
+        if fp8 is None:
+            return _run(wrapper, q, (pages,), with_lse)
+        scales = fp8.of_all_heads[layer]
+        if scales is not None:
+            queries = q.to(self._paged_dtype)
+            output, lse = _run(wrapper, queries, (pages,), with_lse, k_scale=scales[0], v_scale=scales[1])
+            return output.to(q.dtype), lse
+        output, lse = _run(wrapper, fp8.scale_queries(layer, q).to(self._paged_dtype), (pages,), with_lse)
+        return fp8.scale_output(layer, output.to(q.dtype)), lse
+
+    def _gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [n, num_kv_heads, head_dim] at slots, int32 [n] on the device; entries of 8 bits widened."""
+        scales = None if self._fp8 is None else self._fp8.scales[layer]
+        k, v = gather(self._pool, layer, slots, self._dtype, scales).unbind(1)
+        return k, v
+
+    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
+        return self._gather(layer, upload([slots], self._pool.device)[0])
+
+    def _sizes(self, num_q_heads: int) -> tuple[int, int, int, int]:
+        _, _, _, num_kv_heads, page_size, head_dim = self._pool.shape
+        return num_q_heads, num_kv_heads, head_dim, page_size
+
+    def _fixed_wrapper(self, tables: DeviceTables, num_q_heads: int) -> Any:
+        size = tables.slots.shape[0]
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=tables.kv_indptr,
+            paged_kv_indices_buffer=tables.kv_indices,
+            paged_kv_last_page_len_buffer=tables.kv_last_page_len,
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._graph_workspace)
+        ones = torch.ones(size, dtype=torch.int32)
+        indptr = torch.arange(size + 1, dtype=torch.int32)
+        wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._paged_options)
+        return wrapper
+
+    def _plan_wrappers(self, plan: FlashInferPlan, num_q_heads: int) -> None:
+        # FlashInfer copies its plan from pinned memory that the next plan overwrites.
+        self._planned.synchronize()
+        for part in plan.parts:
+            tables = (part.kv_indptr, part.kv_indices, part.kv_last_page_len)
+            sizes = self._sizes(num_q_heads)
+            if part.kv_slots is not None:
+                self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
+                continue
+            if part.shared is not None:
+                part.shared.plan(self._shared, sizes, self._paged_options)
+            if part.single:
+                self._decode.plan(*tables, *sizes, **self._paged_options)
+            elif part.trees is not None:
+                self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._before_tree_options)
+            else:
+                self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._paged_options)
+        self._planned.record()
+        self._current = plan
+
+
+def _run(wrapper: Any, q: Tensor, kv: tuple[Any, ...], with_lse: bool, **scales: float) -> tuple[Tensor, Tensor | None]:
+    """What the planned wrapper gives for q and the pair of paged K and V, or K and V: o, and with_lse their
+    log-sum-exp, float32 [n, num_q_heads], of base 2. scales: k_scale and v_scale of entries of 8 bits."""
+    return wrapper.run(q, *kv, return_lse=True, **scales) if with_lse else (wrapper.run(q, *kv, **scales), None)
+
+
+def _add_sinks(of_keys: tuple[Tensor, Tensor | None], sinks: Tensor | None) -> Tensor:
+    """A sink scales a head's output by the share of the softmax that the keys keep: e^lse / (e^lse + e^sink)."""
+    output, lse = of_keys
+    if sinks is None or lse is None:
+        return output
+    kept = torch.sigmoid(lse * math.log(2) - sinks.float())
+    return output.mul_(kept.unsqueeze(-1).to(output.dtype))
+
+
+def load_flashinfer() -> Any:
+    """The library, which takes seconds to import."""
+    import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
+
+    return flashinfer
+
+
+def check_on_gpu(pool: Tensor) -> None:
+    """InvalidArgument for a pool that is elsewhere."""
+    if pool.device.type != "cuda":
+        raise InvalidArgument(f"the pool is on {pool.device}; it must be on a CUDA device")

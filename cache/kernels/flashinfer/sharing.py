@@ -1,0 +1,152 @@
+"""Decode attention on a GPU where sequences share pages: FlashInfer over each segment's queries, merged with the rest.
+
+All segments, whatever their level, are one call of FlashInfer's prefill attention: a segment is a request whose
+queries are those of its members. Another call attends to what each sequence has of its own, and one kernel merges.
+FlashInfer's own cascade, a call for each level by fa3, took 2.8 times as long (tests/benchmarks/LOG.md).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.cache.kernels.staging import CopiedStaging, FixedArrays
+from tandem.cache.kernels.upload import upload
+from tandem.cache.plan.arrays import Int32Array, IntArray, indptr_of
+from tandem.cache.plan.shared_prefixes import SharedPrefixes, SharingRule
+
+MOST_SEGMENTS = 16  # in a CUDA graph
+MOST_TILE_ROWS = 128  # queries times heads of a KV head that one of FlashInfer's blocks takes
+# Bytes of K and V, of one layer, that sharing must save to pay for itself, and each segment. tests/benchmarks/
+# shared_prefix.py on an H200: it costs 11 us more to begin with, and what is read again comes from the L2 cache as long
+# as it fits there, so that 64 sequences break even at some 830 common positions of Qwen3-8B.
+SAVED_BYTES = 208 << 20
+SEGMENT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class SharedArrays:
+    """Segments as FlashInfer and merge_parts take them, int32.
+
+    queries: [R], the rows of q, segment after segment. begins [n + 1], places [R]: see merge_parts.
+    """
+
+    qo_indptr: Int32Array
+    kv_indptr: Int32Array
+    kv_indices: Int32Array
+    queries: Int32Array
+    begins: Int32Array
+    places: Int32Array
+
+    @classmethod
+    def of(cls, shared: SharedPrefixes, queries_of: IntArray, num_queries: int) -> "SharedArrays":
+        """queries_of: [B], the row of q, of num_queries, that each sequence of a segment has."""
+        queries = queries_of[shared.members].astype(np.int32)
+        places = queries.argsort(kind="stable").astype(np.int32)
+        begins = indptr_of(np.bincount(queries, minlength=num_queries))
+        return cls(shared.qo_indptr, shared.kv_indptr, shared.kv_indices, queries, begins, places)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPart:
+    """What a decode of n sequences attends to together: arrays of SharedArrays, indptrs on the host as FlashInfer's
+    planning wants them, the others on the device; qo_indptr[-1] of queries and places count."""
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    queries: Tensor
+    begins: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, shared: SharedPrefixes, single: NDArray[np.bool_], device: torch.device) -> "SharedPart":
+        """single: bool [B], the sequences with one new token, whose rows of q follow each other."""
+        arrays = SharedArrays.of(shared, np.cumsum(single) - 1, int(single.sum()))
+        return cls(
+            torch.from_numpy(arrays.qo_indptr),
+            torch.from_numpy(arrays.kv_indptr),
+            *upload((arrays.kv_indices, arrays.queries, arrays.begins, arrays.places), device),
+        )
+
+    def plan(self, wrapper: Any, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> None:
+        """sizes: query heads, KV heads, head_dim, page size."""
+        full = torch.full((self.kv_indptr.shape[0] - 1,), sizes[3], dtype=torch.int32)
+        wrapper.plan(self.qo_indptr, self.kv_indptr, self.kv_indices, full, *sizes, causal=False, **options)
+
+
+class FixedSharing:
+    """SharedParts at fixed places on the device, one after another, for a decode step in a CUDA graph."""
+
+    def __init__(
+        self, flashinfer: Any, workspace: Tensor, own_workspace: Tensor, size: int, num_rows: int, max_pages: int
+    ) -> None:
+        """Of up to `size` sequences of up to max_pages, with num_rows queries of all segments together.
+
+        own_workspace: of FlashInfer's planning; not the one of the wrapper that runs beside this one.
+        """
+        device = workspace.device
+        counts = [num_rows, size + 1, num_rows, MOST_SEGMENTS * max_pages]
+        sizes = [(count, torch.int32) for count in counts]
+        self._arrays = FixedArrays(CopiedStaging(FixedArrays.num_bytes(sizes), device), sizes)
+        self._size, self._num_rows = size, num_rows
+        indptrs = torch.zeros((2, MOST_SEGMENTS + 1), dtype=torch.int32, device=device)
+        self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            "HND",
+            use_cuda_graph=True,
+            qo_indptr_buf=indptrs[0],
+            paged_kv_indptr_buf=indptrs[1],
+            paged_kv_indices_buf=self._arrays.tensors[3],
+            paged_kv_last_page_len_buf=torch.ones(MOST_SEGMENTS, dtype=torch.int32, device=device),
+            backend="fa2",
+        )
+        self.wrapper.reset_workspace_buffer(workspace, own_workspace)
+        self.part = self._part(*np.zeros((2, MOST_SEGMENTS + 1), np.int32))
+
+    @staticmethod
+    def num_rows(size: int, num_q_heads: int, num_kv_heads: int, head_dim: int, workspace_bytes: int) -> int:
+        """As many as FlashInfer's workspace allows, up to two levels for each sequence."""
+        tiles = workspace_bytes // (num_q_heads * MOST_TILE_ROWS * head_dim * 4) - MOST_SEGMENTS
+        return max(min(2 * size, tiles * MOST_TILE_ROWS * num_kv_heads // num_q_heads), MOST_SEGMENTS)
+
+    def fits(self, shared: SharedPrefixes) -> bool:
+        return shared.qo_indptr.size <= MOST_SEGMENTS + 1 and shared.members.size <= self._num_rows
+
+    def plan_largest(self, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> None:
+        """As many queries as there may be, of one page: FlashInfer takes those of the first plan for the most that
+        will come."""
+        qo_indptr, kv_indptr = np.ones((2, MOST_SEGMENTS + 1), np.int32)
+        qo_indptr[0] = kv_indptr[0] = 0
+        self._part(qo_indptr * np.int32(self._num_rows), kv_indptr).plan(self.wrapper, sizes, options)
+
+    def refill(self, shared: SharedPrefixes | None, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> None:
+        """What runs next are these segments, which fit; sequence i of the batch has row i of q. None: no row of the
+        output has a part of what is computed."""
+        if shared is None:
+            self._arrays.fill([np.empty(0, np.int32), np.zeros(self._size + 1, np.int32)])
+            self.plan_largest(sizes, options)  # another batch's plan may stand in the workspace that they share
+            return
+        arrays = SharedArrays.of(shared, np.arange(self._size), self._size)
+        missing = MOST_SEGMENTS + 1 - shared.qo_indptr.size
+        qo_indptr, kv_indptr = (np.pad(a, (0, missing), "edge") for a in (arrays.qo_indptr, arrays.kv_indptr))
+        self._arrays.fill([arrays.queries, arrays.begins, arrays.places, arrays.kv_indices])
+        self._part(qo_indptr, kv_indptr).plan(self.wrapper, sizes, options)
+
+    def _part(self, qo_indptr: NDArray[np.int32], kv_indptr: NDArray[np.int32]) -> SharedPart:
+        queries, begins, places, kv_indices = self._arrays.tensors
+        count = int(kv_indptr[-1])
+        return SharedPart(
+            torch.from_numpy(qo_indptr), torch.from_numpy(kv_indptr), kv_indices[:count], queries, begins, places
+        )
+
+
+def sharing_rule(pool: Tensor, window: int | None) -> SharingRule | None:
+    """See SharingKernels."""
+    if window is not None:
+        return None
+    page_bytes = pool[0, 0].numel() * pool.element_size()
+    return SharingRule(-(-SEGMENT_BYTES // page_bytes), -(-SAVED_BYTES // page_bytes))

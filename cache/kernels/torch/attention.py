@@ -1,0 +1,283 @@
+"""Attention over a paged pool with torch operations: a forward is cut into parts that each suit one of them.
+
+Decodes gather the pages of many sequences at once; fresh prompts attend to the K and V that were just computed; later
+chunks of a prompt gather their own pages. `spans` is one layer of a pool as rows of page_size · head_dim elements, its
+K first; the row of (page, K or V, head) is (page · layers · 2 + K or V) · num_kv_heads + head.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.cache.kernels.scoring import Scoring, additive_mask
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.tables import PageTables, TokenLayout
+from tandem.cache.plan.token_tree import unpack_masks
+from tandem.cache.plan.window import first_seen
+
+PADDED_PAGES_ALLOWED = 64  # up to here, padding costs less than a second part
+
+
+class AttentionPart(Protocol):
+    """Some tokens of a forward. attend() gives their o [n, num_q_heads, head_dim] from their own q and all k and v.
+
+    The window of `scoring` is that of plan_attention.
+    """
+
+    def take(self, q: Tensor) -> Tensor: ...
+
+    def put(self, output: Tensor, part: Tensor) -> None: ...
+
+    def attend(
+        self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class PageGather:
+    """Copies the pages of several sequences side by side. rows: int32 [2 · sequences · heads · pages each]."""
+
+    rows: Tensor
+    shape: tuple[int, int, int, int]  # 2, sequences, heads, positions gathered
+    num_keys: int  # the positions worth keeping
+
+    def __call__(self, spans: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [sequences, heads, num_keys, head_dim], in q's dtype."""
+        both = spans.index_select(0, self.rows).view(*self.shape, q.shape[2]).to(q.dtype)
+        if self.num_keys < self.shape[3]:
+            both = both.narrow(3, 0, self.num_keys)
+        k, v = both.unbind(0)
+        return k, v
+
+
+@dataclass(frozen=True, eq=False)
+class DecodePart:
+    """Sequences with one new token each. tokens: int32 [n].
+
+    mask: float32 [n, 1, 1, num_keys], 0 or -inf; None where all see all num_keys.
+    """
+
+    tokens: Tensor
+    gather: PageGather
+    mask: Tensor | None
+
+    def take(self, q: Tensor) -> Tensor:
+        return q.index_select(0, self.tokens)
+
+    def put(self, output: Tensor, part: Tensor) -> None:
+        output[self.tokens] = part
+
+    def attend_in_part(self, spans: Tensor, q: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """o [n, Hq, D] and the log-sum-exp of scores [n, Hq], both float32."""
+        keys, values = (x.float() for x in self.gather(spans, q))
+        products = q.float().unflatten(1, (keys.shape[1], -1)) @ keys.transpose(2, 3)
+        o, lse = scoring.attend_in_part(products, values, self.mask)
+        return o.flatten(1, 2), lse.flatten(1, 2)
+
+    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
+        keys, values = self.gather(spans, q)
+        batch, heads, num_keys, head_dim = keys.shape
+        if batch == 1 and q.dtype == torch.float32:
+            return scoring.attend(q.unsqueeze(2), keys, values, self.mask, sinks).squeeze(2)
+        # For single queries of many sequences two batched products in float32 beat the fused kernel: by a quarter in
+        # float32, several times in half precision.
+        grouped = q.reshape(batch * heads, -1, head_dim).float()
+        keys = keys.reshape(batch * heads, num_keys, head_dim).float()
+        values = values.reshape(batch * heads, num_keys, head_dim).float()
+        products = grouped.bmm(keys.transpose(1, 2)).view(batch, -1, 1, num_keys)
+        weights = scoring.weigh(products, self.mask, sinks).reshape(batch * heads, -1, num_keys)
+        return weights.bmm(values).view(batch, -1, head_dim).to(q.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class FreshPart:
+    """`count` neighbouring sequences with nothing cached and `length` new tokens each, from token `begin` on."""
+
+    begin: int
+    count: int
+    length: int
+
+    @property
+    def _tokens(self) -> slice:
+        return slice(self.begin, self.begin + self.count * self.length)
+
+    def take(self, q: Tensor) -> Tensor:
+        return q[self._tokens]
+
+    def put(self, output: Tensor, part: Tensor) -> None:
+        output[self._tokens] = part
+
+    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
+        q, k, v = (
+            x.unflatten(0, (self.count, self.length)).transpose(1, 2) for x in (q, k[self._tokens], v[self._tokens])
+        )
+        o = scoring.attend_causally(q, k, v, sinks)
+        return o.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkPart:
+    """One sequence with tokens begin … end - 1 after cached ones. mask: [end - begin, num_keys], 0 or -inf."""
+
+    begin: int
+    end: int
+    gather: PageGather
+    mask: Tensor
+
+    def take(self, q: Tensor) -> Tensor:
+        return q[self.begin : self.end]
+
+    def put(self, output: Tensor, part: Tensor) -> None:
+        output[self.begin : self.end] = part
+
+    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
+        keys, values = self.gather(spans, q)
+        q = q.transpose(0, 1).unsqueeze(0)
+        o = scoring.attend(q, keys, values, self.mask, sinks)
+        return o.squeeze(0).transpose(0, 1)
+
+
+def plan_attention(
+    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
+) -> tuple[AttentionPart, ...]:
+    """Parts that cover every token of the forward once. pool gives shapes; it is not read. dtype: of q."""
+    rows = _rows(tokens, tables)
+    planner = _Planner(rows, tables.kv_indices, pool, window, dtype)
+    if tokens.positions.size == rows.tokens.size and tokens.trees is None:
+        return tuple(planner.decodes(rows))
+    single = tokens.single
+    decodes = planner.decodes(rows.take(single)) if single.any() else []
+    return (*decodes, *plan_prompts(tokens, tables, pool, window, dtype))
+
+
+def plan_decodes(tables: PageTables, pool: Tensor, dtype: torch.dtype) -> tuple[DecodePart, ...]:
+    """Parts that cover sequences with one new token each, which are all; without a window. dtype: of q."""
+    places = tables.kv_indptr[:-1]
+    numbers = np.arange(places.size, dtype=np.int32)
+    rows = _Rows(numbers, tables.kv_lens, places, tables.kv_indptr[1:] - places)
+    return tuple(_Planner(rows, tables.kv_indices, pool, None, dtype).decodes(rows))
+
+
+def plan_prompts(
+    tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
+) -> tuple[AttentionPart, ...]:
+    """Parts that cover the tokens of sequences with more than one, and those of trees."""
+    rows = _rows(tokens, tables)
+    planner = _Planner(rows, tables.kv_indices, pool, window, dtype)
+    appends = np.diff(tokens.qo_indptr)
+    single = tokens.single
+    fresh = ~single & (appends == tables.kv_lens)
+    masks = tree_masks(tokens, tables, window)
+    fresh[list(masks)] = False
+    parts: list[AttentionPart] = []
+    if fresh.any():
+        parts += _fresh(np.flatnonzero(fresh), rows)
+    for sequence in np.flatnonzero(~single & ~fresh):
+        row, append = rows.take(slice(sequence, sequence + 1)), int(appends[sequence])
+        parts.append(planner.chunk(row, append, masks.get(int(sequence))))
+    return tuple(parts)
+
+
+def tree_masks(tokens: TokenLayout, tables: PageTables, window: int | None) -> dict[int, Tensor]:
+    """By sequence, float32 [new nodes, positions]: 0 where a node sees one of those in the tables, -inf elsewhere."""
+    trees = tokens.trees
+    if trees is None:
+        return {}
+    ends = np.cumsum(trees.counts)[:-1]
+    masks, depths = np.split(trees.masks_in(window), ends), np.split(trees.depths, ends)
+    found = {}
+    for sequence, size, mask, depth in zip(trees.sequences, trees.sizes, masks, depths, strict=True):
+        base = int(tables.kv_lens[sequence] - size)
+        firsts = first_seen(window, base + depth)[:, None]
+        seen = np.concatenate((np.arange(base) >= firsts, unpack_masks(mask, size)), 1)
+        found[int(sequence)] = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
+    return found
+
+
+def _rows(tokens: TokenLayout, tables: PageTables) -> "_Rows":
+    places = tables.kv_indptr[:-1]
+    return _Rows(tokens.qo_indptr[:-1], tables.kv_lens, places, tables.kv_indptr[1:] - places)
+
+
+def _fresh(sequences: NDArray[np.int64], rows: "_Rows") -> list[FreshPart]:
+    """Neighbours of one length become one part."""
+    cuts = np.flatnonzero((np.diff(sequences) != 1) | (np.diff(rows.lengths[sequences]) != 0)) + 1
+    return [
+        FreshPart(int(rows.tokens[run[0]]), run.size, int(rows.lengths[run[0]])) for run in np.split(sequences, cuts)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Some sequences: first token, positions and first place in kv_indices, number of pages of each; int32 [n]."""
+
+    tokens: Int32Array
+    lengths: Int32Array
+    places: Int32Array
+    counts: Int32Array
+
+    def take(self, which: NDArray[np.bool_] | slice) -> "_Rows":
+        return _Rows(self.tokens[which], self.lengths[which], self.places[which], self.counts[which])
+
+
+class _Planner:
+    def __init__(
+        self, all_rows: _Rows, kv_indices: Int32Array, pool: Tensor, window: int | None, dtype: torch.dtype
+    ) -> None:
+        self._all_rows = all_rows
+        self._kv_indices = kv_indices
+        self._pool = pool
+        self._window = window
+        self._dtype = dtype
+        self._device = pool.device
+
+    def decodes(self, rows: _Rows) -> list[DecodePart]:
+        """One part, or one for each power of two of pages where that much padding would be read."""
+        widest, pages = int(rows.counts.max()), int(rows.counts.sum())
+        if rows.counts.size * widest - pages <= max(PADDED_PAGES_ALLOWED, pages):
+            return [self._decode(rows, widest)]
+        sizes = np.ceil(np.log2(rows.counts))
+        parts = [rows.take(sizes == size) for size in np.unique(sizes)]
+        return [self._decode(part, int(part.counts.max())) for part in parts]
+
+    def chunk(self, row: _Rows, append: int, tree: Tensor | None) -> ChunkPart:
+        """tree: the mask of tokens that are nodes of a tree; None: each sees the positions up to its own."""
+        begin, num_keys = int(row.tokens[0]), int(row.lengths[0])
+        gather = self._gather(row, int(row.counts[0]), num_keys)
+        mask = tree
+        if mask is None:
+            visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
+            mask = additive_mask(visible, num_keys, self._window)
+        return ChunkPart(begin, begin + append, gather, mask.to(self._device, self._dtype))
+
+    def _decode(self, rows: _Rows, widest: int) -> DecodePart:
+        num_keys = int(rows.lengths.max())
+        mask = None
+        if int(rows.lengths.min()) < num_keys or (self._window is not None and self._window < num_keys):
+            mask = additive_mask(rows.lengths, num_keys, self._window).to(self._device)[:, None, None]
+        tokens = torch.from_numpy(rows.tokens).to(self._device)
+        return DecodePart(tokens, self._gather(rows, widest, num_keys), mask)
+
+    def _gather(self, rows: _Rows, widest: int, num_keys: int) -> PageGather:
+        """Short rows are filled up with their own last page, so that nobody's values meet another's queries."""
+        number = rows.counts.size
+        if rows is self._all_rows and number * widest == self._kv_indices.size:  # all have as many
+            pages = self._kv_indices.reshape(number, widest)
+        else:
+            last = rows.places + rows.counts - 1
+            places = np.minimum(rows.places[:, None] + np.arange(widest, dtype=np.int32), last[:, None])
+            pages = self._kv_indices.take(places)
+        return gather_of(pages, self._pool, num_keys)
+
+
+def gather_of(pages: Int32Array, pool: Tensor, num_keys: int) -> PageGather:
+    """The first num_keys positions of each row of pages, int32 [n, pages each]."""
+    _, layers, _, heads, page_size, _ = pool.shape
+    first_rows = (pages * np.int32(layers * 2 * heads))[:, None]
+    offsets = np.arange(2 * heads, dtype=np.int32).reshape(2, 1, heads, 1)
+    shape = (2, pages.shape[0], heads, pages.shape[1] * page_size)
+    return PageGather(torch.from_numpy((first_rows + offsets).reshape(-1)).to(pool.device), shape, num_keys)

@@ -1,0 +1,378 @@
+"""A layer's decode step in one Triton kernel: norm of heads, rotation, append and attention over the page table.
+
+Flash-decoding (Dao et al., 2023): the positions of a sequence are shared out over several programs for each KV head,
+and the last of them to finish merges what all have found. The shares follow from the lengths on the device: nothing has
+to be planned on the host.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.cache.kernels.base import DeviceTables
+from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kernels.triton.dependent_launch import launch_options
+from tandem.cache.kernels.triton.fp8 import quantise, widen_pairs
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.cache.plan.rope import Rotation
+
+PROGRAMS = 256  # that a step is shared out over at most, two a multiprocessor: more cost more to merge than they bring
+THREE_EACH = 384  # programs, three a multiprocessor
+MAX_SPLITS = 32
+LEAST_ROWS = 16  # of a tensor core's tile
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """block: positions at once, the least that a share has. two: no third program may stand on a multiprocessor."""
+
+    block: int
+    warps: int
+    stages: int
+    two: bool = False
+
+
+# By measurement, see LOG.md. MANY: as many programs on a multiprocessor as fit. FEW, by head_dim, others as of 128 (in
+# Triton's interpreter): tiles of K and V that take 64 KiB; with their stages those of 8 bits leave no room for a third
+# program. Heads of 256 were not measured with two. SOME: of no more than three programs a multiprocessor.
+MANY, MANY_FP8 = Tiling(64, 2, 3), Tiling(128, 2, 3)
+FEW = {64: Tiling(256, 8, 2, two=True), 128: Tiling(128, 4, 3, two=True), 256: Tiling(64, 4, 3)}
+SOME = {128: Tiling(128, 4, 3)}
+FEW_FP8 = {64: Tiling(256, 4, 7), 128: Tiling(128, 4, 7), 256: Tiling(64, 4, 7)}
+MAX_WARPS = 8
+SUMS_OF_A_WARP = 1024  # of V: more do not fit into its registers
+ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding included
+
+
+@dataclass(frozen=True, eq=False)
+class DecodePlan:
+    """tables: where they stand. splits: the most programs for one sequence and KV head. programs: in all.
+    partial: float32 [B, Hq, splits, D + 4], what each found, then its largest score, its sum and padding to 16 bytes;
+    counters: int32 [B, Hkv], 0 between steps.
+    """
+
+    tables: DeviceTables
+    splits: int
+    programs: int
+    partial: Tensor
+    counters: Tensor
+
+    @classmethod
+    def make(cls, tables: DeviceTables, num_q_heads: int, num_kv_heads: int, head_dim: int) -> "DecodePlan":
+        rows, device = tables.slots.shape[0], tables.slots.device
+        fair = PROGRAMS // (rows * num_kv_heads)
+        splits = max(1, min(1 << fair.bit_length() >> 1, MAX_SPLITS))  # a power of two, rounded down
+        partial = torch.empty((rows, num_q_heads, splits, head_dim + ENDS.value), dtype=torch.float32, device=device)
+        counters = torch.zeros((rows, num_kv_heads), dtype=torch.int32, device=device)
+        return cls(tables, splits, rows * num_kv_heads * splits, partial, counters)
+
+
+def _choose_tiling(plan: DecodePlan, head_dim: int, fp8: Fp8Entries | None) -> Tiling:
+    if plan.programs <= PROGRAMS:
+        few = FEW if fp8 is None else FEW_FP8
+        return few.get(head_dim, few[128])
+    if fp8 is not None:
+        return MANY_FP8
+    return SOME.get(head_dim, MANY) if plan.programs <= THREE_EACH else MANY
+
+
+def decode(
+    pool: Tensor,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotation: Rotation | None,
+    plan: DecodePlan,
+    scoring: Scoring,
+    sinks: Tensor | None,
+    norm: HeadNorm | None,
+    fp8: Fp8Entries | None = None,
+) -> Tensor:
+    """o [B, num_q_heads, head_dim] of one new token each of B sequences; see StepKernels.step.
+
+    pool: as for append. q [B, num_q_heads, head_dim], k and v [B, num_kv_heads, head_dim]: rows of tokens may lie
+    apart, a token's heads not; head_dim a power of two, at least 16. fp8: of a pool of 8-bit entries.
+    """
+    rows, num_q_heads, head_dim = q.shape
+    _, layers, _, num_kv_heads, page_size, _ = pool.shape
+    group = num_q_heads // num_kv_heads
+    rotary_dim = head_dim if rotation is None else rotation.cos.shape[-1]
+    cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.signed_sin)
+    factors, inverse = (q, q) if fp8 is None else (fp8.scales[layer], fp8.inverse[layer])
+    output = torch.empty((rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    tables = plan.tables
+    tiling = _choose_tiling(plan, head_dim, fp8)
+    on_gpu = pool.device.type == "cuda"
+    tile_rows = max(LEAST_ROWS, triton.next_power_of_2(group))
+    kernel: Any = _decode[(rows * num_kv_heads * plan.splits,)]
+    kernel(
+        *(q, k, v, q if norm is None else norm.weight, cos, sin, pool),
+        *(tables.slots, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len),
+        *(q if sinks is None else sinks, factors, inverse, plan.partial, plan.counters, output),
+        *(q.stride(0), k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)),
+        layers * 2 * num_kv_heads * page_size * head_dim,
+        layer * 2 * num_kv_heads * page_size * head_dim,
+        scoring.scale,
+        scoring.softcap or 0.0,
+        0.0 if norm is None else norm.eps,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        ROWS=tile_rows,
+        FEW_ROWS=triton.next_power_of_2(group),
+        HEAD_DIM=head_dim,
+        HALF=rotary_dim // 2,
+        PAGE_SIZE=page_size,
+        BLOCK=tiling.block,
+        SPLITS=plan.splits,
+        WINDOW=scoring.window or 0,
+        CAPPED=scoring.softcap is not None,
+        SINKS=sinks is not None,
+        NORM=norm is not None,
+        ROUND=norm is not None and norm.weight.dtype == q.dtype,
+        ROTATE=rotation is not None,
+        FP8=fp8 is not None,
+        PTX=on_gpu,
+        TWO=tiling.two and on_gpu,
+        num_warps=max(tiling.warps, min(tile_rows * head_dim // SUMS_OF_A_WARP, MAX_WARPS)),
+        num_stages=tiling.stages,
+        **launch_options(pool.device),
+    )
+    return output
+
+
+LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _decode(
+    q, k, v, norm, cos, sin, pool, slots, kv_indptr, kv_indices, kv_last_page_len, sinks,
+    factors, inverse, partial, counters, output,
+    q_token, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
+    ROTATE: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Each program has a share of the positions of one sequence, for the q heads of one KV head.
+
+    Tables and stored positions are older than the step: only the new token waits for earlier kernels. The first
+    program of a KV head stores it, and begins its softmax with it, so that nobody reads what is being written.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    if TWO:
+        _keep_room()
+    split = tl.program_id(0) % SPLITS
+    head = tl.program_id(0) // SPLITS % KV_HEADS
+    token = (tl.program_id(0) // (SPLITS * KV_HEADS)).to(tl.int64)
+    first_page = tl.load(kv_indptr + token)
+    num_pages = tl.load(kv_indptr + token + 1) - first_page
+    stored = (num_pages - 1) * PAGE_SIZE + tl.load(kv_last_page_len + token) - 1
+    oldest = tl.maximum(stored + 1 - WINDOW, 0) if WINDOW > 0 else 0
+    share = tl.maximum(tl.cdiv(tl.cdiv(stored - oldest, SPLITS), BLOCK) * BLOCK, BLOCK)
+    used = tl.maximum(tl.cdiv(stored - oldest, share), 1)
+    slot = tl.load(slots + token)
+    if PDL:
+        gdc_wait()
+    if split < used:
+        row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
+        one = tl.arange(0, 1)[:, None]
+        cos += token * cos_token
+        sin += token * sin_token
+        q_head = head * GROUP + row
+        query = _prepare(
+            *(q + token * q_token + q_head * HEAD_DIM, norm + q_head * HEAD_DIM, cos, sin, row < GROUP, column),
+            *(eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE),
+        )
+        kv_head = head + one
+        key = _prepare(
+            k + token * k_token + kv_head * HEAD_DIM, norm + (KV_HEADS * GROUP + kv_head) * HEAD_DIM,
+            cos, sin, one < 1, column, eps, HEAD_DIM, HALF, NORM, ROUND, ROTATE,
+        )  # fmt: skip
+        value = tl.load(v + token * v_token + kv_head * HEAD_DIM + column)
+        if FP8:
+            # What products with entries lack is made up for in the scores' scale and in the sums.
+            key = quantise(key, tl.load(inverse + head), pool.dtype.element_ty)
+            value = quantise(value, tl.load(inverse + KV_HEADS + head), pool.dtype.element_ty)
+            query = query.to(tl.float16)
+            scale *= tl.load(factors + head)
+        places = pool + layer_elements + head * (PAGE_SIZE * HEAD_DIM)
+        to_values = KV_HEADS * PAGE_SIZE * HEAD_DIM
+        if (split == 0) & (slot >= 0):
+            own = places + (slot // PAGE_SIZE).to(tl.int64) * page_elements + slot % PAGE_SIZE * HEAD_DIM
+            tl.store(own + one + column, key)
+            tl.store(own + to_values + one + column, value)
+        # The first program begins with the new token, the others with nothing.
+        new = _score(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1), scale, softcap, CAPPED)
+        most = tl.where(split == 0, new, float("-inf"))
+        total = tl.where(split == 0, new * 0.0 + 1.0, 0.0)
+        sums = tl.where(split == 0, value.to(tl.float32), 0.0) + tl.zeros((ROWS, HEAD_DIM), tl.float32)
+        begin = oldest + split * share
+        end = tl.minimum(begin + share, stored)
+        most, total, sums = _attend(
+            *(query, most, total, sums, places, to_values, kv_indices + first_page, begin, end),
+            *(page_elements, scale, softcap, ROWS, HEAD_DIM, PAGE_SIZE, BLOCK, CAPPED, FP8, PTX),
+        )
+        if FP8:
+            sums *= tl.load(factors + KV_HEADS + head)
+        counter = counters + token * KV_HEADS + head
+        _leave(
+            *(most, total, sums, partial, counter, sinks, output, token * (KV_HEADS * GROUP) + head * GROUP, head),
+            *(split, used, GROUP, ROWS, FEW_ROWS, HEAD_DIM, SPLITS, SINKS),
+        )
+
+
+@triton.jit
+def _keep_room():
+    """Shared memory that nobody uses: of programs that take 60 to 97 KiB, Triton's own, no third one fits with it.
+
+    Programs that begin while the kernel before still ends would gather where it has ended first, three on some
+    multiprocessors and one on others.
+    """
+    tl.inline_asm_elementwise(
+        "{ .shared .align 16 .b8 room[16384]; st.shared.b32 [room], 0; mov.b32 $0, 0; }",
+        constraints="=r",
+        args=[],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _attend(
+    query, most, total, sums, places, to_values, pages, begin, end, page_elements, scale, softcap,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The softmax of largest scores `most`, sums of weights `total` and weighted `sums` of V, continued over positions
+    begin … end; places: of K on page 0; pages: of the sequence."""
+    column, pair = tl.arange(0, HEAD_DIM)[None, :], tl.arange(0, HEAD_DIM // 2)[None, :]
+    even, odd = tl.split(tl.reshape(sums, (ROWS, HEAD_DIM // 2, 2)))
+    for start in range(begin, end, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        there = position < end
+        page = tl.load(pages + position // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+        lines = (places + page * page_elements + position % PAGE_SIZE * HEAD_DIM)[:, None]
+        keys = tl.load(lines + column, mask=there[:, None], other=0.0).to(query.dtype)
+        scores = _score(tl.dot(query, tl.trans(keys)), scale, softcap, CAPPED)
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        kept = tl.exp2(most - higher)
+        total = total * kept + tl.sum(weights, 1)
+        weights = weights.to(query.dtype)
+        if FP8:
+            pairs = (lines + to_values).to(tl.pointer_type(tl.int16)) + pair
+            of_even, of_odd = widen_pairs(tl.load(pairs, mask=there[:, None], other=0), PTX)
+            even = even * kept[:, None] + tl.dot(weights, of_even)
+            odd = odd * kept[:, None] + tl.dot(weights, of_odd)
+        else:
+            values = tl.load(lines + to_values + column, mask=there[:, None], other=0.0)
+            sums = sums * kept[:, None] + tl.dot(weights, values)
+        most = higher
+    if FP8:
+        sums = tl.interleave(even, odd)
+    return most, total, sums
+
+
+@triton.jit
+def _prepare(
+    rows, weights, cos, sin, there, column, eps,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Heads [n, HEAD_DIM] at `rows` (pointers [n, 1]), normed and rotated, in their own dtype; 0 where not there."""
+    dtype = rows.dtype.element_ty
+    x = tl.load(rows + column, mask=there, other=0.0).to(tl.float32)
+    y, partner = x, column
+    if ROTATE:
+        partner = tl.where(column < HALF, column + HALF, tl.where(column < 2 * HALF, column - HALF, column))
+        y = tl.load(rows + partner, mask=there, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = (1.0 / tl.sqrt(tl.sum(x * x, 1) / HEAD_DIM + eps))[:, None]
+        x = _weigh(x * inverse, weights + column, there, dtype, ROUND)
+        if ROTATE:
+            y = _weigh(y * inverse, weights + partner, there, dtype, ROUND)
+    if ROTATE:
+        rotated = column < 2 * HALF
+        x = x * tl.load(cos + column, mask=rotated, other=1.0) + y * tl.load(sin + column, mask=rotated, other=0.0)
+    return x.to(dtype)
+
+
+@triton.jit
+def _weigh(normed, weights, there, dtype: tl.constexpr, ROUND: tl.constexpr):
+    """normed · weights, float32, rounded where LayerKernels.norm_heads rounds."""
+    if ROUND:
+        normed = normed.to(dtype).to(tl.float32)
+    return (normed * tl.load(weights, mask=there, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _score(products, scale, softcap, CAPPED: tl.constexpr):
+    """Scores in units of log 2."""
+    if CAPPED:
+        return (2.0 * tl.sigmoid(2.0 * products * scale / softcap) - 1.0) * softcap * LOG2E
+    return products * (scale * LOG2E)
+
+
+@triton.jit
+def _leave(
+    most, total, sums, partial, counter, sinks, output, q_heads, head, split, used,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the output of one KV head's q heads, or what `split` has found of it: the last of `used` merges."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
+    if used == 1:
+        if SINKS:
+            heads = tl.arange(0, ROWS)
+            sink = tl.load(sinks + head * GROUP + heads, mask=heads < GROUP, other=0.0).to(tl.float32)
+            total += tl.exp2(sink * LOG2E - most)
+        result = sums / total[:, None]
+        tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=row < GROUP)
+    else:
+        places = partial + ((q_heads + row) * SPLITS + split) * (HEAD_DIM + ENDS)
+        tl.store(places + column, sums, mask=row < GROUP)
+        tl.store(places + HEAD_DIM, most[:, None], mask=row < GROUP)
+        tl.store(places + HEAD_DIM + 1, total[:, None], mask=row < GROUP)
+        tl.debug_barrier()  # all threads have stored before the count says so
+        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+            tl.store(counter, 0)
+            _merge(partial, sinks, output, q_heads, head, used, GROUP, FEW_ROWS, HEAD_DIM, SPLITS, SINKS)
+
+
+@triton.jit
+def _merge(
+    partial, sinks, output, q_heads, head, used,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the output of one KV head's q heads from what its `used` programs have found."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
+    split = tl.arange(0, SPLITS)[None, :]
+    here = row < GROUP
+    found = partial + (q_heads + row) * (SPLITS * (HEAD_DIM + ENDS))
+    ends = found + split * (HEAD_DIM + ENDS) + HEAD_DIM
+    most = tl.load(ends, mask=here & (split < used), other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(ends + 1, mask=here & (split < used), other=0.0, cache_modifier=".cg")
+    highest = tl.max(tl.where(here, most, 0.0), 1, keep_dims=True)
+    total = tl.sum(totals * tl.exp2(most - highest), 1, keep_dims=True)
+    if SINKS:
+        sink = tl.load(sinks + head * GROUP + row, mask=here, other=0.0).to(tl.float32)
+        total += tl.exp2(sink * LOG2E - highest)
+    sums = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+    for _ in tl.range(0, used, loop_unroll_factor=8):  # pyright: ignore[reportGeneralTypeIssues]
+        # Unrolled, so that many loads are under way.
+        of_one = tl.load(found + column, mask=here, other=0.0, cache_modifier=".cg")
+        most_of_one = tl.load(found + HEAD_DIM, mask=here, other=0.0, cache_modifier=".cg")
+        sums += of_one * tl.exp2(most_of_one - highest)
+        found += HEAD_DIM + ENDS
+    result = sums / tl.where(here, total, 1.0)
+    tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=here)

@@ -1,0 +1,77 @@
+"""Attention to a sequence's own pages and to those that it shares, made one: a Triton kernel."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.cache.kernels.triton.dependent_launch import launch_options
+
+HEADS_PER_PROGRAM = 8
+
+
+Part = tuple[Tensor, Tensor | None]
+"""o [n, H, D] over some keys; the log-sum-exps of their scores, float32 [n, H], of base 2 as FlashInfer gives them."""
+
+
+def merge_parts(of_own: Part, of_shared: Part, begins: Tensor, places: Tensor, sinks: Tensor | None) -> Tensor:
+    """o of of_own, to whose row i rows places[begins[i]] … places[begins[i + 1] - 1] of of_shared were added; in place.
+
+    begins: int32 [n + 1]; places: int32. sinks: [H], learned logits (of base e) that take their share of each softmax.
+    Contiguous all.
+    """
+    own, own_lse = of_own
+    shared, shared_lse = of_shared
+    assert own_lse is not None
+    assert shared_lse is not None
+    num_rows, num_heads, head_dim = own.shape
+    heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+    kernel: Any = _merge[(num_rows, triton.cdiv(num_heads, heads))]
+    kernel(
+        *(own, own_lse, shared, shared_lse, begins, places, own_lse if sinks is None else sinks),
+        HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        HEADS_BLOCK=heads,
+        BLOCK=triton.next_power_of_2(head_dim),
+        SINKS=sinks is not None,
+        **launch_options(own.device),
+    )
+    return own
+
+
+@triton.jit
+def _merge(
+    own, own_lse, shared, shared_lse, begins, places, sinks,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program some heads of a row. Sums are kept relative to the largest log-sum-exp so far (online softmax)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
+    is_head = head < HEADS
+    element = head[:, None] * HEAD_DIM + tl.arange(0, BLOCK)[None, :]
+    there = is_head[:, None] & (tl.arange(0, BLOCK) < HEAD_DIM)[None, :]
+    top = tl.load(own_lse + row * HEADS + head, mask=is_head, other=0.0)
+    total = tl.full((HEADS_BLOCK,), 1.0, tl.float32)
+    output = tl.load(own + row * HEADS * HEAD_DIM + element, mask=there).to(tl.float32)
+    for index in range(tl.load(begins + row), tl.load(begins + row + 1)):
+        place = tl.load(places + index).to(tl.int64)
+        lse = tl.load(shared_lse + place * HEADS + head, mask=is_head, other=0.0)
+        part = tl.load(shared + place * HEADS * HEAD_DIM + element, mask=there).to(tl.float32)
+        larger = tl.maximum(top, lse)
+        kept, added = tl.exp2(top - larger), tl.exp2(lse - larger)
+        output = output * kept[:, None] + part * added[:, None]
+        total = total * kept + added
+        top = larger
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * 1.4426950408889634 - top)
+    tl.store(own + row * HEADS * HEAD_DIM + element, (output / total[:, None]).to(own.dtype.element_ty), mask=there)

@@ -1,0 +1,131 @@
+"""Sequences that grow: what a forward is about to append is checked, gets its pages, and is laid out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tandem.cache.operations.open_trees import OpenTrees, Parents
+from tandem.cache.operations.receptions import Receptions
+from tandem.cache.operations.store import Store
+from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.tables import TokenLayout, lay_out_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Foreseen:
+    """The pages that the next step of `rows`, `lengths` long (int64 [B] each), begins are cleared, unless positions
+    were taken back since: num_cuts is SequenceTable's when they were."""
+
+    rows: Int64Array
+    lengths: Int64Array
+    num_cuts: int
+
+    def is_next(self, rows: Int64Array, table: SequenceTable) -> bool:
+        return (
+            rows is self.rows  # see SequenceTable.rows
+            and table.num_cuts == self.num_cuts
+            and not np.count_nonzero(table.lengths[rows] != self.lengths)
+            and not table.receiving[rows].any()
+        )
+
+
+class Growth:
+    """Owned by a PagedKVCache, whose parts it works on."""
+
+    def __init__(self, store: Store, receptions: Receptions, trees: OpenTrees) -> None:
+        self._table, self._pages, self._streams, self._marks = store.table, store.pages, store.streams, store.marks
+        self._max_length = store.max_length
+        self._receptions = receptions
+        self._trees = trees
+        self._foreseen: Foreseen | None = None
+        self._one_each: TokenLayout | None = None  # the last that was of one plain token a sequence
+
+    def grow(
+        self,
+        seq_ids: tuple[int, ...],
+        appends: Int64Array,
+        parents: Sequence[Parents | None] | None = None,
+        *,
+        in_flight: int = 0,
+    ) -> tuple[Int64Array, TokenLayout]:
+        """Appends appends[i] ≥ 1 positions to sequence seq_ids[i], see PagedKVCache.begin_forward; their rows, int64
+        [B], and how the new tokens are packed.
+
+        in_flight: positions of each that a forward still running computes; pages that it sees are not taken away yet.
+        """
+        rows = self._table.rows(seq_ids)
+        each_one = self._check_appends(rows, appends)
+        self._streams.check_unsent(seq_ids, rows, appends, self._marks)
+        self._pages.check_unsent(seq_ids, rows, self._marks)
+        trees = self._trees.extended(seq_ids, appends, parents)
+        steps = each_one and not trees and not np.count_nonzero(self._table.shortened[rows])
+        held = self._table.lengths[rows]
+        cleared = self.is_foreseen(rows)
+        with self._streams.slid(rows, appends) as gone:
+            lengths = self._table.lengths[rows]
+            new_lengths = lengths + appends
+            self._check_longest(seq_ids, new_lengths)
+            if trees:  # a root, now or after a commit, looks back from the base
+                queries = self._trees.bases(seq_ids, lengths)
+            else:
+                queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
+            if steps:
+                slid = lengths != held if self._table.streams.count else None
+                self._pages.step(rows, lengths, new_lengths, queries, gone, slid, clear=not cleared)
+            else:
+                self._pages.grow(rows, lengths, new_lengths, queries, gone)
+        self._receptions.clear_ends(rows, lengths)
+        tokens = self._lay_out_one_each(lengths) if each_one else lay_out_tokens(lengths, appends)
+        if trees:
+            tokens = replace(tokens, trees=self._trees.put(trees, seq_ids, tokens.qo_indptr))
+        return rows, tokens
+
+    def foresee(self, seq_ids: tuple[int, ...]) -> TokenLayout | None:
+        """Clears what stands behind the ends of sequences that are being received: writers write before it. How their
+        next step's tokens are packed; None where it may need other pages than those reserved."""
+        rows = self._table.rows(seq_ids)
+        if rows.size == 0 or not self._table.receiving[rows].all():
+            raise InvalidArgument(f"seq_ids is {list(seq_ids)}; all have to be received now")
+        lengths = self._table.lengths[rows]
+        self._receptions.clear_ends(rows, lengths)
+        if not self._pages.clear_next(rows, lengths):
+            return None
+        self._foreseen = Foreseen(rows, lengths, self._table.num_cuts)
+        return lay_out_tokens(lengths, np.ones_like(lengths))
+
+    def is_foreseen(self, rows: Int64Array) -> bool:
+        """Whether the next step of rows (int64 [B]), which are received by now, is the one foreseen last."""
+        return self._foreseen is not None and self._foreseen.is_next(rows, self._table)
+
+    def _lay_out_one_each(self, lengths: Int64Array) -> TokenLayout:
+        """As lay_out_tokens, of one token each."""
+        last = self._one_each
+        if last is None or last.owners.size != lengths.size:
+            tokens = lay_out_tokens(lengths, np.ones_like(lengths))
+        else:
+            tokens = last.then_one(lengths)
+        self._one_each = tokens
+        return tokens
+
+    def _check_longest(self, seq_ids: tuple[int, ...], new_lengths: Int64Array) -> None:
+        longest = int(new_lengths.argmax())
+        self.check_length(seq_ids[longest], int(new_lengths[longest]))
+
+    def check_length(self, sequence: int, length: int) -> None:
+        if not 0 <= length <= self._max_length:
+            raise InvalidArgument(f"sequence {sequence} would have {length} positions; 0 … {self._max_length} fit")
+
+    def _check_appends(self, rows: Int64Array, appends: Int64Array) -> bool:
+        """Whether each row gets one position."""
+        if rows.size == 0 or appends.shape != rows.shape:
+            raise InvalidArgument(f"append_lengths has shape {appends.shape}; it must be [B], B = {rows.size} ≥ 1")
+        each_one = not np.count_nonzero(appends != 1)
+        for length in () if each_one else (int(appends.min()), int(appends.max())):  # sums of larger ones overflow
+            if not 1 <= length <= self._max_length:
+                raise InvalidArgument(f"append_lengths has {length}; 1 … {self._max_length} are accepted")
+        if len(self._receptions) and self._table.receiving[rows].any():
+            self._receptions.check_settled_rows(rows)
+        return each_one

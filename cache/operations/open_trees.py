@@ -1,0 +1,138 @@
+"""The token trees that sequences of a cache have open: how they grow, and what is kept of them in the end."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tandem.cache.kernels.base import TreeKernels
+from tandem.cache.operations.store import Store
+from tandem.cache.plan.arrays import Int64Array, integers
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.tables import slots_of
+from tandem.cache.plan.token_tree import TokenTrees, extend_tree, lay_out_trees, path_to
+
+Parents = Sequence[int] | Int64Array
+NO_NODES = np.empty(0, np.int64)
+
+
+class OpenTrees:
+    """Per sequence the parents of its nodes, which are its last positions. See PagedKVCache for what calls do."""
+
+    def __init__(self, store: Store) -> None:
+        self._table, self._pages, self._marks = store.table, store.pages, store.marks
+        self._kernels = [group.kernels for group in store.groups]
+        self._page_size = store.layout.page_size
+        self._parents: dict[int, Int64Array] = {}
+
+    def check_closed(self, sequence: int) -> None:
+        """InvalidArgument while a sequence has an open tree."""
+        if sequence in self._parents:
+            raise InvalidArgument(
+                f"sequence {sequence} has an open token tree of {self._parents[sequence].size} nodes; "
+                "commit_token_tree ends that"
+            )
+
+    def extended(
+        self, seq_ids: tuple[int, ...], appends: Int64Array, parents: Sequence[Parents | None] | None
+    ) -> dict[int, Int64Array]:
+        """The trees of those of a forward's sequences that have parents[i], with its nodes; nothing is changed yet.
+
+        InvalidArgument where a tree cannot be, or where one is open and parents has none for it.
+        """
+        if parents is None and not self._parents:
+            return {}
+        try:
+            given = [None] * len(seq_ids) if parents is None else list(parents)
+        except TypeError:
+            raise InvalidArgument(
+                f"token_tree_parents is {parents!r}; an entry for each sequence is accepted"
+            ) from None
+        if len(given) != len(seq_ids):
+            raise InvalidArgument(f"token_tree_parents has {len(given)} entries; seq_ids has {len(seq_ids)}")
+        trees: dict[int, Int64Array] = {}
+        for index, (sequence, added) in enumerate(zip(seq_ids, given, strict=True)):
+            if added is None:
+                self.check_closed(sequence)
+                continue
+            name = f"token_tree_parents[{index}]"
+            nodes = integers(name, added)
+            if nodes.size != int(appends[index]):
+                raise InvalidArgument(f"{name} has {nodes.size} entries; append_lengths[{index}] is {appends[index]}")
+            self._check_can_open(sequence)
+            trees[sequence] = extend_tree(self._parents.get(sequence, NO_NODES), nodes, name)
+        return trees
+
+    def bases(self, seq_ids: tuple[int, ...], lengths: Int64Array) -> Int64Array:
+        """int64 [B]: how many of the `lengths` positions of these sequences are before their open trees."""
+        trees = (self._parents.get(sequence, NO_NODES) for sequence in seq_ids)
+        return lengths - np.fromiter((tree.size for tree in trees), np.int64, lengths.size)
+
+    def put(self, trees: dict[int, Int64Array], seq_ids: tuple[int, ...], qo_indptr: np.ndarray) -> TokenTrees:
+        """These, at least one, are open from now on; how their new nodes are laid out in the forward of seq_ids."""
+        self._parents.update(trees)
+        there = np.array([index for index, sequence in enumerate(seq_ids) if sequence in trees])
+        return lay_out_trees(there, [trees[seq_ids[index]] for index in there], qo_indptr)
+
+    def pop(self, sequence: int, count: int) -> None:
+        """The last `count` positions are taken back: of an open tree the last nodes. InvalidArgument beyond those."""
+        tree = self._parents.get(sequence)
+        if tree is None:
+            return
+        if count > tree.size:
+            raise InvalidArgument(f"count is {count}; the open token tree of sequence {sequence} has {tree.size} nodes")
+        self._parents[sequence] = tree[: tree.size - count]
+        if count == tree.size:
+            del self._parents[sequence]
+
+    def drop(self, sequence: int) -> None:
+        self._parents.pop(sequence, None)
+
+    def commit(self, seq_ids: tuple[int, ...], leaf_indices: Sequence[int] | Int64Array) -> None:
+        rows = self._table.rows(seq_ids)
+        leaves = integers("leaf_indices", leaf_indices)
+        if leaves.shape != rows.shape:
+            raise InvalidArgument(f"leaf_indices has shape {leaves.shape}; it must be [B], B = {rows.size}")
+        paths = [path_to(*self._leaf(sequence, leaf)) for sequence, leaf in zip(seq_ids, leaves.tolist(), strict=True)]
+        bases = [
+            int(self._table.lengths[row]) - self._parents[sequence].size
+            for sequence, row in zip(seq_ids, rows, strict=True)
+        ]
+        self._compact(rows, bases, paths)
+        for sequence, row, base, path in zip(seq_ids, rows, bases, paths, strict=True):
+            del self._parents[sequence]
+            self._pages.cut(int(row), base + path.size)
+
+    def _leaf(self, sequence: int, leaf: int) -> tuple[Int64Array, int]:
+        tree = self._parents.get(sequence)
+        if tree is None:
+            raise InvalidArgument(f"sequence {sequence} has no open token tree; begin_forward opens one")
+        if not -1 <= leaf < tree.size:
+            raise InvalidArgument(f"leaf_indices has {leaf} for sequence {sequence}; -1 … {tree.size - 1} are accepted")
+        return tree, leaf
+
+    def _compact(self, rows: Int64Array, bases: list[int], paths: list[Int64Array]) -> None:
+        """Moves the nodes of each path to the first positions after the base; a node never moves up."""
+        for kernels, group in zip(self._kernels, self._table.groups, strict=True):
+            assert isinstance(kernels, TreeKernels)  # else no tree was opened
+            sources, targets = [], []
+            for row, base, path in zip(rows, bases, paths, strict=True):
+                places = np.arange(path.size)
+                moved = path != places
+                sources.append(slots_of(group.pages[row], base + path[moved], self._page_size))
+                targets.append(slots_of(group.pages[row], base + places[moved], self._page_size))
+            if sum(slots.size for slots in sources):
+                kernels.move_slots(np.concatenate(sources), np.concatenate(targets))
+
+    def _check_can_open(self, sequence: int) -> None:
+        for index, kernels in enumerate(self._kernels):
+            if not isinstance(kernels, TreeKernels):
+                raise InvalidArgument(
+                    f"token_tree_parents is given; {type(kernels).__name__}, the kernels of layer group {index}, "
+                    "take no token trees"
+                )
+        if self._table.streams.windows[self._table.row(sequence)]:
+            raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not take token trees")
+        if self._marks.any_open(self._table.row(sequence)):
+            raise InvalidArgument(
+                f"sequence {sequence} is being sent; token trees can be opened when its position map is used up"
+            )

@@ -1,0 +1,114 @@
+"""The pages of one pool: who uses them, who may still write into them, which are free."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.errors import InvalidArgument, OutOfPages
+
+
+class PageAllocator:
+    """Reference counts of `num_pages` pages, and long runs first: maps get shorter and puts larger by the same act.
+
+    A page has two lifetimes: its readers' (references) and its remote writer's (writers). It is free only when both
+    are over, and drains when only the second still runs.
+
+        allocate ──► references 1 ──retain/release──► 0 ─┐
+                     writers 0 ────hold/settle─────► 0 ─┴─► free
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise InvalidArgument(f"num_pages is {num_pages}; it must be at least 1")
+        self.num_pages = num_pages
+        self.num_free = num_pages
+        self.num_draining = 0
+        self._references = np.zeros(num_pages, np.int32)
+        self._writers = np.zeros(num_pages, np.int32)
+        self._edged = np.zeros(num_pages + 2, np.bool_)  # whether each page is free, between two that never are
+        self._free = self._edged[1:-1]
+        self._free[:] = True
+
+    @property
+    def references(self) -> NDArray[np.int32]:
+        """int32 [num_pages]: the count of each page; to be read only."""
+        return self._references
+
+    def allocate(self, count: int) -> Int32Array:
+        """int32 [count], ascending, one reference each: from the shortest free run that holds them all, else from few
+        long runs. OutOfPages changes nothing."""
+        if count > self.num_free:
+            raise OutOfPages(count, self.num_free)
+        if count == 0:
+            return np.empty(0, np.int32)
+        pages = self._pick(count)
+        at = pages.astype(np.intp)  # numpy looks up by these several times as fast
+        self._references[at], self._free[at] = 1, False
+        self.num_free -= count
+        return pages
+
+    def retain(self, pages: Int32Array) -> None:
+        """One more reference for each of `pages`, which must have one."""
+        if pages.size and int(self._references[pages].min()) < 1:
+            raise InvalidArgument("a page without a reference cannot be retained; allocate it")
+        np.add.at(self._references, pages, 1)
+
+    def release(self, pages: Int32Array) -> None:
+        """One reference less for each of `pages`; InvalidArgument, and nothing changed, when one has none left."""
+        self._lower(self._references, pages, "released")
+
+    def count_freed(self, pages: Int32Array) -> int:
+        """How many pages release(pages) would make free."""
+        if pages.size == 0:
+            return 0
+        ids, times = np.unique(pages, return_counts=True)
+        return int(np.count_nonzero((self._references[ids] == times) & (self._writers[ids] == 0)))
+
+    def hold(self, pages: Int32Array) -> None:
+        """A remote writer may write into `pages` (referenced) until settle()."""
+        if pages.size and int(self._references[pages].min()) < 1:
+            raise InvalidArgument("a page without a reference cannot be held for a writer; allocate it")
+        np.add.at(self._writers, pages, 1)
+
+    def settle(self, pages: Int32Array) -> None:
+        """A writer that held `pages` is quiet; InvalidArgument, and nothing changed, when none holds one of them."""
+        self._lower(self._writers, pages, "settled")
+
+    def _lower(self, counts: NDArray[np.int32], pages: Int32Array, verb: str) -> None:
+        if pages.size == 0:
+            return
+        at = pages.astype(np.intp)
+        held = np.count_nonzero(self._writers[at]) > 0  # else none of them drains, before or after
+        draining_before = self._count_draining(at) if held else 0
+        np.subtract.at(counts, at, 1)
+        left = counts[at]
+        if int(left.min()) < 0:
+            np.add.at(counts, at, 1)
+            raise InvalidArgument(f"pages {pages.tolist()[:8]} … are {verb} more often than they were taken")
+        if held:
+            left = self._references[at] + self._writers[at]
+            self.num_draining += self._count_draining(at) - draining_before
+        self._free[at[left == 0]] = True
+        self.num_free = int(np.count_nonzero(self._free))
+
+    def _count_draining(self, pages: NDArray[np.intp]) -> int:
+        draining = pages[(self._references[pages] == 0) & (self._writers[pages] > 0)]
+        return np.unique(draining).size
+
+    def _pick(self, count: int) -> Int32Array:
+        edges = np.flatnonzero(self._edged[1:] != self._edged[:-1])
+        starts = edges[::2]
+        lengths = edges[1::2] - starts
+        fitting = np.flatnonzero(lengths >= count)
+        if fitting.size:
+            first = int(starts[fitting[lengths[fitting].argmin()]])
+            return np.arange(first, first + count, dtype=np.int32)
+        longest_first = np.argsort(-lengths, kind="stable")
+        ends = np.cumsum(lengths[longest_first])
+        whole = int(np.searchsorted(ends, count))  # runs that are taken up entirely
+        rest = count - int(ends[whole - 1])
+        left = longest_first[whole:]
+        tightest = left[int(np.searchsorted(-lengths[left], -rest, side="right")) - 1]
+        begins = np.append(starts[longest_first[:whole]], starts[tightest])
+        sizes = np.append(lengths[longest_first[:whole]], rest)
+        return np.sort(np.repeat(begins - np.cumsum(sizes) + sizes, sizes) + np.arange(count)).astype(np.int32)

@@ -1,0 +1,230 @@
+"""The pages of one layer group as its sequences grow, fork and shrink: first what a change needs, then the change."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.cache.kernels.base import PageKernels
+from tandem.cache.pages.group_table import GroupTable
+from tandem.cache.pages.page_pools import PagePools
+from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.window import first_place, first_places, most_places
+
+
+@dataclass(frozen=True, eq=False)
+class Appends:
+    """Rows of `lengths` positions that are to hold more, seen by queries at `queries` and later; int64 [B] each.
+
+    places: of the next position; ends: behind the last, then; wanted: those, or where a reservation ends. partial,
+    opened: int64, which of the rows have a place of which they use a part, whose page may be another's too, and which
+    begin one.
+    """
+
+    rows: Int64Array
+    lengths: Int64Array
+    queries: Int64Array
+    places: Int64Array
+    ends: Int64Array
+    wanted: Int64Array
+    partial: Int64Array
+    opened: Int64Array
+
+
+def lay_out_appends(
+    rows: Int64Array,
+    lengths: Int64Array,
+    new_lengths: Int64Array,
+    queries: Int64Array,
+    reserved_places: Int64Array,
+    shortened: NDArray[np.bool_],
+    page_size: int,
+) -> Appends:
+    """All int64 [B] or bool [B]; reserved_places, shortened: see SequenceTable."""
+    places, ends = lengths // page_size, (new_lengths + (page_size - 1)) // page_size
+    used = lengths > places * page_size
+    partial, opened = (used & shortened).nonzero()[0], (ends > places + used).nonzero()[0]
+    return Appends(rows, lengths, queries, places, ends, np.maximum(ends, reserved_places), partial, opened)
+
+
+@dataclass(frozen=True, eq=False)
+class PlaceGrowth:
+    """Places that the rows of some appends are to hold: from begins on, counts of them new, from starts on; int64 [B].
+
+    gone: pages that leave the window. copied, opened: which of the rows get a copy of their shared partial page, and
+    which get a new last page. num_pages: how many pages this takes.
+    """
+
+    gone: Int32Array
+    begins: Int64Array | None
+    starts: Int64Array
+    counts: Int64Array
+    copied: Int64Array
+    opened: Int64Array
+    num_pages: int
+
+
+@dataclass(frozen=True, eq=False)
+class Ownership:
+    """Places of one row: those in `shared` get pages of its own, and it holds pages up to `end`."""
+
+    shared: Int64Array
+    end: int
+    num_pages: int
+
+
+class GroupPages:
+    """Moves pages of one group in and out of the rows of `table`, and keeps this true of every row:
+
+        places:  begins           lengths // page_size                ends
+                 [ full, may be shared ]  [ partial, may be shared ]  [ reserved, its own ]
+
+    Nothing is ever written into a shared page, so only a partial one can be in the way; it is copied before it grows.
+    A reserved row with a window lets go of a page for each that it takes: its budget is enough for ever, counted from
+    the first page that is its own, for those before it bring nothing back when they leave the window.
+    """
+
+    def __init__(
+        self, group: int, window: int | None, table: GroupTable, pools: PagePools, kernels: PageKernels, page_size: int
+    ) -> None:
+        self.window = window
+        self.table = table
+        self._group = group
+        self._pools = pools
+        self._kernels = kernels
+        self._page_size = page_size
+
+    def needed(self, num_tokens: int, longest_append: int) -> int:
+        """The most pages that a sequence of its own pages holds at once."""
+        return most_places(self.window, num_tokens, longest_append, self._page_size)
+
+    def first_place(self, query: int) -> int:
+        """Where what a query at position `query` sees begins."""
+        return first_place(self.window, query, self._page_size)
+
+    # Many rows
+
+    def plan_growth(self, appends: Appends) -> PlaceGrowth:
+        """What it takes to append."""
+        table, rows = self.table, appends.rows
+        starts, wanted, partial, opened = table.ends[rows], appends.wanted, appends.partial, appends.opened
+        begins, gone = None, self._pools.none[self._group]
+        if self.window is not None:
+            held = table.begins[rows]
+            begins = np.maximum(first_places(self.window, appends.queries, self._page_size), held)
+            gone = self._leaving(rows, held, np.minimum(begins, starts))
+            starts = np.maximum(starts, begins)
+            wanted = np.minimum(wanted, np.maximum(begins + table.budgets[rows], appends.ends))
+            partial = partial[appends.places[partial] >= begins[partial]]
+            opened = opened[appends.ends[opened] > begins[opened]]
+        copied = partial
+        if partial.size:
+            tails = table.pages[rows[partial], appends.places[partial]]
+            copied = partial[self._pools.are_shared(self._group, tails)]
+        counts = np.maximum(wanted - starts, 0)  # a stream gives pages back before it takes some
+        return PlaceGrowth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
+
+    def grow(self, appends: Appends, growth: PlaceGrowth, pages: Int32Array, *, clear: bool) -> None:
+        """Carries a growth out with growth.num_pages pages; `gone` is released.
+
+        clear: what stands past a sequence's end in its last page is read, though masked: a new last page is cleared.
+        """
+        table, rows, copied = self.table, appends.rows, growth.copied
+        if pages.size:
+            added = pages.size - copied.size
+            table.put(rows, growth.starts, growth.counts, pages[:added])
+            if copied.size:
+                self._replace(rows[copied], appends.places[copied], pages[added:])
+        if growth.begins is not None:
+            table.begins[rows] = growth.begins
+        if pages.size or growth.begins is not None:
+            table.ends[rows] = growth.starts + growth.counts
+        if clear and growth.opened.size:
+            self.clear(rows[growth.opened], appends.ends[growth.opened] - 1)
+
+    def are_leaving(self, rows: Int64Array, queries: Int64Array) -> NDArray[np.bool_]:
+        """bool [B]: which rows hold a page that no query at `queries` (int64 [B]) or later sees; with a window."""
+        assert self.window is not None
+        return (queries - (self.window - 1)) // self._page_size > self.table.begins[rows]
+
+    def holds(self, rows: Int64Array, places: Int64Array) -> bool:
+        """Whether each row has a page at its place, both int64 [n]: one that was reserved."""
+        return not np.count_nonzero(self.table.ends[rows] <= places)
+
+    def clear(self, rows: Int64Array, places: Int64Array) -> None:
+        """Clears the pages at these places of rows, both int64 [n], as far as the kernels need it."""
+        self._kernels.clear_pages(self.table.pages[rows, places])
+
+    def _leaving(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
+        moved = (ends > begins).nonzero()[0]
+        if moved.size == 0:
+            return self._pools.none[self._group]
+        return self.table.held_between(rows[moved], begins[moved], ends[moved])
+
+    # One row
+
+    def plan_ownership(self, row: int, length: int, reserved_places: int, budget: int | None = None) -> Ownership:
+        """What it takes to make what a reservation covers, from `length` on, pages of the row's own.
+
+        budget None: that of the reservation it has.
+        """
+        begin, held = int(self.table.begins[row]), int(self.table.ends[row])
+        budget = int(self.table.budgets[row]) if budget is None else budget
+        tail = max(length // self._page_size, begin)
+        end = min(self._first_own(row, tail) + budget, reserved_places)
+        shared = self._shared(row, tail, min(held, end))
+        return Ownership(shared, end, shared.size + max(end - held, 0))
+
+    def own(self, row: int, ownership: Ownership, pages: Int32Array) -> None:
+        """Carries an ownership out with its num_pages pages."""
+        table, shared = self.table, ownership.shared
+        added = pages.size - shared.size
+        held = int(table.ends[row])
+        table.pages[row, held : held + added] = pages[:added]
+        table.ends[row] = held + added
+        self._replace(np.full(shared.size, row), shared, pages[added:])
+
+    def cut(self, row: int, end: int) -> Int32Array:
+        """Takes away what a row holds from place `end` on; the pages are the caller's to release."""
+        surplus = self.table.held(row, end)
+        self.table.ends[row] -= surplus.size
+        self.table.num_changes += 1
+        return surplus
+
+    def shared_by_fork(self, parent: int, length: int) -> Int32Array:
+        """The full pages of a row that a fork of its first `length` positions shares."""
+        return self.table.held(parent, self.first_place(length), length // self._page_size)
+
+    def fork(self, parent: int, child: int, length: int, copies: Int32Array) -> None:
+        """Gives an empty row the first `length` positions of another; its partial page, if any, becomes copies [1]."""
+        first, full = self.first_place(length), length // self._page_size
+        table = self.table
+        if copies.size:
+            self._kernels.copy_pages(table.pages[parent, full : full + 1].copy(), copies)
+        table.pages[child, first:full] = table.pages[parent, first:full]
+        table.pages[child, full : full + copies.size] = copies
+        table.begins[child], table.ends[child] = first, full + copies.size
+
+    def share(self, row: int, pages: Int32Array) -> None:
+        """Gives an empty row full pages, from its first place on."""
+        self.table.pages[row, : pages.size] = pages
+        self.table.begins[row], self.table.ends[row] = 0, pages.size
+
+    def _first_own(self, row: int, tail: int) -> int:
+        """The place after the last shared one before `tail`."""
+        begin = int(self.table.begins[row])
+        shared = self._shared(row, begin, tail)
+        return int(shared[-1]) + 1 if shared.size else begin
+
+    def _shared(self, row: int, begin: int, end: int) -> Int64Array:
+        return begin + np.flatnonzero(self._pools.are_shared(self._group, self.table.pages[row, begin:end]))
+
+    def _replace(self, rows: Int64Array, places: Int64Array, copies: Int32Array) -> None:
+        """Puts copies in the stead of shared pages."""
+        if copies.size == 0:
+            return
+        old = self.table.pages[rows, places]
+        self._kernels.copy_pages(old, copies)
+        self.table.pages[rows, places] = copies
+        self.table.num_changes += 1
+        self._pools.release_of(self._group, old)

@@ -1,0 +1,109 @@
+"""Pages that hold the KV of known token prefixes, for other sequences to share."""
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import numpy as np
+
+from tandem.cache.pages.allocator import PageAllocator
+from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.errors import InvalidArgument
+
+DIGEST_BYTES = 16
+
+
+class PrefixIndex:
+    """Full pages by the digest of all tokens up to their end: digest_i = blake2b(digest_{i-1} ‖ tokens of page i).
+
+    An entry is one page in each layer group and holds one reference to each, so a page that nobody but the index
+    uses has exactly one. Groups share an entry's fate; their counts are equal, and those of group 0 are read.
+    An entry is stamped when it is matched or published, a page later than those that follow it in its prefix: the
+    least recently used entry is a leaf, or one whose followers are in use.
+    """
+
+    def __init__(self, allocators: tuple[PageAllocator, ...], page_size: int) -> None:
+        self._allocators = allocators
+        self._page_size = page_size
+        num_pages = allocators[0].num_pages
+        self._entries: dict[bytes, int] = {}  # digest → page of group 0
+        self._digests: dict[int, bytes] = {}
+        self._pages = np.zeros((len(allocators), num_pages), np.int32)  # by page of group 0
+        self._indexed = np.zeros(num_pages, np.bool_)
+        self._stamps = np.zeros(num_pages, np.int64)
+        self._clock = 0
+
+    def __len__(self) -> int:
+        """Entries, which are pages of each group."""
+        return len(self._entries)
+
+    @property
+    def num_evictable(self) -> int:
+        """Entries that no sequence uses."""
+        return int(np.count_nonzero(self._unused()))
+
+    def match(self, token_ids: Int64Array, max_pages: int) -> tuple[Int32Array, ...]:
+        """Per group the pages of the longest known prefix, at most max_pages; the caller retains them at once."""
+        found = []
+        for digest in _chain(token_ids, self._page_size, max_pages):
+            entry = self._entries.get(digest)
+            if entry is None:
+                break
+            found.append(entry)
+        entries = np.array(found, np.int64)
+        self._touch(entries)
+        return tuple(pages[entries] for pages in self._pages)
+
+    def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...]) -> None:
+        """Indexes pages (per group int32 [n], full) as the KV of the first n pages of token_ids; known entries stay."""
+        digests = list(_chain(token_ids, self._page_size, pages[0].size))
+        new = [place for place, digest in enumerate(digests) if digest not in self._entries]
+        firsts = pages[0].tolist()
+        for place in new:
+            if firsts[place] in self._digests:
+                raise InvalidArgument(
+                    f"token_ids differ from those that page {place} of the sequence was published for"
+                )
+        for place in new:
+            self._entries[digests[place]] = firsts[place]
+            self._digests[firsts[place]] = digests[place]
+        added = pages[0][new]
+        self._indexed[added] = True
+        for group, (allocator, ids) in enumerate(zip(self._allocators, pages, strict=True)):
+            allocator.retain(ids[new])
+            self._pages[group, added] = ids[new]
+        self._touch(np.array([self._entries[digest] for digest in digests], np.int64))
+
+    def evict(self, count: int) -> None:
+        """Drops the `count` least recently used entries that no sequence uses, at least 1; there must be as many."""
+        unused = np.flatnonzero(self._unused())
+        oldest = np.argpartition(self._stamps[unused], count - 1)[:count]  # steps wait for it: sorting all takes longer
+        self._drop(unused[oldest])
+
+    def clear(self) -> None:
+        """Drops all entries; pages that sequences use stay theirs."""
+        self._drop(np.flatnonzero(self._indexed))
+
+    def _unused(self) -> np.ndarray:
+        return self._indexed & (self._allocators[0].references == 1)
+
+    def _drop(self, entries: np.ndarray) -> None:
+        for entry in entries.tolist():
+            del self._entries[self._digests.pop(entry)]
+        self._indexed[entries] = False
+        for allocator, pages in zip(self._allocators, self._pages, strict=True):
+            allocator.release(pages[entries])
+
+    def _touch(self, entries: np.ndarray) -> None:
+        self._clock += entries.size
+        self._stamps[entries] = self._clock - np.arange(entries.size)
+
+
+def _chain(token_ids: Int64Array, page_size: int, num_pages: int) -> Iterator[bytes]:
+    """Digests of the first num_pages full pages, each taken when it is asked for."""
+    tokens = memoryview(token_ids[: num_pages * page_size].tobytes())
+    stride, digest = 8 * page_size, b""
+    for begin in range(0, num_pages * stride, stride):
+        state = blake2b(digest, digest_size=DIGEST_BYTES)
+        state.update(tokens[begin : begin + stride])
+        digest = state.digest()
+        yield digest

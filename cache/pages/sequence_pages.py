@@ -1,0 +1,184 @@
+"""Which pages the sequences of a cache hold, in all its layer groups at once."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.cache.pages.group_pages import GroupPages, Ownership, lay_out_appends
+from tandem.cache.pages.page_pools import PageIds, PagePools
+from tandem.cache.pages.send_marks import SendMarks
+from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.errors import InvalidArgument, OutOfPages
+
+
+class SequencePages:
+    """Moves pages between `pools` and the rows of `table`. A call changes every group or, with OutOfPages, none."""
+
+    def __init__(self, table: SequenceTable, pools: PagePools, groups: Sequence[GroupPages], page_size: int) -> None:
+        self._table = table
+        self._pools = pools
+        self._groups = tuple(groups)
+        self._page_size = page_size
+        self._windowed = [group for group in self._groups if group.window is not None]
+
+    def needed(self, num_tokens: int, longest_append: int) -> tuple[int, ...]:
+        """Per group the most pages that a sequence of num_tokens positions, appended in pieces, holds at once."""
+        return tuple(group.needed(num_tokens, longest_append) for group in self._groups)
+
+    def first_position(self, row: int) -> int:
+        """The first position that every group holds."""
+        return max(int(group.table.begins[row]) for group in self._groups) * self._page_size
+
+    def check_held(self, what: str, row: int, length: int) -> None:
+        """InvalidArgument unless every group holds what a query at position `length` sees."""
+        for index, group in enumerate(self._groups):
+            begin = int(group.table.begins[row])
+            if group.first_place(length) < begin:
+                assert group.window is not None  # without one all places are held
+                least = begin * self._page_size + group.window - 1
+                raise InvalidArgument(
+                    f"{what} would have {length} positions, but those before {begin * self._page_size} have left the "
+                    f"window of layer group {index}; at least {least} are accepted"
+                )
+
+    def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, marks: SendMarks) -> None:
+        """InvalidArgument where growing would let go of positions that a row is to send and has not: a group with a
+        window knows only what later queries see."""
+        if not self._windowed or marks.count == 0:
+            return
+        lengths = self._table.lengths[rows]
+        for index in (marks.planned[rows] < np.minimum(marks.ends[rows], lengths)).nonzero()[0].tolist():
+            for place, group in enumerate(self._groups):
+                kept = group.first_place(int(lengths[index])) * self._page_size
+                position = marks.first_unsent(int(rows[index]), place, kept)
+                if position is not None:
+                    raise InvalidArgument(
+                        f"sequence {seq_ids[index]} is to send position {position}, which would leave the window of "
+                        f"layer group {place}; send_cached sends it first"
+                    )
+
+    def grow(
+        self,
+        rows: Int64Array,
+        lengths: Int64Array,
+        new_lengths: Int64Array,
+        queries: Int64Array,
+        gone: PageIds,
+        *,
+        clear: bool = True,
+    ) -> None:
+        """Gives rows of `lengths` the pages for new_lengths, writable from `lengths` on, and takes those away that no
+        query at positions `queries` or later sees; OutOfPages changes nothing.
+
+        All int64 [B]; rows are distinct. gone: further pages to be released. clear: whether new last pages are cleared.
+        """
+        reserved, shortened = self._table.reserved_places[rows], self._table.shortened[rows]
+        appends = lay_out_appends(rows, lengths, new_lengths, queries, reserved, shortened, self._page_size)
+        growths = [group.plan_growth(appends) for group in self._groups]
+        gone = tuple(
+            np.concatenate((growth.gone, ids)) if ids.size else growth.gone
+            for growth, ids in zip(growths, gone, strict=True)
+        )
+        pages = self._pools.exchange(gone, [growth.num_pages for growth in growths])
+        for group, growth, ids in zip(self._groups, growths, pages, strict=True):
+            group.grow(appends, growth, ids, clear=clear)
+        self._table.lengths[rows], self._table.shortened[rows] = new_lengths, False
+
+    def clear_next(self, rows: Int64Array, lengths: Int64Array) -> bool:
+        """Clears the pages that rows of `lengths` (int64 [B] each) begin next, where all of those are reserved."""
+        beginning = rows[lengths % self._page_size == 0]
+        places = self._table.lengths[beginning] // self._page_size
+        if not all(group.holds(beginning, places) for group in self._groups):
+            return False
+        if beginning.size:
+            for group in self._groups:
+                group.clear(beginning, places)
+        return True
+
+    def step(
+        self,
+        rows: Int64Array,
+        lengths: Int64Array,
+        new_lengths: Int64Array,
+        queries: Int64Array,
+        gone: PageIds,
+        slid: NDArray[np.bool_] | None,
+        *,
+        clear: bool,
+    ) -> None:
+        """As grow() by one position of rows that were not shortened, whose partial pages so are their own: something
+        changes only where one begins a page, a page leaves a window, or a stream has let go of some: those in `slid`
+        (bool [B]; None: none)."""
+        changing = lengths % self._page_size == 0
+        if slid is not None:
+            changing |= slid
+        for group in self._windowed:
+            changing |= group.are_leaving(rows, queries)
+        changed = changing.nonzero()[0]
+        if changed.size:
+            which, began = rows[changed], lengths[changed]
+            places = began // self._page_size
+            if slid is None and not self._windowed and all(group.holds(which, places) for group in self._groups):
+                for group in self._groups if clear else ():
+                    group.clear(which, places)
+            else:
+                self.grow(which, began, new_lengths[changed], queries[changed], gone)
+        self._table.lengths[rows] = new_lengths
+
+    def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:
+        """Makes sure that a row can always grow to num_tokens positions; OutOfPages changes nothing."""
+        budgets, places = self.needed(num_tokens, longest_append), -(-num_tokens // self._page_size)
+        length = int(self._table.lengths[row])
+        owned = [
+            group.plan_ownership(row, length, places, budget)
+            for group, budget in zip(self._groups, budgets, strict=True)
+        ]
+        self._own(row, owned)
+        self._table.reserved_places[row] = places
+        for group, budget in zip(self._groups, budgets, strict=True):
+            group.table.budgets[row] = budget
+
+    def cut(self, row: int, length: int) -> None:
+        """Shortens a row to `length`; what it has reserved stays, and becomes its own. OutOfPages changes nothing."""
+        self.check_held("the sequence", row, length)
+        reserved, used = int(self._table.reserved_places[row]), -(-length // self._page_size)
+        owned = [group.plan_ownership(row, length, reserved) for group in self._groups]
+        self._own(row, owned)
+        ends = [max(used, change.end) for change in owned]
+        self._pools.release(tuple(group.cut(row, end) for group, end in zip(self._groups, ends, strict=True)))
+        self._table.lengths[row] = length
+        self._table.count_cut(row)
+
+    def fork(self, parent: int, child: int, length: int) -> None:
+        """Gives the empty row `child` the first `length` positions of row `parent`; OutOfPages changes nothing."""
+        if length:
+            self.check_held("the fork", parent, length)
+        copied = 1 if length % self._page_size else 0
+        shared = tuple(group.shared_by_fork(parent, length) for group in self._groups)
+        self._pools.retain(shared)
+        reserved = int(self._table.reserved_places[parent])
+        owned = [group.plan_ownership(parent, int(self._table.lengths[parent]), reserved) for group in self._groups]
+        try:
+            pages = self._pools.allocate([copied + change.num_pages for change in owned])
+        except OutOfPages:
+            self._pools.release(shared)
+            raise
+        for group, change, ids in zip(self._groups, owned, pages, strict=True):
+            group.fork(parent, child, length, ids[:copied])
+            group.own(parent, change, ids[copied:])
+        self._table.lengths[child] = length
+        self._table.unclean[child] = self._table.unclean[parent]
+
+    def share(self, row: int, pages: PageIds) -> None:
+        """Gives an empty row full pages that others hold."""
+        self._pools.retain(pages)
+        for group, ids in zip(self._groups, pages, strict=True):
+            group.share(row, ids)
+        self._table.lengths[row] = pages[0].size * self._page_size
+
+    def _own(self, row: int, owned: Sequence[Ownership]) -> None:
+        pages = self._pools.allocate([change.num_pages for change in owned])
+        for group, change, ids in zip(self._groups, owned, pages, strict=True):
+            group.own(row, change, ids)

@@ -1,0 +1,150 @@
+"""The sequences of a cache as arrays: planning a step costs no Python loop over them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.cache.pages.group_table import GroupTable
+from tandem.cache.pages.stream_table import StreamTable
+from tandem.cache.plan.arrays import Int32Array, Int64Array, integer
+from tandem.cache.plan.errors import InvalidArgument, OutOfSequences
+
+
+def ids_of(seq_ids: Sequence[int] | Int64Array) -> tuple[int, ...]:
+    """What a caller knows sequences by, as SequenceTable takes it."""
+    try:
+        return tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
+    except TypeError:
+        raise InvalidArgument(f"seq_ids is {seq_ids!r}; a row of sequences is accepted") from None
+
+
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """Rows (int64 [B]) of a table when a forward of them was planned. cuts, num_cuts: the table's, then."""
+
+    table: "SequenceTable"
+    rows: Int64Array
+    cuts: Int64Array
+    num_cuts: int
+
+    def check_owner(self, table: "SequenceTable") -> None:
+        """InvalidArgument unless this is of `table`."""
+        if table is not self.table:
+            raise InvalidArgument("plan is of another cache; begin_forward of this one makes plans")
+
+    @property
+    def holds(self) -> bool:
+        """Whether no position of the rows has been taken back since."""
+        return self.table.num_cuts == self.num_cuts or not (self.table.cuts[self.rows] != self.cuts).any()
+
+    def check(self, table: "SequenceTable") -> None:
+        """InvalidArgument unless this is of `table`, and no position of the rows has been taken back since."""
+        self.check_owner(table)
+        if not self.holds:
+            raise InvalidArgument("plan has a sequence that was shortened or removed since; begin_forward plans anew")
+
+
+class SequenceTable:
+    """One row a sequence; its caller knows it by any int, the arrays by its row.
+
+    lengths: positions stored, which are those appended except in a stream: a sequence with a sliding window, of which
+    `streams` knows what was evicted. reserved_places: those that a reservation reaches to. receiving: a remote writer
+    fills the last positions. unclean: what stands past the end in the last page was not cleared, see Receptions.
+    cuts: how often positions of a row were taken back. shortened: whether they were since it last grew: only then its
+    last page, partly used, may be another's too, for else what is shared is full pages. groups: pages, per layer group.
+    """
+
+    def __init__(self, num_groups: int, max_sequences: int, max_length: int, page_size: int) -> None:
+        self.max_sequences = integer("max_sequences", max_sequences, least=1)
+        self.lengths = np.zeros(max_sequences, np.int64)
+        self.reserved_places = np.zeros(max_sequences, np.int64)
+        self.receiving = np.zeros(max_sequences, np.bool_)
+        self.unclean = np.zeros(max_sequences, np.bool_)
+        self.cuts = np.zeros(max_sequences, np.int64)
+        self.shortened = np.zeros(max_sequences, np.bool_)
+        self.num_cuts = 0  # of all rows
+        self.streams = StreamTable(max_sequences, page_size)
+        self.groups = tuple(GroupTable(max_sequences, -(-max_length // page_size)) for _ in range(num_groups))
+        self._rows: dict[int, int] = {}
+        self._vacant = list(range(max_sequences - 1, -1, -1))
+        self._last_keys: tuple[int, ...] = ()
+        self._last_rows = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._rows
+
+    @property
+    def has_vacancy(self) -> bool:
+        """Whether add() has a row for one more."""
+        return len(self._vacant) > 0
+
+    def sequences(self) -> list[int]:
+        return list(self._rows)
+
+    def add(self, sequence: int) -> int:
+        """The row of a new, empty sequence. OutOfSequences when every row is taken."""
+        if sequence in self._rows:
+            raise InvalidArgument(f"sequence {sequence} is there already")
+        if not self._vacant:
+            raise OutOfSequences(f"sequence {sequence} is one too many; max_sequences is {self.max_sequences}")
+        row = self._vacant.pop()
+        self._rows[sequence] = row
+        self.lengths[row] = self.reserved_places[row] = 0
+        self.receiving[row] = self.unclean[row] = self.shortened[row] = False
+        for group in self.groups:
+            group.reset(row)
+        return row
+
+    def remove(self, sequence: int) -> None:
+        row = self._rows.pop(sequence)
+        self.streams.reset(row)
+        self.count_cut(row)
+        self._vacant.append(row)
+        self._last_keys, self._last_rows = (), np.empty(0, np.int64)
+
+    def count_cut(self, row: int) -> None:
+        """Positions of a row are taken back: forwards planned before cannot be computed any more."""
+        self.cuts[row] += 1
+        self.shortened[row] = True
+        self.num_cuts += 1
+
+    def row(self, sequence: int) -> int:
+        try:
+            return self._rows[sequence]
+        except (KeyError, TypeError):  # what has no hash is no sequence either
+            raise InvalidArgument(f"sequence {sequence} is not there; add_sequence makes one") from None
+
+    def num_positions(self, row: int) -> int:
+        """Positions appended to a row."""
+        return int(self.lengths[row] + self.streams.dropped[row])
+
+    def rows(self, keys: tuple[int, ...]) -> Int64Array:
+        """int64 [B], to be read only; InvalidArgument when one is unknown or stands twice.
+
+        The same array stands for the same sequences, none of which has been removed since.
+        """
+        if keys is not self._last_keys and keys != self._last_keys:  # a decode batch is the same for many steps
+            self._last_rows = self._look_up(keys)
+            self._last_keys = keys
+        return self._last_rows
+
+    def _look_up(self, keys: tuple[int, ...]) -> Int64Array:
+        try:
+            rows = np.fromiter(map(self._rows.__getitem__, keys), np.int64, len(keys))
+        except (KeyError, TypeError):
+            rows = np.array([self.row(sequence) for sequence in keys])  # says which is not there
+        if len(set(keys)) != len(keys):
+            raise InvalidArgument(f"sequences {list(keys)} are not distinct; one may stand once in a forward")
+        return rows
+
+    def standing(self, rows: Int64Array) -> Standing:
+        """That of `rows` now."""
+        return Standing(self, rows, self.cuts[rows], self.num_cuts)
+
+    def held_pages(self, row: int, begin: int = 0, end: int | None = None) -> tuple[Int32Array, ...]:
+        """Per group a copy of the page ids at those of places begin … end - 1 that a row holds; end None: all."""
+        return tuple(group.held(row, begin, end) for group in self.groups)

@@ -1,0 +1,110 @@
+"""Sequences with a sliding window and attention sinks (StreamingLLM; Xiao et al., 2023), and what they still store.
+
+Before a forward the oldest positions behind the sinks are evicted until, with what it appends, at most `window` are
+there. Rows keep what is left at consecutive indices, so that they never get longer, whole pages at a time:
+
+    positions   0 … sink - 1 | evicted                       | recent …
+    indices     0 … sink - 1 | hole, less than two pages     | recent …
+    RoPE        0 … sink - 1                                 | sink …
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.cache.plan.arrays import Int64Array, ragged_range
+
+
+@dataclass(frozen=True, eq=False)
+class Slides:
+    """What some rows (distinct) let go of, and how they are afterwards: holes, int64 [n] both; `moved`, those that lose
+    places firsts … ends - 1, and their lengths and dropped, int64 [m] each.
+
+    lengths: the index from which a row is written then.
+    """
+
+    rows: Int64Array
+    holes: Int64Array
+    moved: Int64Array
+    firsts: Int64Array
+    ends: Int64Array
+    lengths: Int64Array
+    dropped: Int64Array
+
+
+class StreamTable:
+    """Arrays int64 [max_sequences]. windows: positions that may be stored, sinks included; 0 for other sequences.
+
+    holes: indices after the sinks that are not in use. dropped: by how much positions after the sinks are above their
+    indices.
+    """
+
+    def __init__(self, max_sequences: int, page_size: int) -> None:
+        self._page_size = page_size
+        self.windows, self.sinks, self.holes, self.dropped = (np.zeros(max_sequences, np.int64) for _ in range(4))
+        self.count = 0  # rows with a window
+
+    def sliding(self, row: int) -> tuple[int, int] | None:
+        """The window and sink of a row; None where it does not slide."""
+        window = int(self.windows[row])
+        return (window, int(self.sinks[row])) if window else None
+
+    def enable(self, row: int, window: int, sink: int) -> None:
+        self.count += self.windows[row] == 0
+        self.windows[row], self.sinks[row] = window, sink
+
+    def reset(self, row: int) -> None:
+        self.count -= self.windows[row] != 0
+        for array in (self.windows, self.sinks, self.holes, self.dropped):
+            array[row] = 0
+
+    def longest(self, row: int, longest_append: int) -> int:
+        """The most indices that a row takes up."""
+        window, sink = int(self.windows[row]), int(self.sinks[row])
+        return max(window, sink + longest_append) + 2 * self._page_size - 2
+
+    def plan_slides(
+        self, rows: Int64Array, lengths: Int64Array, appends: Int64Array, *, receive: bool = False
+    ) -> Slides | None:
+        """What is to be evicted from rows of `lengths` indices before `appends` more (int64 [B] each); None: nothing.
+
+        receive: of those appended too, only what later forwards can see is to be stored.
+        """
+        sliding = self.windows[rows].nonzero()[0]
+        if sliding.size == 0:
+            return None
+        rows, lengths, size = rows[sliding], lengths[sliding], self._page_size
+        holes, sinks = self.holes[rows], self.sinks[rows]
+        stored = lengths - holes
+        evicted = stored + appends[sliding] - self.windows[rows]
+        if not receive:
+            evicted = np.minimum(evicted, stored - sinks)
+        holes = holes + np.maximum(evicted, 0)
+        firsts, ends = -(-sinks // size), (sinks + holes) // size
+        moving = (ends > firsts).nonzero()[0]
+        if moving.size == 0:
+            return Slides(rows, holes, *[moving] * 5)
+        moved, firsts, ends, lengths = rows[moving], firsts[moving], ends[moving], lengths[moving]
+        gone = (ends - firsts) * size
+        holes[moving] -= gone
+        kept = np.minimum(lengths, np.maximum(lengths - gone, firsts * size))
+        return Slides(rows, holes, moved, firsts, ends, kept, self.dropped[moved] + gone)
+
+    def find(self, row: int, begin: int, end: int) -> Int64Array:
+        """The indices of positions begin … end - 1 of a row; -1 for those evicted."""
+        positions = np.arange(begin, end)
+        indices = positions - self.dropped[row]
+        sink = int(self.sinks[row])
+        recent = np.where(indices >= sink + int(self.holes[row]), indices, -1)
+        return np.where(positions < sink, positions, recent)
+
+    def indices_of(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
+        """int64 [n]: where rows[i] stores positions[i], which it has not evicted."""
+        return np.where(positions < self.sinks[rows], positions, positions - self.dropped[rows])
+
+    def in_use(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
+        """int64: the indices that rows of `lengths` (int64 [n] each) use, one row after another."""
+        holes = self.holes[rows]
+        counts = lengths - holes
+        places = ragged_range(0, counts)
+        return places + (places >= self.sinks[rows].repeat(counts)) * holes.repeat(counts)

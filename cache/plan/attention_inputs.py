@@ -1,0 +1,42 @@
+"""What the layers of one group take in a forward, checked before a kernel sees it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.cache.plan.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Of a group with K and V. dtype: of q, k and v. device: where they, and sinks, are."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def check(self, num_tokens: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+        """InvalidArgument unless these are PagedKVCache.attention's for num_tokens tokens."""
+        num_q_heads = q.shape[1] if q.dim() == 3 else self.num_kv_heads
+        for name, x, heads in (("q", q, num_q_heads), ("k", k, self.num_kv_heads), ("v", v, self.num_kv_heads)):
+            check_tensor(name, x, (num_tokens, heads, self.head_dim), self.dtype, self.device)
+        if num_q_heads < 1 or num_q_heads % self.num_kv_heads:
+            raise InvalidArgument(f"q has {num_q_heads} heads; a multiple of {self.num_kv_heads} is accepted")
+        if sinks is None:
+            return
+        if sinks.shape != (num_q_heads,) or not sinks.is_floating_point() or sinks.device != self.device:
+            raise InvalidArgument(
+                f"sinks is {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device}; {(num_q_heads,)} of a floating "
+                f"dtype on {self.device} is accepted"
+            )
+
+
+def check_tensor(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """InvalidArgument, which calls x `name`, unless it is that, with a last stride of 1."""
+    if x.shape != shape or x.dtype is not dtype or x.device != device or x.stride(-1) != 1:
+        raise InvalidArgument(
+            f"{name} is {tuple(x.shape)} of {x.dtype} on {x.device} with strides {x.stride()}; {shape} of {dtype} on "
+            f"{device} with a last stride of 1 is accepted"
+        )

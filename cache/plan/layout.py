@@ -1,0 +1,146 @@
+"""What one page of KV looks like: the contract that both sides of a transfer must share."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tandem.cache.plan.arrays import integer
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kv_scales import FP8, KVScales
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers whose KV entries are alike and share one pool and one page table.
+
+    A pool is one tensor `[num_pages, len(layers), planes, num_kv_heads, page_size, head_dim]`: a page is one contiguous
+    span that holds all layers of the group. There are two planes, K at 0 and V at 1. window: how many positions a token
+    sees, its own included; pages behind it are let go of. None: all.
+
+    latent_rank: of multi-head latent attention (DeepSeek-V2), whose entries are one plane of one head: that many
+    numbers of which every head's K and V are made, then the rotated part of K that the heads share.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    latent_rank: int | None = None
+
+    @property
+    def planes(self) -> int:
+        return 2 if self.latent_rank is None else 1
+
+    def page_shape(self, page_size: int) -> tuple[int, int, int, int, int]:
+        return (len(self.layers), self.planes, self.num_kv_heads, page_size, self.head_dim)
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Groups of layers, positions per page and element type of a paged KV cache.
+
+    dtype: of K and V as they are computed. scales: K and V are stored as float8_e4m3fn, divided by these; None: as they
+    are. Raises InvalidArgument when a field is out of range or a layer stands in two groups.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    page_size: int
+    dtype: torch.dtype
+    scales: KVScales | None = None
+
+    def __post_init__(self) -> None:
+        integer("page_size", self.page_size, least=1)
+        if self.dtype not in DTYPES.values():
+            raise InvalidArgument(f"dtype is {self.dtype}; it must be one of {', '.join(DTYPES)}")
+        layers = sorted(integer("layer", layer) for group in self.groups for layer in group.layers)
+        if not layers or layers != list(range(len(layers))):
+            raise InvalidArgument(f"groups hold layers {layers}; each of 0 … n-1 must stand in exactly one group")
+        for index, group in enumerate(self.groups):
+            for name in ("num_kv_heads", "head_dim"):
+                integer(f"{name} of group {index}", getattr(group, name), least=1)
+            if group.window is not None:
+                integer(f"window of group {index}", group.window, least=1)
+            if group.latent_rank is not None:
+                _check_latent(index, group)
+        if self.scales is not None:
+            heads_of = {layer: group.num_kv_heads for group in self.groups for layer in group.layers}
+            if self.has_latents:
+                raise InvalidArgument(
+                    "scales are given, but the layout has groups with latents; only K and V have 8 bits"
+                )
+            self.scales.check([heads_of[layer] for layer in layers])
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the pools' elements."""
+        return self.dtype if self.scales is None else FP8
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Of each layer, in order, its group and its index there."""
+        groups = enumerate(self.groups)
+        return dict(sorted((layer, (group, i)) for group, its in groups for i, layer in enumerate(its.layers)))
+
+    @property
+    def has_windows(self) -> bool:
+        return any(group.window is not None for group in self.groups)
+
+    def page_shape(self, group: int) -> tuple[int, int, int, int, int]:
+        """Shape of one page: [layers, planes, num_kv_heads, page_size, head_dim]."""
+        return self.groups[group].page_shape(self.page_size)
+
+    def page_bytes(self, group: int) -> int:
+        elements = 1
+        for extent in self.page_shape(group):
+            elements *= extent
+        return elements * self.stored_dtype.itemsize
+
+    @property
+    def has_latents(self) -> bool:
+        return any(group.latent_rank is not None for group in self.groups)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV that one position takes over all groups, while all of them hold it."""
+        return sum(self.page_bytes(group) for group in range(len(self.groups))) // self.page_size
+
+    def check_pools(self, pools: Sequence[Tensor]) -> None:
+        """InvalidArgument unless these can be the pools of a cache: `[num_pages, *page_shape(group)]` each."""
+        if len(pools) != len(self.groups):
+            raise InvalidArgument(f"{len(pools)} pools were given; the layout has {len(self.groups)} groups")
+        for group, pool in enumerate(pools):
+            shape = ("num_pages ≥ 1", *self.page_shape(group))
+            alike = pool.shape[1:] == shape[1:] and pool.shape[0] >= 1 and pool.dtype == self.stored_dtype
+            if not alike or not pool.is_contiguous():
+                raise InvalidArgument(
+                    f"pool {group} is {tuple(pool.shape)} of {pool.dtype}; "
+                    f"it must be {shape} of {self.stored_dtype}, contiguous"
+                )
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
+        groups = [(g.layers, g.num_kv_heads, g.head_dim, g.window, g.latent_rank) for g in self.groups]
+        text = repr((self.page_size, str(self.dtype), groups, self.scales))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _check_latent(index: int, group: LayerGroup) -> None:
+    assert group.latent_rank is not None
+    rank = integer(f"latent_rank of group {index}", group.latent_rank)
+    if not 1 <= rank < group.head_dim:
+        raise InvalidArgument(f"group {index} has latent_rank {rank}; 1 … {group.head_dim - 1} are accepted")
+    if group.num_kv_heads != 1:
+        raise InvalidArgument(f"group {index} has latents and num_kv_heads {group.num_kv_heads}; it must be 1")
+    if group.window is not None:
+        raise InvalidArgument(f"group {index} has latents and window {group.window}; it must be None")

@@ -1,0 +1,44 @@
+"""How many pages the pool of each layer group gets: a window bounds what can ever be used of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.cache.plan.layout import KVLayout
+from tandem.cache.plan.window import most_places
+
+
+@dataclass(frozen=True)
+class PageUse:
+    """At most `sequences` hold pages at a time, of up to `length` positions, in forwards that append up to `append`
+    positions to one of them."""
+
+    sequences: int
+    length: int
+    append: int
+
+
+def pages_of_groups(layout: KVLayout, num_pages: int, uses: Sequence[PageUse]) -> tuple[int, ...]:
+    """Of each group num_pages, or, with a window, as many as the most demanding of `uses` can hold if that is less."""
+    return tuple(
+        num_pages
+        if group.window is None
+        else min(
+            num_pages,
+            max(use.sequences * most_places(group.window, use.length, use.append, layout.page_size) for use in uses),
+        )
+        for group in layout.groups
+    )
+
+
+def num_pages_in(layout: KVLayout, num_bytes: int, uses: Sequence[PageUse]) -> int:
+    """The most num_pages for which all pools together, by pages_of_groups(), have num_bytes; 0 when one is too many."""
+    page_bytes = [layout.page_bytes(group) for group in range(len(layout.groups))]
+    least, above = 0, num_bytes // min(page_bytes) + 1
+    while above - least > 1:
+        middle = (least + above) // 2
+        counts = pages_of_groups(layout, middle, uses)
+        if sum(count * size for count, size in zip(counts, page_bytes, strict=True)) <= num_bytes:
+            least = middle
+        else:
+            above = middle
+    return least

@@ -1,0 +1,113 @@
+"""Position maps: where the KV of consecutive positions goes, as runs of slots."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tandem.cache.plan.arrays import Int32Array, integer
+from tandem.cache.plan.errors import InvalidArgument
+
+SKIP = -1  # a position that is not written
+
+
+@dataclass(frozen=True, eq=False)
+class SlotRuns:
+    """Slots in compressed form: run i stands for begins[i], begins[i]+1, … (lengths[i] slots).
+
+    begins, lengths: int32 [n]. A run whose begin is SKIP stands for lengths[i] times SKIP. (Apache TVM has the same as
+    [n, begin_1, length_1, …, begin_n, length_n].)
+    """
+
+    begins: Int32Array
+    lengths: Int32Array
+
+    def __post_init__(self) -> None:
+        if self.begins.shape != self.lengths.shape or self.begins.ndim != 1:
+            raise InvalidArgument(
+                f"begins has shape {self.begins.shape} and lengths {self.lengths.shape}; both must be [n]"
+            )
+        if self.begins.dtype != np.int32 or self.lengths.dtype != np.int32:
+            raise InvalidArgument(f"begins is {self.begins.dtype} and lengths {self.lengths.dtype}; both must be int32")
+        if self.lengths.size and int(self.lengths.min()) < 1:
+            raise InvalidArgument(f"a run has length {int(self.lengths.min())}; lengths must be at least 1")
+        if self.begins.size and int(self.begins.min()) < SKIP:
+            raise InvalidArgument(f"a run begins at {int(self.begins.min())}; slots are at least 0, or -1 to skip")
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, SlotRuns)
+            and np.array_equal(self.begins, other.begins)
+            and np.array_equal(self.lengths, other.lengths)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def from_slots(cls, slots: Iterable[int] | Int32Array) -> "SlotRuns":
+        """The fewest runs that stand for `slots` (int32 [num_tokens])."""
+        array = np.asarray(slots, dtype=np.int32)
+        if array.size == 0:
+            return cls(np.empty(0, np.int32), np.empty(0, np.int32))
+        step = np.diff(array)
+        joined = np.where(array[1:] == SKIP, array[:-1] == SKIP, (step == 1) & (array[:-1] != SKIP))
+        starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
+        lengths = np.diff(np.concatenate((starts, [array.size])))
+        return cls(array[starts], lengths.astype(np.int32))
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def end(self) -> int:
+        """Behind the largest slot; 0 without one."""
+        return int((self.begins.astype(np.int64) + self.lengths)[self.begins != SKIP].max(initial=0))
+
+    @property
+    def num_skipped(self) -> int:
+        """Positions before the first that has a slot."""
+        if self.begins.size and int(self.begins[0]) != SKIP:
+            return 0
+        wanted = np.flatnonzero(self.begins != SKIP)
+        return int(self.lengths[: wanted[0] if wanted.size else None].sum(dtype=np.int64))
+
+    def slots(self) -> Int32Array:
+        """int32 [num_tokens]: the slot of each position, SKIP where nothing is written."""
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        total = int(ends[-1]) if ends.size else 0
+        offsets = np.arange(total, dtype=np.int64) - np.repeat(ends - self.lengths, self.lengths)
+        begins = np.repeat(self.begins, self.lengths)
+        return np.where(begins == SKIP, SKIP, begins + offsets).astype(np.int32)
+
+    def then(self, other: "SlotRuns") -> "SlotRuns":
+        """These runs and then those of `other`."""
+        return SlotRuns(np.concatenate((self.begins, other.begins)), np.concatenate((self.lengths, other.lengths)))
+
+
+@dataclass(frozen=True)
+class PositionMap:
+    """Where a receiver wants positions start_position … start_position + num_tokens - 1 of one sequence.
+
+    One SlotRuns per layer group of the layout, each num_tokens long. Not an address: slots of the receiver's pools.
+    sliding: the window and sink of a sequence that slides, whose K is not rotated; None for another.
+    """
+
+    start_position: int
+    runs: tuple[SlotRuns, ...]
+    sliding: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        integer("start_position", self.start_position, least=0)
+        counts = {runs.num_tokens for runs in self.runs}
+        if len(counts) != 1:
+            raise InvalidArgument(f"runs hold {sorted(counts)} positions; every layer group must hold the same number")
+
+    @property
+    def num_tokens(self) -> int:
+        return self.runs[0].num_tokens
+
+    @property
+    def end_position(self) -> int:
+        return self.start_position + self.num_tokens

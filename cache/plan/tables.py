@@ -1,0 +1,188 @@
+"""Where the tokens of one forward stand: their layout, the page tables of each layer group, and what is sent."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.cache.plan.arrays import Int32Array, Int64Array, indptr_of, ragged_range, ragged_rows
+from tandem.cache.plan.position_map import SKIP, SlotRuns
+from tandem.cache.plan.shared_prefixes import SharedPrefixes
+from tandem.cache.plan.token_tree import TokenTrees
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """How T new tokens of B sequences are packed.
+
+    qo_indptr: int32 [B + 1], tokens qo_indptr[i] … qo_indptr[i + 1] - 1 are those of sequence i.
+    seq_lens: int32 [B], positions stored of each sequence after the append. positions: int32 [T], among those.
+    owners: int64 [T], the sequence, 0 … B - 1, of each token. trees: whose new tokens are nodes of trees, which do not
+    see all positions before their own; None where nobody's are.
+    """
+
+    qo_indptr: Int32Array
+    seq_lens: Int32Array
+    positions: Int32Array
+    owners: Int64Array
+    trees: TokenTrees | None = None
+
+    @property
+    def each_one(self) -> bool:
+        """Whether every sequence has one new token."""
+        return self.positions.size == self.seq_lens.size
+
+    def then_one(self, lengths: Int64Array) -> "TokenLayout":
+        """One token each of as many sequences of `lengths` positions (int64 [B]), without trees; of which this has one
+        each."""
+        positions = lengths.astype(np.int32)
+        return TokenLayout(self.qo_indptr, positions + np.int32(1), positions, self.owners)
+
+    @property
+    def in_trees(self) -> NDArray[np.bool_]:
+        """bool [B]: whether a sequence's new tokens are nodes of a tree."""
+        found = np.zeros(self.seq_lens.size, np.bool_)
+        if self.trees is not None:
+            found[self.trees.sequences] = True
+        return found
+
+    @property
+    def single(self) -> NDArray[np.bool_]:
+        """bool [B]: whether a sequence has one new token, which sees all."""
+        single = np.ones(self.seq_lens.size, np.bool_) if self.each_one else np.diff(self.qo_indptr) == 1
+        if self.trees is not None:
+            single[self.trees.sequences] = False
+        return single
+
+    @property
+    def rope_positions(self) -> Int64Array:
+        """int64 [T]: where each token stands in its text: a node as many positions behind the base as its depth."""
+        positions = self.positions.astype(np.int64)
+        if self.trees is not None:
+            trees = self.trees
+            bases = self.seq_lens[trees.sequences] - trees.sizes
+            appends = np.diff(self.qo_indptr)[trees.sequences]
+            positions[trees.tokens] = np.repeat(bases, appends) + trees.depths
+        return positions
+
+
+@dataclass(frozen=True, eq=False)
+class PageTables:
+    """FlashInfer's arrays for one layer group.
+
+    slot_mapping: int32 [T], where each new token's K and V go. kv_indptr: int32 [B + 1]; kv_indices[kv_indptr[i] :
+    kv_indptr[i + 1]]: int32, the pages of sequence i, the new tokens' included, without those that have left the
+    window; kv_last_page_len: int32 [B], 1 … page_size. kv_lens: int32 [B], the positions in those pages: the last
+    kv_lens[i] of seq_lens[i]. shared: what sequences with one new token each attend to together, where that is faster;
+    their pages are in kv_indices all the same.
+    """
+
+    slot_mapping: Int32Array
+    kv_indptr: Int32Array
+    kv_indices: Int32Array
+    kv_last_page_len: Int32Array
+    kv_lens: Int32Array
+    shared: SharedPrefixes | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Send:
+    """What one forward writes to one PE's pages of one layer group.
+
+    Tokens, layer by layer: rows token_indices (int64 [n]) of the packed tokens to the peer's token_slots (int32 [n]).
+    Cached positions, all layers at once before the group's first: own source_slots to target_slots (int32 [m]).
+    """
+
+    target_pe: int
+    token_indices: Tensor
+    token_slots: Tensor
+    source_slots: Int32Array
+    target_slots: Int32Array
+
+
+def lay_out_tokens(lengths: Int64Array, appends: Int64Array) -> TokenLayout:
+    """lengths: int64 [B], positions before the append; appends: int64 [B], new tokens of each, at least 1."""
+    qo_indptr, owners, positions = indptr_of(appends), np.arange(appends.size), lengths
+    if int(qo_indptr[-1]) != appends.size:
+        owners = owners.repeat(appends)
+        positions = ragged_range(lengths, appends)
+    return TokenLayout(qo_indptr, (lengths + appends).astype(np.int32), positions.astype(np.int32), owners)
+
+
+def look_up_pages(
+    pages: Int32Array,
+    rows: Int64Array,
+    tokens: TokenLayout,
+    page_size: int,
+    begins: Int64Array | None = None,
+    shared: SharedPrefixes | None = None,
+) -> PageTables:
+    """pages: int32 [max_sequences, max_pages], a group's page table; rows: int64 [B], the sequences' rows in it.
+
+    begins: int64 [B], the first place that each row holds; None: 0. shared: see PageTables.
+    """
+    places = tokens.positions // page_size
+    if tokens.each_one:
+        last_places, token_rows = places, rows
+    else:
+        last_places, token_rows = (tokens.seq_lens - 1) // page_size, rows[tokens.owners]
+    counts, kv_lens = last_places + 1, tokens.seq_lens
+    if begins is not None:
+        first_places = begins.astype(np.int32)
+        counts, kv_lens = counts - first_places, kv_lens - first_places * np.int32(page_size)
+    kv_indptr = indptr_of(counts)
+    return PageTables(
+        slot_mapping=(pages[token_rows, places] - places) * page_size + tokens.positions,
+        kv_indptr=kv_indptr,
+        kv_indices=ragged_rows(pages, rows, kv_indptr, begins),
+        kv_last_page_len=tokens.seq_lens - last_places * page_size,
+        kv_lens=kv_lens,
+        shared=shared,
+    )
+
+
+def own_tables(tables: PageTables, sequences: Int64Array, page_size: int) -> PageTables:
+    """The tables of `sequences` (int64 [n]) without the pages that the segments of tables.shared cover, which are never
+    all of a sequence's. slot_mapping is left as it is."""
+    begins = 0 if tables.shared is None else tables.shared.own_begins[sequences]
+    counts = np.diff(tables.kv_indptr)[sequences] - begins
+    return PageTables(
+        slot_mapping=tables.slot_mapping,
+        kv_indptr=indptr_of(counts),
+        kv_indices=tables.kv_indices[ragged_range(tables.kv_indptr[sequences] + begins, counts)],
+        kv_last_page_len=tables.kv_last_page_len[sequences],
+        kv_lens=(tables.kv_lens[sequences] - begins * page_size).astype(np.int32),
+    )
+
+
+def slots_of(pages: Int32Array, positions: Int64Array, page_size: int) -> Int32Array:
+    """int32 [n]: slots of positions (int64 [n]) of a sequence whose page ids are `pages`."""
+    return pages[positions // page_size] * np.int32(page_size) + (positions % page_size).astype(np.int32)
+
+
+def slots_in(pages: Int32Array, rows: Int64Array, positions: Int64Array, page_size: int) -> Int32Array:
+    """int32 [n]: slots of positions[i] of rows[i] (int64 [n] each) of `pages`, a group's page table."""
+    places = positions // page_size
+    return pages[rows, places] * np.int32(page_size) + (positions - places * page_size).astype(np.int32)
+
+
+def runs_of(pages: Int32Array, begin: int, end: int, page_size: int, first_place: int = 0) -> SlotRuns:
+    """Slots of positions begin … end - 1 (begin < end) of a sequence whose page ids are `pages`, in the fewest runs.
+
+    Positions before those of first_place are skipped.
+    """
+    skipped = min(first_place * page_size, end) - begin
+    if skipped > 0:
+        skip = SlotRuns(np.array([SKIP], np.int32), np.array([skipped], np.int32))
+        return skip if begin + skipped == end else skip.then(runs_of(pages, begin + skipped, end, page_size))
+    first, last = begin // page_size, (end - 1) // page_size
+    used = pages[first : last + 1].astype(np.int64)
+    starts = np.append(0, np.flatnonzero(np.diff(used) != 1) + 1)
+    begins = used[starts] * page_size
+    lengths = np.diff(np.append(starts, used.size)) * page_size
+    lead = begin - first * page_size
+    begins[0] += lead
+    lengths[0] -= lead
+    lengths[-1] -= (last + 1) * page_size - end
+    return SlotRuns(begins.astype(np.int32), lengths.astype(np.int32))

@@ -1,0 +1,309 @@
+"""The `tandem` command. Exit codes: 2 for bad usage or configuration, 1 for failures, one line on stderr for each.
+
+Everything heavy is imported by the command that needs it, so that `tandem --help` is quick.
+"""
+
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from tandem.cluster.errors import (
+    BenchmarkFailed,
+    ClusterNotRunning,
+    ConfigError,
+    InvalidRequest,
+    MissingPlots,
+    StopTimedOut,
+    TandemError,
+    UsageError,
+)
+from tandem.workers.checkpoint.errors import ModelError
+
+BENCH_FOLDER = Path("build", "bench")
+
+app = typer.Typer(
+    help="Serves large language models with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+Family = Literal[
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+]
+Address = Annotated[
+    str | None, typer.Option(help="Gateway's HOST:PORT; else the running cluster's or 127.0.0.1:50051.")
+]
+TokenFile = Annotated[
+    Path | None, typer.Option(envvar="TANDEM_TOKEN_FILE", help="File with the token that the gateway asks for.")
+]
+TlsCa = Annotated[
+    Path | None, typer.Option(envvar="TANDEM_TLS_CA", help="Speaks TLS; who signed the gateway's certificate, PEM.")
+]
+TlsCert = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_CERT", help="Own certificate, for mutual TLS.")]
+TlsKey = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_KEY", help="Its key.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line (sys.argv when None) and exits."""
+    if sys.stdout is None:  # closed, as by `>&-`
+        sys.exit("tandem: stdout is closed; it must be open")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal's encoding lacks
+    try:
+        app(args=arguments, prog_name="tandem")
+    except (TandemError, ModelError) as error:
+        for line in str(error).splitlines():
+            print(f"tandem: {line}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError | ConfigError | InvalidRequest) else 1)
+
+
+@app.command()
+def up(
+    config: Annotated[Path, typer.Argument(help="The cluster's YAML; deploy/ has some.")],
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; overrides model.path.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Overrides gateway.port; 0 takes any free port.")] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="Opens the OpenAI-compatible door; overrides gateway.http_port, 0 as there.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, dotted; repeatable.")
+    ] = None,
+    verify_kv: Annotated[
+        bool, typer.Option("--verify-kv", help="Compares digests of the KV that was pushed; sets island.verify_kv.")
+    ] = False,
+    address: Annotated[str | None, typer.Option(help="Joins the Ray at this address instead of starting one.")] = None,
+) -> None:
+    """Start a cluster, print `ready grpc=HOST:PORT`, and stay until Ctrl-C or SIGTERM."""
+    from tandem.cluster.config import load_config
+
+    values = list(overrides or [])
+    if model is not None:
+        values.append(f"model.path={_yaml_string(str(model))}")
+    if grpc_port is not None:
+        values.append(f"gateway.port={grpc_port}")
+    if http_port is not None:
+        values.append(f"gateway.http_port={http_port}")
+    if verify_kv:
+        values.append("island.verify_kv=true")
+    loaded = load_config(config, values)
+    if loaded.model.path is None:
+        raise ConfigError("model.path is null; it must be a checkpoint folder: give --model DIR or set it in the YAML")
+
+    from tandem.cluster.processes.ray_token import token_shown
+
+    with token_shown():
+        from tandem.cluster.cli.foreground import run_cluster
+
+        run_cluster(loaded, address)
+
+
+@app.command()
+def down(
+    name: Annotated[str | None, typer.Argument(help="The cluster's name; may be left out when only one runs.")] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Longest wait for its end, in seconds.")] = 60.0,
+) -> None:
+    """Stop a cluster that runs on this machine."""
+    from tandem.cluster.cli.runtime_dir import running_cluster, running_clusters
+
+    names = [state.name for state in running_clusters()]
+    running = f"running: {', '.join(names) or 'none'}"
+    if name is None and len(names) > 1:
+        raise UsageError(f"give the name of one; {running}")
+    name = name or next(iter(names), "local")
+    state = running_cluster(name)
+    if state is None:
+        raise ClusterNotRunning(f"name is {name!r}: no such cluster runs here; {running}")
+    if state.pid is None:
+        raise StopTimedOut(f"cluster {name!r} is only just starting; try again")
+    with suppress(ProcessLookupError):
+        os.kill(state.pid, signal.SIGTERM)
+    deadline = time.monotonic() + timeout
+    while (current := running_cluster(name)) is not None and current.pid == state.pid:
+        if time.monotonic() > deadline:
+            raise StopTimedOut(
+                f"cluster {name!r} (pid {state.pid}) was told to stop and still runs after {timeout:g} s"
+            )
+        time.sleep(0.05)
+    print(f"stopped {name}")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads it from stdin.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Reads the prompt from a file.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help='The prompt as token ids, "1,2,3".')] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Sends it as a user's message, by the chat template.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Most output tokens; 16 when left out.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 1 when left out.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keeps the likeliest tokens up to this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keeps this many of the likeliest tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keeps tokens this likely, relative to the likeliest.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Alternatives to report for each token, with --json.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the output at this text; repeatable.")] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option("--stop-token-id", help="Ends the output at this token; repeatable.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Goes on past the end token.")] = False,
+    request_id: Annotated[str | None, typer.Option(help="Made by the gateway when left out.")] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Deadline of the request, in seconds.")] = 600.0,
+    address: Address = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stream the answer to one prompt; with --json print its tokens and timings at the end."""
+    given = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    given |= dict(logprobs=logprobs, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos or None)
+    sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+
+    from tandem.cluster.cli.input import open_client, read_prompt
+    from tandem.cluster.cli.output import print_json, print_stream
+
+    wanted = read_prompt(prompt, file, token_ids, chat=chat)
+    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
+        updates = client.generate(wanted, request_id=request_id, timeout=timeout, **sampling)
+        (print_json if as_json else print_stream)(updates)
+
+
+@app.command()
+def status(
+    address: Address = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a cluster's workers, pages and requests."""
+    from tandem.cluster.cli.input import open_client
+    from tandem.cluster.cli.output import print_cluster
+
+    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
+        print_cluster(client.cluster_info(), as_json)
+
+
+@app.command()
+def scale(
+    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill workers; as many as now when left out.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode workers; as many as now when left out.")] = None,
+    island: Annotated[str, typer.Option(help="As `tandem status` names it; may be left out when there is one.")] = "",
+    timeout: Annotated[float, typer.Option(min=0, help="Longest wait for the new shape, in seconds.")] = 600.0,
+    address: Address = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Add, remove or change the role of workers of a running island; those that stay keep their weights.
+
+    New workers load first. Then the island takes no requests for a moment: what runs is finished within
+    recovery.drain_seconds, or goes on afterwards where it was.
+    """
+    if prefill is None and decode is None:
+        raise UsageError("give --prefill, --decode or both")
+
+    from tandem.cluster.cli.input import open_client
+    from tandem.cluster.cli.output import print_scaled
+
+    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
+        print_scaled(client.scale(island, num_prefill=prefill, num_decode=decode, timeout=timeout), as_json)
+
+
+@app.command()
+def make_model(
+    folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint: a new folder, or an empty one.")],
+    arch: Annotated[Family, typer.Option(help="The model's family.")] = "llama",
+    size: Annotated[Literal["tiny", "small"], typer.Option(help="2 layers of 64 or 4 layers of 256.")] = "tiny",
+    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
+) -> None:
+    """Write a random checkpoint with a tokenizer, for trying things."""
+    from tandem.cluster.cli.random_checkpoint import make_checkpoint
+
+    try:
+        if folder.exists() and any(folder.iterdir()):  # perhaps a checkpoint that somebody needs
+            raise UsageError(f"{folder} is not empty; it must be a new or an empty folder")
+        make_checkpoint(folder, arch=arch, size=size, seed=seed)
+    except OSError as error:
+        raise TandemError(f"{folder}: cannot be written: {error.strerror}") from None
+    print(f"wrote {folder}")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has for tandem and what it lacks; always exits with 0."""
+    from tandem.cluster.cli.doctor import examine
+    from tandem.cluster.cli.output import print_findings
+    from tandem.cluster.config import GatewaySection
+
+    print_findings(examine(GatewaySection().port))
+
+
+@app.command()
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="Which; all when left out.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for NAME.json and plots; made when missing.")] = BENCH_FOLDER,
+    only_list: Annotated[bool, typer.Option("--list", help="Only say what there is.")] = False,
+) -> None:
+    """Run the benchmarks of the checkout around the current folder; keep JSON and plots, and print what was reached.
+
+    Exits with 1 when one fails; a target that is missed is no failure.
+    """
+    from tandem.cluster.cli.bench import find_benchmarks, print_outcomes, run_benchmark, write_outcome
+    from tandem.cluster.cli.bench_plots import draw_plots
+
+    found = find_benchmarks(names or [])
+    if only_list:
+        for benchmark in found:
+            print(f"{benchmark.name:20} {benchmark.summary}")
+        return
+    outcomes = []
+    for benchmark in found:
+        print(f"{benchmark.name} …", end=" ", flush=True)
+        outcomes.append(run_benchmark(benchmark))
+        print(f"{outcomes[-1].seconds:g} s", flush=True)
+        write_outcome(outcomes[-1], out)
+    print_outcomes(outcomes)
+    try:
+        written = draw_plots(outcomes, out)
+        print(f"wrote {len(outcomes)} results and {len(written)} plots to {out}")
+    except MissingPlots as error:
+        print(f"wrote {len(outcomes)} results to {out}; {error}")
+    failed = [outcome.benchmark for outcome in outcomes if "failed" in outcome.result]
+    if failed:
+        raise BenchmarkFailed(f"failed: {', '.join(failed)}")
+
+
+@app.command()
+def version() -> None:
+    """Print tandem's version."""
+    print(f"tandem {package_version('tandem')}")
+
+
+def _yaml_string(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

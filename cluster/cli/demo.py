@@ -1,0 +1,128 @@
+"""`make demo`: a checkpoint on disk, a cluster of two workers, several prompts at once, and what it cost."""
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.client.client import AsyncClient
+from tandem.cluster.client.client_messages import Timings, Usage
+from tandem.cluster.config import load_config
+from tandem.cluster.supervision.launcher import Cluster
+
+PROMPTS = (
+    "The cache keeps keys and values in pages, and",
+    "A prefill worker reads the whole prompt at once.",
+    "Decode takes one step for every token, so",
+    "Where do the pages of this prompt go? " * 8,
+    "Position maps say where to write: " * 20,
+    "One request, prefilled here and decoded there.",
+)
+OUTPUT_TOKENS = 48
+
+
+@dataclass
+class Row:
+    """One request as it goes on."""
+
+    prompt: str
+    text: str = ""
+    sent: float = 0.0
+    times: list[float] = field(default_factory=list)
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+    @property
+    def milliseconds_per_token(self) -> float:
+        tokens = self.usage.output_tokens if self.usage else 0
+        return (self.times[-1] - self.times[0]) / max(tokens - 1, 1) * 1e3
+
+
+def main() -> int:
+    console = Console()
+    before = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory(prefix="tandem-demo-") as folder:
+        make_checkpoint(Path(folder) / "model", arch="llama", size="small", seed=0)
+        console.print("[bold]tandem demo[/]: a Llama checkpoint of random weights, 1 prefill and 1 decode worker")
+        config = load_config(None, {"name": f"demo-{os.getpid()}", "gateway.port": 0, "model.path": f"{folder}/model"})
+        cluster = Cluster(config)
+        began = time.perf_counter()
+        try:
+            address = cluster.start()
+            console.print(f"ready grpc={address} after {time.perf_counter() - began:.1f} s")
+            rows = [Row(prompt) for prompt in PROMPTS]
+            seconds = asyncio.run(_run(address, rows, console))
+        finally:
+            cluster.stop()
+    console.print()
+    console.print(_summary(rows))
+    tokens = sum(row.usage.output_tokens for row in rows if row.usage)
+    console.print(f"{len(rows)} requests, {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s")
+    left = set(os.listdir("/dev/shm")) - before
+    console.print(f"[red]left in /dev/shm: {sorted(left)}[/]" if left else "stopped; /dev/shm is as it was")
+    return 1 if left else 0
+
+
+async def _run(address: str, rows: list[Row], console: Console) -> float:
+    """Streams all rows at once; seconds from the first request to the last token."""
+    async with AsyncClient(address) as client:
+        began = time.perf_counter()
+        with Live(_streaming(rows), console=console, refresh_per_second=12) as live:
+            done = asyncio.gather(*(_stream(client, row) for row in rows))
+            while not done.done():
+                await asyncio.wait([done], timeout=0.08)
+                live.update(_streaming(rows))
+            await done
+        return time.perf_counter() - began
+
+
+async def _stream(client: AsyncClient, row: Row) -> None:
+    row.sent = time.perf_counter()
+    async for update in client.generate(row.prompt, max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True):
+        row.times.append(time.perf_counter())
+        row.text += update.text
+        row.usage, row.timings = update.usage, update.timings
+
+
+def _streaming(rows: list[Row]) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 1))
+    for row in rows:
+        table.add_row(f"[cyan]{_short(row.prompt, 30)}[/]", _short(row.text, 80))
+    return table
+
+
+def _summary(rows: list[Row]) -> Table:
+    table = Table(title="one row a request")
+    columns = ("prompt", "in", "out", "first token", "per token", "pushed", "pages")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "prompt" else "right")
+    for row in rows:
+        assert row.usage is not None
+        assert row.timings is not None
+        table.add_row(
+            _short(row.prompt, 40),
+            str(row.usage.prompt_tokens),
+            str(row.usage.output_tokens),
+            f"{(row.times[0] - row.sent) * 1e3:.1f} ms",
+            f"{row.milliseconds_per_token:.2f} ms",
+            f"{row.timings.bytes_pushed / 1024:.0f} KiB",
+            str(row.timings.pages),
+        )
+    return table
+
+
+def _short(text: str, width: int) -> str:
+    text = " ".join(text.split()).replace("[", "\\[")
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""`tandem up`: a cluster that lives as long as this process wants it to."""
+
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+from tandem.cluster.cli.runtime_dir import ClusterLock
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.processes.ray_processes import RayProcesses
+from tandem.cluster.supervision.island import LoadState
+from tandem.cluster.supervision.launcher import Cluster
+from tandem.cluster.supervision.start_clock import phase_lines, process_age
+
+
+def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
+    """Starts the cluster, prints `ready grpc=HOST:PORT` and returns after SIGINT or SIGTERM, when nothing is left.
+
+    ` http=HOST:PORT` follows on that line if there is such a door. Where the time went stands on stderr then, a line a
+    phase, and in the cluster's ClusterState; then, what other clusters join by ray_address; later, what was lost and
+    when it serves again.
+    Raises ClusterRunning, ConfigError, StartFailed, WorkerLost; nothing is left then either.
+    """
+    age = process_age()
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("tandem").setLevel(logging.INFO)
+    with ClusterLock(config.name) as lock, _signals_interrupt():
+        processes = RayProcesses(ray_address)
+        cluster = Cluster(config, processes)
+        try:
+            with _Loading() as loading:
+                address = cluster.start(loading.show)
+            seconds = {"command, imports": age} | cluster.clock.seconds
+            lock.publish(address, seconds)
+            http = "" if cluster.http_address is None else f" http={cluster.http_address}"
+            print(f"ready grpc={address}{http}", flush=True)
+            print(*phase_lines(seconds), f"on the Ray at {processes.address}", sep="\n", file=sys.stderr, flush=True)
+            cluster.wait()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            cluster.stop()
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """The first SIGINT or SIGTERM raises KeyboardInterrupt; later ones must not disturb the stopping."""
+    interrupted = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Loading:
+    """A bar for each worker on a terminal, with the phase of its start; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+            transient=True,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> "_Loading":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show(self, states: Sequence[LoadState]) -> None:
+        for name, phase, done, total in states:
+            if name not in self._tasks:
+                self._tasks[name] = self._progress.add_task(name, total=None)
+            text = f"{name}: {phase}" if phase else name
+            self._progress.update(self._tasks[name], description=text, completed=done, total=total or None)

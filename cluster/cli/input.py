@@ -1,0 +1,68 @@
+"""What the `tandem` command is given: a prompt, from wherever it comes, and the gateway that is meant."""
+
+import sys
+from pathlib import Path
+
+from tandem.cluster.cli.runtime_dir import running_clusters
+from tandem.cluster.client.client import Client
+from tandem.cluster.client.client_messages import Prompt
+from tandem.cluster.credentials import ClientSecurity, read_token
+from tandem.cluster.errors import UsageError
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+WILDCARDS = ("0.0.0.0", "[::]")
+
+
+def open_client(
+    address: str | None, token_file: Path | None, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None
+) -> Client:
+    """Of the gateway at HOST:PORT, or of the cluster that runs here. Raises UsageError, ConfigError."""
+    paths = (None if path is None else str(path) for path in (tls_ca, tls_cert, tls_key))
+    security = ClientSecurity(None if token_file is None else read_token(token_file), *paths)
+    return Client(address or _running_address(), security)
+
+
+def read_prompt(text: str | None, file: Path | None, token_ids: str | None, *, chat: bool) -> Prompt:
+    """The one that is given, or stdin where none is or text is `-`. Raises UsageError."""
+    if sum(source is not None for source in (text, file, token_ids)) > 1:
+        raise UsageError("give the prompt once: as an argument, with --file or with --token-ids")
+    if token_ids is not None:
+        if chat:
+            raise UsageError("--chat needs text; --token-ids has none")
+        return _read_token_ids(token_ids)
+    if file is not None:
+        try:
+            content = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--file {file}: {error}") from None
+    elif text is None or text == "-":
+        content = _read_stdin(asked=text == "-")
+    else:
+        content = text
+    return [{"role": "user", "content": content}] if chat else content
+
+
+def _read_token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--token-ids is {text!r:.80}; it must be integers and commas, like 1,2,3") from None
+
+
+def _read_stdin(*, asked: bool) -> str:
+    if sys.stdin is None or (sys.stdin.isatty() and not asked):
+        raise UsageError("no prompt: give it as an argument, with --file, --token-ids or on stdin")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"stdin: {error}") from None
+
+
+def _running_address() -> str:
+    """The running cluster's address; `local`'s when several run."""
+    addresses = {state.name: state.grpc_address for state in running_clusters() if state.grpc_address}
+    if len(addresses) > 1 and "local" not in addresses:
+        raise UsageError(f"give --address; several clusters run: {addresses}")
+    host, _, port = (addresses.get("local") or next(iter(addresses.values()), DEFAULT_ADDRESS)).rpartition(":")
+    # A certificate names no wildcard, and a token is not sent to one.
+    return f"{'localhost' if host in WILDCARDS else host}:{port}"

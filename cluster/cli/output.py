@@ -1,0 +1,102 @@
+"""What the `tandem` command prints."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from google.protobuf.json_format import MessageToJson
+from rich.console import Console
+from rich.table import Table
+
+from tandem.cluster.cli.doctor import Finding
+from tandem.cluster.client.client_messages import GenerateUpdate
+from tandem.proto import admin_pb2, inference_pb2
+
+PIPE_WIDTH = 140  # columns of a table that no terminal shows
+
+
+def print_stream(updates: Iterable[GenerateUpdate]) -> None:
+    """The text as it comes; token ids for a checkpoint without a tokenizer. An error comes behind a whole line."""
+    written = False
+    token_ids: list[int] = []
+    try:
+        for update in updates:
+            token_ids += update.token_ids
+            written |= bool(update.text)
+            sys.stdout.write(update.text)
+            sys.stdout.flush()
+    finally:
+        if not written:
+            sys.stdout.write(" ".join(map(str, token_ids)))
+        if token_ids:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+def print_json(updates: Iterable[GenerateUpdate]) -> None:
+    """One object; token_seconds are the arrivals of the tokens here, counted from the call."""
+    start = time.perf_counter()
+    parts: list[GenerateUpdate] = []
+    seconds: list[float] = []
+    for update in updates:
+        parts.append(update)
+        seconds += [round(time.perf_counter() - start, 6)] * len(update.token_ids)
+    result = asdict(parts[-1]) if parts else {}
+    result["text"] = "".join(part.text for part in parts)
+    for name in ("token_ids", "logprobs"):
+        result[name] = [item for part in map(asdict, parts) for item in part[name]]
+    print(json.dumps(result | {"token_seconds": seconds}))  # ASCII: whole in any encoding
+
+
+def print_findings(findings: Iterable[Finding]) -> None:
+    """A line each, as soon as it is known: ok or missing, the thing, what was found and what to do."""
+    for finding in findings:
+        line = f"{'ok' if finding.ok else 'missing':8} {finding.name:18} {finding.found}"
+        print(f"{line} → {finding.advice}" if finding.advice else line, flush=True)
+
+
+def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:
+    """JSON is proto3's own mapping of ClusterInfo, with its field names."""
+    if as_json:
+        print(MessageToJson(info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console.print(
+        f"{info.name}  tandem {info.version}  up {info.uptime_seconds:.0f} s  "
+        f"{info.active} active  {info.queued} queued  gateway restarts {info.gateway_restarts}"
+        + (f"  http {info.http_address}" if info.http_address else "")
+    )
+    for island in info.islands:
+        console.print(_table(island))
+
+
+def print_scaled(done: admin_pb2.ScaleResponse, as_json: bool) -> None:
+    """What the island is now, and what became of its processes."""
+    if as_json:
+        print(MessageToJson(done, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+        return
+    print(
+        f"{done.island}: epoch {done.epoch}, {done.num_prefill} prefill and {done.num_decode} decode workers; "
+        f"{done.kept} kept, {done.started} started, {done.ended} ended; away for {done.seconds_away:.1f} s"
+    )
+
+
+def _table(island: inference_pb2.IslandInfo) -> Table:
+    columns = ("pe", "role", "pid", "address", "pages", "free", "cached", "draining", "running", "waiting", "memory")
+    title = f"island {island.name}  epoch {island.epoch}  {island.transport}  restarts {island.restarts}"
+    if not island.workers:
+        title += "  is started again"
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("role", "address") else "right")
+    for worker in island.workers:
+        role = inference_pb2.Role.Name(worker.role).removeprefix("ROLE_").lower()
+        counts = (worker.num_pages, worker.free_pages, worker.cached_pages, worker.draining_pages)
+        load = (worker.running, worker.waiting, f"{worker.resident_bytes / (1 << 20):.0f} MiB")
+        cells = (worker.pe, role, worker.pid, worker.address, *counts, *load)
+        if not worker.alive:
+            cells = (worker.pe, role, "lost", worker.address)
+        table.add_row(*map(str, cells))
+    return table

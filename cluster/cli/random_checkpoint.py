@@ -1,0 +1,233 @@
+"""Random checkpoints with a tokenizer, in Hugging Face's files and names: for trying things, tests and benchmarks."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+
+from tandem.cache.plan.layout import DTYPES
+from tandem.cluster.cli.sample_text import SENTENCES
+from tandem.workers.checkpoint.errors import InvalidConfig
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.parameters import allocate_parameters
+from tandem.workers.models.registry import load_config
+from tandem.workers.models.weight_names import LM_HEAD, checkpoint_places
+from tandem.workers.models.weights import INDEX
+
+BOS, EOS = "<|begin|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+SHARD_BYTES = 5 << 30
+EMBEDDING = "model.embed_tokens.weight"
+LOGITS_STD = 4  # about what trained models have: sampling at temperature 1 then has favourites
+
+
+@dataclass(frozen=True)
+class Size:
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+
+
+SIZES = {
+    "tiny": Size(2, 64, 4, 2, 176, 512, 2048),
+    "small": Size(4, 256, 8, 4, 688, 2048, 4096),
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+DEEPSEEK = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "head_dim": 8,
+    "num_key_value_heads": None,
+}
+# What each family writes into config.json besides the common fields.
+ARCHITECTURES: dict[str, dict[str, object]] = {
+    "deepseek_v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        **DEEPSEEK,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+    },
+    "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **DEEPSEEK, "q_lora_rank": 48},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 512,
+    },
+    "gemma3_text": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 512,
+        "sliding_window_pattern": 2,
+        "rope_parameters": {"full_attention": {**ROPE, "rope_theta": 1e6}, "sliding_attention": ROPE},
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 512,
+    },
+    "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "sliding_window": None, "pad_token_id": None},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "use_sliding_window": False},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def make_checkpoint(
+    folder: Path,
+    arch: str = "llama",
+    size: str = "tiny",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    shard_bytes: int = SHARD_BYTES,
+) -> ModelConfig:
+    """Writes config.json, generation_config.json, weights (sharded beyond shard_bytes) and the tokenizer's files.
+
+    arch is one of ARCHITECTURES, size of SIZES, dtype of tandem.cache.plan.layout.DTYPES; else InvalidConfig. The same
+    arguments give the same weights.
+    """
+    for name, value, known in (("arch", arch, ARCHITECTURES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
+        if value not in known:
+            raise InvalidConfig(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(SIZES[size].vocab_size)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(SIZES[size]))
+    special = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS)}
+    _write_json(folder / "generation_config.json", special)
+    _write_json(folder / "config.json", {**_config(arch, SIZES[size], dtype), **special})
+    config = load_config(folder)
+    _save_weights(folder, random_weights(config, tokenizer, seed), shard_bytes)
+    return config
+
+
+def train_tokenizer(vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of at most vocab_size tokens (it has fewer when SENTENCES run out of pairs)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=0,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+def random_weights(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> dict[str, Tensor]:
+    """Weights whose greedy output is varied and readable: only tokens that begin a word have logits apart from 0."""
+    places = checkpoint_places(config, allocate_parameters(config, torch.device("cpu")))
+    generator = torch.Generator().manual_seed(seed)
+    for name, place in places.items():
+        if name.endswith("norm.weight"):
+            place.fill_(1 - config.norm_offset)
+        elif name.endswith("bias") or place.ndim == 1:
+            place.normal_(0, 0.1, generator=generator)
+        else:
+            std = 1 / config.embedding_scale if name == EMBEDDING else place.shape[1] ** -0.5
+            place.normal_(0, std, generator=generator)
+    spoken = [begins_word(tokenizer, token) for token in range(config.vocab_size)]
+    places[LM_HEAD].mul_(LOGITS_STD * torch.tensor(spoken)[:, None])
+    return places
+
+
+def begins_word(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether the token begins a word, so that any sequence of such tokens can be read."""
+    text = tokenizer.decode([token])
+    return text.startswith(" ") and text[1:].isalpha()
+
+
+def _config(arch: str, size: Size, dtype: str) -> dict[str, object]:
+    fields = dataclasses.asdict(size)
+    names = {
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+    }
+    return {
+        **{names.get(name, name): value for name, value in fields.items()},
+        "model_type": arch,
+        "head_dim": size.hidden_size // size.num_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": ROPE,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        **ARCHITECTURES[arch],
+    }
+
+
+def _tokenizer_config(size: Size) -> dict[str, object]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "model_max_length": size.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _save_weights(folder: Path, weights: dict[str, Tensor], shard_bytes: int) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in weights.items():
+        if shards[-1] and filled + tensor.nbytes > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor.clone()  # a view of fused rows; the library writes whole storages only
+        filled += tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for index, shard in enumerate(shards):
+        file = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in weights.values())
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,226 @@
+"""Clients of a gateway, one that blocks and one for asyncio. Every call has a deadline; errors are CallErrors.
+
+A stream that breaks because the gateway is started again goes on where it was, for resume_seconds at the longest.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Generator
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar, Self, Unpack
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from tandem.cluster.client.client_messages import (
+    CHANNEL_OPTIONS,
+    LONGEST_CALL,
+    GenerateUpdate,
+    Prompt,
+    Sampling,
+    build_request,
+    call_error,
+    client_metadata,
+    scale_request,
+    update,
+)
+from tandem.cluster.client.resumption import Resumption
+from tandem.cluster.credentials import ClientSecurity
+from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+GENERATE_SECONDS = 600.0
+RESUME_SECONDS = 60.0
+INFO_SECONDS = 10.0
+SCALE_SECONDS = 600.0
+NO_SECURITY = ClientSecurity()
+
+
+class _Connection:
+    """What both clients have: a channel to a gateway, its services, and whose requests go through it."""
+
+    _grpc: ClassVar[ModuleType]  # grpc or grpc.aio, whose channels have the same makers
+
+    def __init__(
+        self,
+        address: str,
+        security: ClientSecurity = NO_SECURITY,
+        resume_seconds: float = RESUME_SECONDS,
+        client_id: str | None = None,
+    ) -> None:
+        """address: HOST:PORT. client_id: whose requests these are, where clients wait and take turns; one of its own
+        when None.
+
+        ConfigError unless it is printable ASCII, of 1 to 128 characters, and for what ClientSecurity refuses.
+        """
+        self.address = address
+        self._metadata = client_metadata(client_id)
+        self._resume_seconds = resume_seconds
+        self._answered = False
+        credentials = security.credentials(address)
+        self._channel = (
+            self._grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else self._grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        )
+        self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
+        self._admin = security.authorize(admin_pb2_grpc.AdminStub(self._channel))
+
+    def _pause(self, error: grpc.RpcError, resumption: Resumption, timeout: float) -> float | None:
+        """Seconds until a request whose stream broke is sent again; None when all of it has come. Raises CallError."""
+        if resumption.finished:
+            return None
+        pause = resumption.pause(error, self._answered)
+        if pause is None:
+            raise call_error(self.address, error, resumption.request, timeout) from None
+        return pause
+
+
+class Client(_Connection):
+    """A gateway at HOST:PORT, for use from any thread: `with Client(address) as client: …`."""
+
+    _grpc = grpc
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **sampling: Unpack[Sampling],
+    ) -> Generator[GenerateUpdate, None, None]:
+        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds."""
+        return self._updates(build_request(prompt, sampling, request_id), timeout)
+
+    def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
+        return self._ask(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)
+
+    def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
+        return self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
+
+    def scale(
+        self,
+        island: str = "",
+        *,
+        num_prefill: int | None = None,
+        num_decode: int | None = None,
+        timeout: float = SCALE_SECONDS,
+    ) -> admin_pb2.ScaleResponse:
+        """Gives a running island another shape and returns when it serves again; None leaves a role as it is.
+
+        island may be empty where there is one. Raises ScaleRefused when the island serves on as it was.
+        """
+        return self._ask(self._admin.Scale, scale_request(island, num_prefill, num_decode), timeout)
+
+    def _ask(self, call: Any, request: Message, timeout: float) -> Any:
+        try:
+            answer = call(request, timeout=min(timeout, LONGEST_CALL))
+        except grpc.RpcError as error:
+            raise call_error(self.address, error, request, timeout) from None
+        self._answered = True
+        return answer
+
+    def _updates(self, request: inference_pb2.GenerateRequest, timeout: float) -> Generator[GenerateUpdate, None, None]:
+        resumption = Resumption(request, timeout, self._resume_seconds)
+        while True:
+            call = self._stub.Generate(request, timeout=resumption.seconds_left, metadata=self._metadata)
+            try:
+                for message in call:
+                    self._answered = True
+                    resumption.add(message)
+                    yield update(message)
+                return
+            except grpc.RpcError as error:
+                pause = self._pause(error, resumption, timeout)
+            finally:
+                call.cancel()
+            if pause is None:
+                return
+            time.sleep(pause)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient(_Connection):
+    """As Client, for one asyncio loop: `async with AsyncClient(address) as client: …`."""
+
+    _grpc = grpc.aio
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncGenerator[GenerateUpdate, None]:
+        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds."""
+        return self._updates(build_request(prompt, sampling, request_id), timeout)
+
+    async def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
+        return await self._ask(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)
+
+    async def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
+        return await self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
+
+    async def scale(
+        self,
+        island: str = "",
+        *,
+        num_prefill: int | None = None,
+        num_decode: int | None = None,
+        timeout: float = SCALE_SECONDS,
+    ) -> admin_pb2.ScaleResponse:
+        """Gives a running island another shape and returns when it serves again; None leaves a role as it is.
+
+        island may be empty where there is one. Raises ScaleRefused when the island serves on as it was.
+        """
+        return await self._ask(self._admin.Scale, scale_request(island, num_prefill, num_decode), timeout)
+
+    async def _ask(self, call: Any, request: Message, timeout: float) -> Any:
+        try:
+            answer = await call(request, timeout=min(timeout, LONGEST_CALL))
+        except grpc.RpcError as error:
+            raise call_error(self.address, error, request, timeout) from None
+        self._answered = True
+        return answer
+
+    async def _updates(
+        self, request: inference_pb2.GenerateRequest, timeout: float
+    ) -> AsyncGenerator[GenerateUpdate, None]:
+        resumption = Resumption(request, timeout, self._resume_seconds)
+        while True:
+            call = self._stub.Generate(request, timeout=resumption.seconds_left, metadata=self._metadata)
+            try:
+                async for message in call:
+                    self._answered = True
+                    resumption.add(message)
+                    yield update(message)
+                return
+            except grpc.RpcError as error:
+                pause = self._pause(error, resumption, timeout)
+            finally:
+                call.cancel()
+            if pause is None:
+                return
+            await asyncio.sleep(pause)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

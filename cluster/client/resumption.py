@@ -1,0 +1,65 @@
+"""How a client goes on with a request after its connection to the gateway broke."""
+
+import random
+import secrets
+import time
+import uuid
+
+import grpc
+
+from tandem.cluster.client.client_messages import LONGEST_CALL, retry_after_seconds
+from tandem.proto import inference_pb2
+
+RETRY_SECONDS = 0.2
+# How gRPC's account of a connection begins that stood and broke; of one that did not come about it begins otherwise.
+BROKEN = ("Stream removed", "Socket closed", "Connection reset", "recvmsg:", "GOAWAY")
+
+
+class Resumption:
+    """One request and what has come of it. Owned by the generator that streams it.
+
+    Its request_id and seed are set at the first call, so that a gateway that knows nothing of it goes on where the
+    stream broke, with the same draws.
+    """
+
+    def __init__(self, request: inference_pb2.GenerateRequest, timeout: float, resume_seconds: float) -> None:
+        self.request = request
+        self._deadline = time.monotonic() + timeout
+        self._resume_seconds = resume_seconds
+        self._broken_since: float | None = None
+        self._tokens: list[int] = []
+        self._reached = False
+        self.finished = False  # the last message has come; the status that follows it adds nothing
+        request.request_id = request.request_id or uuid.uuid4().hex
+        if not request.sampling.HasField("seed"):
+            request.sampling.seed = secrets.randbits(63)
+
+    @property
+    def seconds_left(self) -> float:
+        return min(max(0.0, self._deadline - time.monotonic()), LONGEST_CALL)
+
+    def add(self, message: inference_pb2.GenerateResponse) -> None:
+        self._broken_since = None
+        self._tokens += message.token_ids
+        self.finished = message.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
+
+    def pause(self, error: grpc.RpcError, answered: bool) -> float | None:
+        """Seconds to wait before the request, by then changed to resume, is sent again; None when it has failed. A
+        full queue is no failure of a request that had been admitted: all others come back with it.
+
+        UNAVAILABLE is the connection's word, never the gateway's. A gateway that has not once `answered` this client,
+        and to which it had no connection either, is taken to be no gateway.
+        """
+        now = time.monotonic()
+        crowded = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and self._broken_since is not None
+        self._broken_since = now if self._broken_since is None else self._broken_since
+        self._reached |= answered or (error.details() or "").startswith(BROKEN)
+        if not crowded and (error.code() != grpc.StatusCode.UNAVAILABLE or not self._reached):
+            return None
+        pause = retry_after_seconds(error) if crowded else RETRY_SECONDS
+        if now - self._broken_since >= self._resume_seconds or self.seconds_left <= pause:
+            return None
+        self.request.resume.Clear()
+        self.request.resume.SetInParent()
+        self.request.resume.token_ids.extend(self._tokens)
+        return pause * random.uniform(0.5, 1.0)  # or all clients of a gateway would come back at once

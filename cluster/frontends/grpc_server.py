@@ -1,0 +1,128 @@
+"""The gateway's gRPC port: how many may come through it at a time, and how long they may say nothing."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from tandem.cluster.client.client_messages import RETRY_AFTER_KEY
+from tandem.cluster.errors import Overloaded, StartFailed
+from tandem.cluster.requests.call_limit import CallLimit, connections_of_a_door
+from tandem.workers.authentication import OPEN_METHODS, TokenRequired
+from tandem.workers.service.well_formed import WellFormedRequired
+
+IDLE_MS = 600_000  # without a call; clients connect again by themselves when they have one
+SILENT_MS = 60_000  # without a sign of life, then as long again for the answer to a ping
+REQUEST_SECONDS = 60.0  # how long a client may take to send its request, or may talk where it sends several
+OPEN_CALLS = 256  # of each method that needs no token: strangers take no room from callers, watches none from checks
+
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+
+
+def grpc_server(limit: CallLimit, token: str | None, max_bytes: int) -> grpc.aio.Server:
+    """Without services and without a port. max_bytes of one message; token: None lets everybody in."""
+    options = (
+        ("grpc.max_receive_message_length", max_bytes),
+        ("grpc.max_send_message_length", max_bytes),
+        ("grpc.so_reuseport", 0),  # else a second gateway could share a port that is in use
+        ("grpc.max_allowed_incoming_connections", connections_of_a_door()),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
+        ("grpc.keepalive_time_ms", SILENT_MS),
+        ("grpc.keepalive_timeout_ms", SILENT_MS),
+        ("grpc.http2.ping_timeout_ms", SILENT_MS),
+    )
+    access = [] if token is None else [TokenRequired(token)]
+    return grpc.aio.server(options=options, interceptors=[*access, BoundedCalls(limit), WellFormedRequired()])
+
+
+def open_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> str:
+    """HOST:PORT; port 0 takes any free one. StartFailed when it cannot be had."""
+    host = f"[{host}]" if ":" in host else host
+    address = f"{host}:{port}"
+    try:
+        if credentials is None:
+            return f"{host}:{server.add_insecure_port(address)}"
+        return f"{host}:{server.add_secure_port(address, credentials)}"
+    except RuntimeError as error:
+        raise StartFailed(
+            f"gateway.port {port} on {host} cannot be opened; choose a free one, or 0 for any free one"
+        ) from error
+
+
+class BoundedCalls(grpc.aio.ServerInterceptor):
+    """Refuses calls beyond the limit before it reads their requests, and ends those whose requests do not come."""
+
+    def __init__(self, limit: CallLimit) -> None:
+        self._limit = limit
+        self._open = {method: CallLimit(OPEN_CALLS) for method in OPEN_METHODS}
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        try:
+            self._open.get(handler_call_details.method, self._limit).admit()
+        except Overloaded as error:
+            return _refusal(error)
+        handler = await continuation(handler_call_details)
+        return None if handler is None else _bounded(handler)
+
+
+async def refuse(error: Overloaded, context: grpc.aio.ServicerContext) -> NoReturn:
+    """Ends the call with RESOURCE_EXHAUSTED, and says when to come again."""
+    advice = ((RETRY_AFTER_KEY, str(math.ceil(1000 * error.retry_after_seconds))),)
+    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), trailing_metadata=advice)
+    raise AssertionError("abort() raises")
+
+
+def _refusal(error: Overloaded) -> Any:
+    """A method that asks for no request before it refuses it."""
+
+    async def behave(_: object, context: grpc.aio.ServicerContext) -> None:
+        await refuse(error, context)
+
+    return grpc.stream_unary_rpc_method_handler(behave)
+
+
+def _bounded(handler: Any) -> Any:
+    """The same method, as one that asks for its request itself: gRPC would wait for it without bound."""
+    if handler.request_streaming:
+        behave: Any = _in_time(handler.stream_stream)
+    else:
+        behave = _with_request(handler.unary_stream if handler.response_streaming else handler.unary_unary)
+    remade = (
+        grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
+    )
+    return remade(behave, handler.request_deserializer, handler.response_serializer)
+
+
+def _in_time(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., Awaitable[None]]:
+    async def behave(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                async for answer in method(requests, context):
+                    await context.write(answer)
+        except TimeoutError:
+            await _too_late(context)
+
+    return behave
+
+
+def _with_request(method: Any) -> Callable[..., Awaitable[Any]]:
+    async def behave(_: object, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                request = await context.read()
+        except TimeoutError:
+            await _too_late(context)
+        if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # unseen by pyright
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request; one message is needed")
+        return await method(request, context)
+
+    return behave
+
+
+async def _too_late(context: grpc.aio.ServicerContext) -> NoReturn:
+    reason = f"the request did not come, or had no end, within {REQUEST_SECONDS:g} s"
+    await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, reason)
+    raise AssertionError("abort() raises")

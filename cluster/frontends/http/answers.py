@@ -1,0 +1,188 @@
+"""What clients of the HTTP door get: the gateway's messages as objects of OpenAI's API."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from tandem.cluster.frontends.http.bodies import GenerationBody
+from tandem.cluster.frontends.http.reply import encode
+from tandem.cluster.text.tokenizer import REPLACEMENT, Tokenizer
+from tandem.proto import inference_pb2
+
+FINISH_REASONS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; the API's own word for "very unlikely"
+BLANK = "\0"
+NO_TOKEN_IDS = '"token_ids":[]'
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the chunks of one stream have in common, in JSON: before the text, and before and behind the token ids."""
+
+    before: str
+    between: str
+    behind: str
+    has_token_ids: bool
+
+    @classmethod
+    def of(cls, chunk: dict[str, Any]) -> Self:
+        """chunk: one whose text is BLANK and whose token_ids, if it has any, are empty."""
+        before, _, rest = encode(chunk).partition(encode(BLANK))  # the quotes of names in it would be escaped
+        between, empty, behind = rest.partition(NO_TOKEN_IDS)
+        return cls(before, between + empty[:-1], empty[-1:] + behind, has_token_ids=bool(empty))
+
+    def chunk(self, message: inference_pb2.GenerateResponse) -> str:
+        token_ids = ",".join(map(str, message.token_ids)) if self.has_token_ids else ""
+        return f"{self.before}{encode(message.text)}{self.between}{token_ids}{self.behind}"
+
+
+class Answer(ABC):
+    """The objects of one answer, in the order of its messages: chunks of a stream, or one whole."""
+
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, body: GenerationBody, model: str, tokenizer: Tokenizer | None) -> None:
+        """model: the name to answer with. Without a tokenizer tokens are named by their ids."""
+        self._body = body
+        self._model = model
+        self._tokenizer = None if body.return_tokens_as_token_ids else tokenizer
+        self._created = int(time.time())
+        self._frame: Frame | None = None  # of the chunks between the first and the last one
+
+    def chunk(self, message: inference_pb2.GenerateResponse) -> str:
+        """One message of a stream, in JSON."""
+        if message.finish_reason or self._body.num_logprobs is not None:
+            return encode(self._chunk(message))
+        if self._frame is not None:
+            return self._frame.chunk(message)
+        first = encode(self._chunk(message))
+        blank = inference_pb2.GenerateResponse(request_id=message.request_id, text=BLANK)
+        self._frame = Frame.of(self._chunk(blank))
+        return first
+
+    def usage_chunk(self, last: inference_pb2.GenerateResponse) -> str:
+        """What follows the last chunk where include_usage is set."""
+        return encode(self._object(self.chunk_object, last, []) | {"usage": _usage(last.usage)})
+
+    def _chunk(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        usage = {"usage": None} if self._body.includes_usage else {}
+        return self._object(self.chunk_object, message, [self._choice(message, self._part(message))]) | usage
+
+    def whole(self, messages: Sequence[inference_pb2.GenerateResponse]) -> dict[str, Any]:
+        """All messages of a request that has ended."""
+        whole = inference_pb2.GenerateResponse()
+        for message in messages:
+            whole.MergeFrom(message)
+        whole.text = "".join(message.text for message in messages)
+        choice = self._choice(whole, self._said(whole.text))
+        return self._object(self.whole_object, whole, [choice]) | {"usage": _usage(whole.usage)}
+
+    def _object(
+        self, kind: str, message: inference_pb2.GenerateResponse, choices: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        name = f"{self.prefix}-{message.request_id}"
+        return {"id": name, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+    def _choice(self, message: inference_pb2.GenerateResponse, said: dict[str, Any]) -> dict[str, Any]:
+        choice = {
+            "index": 0,
+            **said,
+            "logprobs": None if self._body.num_logprobs is None else self._logprobs(message.logprobs),
+            "finish_reason": FINISH_REASONS.get(message.finish_reason),
+        }
+        return choice | {"token_ids": list(message.token_ids)} if self._body.return_token_ids else choice
+
+    def _token(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+    @abstractmethod
+    def _said(self, text: str) -> dict[str, Any]:
+        """The fields of a choice that hold a whole answer's text."""
+
+    @abstractmethod
+    def _part(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        """The same for a chunk."""
+
+    @abstractmethod
+    def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]: ...
+
+
+class CompletionAnswer(Answer):
+    """To POST /v1/completions."""
+
+    prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, body: GenerationBody, model: str, tokenizer: Tokenizer | None) -> None:
+        super().__init__(body, model, tokenizer)
+        self._offset = 0
+
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _part(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        return {"text": message.text}
+
+    def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
+        """text_offset counts the characters of the tokens before."""
+        names, values, tops, offsets = [], [], [], []
+        for token in tokens:
+            names.append(self._token(token.chosen.token_id))
+            values.append(_value(token.chosen))
+            tops.append({self._token(other.token_id): _value(other) for other in (*token.top, token.chosen)})
+            offsets.append(self._offset)
+            self._offset += len(names[-1])
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+class ChatAnswer(Answer):
+    """To POST /v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, body: GenerationBody, model: str, tokenizer: Tokenizer | None) -> None:
+        super().__init__(body, model, tokenizer)
+        self._begun = False
+
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _part(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        role = {} if self._begun else {"role": "assistant"}
+        self._begun = True
+        return {"delta": role | {"content": message.text}}
+
+    def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
+        content = [
+            self._entry(token.chosen) | {"top_logprobs": [self._entry(other) for other in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: inference_pb2.TokenLogprob) -> dict[str, Any]:
+        """bytes is null for a token that is only a part of a character."""
+        text = self._token(token.token_id)
+        return {
+            "token": text,
+            "logprob": _value(token),
+            "bytes": None if REPLACEMENT in text else list(text.encode()),
+        }
+
+
+def _value(token: inference_pb2.TokenLogprob) -> float:
+    return max(token.logprob, LEAST_LOGPROB)
+
+
+def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }

@@ -1,0 +1,288 @@
+"""What clients of the HTTP door may ask for: bodies of OpenAI's API, with vLLM's further sampling parameters."""
+
+import difflib
+import json
+import re
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic_core import from_json
+from typing_extensions import TypeAliasType
+
+from tandem.cluster.client.client_messages import Prompt, Sampling, build_request
+from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.requests.validation import MAX_MESSAGES
+from tandem.proto import inference_pb2
+
+HARMLESS = ("metadata", "prompt_cache_key", "safety_identifier", "user")
+"""They say whose request it is or what to call it, and change no answer."""
+
+ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "add_special_tokens": (True,),
+        "audio": (),
+        "best_of": (1,),
+        "echo": (False,),
+        "frequency_penalty": (0,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "logit_bias": ({},),
+        "min_tokens": (0,),
+        "modalities": (["text"],),
+        "n": (1,),
+        "parallel_tool_calls": (True, False),
+        "prediction": (),
+        "presence_penalty": (0,),
+        "prompt_logprobs": (),
+        "reasoning_effort": (),
+        "repetition_penalty": (1,),
+        "response_format": ({"type": "text"},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "suffix": ("",),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "use_beam_search": (False,),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+)
+"""Parameters of those APIs that are not supported here, with the values that ask for nothing."""
+
+MAX_FIELDS = 100  # of an object
+BodyT = TypeVar("BodyT", bound="GenerationBody")
+
+
+class Part(BaseModel):
+    """Frozen; takes no unknown field and converts no type but int to float. null stands for a field left out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:  # a finding for each would take memory and time
+            raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are accepted")
+        return {name: held for name, held in value.items() if held is not None} if isinstance(value, dict) else value
+
+
+class StreamOptions(Part):
+    include_usage: bool = Field(default=False, description="true or false")
+
+
+class TextPart(Part):
+    type: Literal["text"] = Field(description="'text'")
+    text: str = Field(description="text")
+
+
+# Of lists only the first fault is found, or a body of a few megabytes would make gigabytes of findings.
+Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
+Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
+
+
+class Message(Part):
+    role: str = Field(description="text")
+    content: str | Parts = Field(description="text, or a list of parts of type text")
+
+    @property
+    def text(self) -> str:
+        """Parts are joined as vLLM joins them for templates that take strings."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+
+class GenerationBody(Part, ABC):
+    """What completions and chats have in common. Limits are the request validator's."""
+
+    renamed: ClassVar[Mapping[str, str]]
+    """This body's names for what the gateway's messages call otherwise."""
+    open_ended: ClassVar[int | None] = None
+    """See RequestValidator.validate."""
+
+    model: str | None = Field(default=None, description="the served model's name")
+    stream: bool = Field(default=False, description="true or false")
+    stream_options: StreamOptions | None = Field(default=None, description="an object with include_usage")
+    max_tokens: int | None = Field(default=None, description="an integer of at least 1")
+    temperature: float | None = Field(default=None, description="a number")
+    top_p: float | None = Field(default=None, description="a number")
+    top_k: int | None = Field(default=None, description="an integer")
+    min_p: float | None = Field(default=None, description="a number")
+    seed: int | None = Field(default=None, description="an integer in [0, 2^64)")
+    stop: str | Texts | None = Field(default=None, description="text, or a list of texts")
+    stop_token_ids: TokenIds | None = Field(default=None, description="a list of token ids")
+    ignore_eos: bool | None = Field(default=None, description="true or false")
+    skip_special_tokens: bool | None = Field(default=None, description="true or false")
+    include_stop_str_in_output: bool | None = Field(default=None, description="true or false")
+    return_token_ids: bool = Field(default=False, description="true or false")
+    return_tokens_as_token_ids: bool = Field(default=False, description="true or false")
+
+    @model_validator(mode="after")
+    def _options_of_streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is of use only with stream: true")
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def request(self) -> inference_pb2.GenerateRequest:
+        """The same for the gateway. Raises InvalidRequest, with the gateway's names: see blame()."""
+        given = {name: getattr(self, name) for name in Sampling.__annotations__ if name in type(self).model_fields}
+        sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens}
+        return build_request(self.input, {name: value for name, value in sampling.items() if value is not None}, None)
+
+    @property
+    @abstractmethod
+    def input(self) -> Prompt: ...
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """As SamplingParams.logprobs."""
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    def blame(self, error: InvalidRequest) -> HttpError:
+        """The gateway's refusal in the words of this body."""
+        found = re.match(r"(?:sampling\.)?(\w+)", str(error))
+        name = found[1] if found else ""
+        param = self.renamed.get(name, name)
+        if found is None or param not in type(self).model_fields:
+            return HttpError(400, str(error))
+        return HttpError(400, param + str(error)[found.end() :], param=param)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    renamed = MappingProxyType({"text": "prompt", "token_bytes": "prompt"})
+
+    prompt: str | TokenIds = Field(description="text, or a list of token ids")
+    logprobs: int | None = Field(default=None, description="an integer")
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _one(cls, prompt: object) -> object:
+        if prompt in ([], [[]]):
+            raise ValueError("is empty; at least one token id is needed")
+        if not isinstance(prompt, list) or not isinstance(prompt[0], str | list):
+            return prompt
+        if len(prompt) > 1:
+            raise ValueError(f"has {len(prompt)} prompts; one a request is accepted: text, or a list of token ids")
+        return prompt[0]
+
+    @property
+    def input(self) -> Prompt:
+        return self.prompt
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    renamed = MappingProxyType({"chat": "messages", "prompt": "messages", "logprobs": "top_logprobs"})
+    # A request holds pages for all that it may say: the whole context for each chat would leave room for few.
+    open_ended = 4096
+
+    messages: Annotated[list[Message], FailFast()] = Field(
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        description=f"a list of 1 to {MAX_MESSAGES} messages with role and content",
+    )
+    max_completion_tokens: int | None = Field(default=None, description="an integer of at least 1")
+    logprobs: bool = Field(default=False, description="true or false")
+    top_logprobs: int | None = Field(default=None, description="an integer")
+
+    @model_validator(mode="after")
+    def _of_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is of use only with logprobs: true")
+        return self
+
+    @property
+    def input(self) -> Prompt:
+        return [{"role": message.role, "content": message.text} for message in self.messages]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def blame(self, error: InvalidRequest) -> HttpError:
+        said = super().blame(error)
+        if said.param == "max_tokens" and self.max_completion_tokens is not None:
+            name = "max_completion_tokens"
+            return HttpError(400, name + str(said).removeprefix("max_tokens"), param=name)
+        return said
+
+
+def read_body(kind: type[BodyT], data: bytes) -> BodyT:
+    """Raises HttpError, which names the field, the value and what would be accepted."""
+    try:
+        values = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise HttpError(400, f"the body cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise HttpError(400, f"the body is {reprlib.repr(values)}; a JSON object is accepted")
+    if len(values) > MAX_FIELDS:
+        raise HttpError(400, f"the body has {len(values)} fields; at most {MAX_FIELDS} are accepted")
+    for name, accepted in ONLY.items():
+        _check_unsupported(name, values.pop(name, None), accepted)
+    for name in HARMLESS:
+        values.pop(name, None)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _refusal(kind, error.errors()[0]) from None
+
+
+def _check_unsupported(name: str, value: object, accepted: Sequence[object]) -> None:
+    if value is not None and value not in accepted:
+        values = " or ".join(map(json.dumps, [*accepted, None]))
+        raise HttpError(400, f"{name} is {reprlib.repr(value)}; only {values} is accepted here", param=name)
+
+
+def _refusal(kind: type[GenerationBody], finding: Any) -> HttpError:
+    """The first of pydantic's findings, with dotted field, value received and what would be accepted."""
+    reason = finding["msg"].removeprefix("Value error, ")
+    if not finding["loc"]:  # of the whole body: the message names its field itself
+        return HttpError(400, reason, param=reason.partition(" ")[0])
+    *place, last = finding["loc"]
+    if finding["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(last, kind.model_fields, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        known = f"; {hint}known: {', '.join([*kind.model_fields, *HARMLESS])}" if not place else ""
+        name = _dotted([*place, last])
+        return HttpError(400, f"unknown parameter {name:.80}{known}", param=name, code="unknown_parameter")
+    # Branches of a union stand in its place too, and mean nothing to a client.
+    described = _descriptions(kind)
+    names = [part for part in finding["loc"] if isinstance(part, int) or part in described]
+    name, accepted = _dotted(names), described[next(part for part in reversed(names) if isinstance(part, str))]
+    if finding["type"] == "value_error":
+        return HttpError(400, f"{name} {reason}", param=name)
+    received = "missing" if finding["type"] == "missing" else reprlib.repr(finding["input"])
+    return HttpError(400, f"{name} is {received}; it must be {accepted}", param=name)
+
+
+def _descriptions(kind: type[GenerationBody]) -> dict[str, str]:
+    """What a body's fields, and those of its parts, accept."""
+    parts = (Message, TextPart, StreamOptions, kind)
+    return {name: field.description or "" for part in parts for name, field in part.model_fields.items()}
+
+
+def _dotted(place: Sequence[str | int]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")

@@ -1,0 +1,70 @@
+"""One answer over HTTP, by ASGI's messages."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+from tandem.cluster.frontends.http.errors import HttpError
+
+# In ASCII: some clients take other characters of a text, U+2028 say, for the end of a line.
+encode = json.JSONEncoder(separators=(",", ":")).encode
+"""JSON as the HTTP frontend writes it: no spaces, no line ends."""
+
+EVENTS = "text/event-stream; charset=utf-8"
+LAST_SECONDS = 60.0  # how long a client may take to read what ends its answer
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Reply:
+    """A JSON object, or a stream of server-sent events that ends with [DONE], or an error instead of either's rest."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._begun = self._ended = False
+
+    async def whole(self, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:
+        """value: what JSON can hold. TimeoutError when the client does not read."""
+        content = encode(value).encode()
+        async with asyncio.timeout(LAST_SECONDS):
+            await self._begin(status, "application/json", {"content-length": str(len(content)), **(headers or {})})
+            await self._write(content, last=True)
+
+    async def event(self, data: str) -> None:
+        """data: one line. Returns when the client's connection takes more; without bound when it never does."""
+        if not self._begun:
+            # Proxies that hold an answer back until it is whole are told not to.
+            await self._begin(200, EVENTS, {"cache-control": "no-cache", "x-accel-buffering": "no"})
+        await self._write(_event(data))
+
+    async def done(self, data: str | None = None) -> None:
+        """The end of a stream, behind one more event if there is data. TimeoutError as whole()."""
+        async with asyncio.timeout(LAST_SECONDS):
+            await self._write((b"" if data is None else _event(data)) + b"data: [DONE]\n\n", last=True)
+
+    async def error(self, error: HttpError) -> None:
+        """Of a stream that has begun it is the last event: [DONE] does not follow."""
+        with suppress(TimeoutError):
+            if not self._begun:
+                await self.whole(error.status, error.body, error.headers)
+            elif not self._ended:
+                async with asyncio.timeout(1):
+                    await self._write(_event(encode(error.body)), last=True)
+
+    async def _begin(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
+        self._begun = True
+        pairs = {"content-type": media_type, **headers}.items()
+        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+    async def _write(self, content: bytes, last: bool = False) -> None:
+        self._ended = last
+        await self._send({"type": "http.response.body", "body": content, "more_body": not last})
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()

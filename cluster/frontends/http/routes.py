@@ -1,0 +1,137 @@
+"""The HTTP door's routes, as an ASGI application: OpenAI's API over the gateway's own intake."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
+
+from tandem.cluster.credentials import is_loopback
+from tandem.cluster.errors import CallError, Unauthenticated
+from tandem.cluster.frontends.http.answers import ChatAnswer, CompletionAnswer
+from tandem.cluster.frontends.http.bodies import ChatBody, CompletionBody
+from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.frontends.http.generate import ClientGone, GenerationRoute, header
+from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, Send
+from tandem.cluster.requests.active_requests import Intake
+from tandem.cluster.requests.call_limit import CallLimit
+from tandem.cluster.requests.fair_turns import Turns
+from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.workers.authentication import HEADER, BearerToken
+
+HEALTH = "/health"
+"""Load balancers ask for it without a token; it says nothing but that the gateway serves."""
+
+REQUESTS_A_ROUND = 8  # each takes a fifth of a millisecond, until its workers are asked
+
+Route = Callable[[Scope, Receive, Reply], Awaitable[None]]
+log = logging.getLogger(__name__)
+
+
+class HttpApp:
+    """Answers each call with JSON, errors included; a stream that has begun ends with an error as its last event."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        tokenizer: Tokenizer | None,
+        *,
+        model: str,
+        max_model_len: int,
+        limit: CallLimit,
+        token: str | None,
+        max_bytes: int,
+    ) -> None:
+        """model: its name; token: None lets everybody in; max_bytes of one body."""
+        self._token = None if token is None else BearerToken(token)
+        self._limit = limit
+        self._calls: set[asyncio.Task[object]] = set()
+        self._model = {
+            "id": model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "tandem",
+            "max_model_len": max_model_len,
+        }
+        turns = Turns(REQUESTS_A_ROUND)
+        completions = GenerationRoute(CompletionBody, CompletionAnswer, intake, model, tokenizer, max_bytes, turns)
+        chats = GenerationRoute(ChatBody, ChatAnswer, intake, model, tokenizer, max_bytes, turns)
+        reads = ("GET", "HEAD")
+        self._routes: dict[str, tuple[tuple[str, ...], Route]] = {
+            HEALTH: (reads, self._health),
+            "/v1/models": (reads, self._models),
+            f"/v1/models/{model}": (reads, self._one_model),
+            "/v1/completions": (("POST",), completions.serve),
+            "/v1/chat/completions": (("POST",), chats.serve),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = asyncio.current_task()
+        assert call is not None, "ASGI calls its application in a task"
+        reply = Reply(send)
+        try:
+            route = self._route(scope)
+            self._calls.add(call)
+            await route(scope, receive, reply)
+        except HttpError as error:
+            await reply.error(error)
+        except CallError as error:
+            await reply.error(HttpError.of(error))
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            await reply.error(HttpError(503, "the gateway is stopping"))
+        except Exception:
+            log.exception("a call of %r failed", scope["path"])
+            await reply.error(HttpError(500, "the gateway failed; its log says how"))
+        finally:
+            self._calls.discard(call)
+
+    def end_calls(self) -> None:
+        """Calls under way are answered with an error, and free what they hold."""
+        for call in self._calls:
+            call.cancel()
+
+    def _route(self, scope: Scope) -> Route:
+        path, method = scope["path"], scope["method"]
+        if path != HEALTH:
+            self._check_caller(scope)
+        if path not in self._routes:
+            models, _, asked = path.rpartition("/")
+            if models == "/v1/models" and asked:
+                raise HttpError.other_model(asked, self._model["id"])
+            raise HttpError(404, f"{path!r:.80} is not served; {', '.join(self._routes)} are")
+        methods, route = self._routes[path]
+        if method not in methods:
+            allowed = ", ".join(methods)
+            raise HttpError(405, f"{path} takes {allowed}, not {method!r:.80}", headers={"allow": allowed})
+        if path != HEALTH:
+            self._limit.admit()
+        return route
+
+    def _check_caller(self, scope: Scope) -> None:
+        """Without a token the door is this machine's: a browser that a foreign name has led here may not ask."""
+        if self._token is not None and not self._token.admits(header(scope, HEADER)):
+            raise Unauthenticated("a valid bearer token is needed")
+        foreign = [host for host in header(scope, "host") if not _is_local(host)]
+        if self._token is None and foreign:
+            raise HttpError(
+                421, f"host is {foreign[0]!r:.80}; without a token localhost, 127.0.0.1 and [::1] are served"
+            )
+
+    async def _health(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        await reply.whole(200, {"status": "ok"})
+
+    async def _models(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        await reply.whole(200, {"object": "list", "data": [self._model]})
+
+    async def _one_model(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        await reply.whole(200, self._model)
+
+
+def _is_local(host: str) -> bool:
+    """host: as in a request's header, with a port or without."""
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False

@@ -1,0 +1,133 @@
+"""An actor in a process that a ForkServer has forked, as the process sees it that asked for it."""
+
+import os
+import select
+import signal
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster.errors import ProcessEnded
+from tandem.cluster.processes.actor_server import CONSTRUCTOR, pack, read, unpack, write
+from tandem.cluster.processes.processes import ActorProcess
+
+STATUS_BYTES = 4
+STATUS_SECONDS = 1.0
+
+
+class ForkedActor(ActorProcess):
+    """The pipe breaks when the process ends: that is how its end is learned. `ended` is set by then."""
+
+    def __init__(self, name: str, pid: int, pidfd: int, status: int, pipe: Connection, start: bytes) -> None:
+        """Owns pidfd, status and pipe from now on. status: a pipe that has STATUS_BYTES, as waitpid() gave them, once
+        the process was reaped. start: pack((kind, argument))."""
+        self.name = name
+        self.pid = pid
+        self.ended = False
+        self._pidfd: int | None = pidfd
+        self._status = status
+        self._pipe = pipe
+        self._lock = threading.Lock()
+        self._numbers = count(CONSTRUCTOR + 1)
+        self._answers: dict[int, Future[bytes]] = {}
+        self._reason = ""
+        with suppress(OSError):
+            write(pipe, CONSTRUCTOR, start)
+        self._reader = threading.Thread(target=self._read, name=f"pipe of {name}", daemon=True)
+        self._reader.start()
+
+    def there(self) -> Future[None]:
+        now: Future[None] = Future()
+        now.set_result(None)
+        return now
+
+    def call(self, method: str, *arguments: object) -> Future[Any]:
+        answer: Future[Any] = Future()
+        self.relay(pack((method, arguments))).add_done_callback(lambda done: open_answer(answer, done))
+        return answer
+
+    def relay(self, payload: bytes) -> Future[bytes]:
+        """What `payload`, pack((method, arguments)), is answered with: for open_answer()."""
+        answer: Future[bytes] = Future()
+        with self._lock:
+            ended = self.ended
+            if not ended:
+                number = next(self._numbers)
+                self._answers[number] = answer
+                with suppress(OSError):  # the process has ended: the reader answers, once it knows how
+                    write(self._pipe, number, payload)
+        if ended:
+            answer.set_exception(ProcessEnded(self.name, self._reason))
+        return answer
+
+    def kill(self) -> None:
+        with self._lock, suppress(ProcessLookupError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def join(self, seconds: float) -> bool:
+        """Whether the process has ended, and all it held is free, within so long."""
+        self._reader.join(seconds)
+        return not self._reader.is_alive()
+
+    def _read(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                number, payload = read(self._pipe)
+                if number == CONSTRUCTOR:
+                    error, _ = unpack(payload)
+                    self._reason = f"{type(error).__name__}: {error}"
+                    break
+                self._answers.pop(number).set_result(payload)
+        reason = self._reason or self._how_it_ended()
+        with self._lock:
+            self.ended, self._reason = True, reason
+            self._pipe.close()
+        for answer in self._answers.values():
+            answer.set_exception(ProcessEnded(self.name, reason))
+        self._wait_for_end()
+
+    def _how_it_ended(self) -> str:
+        try:  # it is still ending, for as long as a GPU takes to free what it held
+            status = int(Path(f"/proc/{self.pid}/stat").read_bytes().split()[-1])
+        except OSError:  # its server has reaped it, and says next what it was
+            told = select.select([self._status], [], [], STATUS_SECONDS)[0] and os.read(self._status, STATUS_BYTES)
+            if not told:
+                return "its process ended"  # and so did the server
+            status = int.from_bytes(told, "little")
+        code = os.waitstatus_to_exitcode(status)
+        if code >= 0:
+            return f"its process ended with exit code {code}"
+        hint = "; the kernel sends it when memory runs out" if code == -signal.SIGKILL else ""
+        return f"its process was ended by {_signal_name(-code)}{hint}"
+
+    def _wait_for_end(self) -> None:
+        self.kill()  # without its pipe it is of no use
+        assert self._pidfd is not None, "only this thread closes it"
+        ends = select.poll()
+        ends.register(self._pidfd, select.POLLIN)
+        ends.poll()
+        with self._lock:
+            os.close(self._pidfd)
+            self._pidfd = None
+        os.close(self._status)
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def open_answer(answer: Future[Any], done: Future[bytes]) -> None:
+    """Fills `answer` with what an actor's method returned or raised; done: what relay() gave, ended."""
+    try:
+        raised, result = unpack(done.result())
+    except Exception as error:
+        raised, result = error, None
+    if raised is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(raised)

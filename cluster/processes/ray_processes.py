@@ -1,0 +1,310 @@
+"""Processes that Ray places and watches. The only user of ray."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Lock, current_thread, main_thread
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tandem.cluster.credentials import is_loopback
+from tandem.cluster.errors import ClusterRunning, ProcessEnded, StartFailed
+from tandem.cluster.processes.actor_server import pack
+from tandem.cluster.processes.fork_server import ForkServer
+from tandem.cluster.processes.forked_actor import ForkedActor, open_answer
+from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
+from tandem.cluster.processes.ray_address import check_ray_answers
+from tandem.cluster.processes.ray_token import hide_token
+
+NAMESPACE = "tandem"
+CPU_SHARE = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
+PLACEMENT_SECONDS = 30
+NODE_SHARE = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
+CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
+IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
+END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
+OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store
+
+
+class RayProcesses(Processes):
+    """Starts a local Ray, or joins the one at `address` (or that this process is connected to already)."""
+
+    def __init__(self, address: str | None = None) -> None:
+        self._address = address
+        self._owns_ray = False
+        self._placing = Lock()
+
+    def start(self, cluster: str, num_cpus: int | None) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other process of the machine go first
+        if not ray.is_initialized():
+            self._connect(num_cpus)
+        # Names end with an epoch: a cluster that has restarted something would not clash with a second one by itself.
+        if any(name.startswith(f"{cluster}/") for name in ray.util.list_named_actors()):
+            raise ClusterRunning(cluster, None, None)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT by which others can join this Ray; after start()."""
+        return ray.get_runtime_context().gcs_address
+
+    def check_room(self, processes: int, *, gpus: int) -> None:
+        _check_there([_share(gpus)] * processes)
+
+    def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "RayGroup":
+        share = _share(gpus)
+        with self._placing:  # islands that start at once must not count on the same room
+            (whole,) = _place([[share] * len(specs)])
+            host = _host_of(whole)
+            remove_placement_group(whole)
+            group = RayGroup(share | {host: NODE_SHARE})
+            group.grow(specs, threads=threads)
+        return group
+
+    def stop(self) -> None:
+        if self._owns_ray:
+            ray.shutdown()
+            self._owns_ray = False
+
+    def _connect(self, num_cpus: int | None) -> None:
+        options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
+        if self._address is None:
+            options |= {
+                "address": "local",  # else Ray joins one that it finds
+                "num_cpus": num_cpus or os.cpu_count(),
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+            }
+        else:
+            if self._address != "auto":  # Ray finds it
+                host = self._address.rpartition(":")[0].strip("[]")
+                # Where a host says that it is this one, Ray asks at the address that others know it by.
+                check_ray_answers(self._address, ray.util.get_node_ip_address() if is_loopback(host) else host)
+            options["address"] = self._address
+        try:
+            with _sigterm_kept():
+                ray.init(**options)
+        except Exception as error:  # Ray raises bare ones, where its own processes are too slow to start
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            if self._address is None:
+                raise StartFailed(f"a local Ray cannot be started: {reason}") from error
+            raise StartFailed(
+                f"the Ray at {self._address!r} cannot be joined: {reason}; it must run there, and ~/.ray/auth_token be "
+                "the token that it asks for: RAY_AUTH_MODE=token shows it, RAY_AUTH_MODE=disabled does not"
+            ) from error
+        self._owns_ray = True
+        hide_token()
+
+
+class RayGroup(ProcessGroup):
+    """Actors on one host. Each has a placement group of its own, so that it can be given back alone."""
+
+    def __init__(self, share: dict[str, float]) -> None:
+        """share: what is set aside for each member; it names the host."""
+        self._share = share
+        self._placed: dict[RayActor, PlacementGroup] = {}
+
+    @property
+    def members(self) -> list["RayActor"]:
+        return list(self._placed)
+
+    def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list["RayActor"]:
+        started: list[RayActor] = []
+        unused = _place([[self._share]] * len(specs))
+        try:
+            for spec in specs:
+                started.append(self._start(spec, unused[0], threads))
+                self._placed[started[-1]] = unused.pop(0)
+        except BaseException:
+            for placed in unused:
+                remove_placement_group(placed)
+            self.shrink(started)
+            raise
+        return started
+
+    def shrink(self, members: Sequence[ActorProcess]) -> None:
+        gone = [member for member in self._placed if member in members]
+        _end([member.place for member in gone])
+        for member in gone:
+            member.kill()
+            remove_placement_group(self._placed.pop(member))
+
+    def restart(self, specs: Sequence[ActorSpec]) -> None:
+        self.shrink(self.members[len(specs) :])
+        # All have ended before the first is started: they hold pages of each other, and memory of their GPUs.
+        if not _end([member.place for member in self._placed]):
+            raise StartFailed("a process that was killed, or the place that it had, does not answer")
+        old = zip(specs, self._placed.items(), strict=True)
+        self._placed = {RayActor(spec.name, member.place): placed for spec, (member, placed) in old}
+        started = [
+            member.place.start.remote(spec.name, pack((spec.kind, spec.argument)))
+            for spec, member in zip(specs, self._placed, strict=True)
+        ]
+        try:
+            ray.get(started, timeout=END_SECONDS)
+        except (ray.exceptions.RayError, StartFailed) as error:
+            raise StartFailed(f"a process cannot be started in the place that another had: {error}") from error
+
+    def end(self) -> None:
+        self.shrink(self.members)
+
+    def _start(self, spec: ActorSpec, placed: PlacementGroup, threads: int) -> "RayActor":
+        options = {
+            "name": spec.name,
+            "num_cpus": CPU_SHARE,
+            "num_gpus": self._share.get("GPU", 0),
+            "max_restarts": 0,  # a lone restart cannot rejoin its island
+            "max_concurrency": CALLS_AT_A_TIME,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=0),
+            # Threads that spin while idle would take the cores from the other workers of this machine.
+            "runtime_env": {
+                "env_vars": {
+                    "OMP_NUM_THREADS": str(threads),
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # who asked for no GPU sees none
+                }
+            },
+        }
+        modules = (spec.kind.__module__, *spec.modules)
+        try:
+            start = pack((spec.kind, spec.argument))
+            handle = ray.remote(Place).options(**options).remote(modules, spec.name, start)
+        except ValueError as error:
+            raise ClusterRunning(spec.name.split("/")[0], None, None) from error
+        return RayActor(spec.name, handle)
+
+
+class Place:
+    """What Ray runs and sets GPU and cores aside for: a small process that forks a member's own, one after the other.
+
+    What they say to each other passes through as bytes: reading it would take the imports of both.
+    """
+
+    def __init__(self, modules: Sequence[str], name: str, start: bytes) -> None:
+        self._server = ForkServer(modules)
+        self._actor: ForkedActor = self._server.fork(name, start, IMPORT_SECONDS)
+
+    def ready(self) -> None:
+        """Answered once the constructor is through."""
+
+    def start(self, name: str, start: bytes) -> None:
+        """After end()."""
+        self._actor = self._server.fork(name, start, IMPORT_SECONDS)
+
+    def call(self, name: str, payload: bytes) -> bytes:
+        """As ForkedActor.relay(). Calls to a process that was here before find that it has ended."""
+        actor = self._actor
+        if actor.name != name:
+            raise ProcessEnded(name, "another has its place")
+        return actor.relay(payload).result()
+
+    def end(self) -> bool:
+        """Kills the process; whether it has ended. Idempotent."""
+        self._actor.kill()
+        return self._actor.join(END_SECONDS)
+
+
+class RayActor(ActorProcess):
+    """Answers arrive on a thread of Ray's, which only fills the future."""
+
+    def __init__(self, name: str, place: Any) -> None:
+        """place: a handle of a Place, which runs this actor or is about to."""
+        self.name = name
+        self.place = place
+        self._started_as = name
+
+    def there(self) -> Future[None]:
+        return self.place.ready.remote().future()
+
+    def call(self, method: str, *arguments: object) -> Future[Any]:
+        answer: Future[Any] = Future()
+        raw = self.place.call.remote(self._started_as, pack((method, arguments))).future()
+        raw.add_done_callback(lambda done: open_answer(answer, _translated(done, self.name)))
+        return answer
+
+    def kill(self) -> None:
+        """With its place, for who had to be killed may have hung for a reason that the next one would find there."""
+        ray.kill(self.place)
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray takes SIGTERM from whoever starts it, and aborts the process then."""
+    kept = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if current_thread() is main_thread():
+            signal.signal(signal.SIGTERM, kept)
+
+
+def _share(gpus: int) -> dict[str, float]:
+    """What one process has set aside."""
+    return {"CPU": CPU_SHARE, "GPU": gpus} if gpus else {"CPU": CPU_SHARE}
+
+
+def _check_there(bundles: Sequence[dict[str, float]]) -> str:
+    """What they need, in words; StartFailed where Ray does not have it, free or not."""
+    needed = {name: round(sum(bundle.get(name, 0) for bundle in bundles), 4) for name in ("CPU", "GPU")}
+    text = f"{needed['CPU']:.1f} CPUs" + (f" and {needed['GPU']:.0f} GPUs" if needed["GPU"] else "")
+    there = ray.cluster_resources()
+    if not there:
+        raise StartFailed("Ray has no node any more: its raylet, or the whole of Ray, has ended")
+    if any(there.get(name, 0) < amount for name, amount in needed.items()):
+        raise StartFailed(f"{text} are needed; Ray has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs")
+    return text
+
+
+def _place(wanted: Sequence[Sequence[dict[str, float]]]) -> list[PlacementGroup]:
+    """A placement group for each list of bundles, or StartFailed and none."""
+    text = _check_there([bundle for group in wanted for bundle in group])
+    placed = [placement_group(list(group), strategy="STRICT_PACK") for group in wanted]
+    deadline = time.monotonic() + PLACEMENT_SECONDS
+    if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in placed):
+        for group in placed:
+            remove_placement_group(group)
+        raise StartFailed(f"Ray has no node with {text} free")
+    return placed
+
+
+def _host_of(placed: PlacementGroup) -> str:
+    """The resource by which Ray knows the one node of the group."""
+    (node_id,) = set(placement_group_table(placed)["bundles_to_node_id"].values())
+    (resources,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+    return next(name for name in resources if name.startswith("node:") and not name.endswith("__"))
+
+
+def _end(places: Sequence[Any]) -> bool:
+    """Whether every place is there and its process has ended."""
+    try:
+        return all(ray.get([place.end.remote() for place in places], timeout=2 * END_SECONDS))
+    except ray.exceptions.RayError:
+        return False
+
+
+def _translated(raw: Future[bytes], name: str) -> Future[bytes]:
+    """What Ray raised, as ProcessEnded."""
+    error = raw.exception()
+    if error is None:
+        return raw
+    translated: Future[bytes] = Future()
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, ProcessEnded):
+        translated.set_exception(ProcessEnded(name, cause.reason))
+    else:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        # Where the constructor failed, the exception's own text comes last.
+        translated.set_exception(ProcessEnded(name, lines[-1] if "creation task" in lines[0] else lines[0]))
+    return translated

@@ -1,0 +1,240 @@
+"""One request at the gateway, from its arrival to its last message."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.errors import InvalidRequest, ServerError
+from tandem.cluster.requests.fair_turns import Turns
+from tandem.cluster.requests.text_output import TextOutput
+from tandem.cluster.requests.validation import ValidRequest
+from tandem.cluster.routing.prefill_hints import Drawn
+from tandem.cluster.routing.router import Placement
+from tandem.cluster.routing.token_inbox import FeedLost, TokenInbox
+from tandem.cluster.routing.worker_link import WORKER_LOST, WorkerLink
+from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.proto import inference_pb2, worker_pb2
+from tandem.workers.event_loop import unwatched
+from tandem.workers.sampling.finish import FinishReason, FinishRule
+from tandem.workers.wire.messages import prompt_to_bytes, sampling_to_proto
+
+ATTEMPT_LOST = WORKER_LOST | {
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.DATA_LOSS,  # what landed was not what was sent
+}
+
+
+class AttemptLost(Exception):
+    """The workers of an attempt are gone or have given it up; the request itself can go on elsewhere."""
+
+
+class Generation:
+    """What one client has been sent, and how it goes on: run() is called for each placement of the request.
+
+    Drives a placed request: RemoteSend and StartGenerate go out together, the first token comes from the
+    prefill worker and all others from the decode worker. Raises InvalidRequest when what a client
+    says to have received of the request cannot be its beginning.
+    """
+
+    def __init__(
+        self,
+        request: ValidRequest,
+        arrived: float,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+        turns: Turns,
+    ) -> None:
+        """turns: what each message but the first one waits for."""
+        self._turns = turns
+        self._request = request
+        self._arrived = arrived
+        self._output = TextOutput(request.params, tokenizer)
+        self._rule = FinishRule.of(request.params, eos_token_ids)
+        self._usage = inference_pb2.Usage(prompt_tokens=len(request.token_ids))
+        self._timings = inference_pb2.Timings()
+        self._first_is_last = False
+        self._sent: list[int] = []
+        self.finished = False  # the client has the last message
+        self.complete = False  # both workers of this placement have ended the request by themselves
+        self._take_received(request.received)
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def prompt(self) -> Int64Array:
+        """What a placement starts from."""
+        return np.concatenate((self._request.token_ids, np.array(self._sent, np.int64)))
+
+    @property
+    def max_tokens_left(self) -> int:
+        return self._request.params.max_tokens - len(self._sent)
+
+    @property
+    def num_sent(self) -> int:
+        return len(self._sent)
+
+    async def run(self, placement: Placement, timeout: float) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+        """The messages for the client; timeout in seconds bounds both calls. Raises AttemptLost."""
+        self._first_is_last = self.complete = False
+        self._timings.attempts += 1
+        if self._timings.attempts == 1:
+            self._timings.queue_seconds = time.perf_counter() - self._arrived
+        self._timings.pages = placement.reservation.pages
+        # Log-probabilities never come over a feed: such a request outlasts it.
+        inbox = TokenInbox() if self._request.params.logprobs is not None else placement.decode.feed.inbox()
+        send, start = self._calls(placement, inbox)
+        # The prompt first: the other call waits for what it brings about.
+        sent = placement.prefill.stub.RemoteSend(send, timeout=timeout)
+        answer = unwatched(asyncio.ensure_future(self._answer(placement.prefill, sent)))
+        answer.add_done_callback(lambda _: placement.prefill.awaited.discard(placement.request_id))
+        stream = placement.decode.stub.StartGenerate(start, timeout=timeout)
+        reading = unwatched(asyncio.ensure_future(inbox.read(stream)))
+        try:
+            message = self._first_message(await self._first_token(placement.drawn, answer))
+            yield message
+            if message.finish_reason and not self._first_is_last:
+                return  # a stop string: the decode worker does not know
+            answer.add_done_callback(inbox.heed)
+            while True:
+                tokens = await self._next(placement.decode, inbox)
+                reason = FinishReason(tokens.finish_reason)
+                if reason == FinishReason.ERROR:
+                    raise ServerError(f"the decode worker ended the request with {reason.name}")
+                if reason == FinishReason.ABORT:
+                    raise AttemptLost("the decode worker gave the request up")
+                self.complete = reason != FinishReason.RUNNING
+                if message.finish_reason:
+                    return  # the first token was the last: what has come is the decode worker's agreement
+                if self.complete or self._request.params.stop:
+                    await answer  # the last message says what only it does
+                message = self._message(list(tokens.token_ids), reason)
+                message.logprobs.extend(tokens.logprobs[: len(message.token_ids)])
+                yield message
+                if message.finish_reason:
+                    return
+        finally:
+            answer.cancel()
+            reading.cancel()
+            stream.cancel()
+            placement.decode.feed.leave(inbox)
+
+    def _take_received(self, token_ids: Sequence[int]) -> None:
+        """The client has the text of these tokens as well: text depends on tokens, not on how they came."""
+        for count, token_id in enumerate(token_ids, start=1):
+            reason = self._rule.reason(token_id, count)
+            if reason == FinishReason.RUNNING:
+                reason = self._output.add([token_id], reason).finish_reason
+            if reason != FinishReason.RUNNING:
+                raise InvalidRequest(
+                    f"resume.token_ids[{count - 1}] is {token_id}, which ends the request ({reason.name.lower()}); "
+                    "only a request that goes on can be resumed"
+                )
+        self._sent += token_ids
+
+    def _calls(
+        self, placement: Placement, inbox: TokenInbox
+    ) -> tuple[worker_pb2.RemoteSendRequest, worker_pb2.StartGenerateRequest]:
+        sampling = sampling_to_proto(replace(self._request.params, max_tokens=self.max_tokens_left))
+        send = worker_pb2.RemoteSendRequest(
+            request_id=placement.request_id,
+            epoch=placement.prefill.epoch,
+            prompt=prompt_to_bytes(self.prompt),
+            sampling=sampling,
+            reservation=placement.reservation,
+        )
+        start = worker_pb2.StartGenerateRequest(
+            request_id=placement.request_id,
+            epoch=placement.decode.epoch,
+            reservation_id=placement.reservation.reservation_id,
+            sampling=sampling,
+            feed=inbox.feed,
+            number=inbox.number,
+        )
+        return send, start
+
+    async def _answer(
+        self, prefill: WorkerLink, call: Awaitable[worker_pb2.RemoteSendResponse]
+    ) -> worker_pb2.RemoteSendResponse:
+        begun = bool(self._timings.first_token_seconds)  # in an earlier placement
+        try:
+            sent = await call
+        except grpc.aio.AioRpcError as error:
+            raise _attempt_error(prefill, error) from error
+        self._timings.prefill_seconds += sent.prefill_seconds
+        self._timings.push_seconds += sent.push_seconds
+        self._timings.bytes_pushed += sent.bytes_pushed
+        if not begun:
+            self._usage.cached_tokens = min(sent.cached_tokens, self._usage.prompt_tokens)
+        return sent
+
+    async def _first_token(
+        self, drawn: Drawn | None, answer: "asyncio.Future[worker_pb2.RemoteSendResponse]"
+    ) -> worker_pb2.FirstToken:
+        """As soon as it is drawn, unless it may be the last one: the last message says what only the answer does."""
+        if drawn is not None:
+            await asyncio.wait((drawn, answer), return_when=asyncio.FIRST_COMPLETED)
+            if drawn.done() and not self._may_end_with(drawn.result().token_id):
+                return drawn.result()
+        sent = await answer
+        logprobs = sent.logprobs if sent.HasField("logprobs") else None
+        return worker_pb2.FirstToken(token_id=sent.first_token, logprobs=logprobs)
+
+    def _may_end_with(self, token_id: int) -> bool:
+        stops = len(self._request.params.stop) > 0
+        return stops or self._rule.reason(token_id, len(self._sent) + 1) != FinishReason.RUNNING
+
+    def _first_message(self, first: worker_pb2.FirstToken) -> inference_pb2.GenerateResponse:
+        if not self._timings.first_token_seconds:
+            self._timings.first_token_seconds = time.perf_counter() - self._arrived
+        reason = self._rule.reason(first.token_id, len(self._sent) + 1)
+        self._first_is_last = reason != FinishReason.RUNNING
+        message = self._message([first.token_id], reason)
+        if first.HasField("logprobs"):
+            message.logprobs.append(first.logprobs)
+        return message
+
+    async def _next(self, decode: WorkerLink, inbox: TokenInbox) -> worker_pb2.GeneratedTokens:
+        await inbox.ready()
+        await self._turns.take()
+        try:
+            return inbox.next()
+        except grpc.aio.AioRpcError as error:
+            raise _attempt_error(decode, error) from error
+        except EOFError:
+            raise AttemptLost("the decode worker's stream ended before the request did") from None
+        except FeedLost as error:
+            decode.avoid()
+            raise AttemptLost(f"decode worker (PE {decode.pe}, epoch {decode.epoch}): {error}") from error
+
+    def _message(self, token_ids: list[int], reason: FinishReason) -> inference_pb2.GenerateResponse:
+        part = self._output.add(token_ids, reason)
+        self._sent += token_ids[: part.num_tokens]
+        self._usage.output_tokens = len(self._sent)
+        message = inference_pb2.GenerateResponse(
+            request_id=self._request.request_id,
+            token_ids=token_ids[: part.num_tokens],
+            text=part.text,
+            finish_reason=int(part.finish_reason),  # type: ignore[arg-type]  # same numbers
+        )
+        if part.finish_reason != FinishReason.RUNNING:
+            self.finished = True
+            self._timings.total_seconds = time.perf_counter() - self._arrived
+            message.usage.CopyFrom(self._usage)
+            message.timings.CopyFrom(self._timings)
+        return message
+
+
+def _attempt_error(link: WorkerLink, error: grpc.aio.AioRpcError) -> Exception:
+    """AttemptLost when the worker is at fault and not the request."""
+    if error.code() not in ATTEMPT_LOST:
+        return error
+    link.avoid()
+    return AttemptLost(f"{link.role} worker (PE {link.pe}, epoch {link.epoch}): {error.code().name}: {error.details()}")

@@ -1,0 +1,51 @@
+"""From sampled tokens to the text that one client sees."""
+
+from dataclasses import dataclass
+
+from tandem.cluster.text.stop_strings import StopStringMatcher
+from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.workers.sampling.finish import FinishReason
+from tandem.workers.sampling.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class OutputPart:
+    """num_tokens of the tokens given belong to the output: fewer than given when a stop string ended it."""
+
+    text: str
+    num_tokens: int
+    finish_reason: FinishReason
+
+
+class TextOutput:
+    """Detokenises one request's tokens in order and watches for its stop strings.
+
+    Without a tokenizer the text stays empty, and stop strings were refused when the request was validated.
+    """
+
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self._text = None if tokenizer is None else tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
+        self._stops = StopStringMatcher(params.stop, include=params.include_stop_str_in_output)
+        self._watches = len(params.stop) > 0
+        self._show_stop_token = params.include_stop_str_in_output
+
+    def add(self, token_ids: list[int], finish_reason: FinishReason) -> OutputPart:
+        """finish_reason is the workers' word after the last of token_ids; a stop string overrides it."""
+        if self._text is None:
+            return OutputPart("", len(token_ids), finish_reason)
+        shown = token_ids
+        if finish_reason == FinishReason.STOP and not self._show_stop_token:
+            shown = token_ids[:-1]  # the stop token itself is no text
+        text, count = "", 0
+        # Token by token only where a stop string may fall between two of them: each push decodes twice.
+        for piece in ([token_id] for token_id in shown) if self._watches else [shown]:
+            text += self._stops.push(self._text.push(piece))
+            count += len(piece)
+            if self._stops.matched is not None:
+                return OutputPart(text, count, FinishReason.STOP)
+        if finish_reason != FinishReason.RUNNING:
+            text += self._stops.push(self._text.flush())
+            if self._stops.matched is not None:
+                finish_reason = FinishReason.STOP
+            text += self._stops.flush()
+        return OutputPart(text, len(token_ids), finish_reason)

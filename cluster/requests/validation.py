@@ -1,0 +1,159 @@
+"""The one validator of requests, whichever door they come through."""
+
+import secrets
+import uuid
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.text.chat_template import ChatTemplateError
+from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.proto import inference_pb2
+from tandem.workers.errors import InvalidCall
+from tandem.workers.sampling.sampling_params import SamplingParams, validate
+from tandem.workers.wire.messages import prompt_from_bytes, sampling_from_proto
+
+MAX_REQUEST_ID = 128
+MAX_MESSAGES = 16_384  # of a chat: whoever walks them holds up others
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What a request may ask of the served model."""
+
+    vocab_size: int
+    max_model_len: int
+    pool_tokens: int  # positions that one decode worker's pages hold
+    rope_switch: int | None = None  # see ModelConfig
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest request."""
+        return min(self.max_model_len, self.pool_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class ValidRequest:
+    """A request that workers can run as it stands; params has a seed, so that a replay draws the same numbers.
+
+    token_ids: the prompt's, int64 [n], n at least 1.
+    """
+
+    request_id: str
+    token_ids: Int64Array
+    params: SamplingParams
+    received: tuple[int, ...] = ()  # output tokens that the client has from an earlier call of the same request
+    resumes: bool = False
+
+
+class RequestValidator:
+    """Turns GenerateRequest messages into ValidRequests; InvalidRequest names the field, the value and the limit."""
+
+    def __init__(self, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._longest_token = 0 if tokenizer is None else tokenizer.longest_token
+
+    def validate(self, message: inference_pb2.GenerateRequest, open_ended: int | None = None) -> ValidRequest:
+        """open_ended: what a request that names no max_tokens gets, or as much of it as there is room for; None: the
+        default of SamplingParams."""
+        if len(message.request_id) > MAX_REQUEST_ID:
+            raise InvalidRequest(
+                f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are accepted"
+            )
+        params = sampling_from_proto(message.sampling)
+        try:
+            validate(params, self._limits.vocab_size)
+        except ValueError as error:
+            raise InvalidRequest(f"sampling.{error}") from error
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequest("sampling.stop: stop strings need a tokenizer, and the checkpoint has none")
+        token_ids = self._prompt(message)
+        if open_ended is not None and not message.sampling.HasField("max_tokens"):
+            params = replace(params, max_tokens=max(1, min(open_ended, self._room(len(token_ids)))))
+        self._check_length(len(token_ids), params.max_tokens)
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
+        resumes = message.HasField("resume")
+        if resumes and not message.request_id:
+            raise InvalidRequest("request_id is empty; resume needs the id of the request that it goes on with")
+        received = tuple(message.resume.token_ids)
+        self._check_vocabulary("resume.token_ids", np.array(received, np.int64))
+        return ValidRequest(message.request_id or uuid.uuid4().hex, token_ids, params, received, resumes)
+
+    def _prompt(self, message: inference_pb2.GenerateRequest) -> Int64Array:
+        kind = message.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequest("input is missing; set text, token_ids, token_bytes or chat")
+        if kind in ("token_ids", "token_bytes"):
+            return self._given_ids(message)
+        if self._tokenizer is None:
+            raise InvalidRequest(f"{kind}: the checkpoint has no tokenizer.json; send token_bytes or token_ids")
+        if len(message.chat.messages) > MAX_MESSAGES:
+            raise InvalidRequest(f"chat has {len(message.chat.messages)} messages; at most {MAX_MESSAGES} are accepted")
+        size = len(message.text) + sum(len(turn.role) + len(turn.content) for turn in message.chat.messages)
+        most = self._limits.max_model_len * self._longest_token
+        if size > most:  # found out before it is tokenized, which takes seconds for millions of characters
+            raise InvalidRequest(
+                f"{kind} has {size} characters; at most {most} are accepted, which {self._limits.max_model_len} of the "
+                "model's longest tokens would make"
+            )
+        try:
+            if kind == "text":
+                token_ids = self._tokenizer.encode(message.text)
+            else:
+                messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
+                token_ids = self._tokenizer.encode_chat(messages)
+        except ChatTemplateError as error:
+            raise InvalidRequest(f"{kind}: {error}") from error
+        if not token_ids or (kind == "text" and not message.text):
+            raise InvalidRequest(f"{kind} is empty; at least one token is needed")
+        return np.array(token_ids, np.int64)
+
+    def _given_ids(self, message: inference_pb2.GenerateRequest) -> Int64Array:
+        if message.HasField("token_ids"):
+            if not message.token_ids.ids:
+                raise InvalidRequest("token_ids.ids is empty; at least one token id is needed")
+            # A slice is a list: numpy takes thrice as long for what protobuf has.
+            field, ids = "token_ids.ids", np.array(message.token_ids.ids[:], np.int64)
+        else:
+            try:
+                field, ids = "token_bytes", prompt_from_bytes(message.token_bytes, "token_bytes")
+            except InvalidCall as error:
+                raise InvalidRequest(str(error)) from error
+        self._check_vocabulary(field, ids)
+        return ids
+
+    def _check_vocabulary(self, field: str, ids: Int64Array) -> None:
+        largest = int(ids.max(initial=0))
+        if largest >= self._limits.vocab_size:
+            raise InvalidRequest(
+                f"{field}[{int(ids.argmax())}] is {largest}; the vocabulary has "
+                f"{self._limits.vocab_size} entries, 0 … {self._limits.vocab_size - 1}"
+            )
+
+    def _room(self, prompt: int) -> int:
+        """The most output tokens after a prompt of so many; 0 or less where it is too long itself."""
+        room = self._limits.longest - prompt
+        switch = self._limits.rope_switch
+        return room if switch is None or prompt > switch else min(room, switch - prompt + 1)
+
+    def _check_length(self, prompt: int, max_tokens: int) -> None:
+        limit = self._limits.longest
+        which = "the model's context" if limit == self._limits.max_model_len else "the decode worker's page pool"
+        if prompt >= limit:
+            raise InvalidRequest(f"the prompt has {prompt} tokens; {which} takes at most {limit - 1} and one output")
+        if prompt + max_tokens > limit:
+            raise InvalidRequest(
+                f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; "
+                f"{which} of {limit} leaves at most {limit - prompt}"
+            )
+        switch = self._limits.rope_switch
+        if switch is not None and prompt <= switch < prompt + max_tokens - 1:  # the last token is never fed back
+            raise InvalidRequest(
+                f"sampling.max_tokens is {max_tokens} after a prompt of {prompt} tokens; the model rotates positions "
+                f"otherwise in sequences beyond {switch} tokens, and none may grow over that: at most "
+                f"{switch - prompt + 1}, or a prompt of more than {switch} tokens"
+            )

@@ -1,0 +1,209 @@
+"""Which prefill and which decode worker serve a request, and when."""
+
+import asyncio
+import itertools
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.errors import DeadlineExceeded
+from tandem.cluster.routing.admission import AdmissionQueue
+from tandem.cluster.routing.islands import Islands
+from tandem.cluster.routing.prefill_hints import Drawn
+from tandem.cluster.routing.worker_link import WORKER_LOST, WorkerLink
+from tandem.proto import worker_pb2
+from tandem.workers.event_loop import unwatched
+from tandem.workers.wire.messages import prompt_to_bytes
+
+RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
+PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
+ABORT_AGAIN_SECONDS = 1.0
+# A worker that does not answer in time may be stopped, and may answer all the same when it goes on.
+PREPARE_LOST = WORKER_LOST | {grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A pair of workers and the pages that the decode worker set aside. request_id is the one the workers know; drawn
+    may have the first token before the prefill worker's answer does, where it has heard of the prompt already."""
+
+    request_id: str
+    prefill: WorkerLink
+    decode: WorkerLink
+    reservation: worker_pb2.Reservation
+    prompt_tokens: int
+    total_tokens: int
+    drawn: Drawn | None = None
+
+
+class Router:
+    """Least loaded pair; a request without a place waits its turn, until its deadline.
+
+    Nothing is computed without landing space: a request is placed when a decode worker has answered PrepareReceive.
+    id_prefix tells apart what different gateways ask of the workers.
+    """
+
+    def __init__(self, islands: Islands, queue: AdmissionQueue, *, id_prefix: str, queue_seconds: float) -> None:
+        self._islands = islands
+        self._queue = queue
+        self._id_prefix = id_prefix
+        self._asked = itertools.count(1)
+        self._queue_seconds = queue_seconds
+        self._given_back = asyncio.Event()
+        self._cleanup: set[asyncio.Task[object]] = set()
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a place."""
+        return self._queue.requests
+
+    async def place(
+        self, request_id: str, token_ids: Int64Array, max_tokens: int, client: str, *, again: bool = False
+    ) -> Placement:
+        """Finds a pair of workers; one that cannot be reached is passed over. client: whose request it is; clients that
+        wait take turns. `again`: the request was admitted before, and a full queue does not turn it away.
+
+        Raises Overloaded (queue full), DeadlineExceeded (no place in time) or the worker's AioRpcError.
+        """
+        if not self.queued:
+            placement = await self._try(request_id, token_ids, max_tokens, announce=True)
+            if placement is not None:
+                return placement
+        try:
+            async with (
+                asyncio.timeout(self._queue_seconds),
+                self._queue.turn(client, len(token_ids) + max_tokens, admitted=again),
+            ):
+                return await self._wait_for_place(request_id, token_ids, max_tokens)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no decode worker had room for {len(token_ids)} prompt and {max_tokens} output tokens "
+                f"within {self._queue_seconds:g} s (gateway.queue_seconds)"
+            ) from None
+
+    async def give_back(self, placement: Placement, complete: bool) -> None:
+        """Ends a placement. Unless it is complete, both sides are told, the sender first: its answer means that it
+        writes no more, and only then may the receiver reuse the pages.
+
+        A sender that cannot say so yet is asked once more; after that leases and recalls end what is left.
+        """
+        request_id, quiet = placement.request_id, True
+        placement.prefill.awaited.discard(request_id)
+        if placement.drawn is not None:
+            placement.drawn.cancel()
+        if not complete:
+            quiet = await placement.prefill.abort(request_id)
+            await placement.decode.abort(request_id, writer_quiet=quiet)
+        placement.prefill.load -= placement.prompt_tokens
+        placement.decode.load -= placement.total_tokens
+        self._given_back.set()
+        if not quiet:
+            await asyncio.sleep(ABORT_AGAIN_SECONDS)
+            if await placement.prefill.abort(request_id):
+                await placement.decode.abort(request_id, writer_quiet=True)
+
+    def look_again(self) -> None:
+        """An island has come or gone: who waits for a place may have one now."""
+        self._given_back.set()
+
+    async def close(self) -> None:
+        """Waits for clean-ups under way."""
+        await asyncio.gather(*self._cleanup, return_exceptions=True)
+
+    async def _wait_for_place(self, request_id: str, token_ids: Int64Array, max_tokens: int) -> Placement:
+        while True:
+            self._given_back.clear()
+            placement = await self._try(request_id, token_ids, max_tokens)
+            if placement is not None:
+                return placement
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._given_back.wait(), RETRY_SECONDS)
+
+    async def _try(
+        self, request_id: str, token_ids: Int64Array, max_tokens: int, *, announce: bool = False
+    ) -> Placement | None:
+        """The least loaded decode worker that has room, with its island's least loaded prefill worker; else None.
+
+        announce: whether that prefill worker, if it has nothing to do, hears of the prompt before there is room for it.
+        """
+        total = len(token_ids) + max_tokens
+        for decode, prefill in self._islands.pairs():
+            # Never twice the same: a late Abort of what one worker was asked before must not meet what it is asked now.
+            worker_id = f"{self._id_prefix}{next(self._asked)}/{request_id}"
+            request = worker_pb2.PrepareReceiveRequest(
+                request_id=worker_id,
+                epoch=decode.epoch,
+                prompt=prompt_to_bytes(token_ids),
+                max_tokens=max_tokens,
+                writer_pe=prefill.pe,
+            )
+            drawn = self._announce(prefill, worker_id, request.prompt) if announce and not prefill.awaited else None
+            announce = False
+            prefill.awaited.add(worker_id)
+            decode.load += total
+            prefill.load += len(token_ids)  # already, for the next request comes while this one waits for the answer
+            reservation = None
+            try:
+                reservation = await self._prepare(decode, request)
+            finally:
+                if reservation is None:
+                    decode.load -= total
+                    prefill.load -= len(token_ids)
+                    prefill.awaited.discard(worker_id)
+                    if drawn is not None:
+                        drawn.cancel()
+                        self.in_background(prefill.abort(worker_id))
+            if reservation is not None:
+                return Placement(worker_id, prefill, decode, reservation, len(token_ids), total, drawn)
+        return None
+
+    def _announce(self, prefill: WorkerLink, request_id: str, prompt: bytes) -> Drawn:
+        drawn = prefill.announcements.expect(request_id)
+        announcement = worker_pb2.AnnounceRequest(request_id=request_id, epoch=prefill.epoch, prompt=prompt)
+        self.in_background(prefill.announcements.send(announcement))
+        return drawn
+
+    async def _prepare(
+        self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
+    ) -> worker_pb2.Reservation | None:
+        call = unwatched(asyncio.ensure_future(self._ask(decode, request)))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            # The worker may answer all the same; what it then holds is given back.
+            self.in_background(self._abandon(decode, request.request_id, call))
+            raise
+
+    async def _abandon(
+        self, decode: WorkerLink, request_id: str, call: "asyncio.Future[worker_pb2.Reservation | None]"
+    ) -> None:
+        await asyncio.wait([call])
+        await decode.abort(request_id, writer_quiet=True)
+
+    async def _ask(
+        self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
+    ) -> worker_pb2.Reservation | None:
+        """None when the worker has no room, or does not answer: others may, and the supervisor sees to it."""
+        try:
+            return await decode.stub.PrepareReceive(request, timeout=PREPARE_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return None
+            if error.code() not in PREPARE_LOST:
+                raise
+            decode.avoid()
+            self.in_background(decode.abort(request.request_id, writer_quiet=True))  # no sender has its reservation
+        except (asyncio.CancelledError, grpc.aio.UsageError):
+            pass  # nobody cancels this task: the connection was closed, for the island has a new epoch
+        return None
+
+    def in_background(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        """Work that must be done even when the call that wanted it is gone; close() waits for it."""
+        task = asyncio.create_task(coroutine)
+        self._cleanup.add(task)
+        task.add_done_callback(self._cleanup.discard)

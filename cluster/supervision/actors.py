@@ -1,0 +1,132 @@
+"""What runs in the processes of a cluster, as its supervisors call it. Knows nothing of Ray."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tandem.cluster.errors import TandemError
+from tandem.cluster.gateway import Doors, Gateway, GatewaySettings
+from tandem.cluster.processes.actor_server import set_title
+from tandem.cluster.processes.gpu_claim import GpuClaim
+from tandem.cluster.processes.visible_gpus import VARIABLE, with_peers
+from tandem.cluster.routing.membership import IslandState
+from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
+from tandem.cluster.supervision.heartbeat import MEETING
+from tandem.workers.config import WorkerConfig
+from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.worker import Worker
+
+# How long the event loop may keep the interpreter from the thread that launches kernels; 5 ms by default.
+SWITCH_SECONDS = 0.0001
+
+
+class WorkerActor:
+    """One worker in a process of its own. One of the calls that prepare it at a time; others may come beside it."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        if config.device == "cuda":  # which nothing has touched yet in this process
+            os.environ[VARIABLE] = with_peers(os.environ.get(VARIABLE, ""))
+            sys.setswitchinterval(SWITCH_SECONDS)
+        self._stopped = threading.Event()
+        self._phase = ""  # of what prepares it right now
+        self._worker = Worker(config)
+        self._claim: GpuClaim | None = None
+
+    def load(self) -> None:
+        with self._preparing("weights"):
+            self._worker.load()
+
+    def progress(self) -> tuple[str, int, int]:
+        """Phase of its start, bytes of weights that were read, bytes in all."""
+        return self._phase, self._worker.loaded_bytes, self._worker.total_bytes
+
+    def pages_that_fit(self, utilization: float) -> int:
+        with self._preparing("memory"):
+            self._claim = self._claim or GpuClaim(self._worker.gpu)
+            return self._worker.pages_that_fit(utilization)
+
+    def open(self, num_pages: int) -> bytes:
+        with self._preparing(MEETING):
+            return self._worker.open(num_pages)
+
+    def join(self, handles: list[bytes]) -> None:
+        with self._preparing(MEETING):
+            self._worker.join(handles)
+
+    def serve(self) -> str:
+        with self._preparing("kernels"):
+            return self._worker.serve()
+
+    def leave(self) -> None:
+        with self._preparing(MEETING):
+            self._worker.leave()
+
+    def rejoin(self, name: str, config: WorkerConfig) -> None:
+        """name: of this actor from now on."""
+        set_title(name)
+        with self._preparing(MEETING):
+            self._worker.rejoin(config)
+
+    def ping(self) -> tuple[str, int] | None:
+        """Returns when the worker can still take a command: one that hangs in a step does not. See Heartbeat."""
+        self._worker.ping()
+        phase = self._phase
+        return (phase, self._worker.prepared) if phase else None
+
+    @contextmanager
+    def _preparing(self, phase: str) -> Iterator[None]:
+        self._phase = phase
+        try:
+            yield
+        finally:
+            self._phase = ""
+
+    def release(self, prefix: str, writer_quiet: bool = False) -> None:
+        self._worker.release(prefix, writer_quiet)
+
+    def wait(self) -> None:
+        """Returns when stop() was called: whoever holds this call's answer learns when the process ends."""
+        self._stopped.wait()
+
+    def stop(self) -> None:
+        self._worker.stop()
+        if self._claim is not None:
+            self._claim.release()
+        self._stopped.set()
+
+
+class GatewayActor:
+    """The gateway in a process of its own."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._stopped = threading.Event()
+        self._events = EventLoopThread("gateway")
+        self._gateway = Gateway(settings)
+
+    def serve(self) -> Doors:
+        return self._events.run(self._gateway.start(), timeout=30)
+
+    def ping(self) -> None:
+        self._events.run(self._gateway.ping(), timeout=30)
+
+    def update_island(self, state: IslandState) -> None:
+        self._events.run(self._gateway.update_island(state), timeout=30)
+
+    def placed_tokens(self, island: str) -> int:
+        return self._events.run(self._gateway.placed_tokens(island), timeout=30)
+
+    def next_order(self) -> ScaleOrder | None:
+        return self._events.run(self._gateway.next_order(), timeout=60)
+
+    def answer_order(self, number: int, outcome: ScaleOutcome | TandemError) -> None:
+        self._events.run(self._gateway.answer_order(number, outcome), timeout=30)
+
+    def wait(self) -> None:
+        self._stopped.wait()
+
+    def stop(self, grace: float) -> None:
+        self._events.run(self._gateway.stop(grace), timeout=grace + 20)
+        self._events.stop()
+        self._stopped.set()

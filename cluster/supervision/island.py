@@ -1,0 +1,233 @@
+"""The processes of one island in one epoch: how they are started, made one island, watched and ended."""
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
+from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
+from tandem.cluster.routing.worker_link import WorkerAddress
+from tandem.cluster.scaling import Shape, keep_members
+from tandem.cluster.supervision.actors import WorkerActor
+from tandem.cluster.supervision.liveness import Liveness
+from tandem.cluster.supervision.process_settings import agreed_pages, utilization_to_fill, worker_configs
+from tandem.cluster.supervision.start_clock import StartClock
+from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
+from tandem.workers.config import Role, WorkerConfig
+
+START_SECONDS = 600.0
+STOP_SECONDS = 30.0
+RELEASE_SECONDS = 30.0
+PROGRESS_SECONDS = 2.0
+MODULES = ("numpy.ma",)  # np.unique imports it when it is first called
+GPU_MODULES = (
+    *MODULES,
+    "tandem.transfer.nvshmem",
+    "tandem.cache.kernels.flashinfer.preload:preload_flashinfer",
+    "tandem.cache.kernels.triton.preload:preload_triton",
+    "triton.compiler.code_generator",  # the first launch imports it
+)
+
+
+LoadState = tuple[str, str, int, int]  # worker, phase of its start, bytes loaded, bytes in all
+
+
+class Island:
+    """launch() → load() → form() → wait_for(), then end(): one thread calls them. What waits raises Stopping when told.
+
+    An island is formed once: when a member is lost the others end too, and the next epoch is another Island, which may
+    have its processes started in their places: succeed(), then launch() as before. One that takes the very processes of
+    the epoch before begins with extend() → take_over() in place of the first three.
+    StartFailed and ProcessEnded say that it did not come about.
+    """
+
+    def __init__(self, processes: Processes, config: ClusterConfig, max_model_len: int, name: str, epoch: int) -> None:
+        self._processes = processes
+        self._config = config
+        self._max_model_len = max_model_len
+        self._workers = worker_configs(config, max_model_len, name, epoch)
+        self._group: ProcessGroup | None = None  # shared with the epoch whose processes these are
+        self._members: list[ActorProcess] = []  # in the order of their PEs
+        self.shape = Shape(config.island.num_prefill, config.island.num_decode)
+        self.clock = StartClock()
+        self.num_pages = 0  # of each worker, once the island is formed
+        self.formed = False
+
+    def launch(self, stop: StopSignal) -> None:
+        """Starts the processes."""
+        gpus = 1 if self._workers[0].device == "cuda" else 0
+        with self.clock.phase("processes, imports"):
+            specs = [self._spec(worker) for worker in self._workers]
+            self._group = self._processes.start_again(self._group, specs, gpus=gpus, threads=self._threads)
+            self._members = list(self._group.members)
+            self._liveness = Liveness(self._members, self._config.recovery, stop)
+            self._all("progress")  # answered once the process has its imports
+
+    def succeed(self, before: "Island") -> None:
+        """`before` is over: launch() ends its processes and starts this island's in their places.
+
+        Where `before` was not formed its places may be why: they are given back now, and launch() finds others.
+        """
+        if not before.formed:
+            before.end(gently=False)
+        self._group, before._group, before._members = before._group, None, []
+
+    def load(self) -> None:
+        """Reads the weights; progress() tells how far."""
+        with self.clock.phase("weights"):
+            self._all("load")
+
+    def form(self, num_pages: int | None = None) -> tuple[WorkerAddress, ...]:
+        """Handles travel by way of this process: every PE opens its memory, then every PE maps all the others'.
+
+        num_pages: what an earlier epoch had; the gateway admits requests by it, so with less there is no island.
+        """
+        with self.clock.phase("island"):
+            self.num_pages = self._agree(self._members, num_pages)
+            self._join()
+        with self.clock.phase("kernels"):
+            return self._serve()
+
+    def extend(self, before: "Island") -> int:
+        """Starts and loads the workers that `before` lacks, while that serves on; how many they are.
+
+        StartFailed, or what a worker raised: the new processes are ended, and `before` is as it was. ProcessEnded: it
+        has lost a member.
+        """
+        assert before._group is not None, "launch() comes first"
+        kept = keep_members(before.shape.roles, self.shape.roles)
+        specs = [self._spec(worker) for worker, pe in zip(self._workers, kept, strict=True) if pe is None]
+        started = before._group.grow(specs, threads=self._threads)
+        try:
+            before._liveness.add(started)
+            self._group, self._liveness = before._group, before._liveness
+            unused = iter(started)
+            self._members = [next(unused) if pe is None else before._members[pe] for pe in kept]
+            self._ask(started, "load")
+            if started:
+                self._agree(started, before.num_pages)
+        except BaseException as error:
+            before._liveness.forget(started)
+            before._group.shrink(started)
+            if isinstance(error, ProcessEnded) and error.name in [member.name for member in started]:
+                raise StartFailed(str(error)) from error
+            raise
+        return len(started)
+
+    def take_over(self, before: "Island") -> tuple[WorkerAddress, ...]:
+        """After extend(): `before` ends, with the calls that its workers still answer, and this island is formed by
+        those that stay and the new ones. As form()."""
+        assert self._group is not None, "extend() comes first"
+        before._all("leave")
+        gone = [member for member in before._members if member not in self._members]
+        self._liveness.forget(gone)
+        before._stop_gently(gone)
+        self._group.shrink(gone)
+        kept = [(member, worker) for member, worker in zip(self._members, self._workers, strict=True)
+                if member in before._members]  # fmt: skip
+        for member, worker in kept:
+            member.name = self._spec(worker).name
+        self._results([member.call("rejoin", member.name, worker) for member, worker in kept])
+        self.num_pages = before.num_pages
+        self._join()
+        return self._serve()
+
+    def wait_for(self, event: Future[Any]) -> None:
+        """Returns when the event has come; ProcessEnded when a member is lost."""
+        self._liveness.results([event], math.inf)
+
+    def progress(self) -> list[LoadState]:
+        """How far each worker is; empty when they do not tell. From any thread."""
+        calls = [member.call("progress") for member in self._members]
+        try:
+            states = StopSignal().results(calls, PROGRESS_SECONDS)
+        except (TandemError, TimeoutError):
+            return []
+        names = (f"{worker.island} {_name(worker)}" for worker in self._workers)
+        return [(name, *state) for name, state in zip(names, states, strict=False)]
+
+    def release(self, prefix: str) -> None:
+        """Ends the requests whose ids begin with `prefix`: whoever had asked for them is gone. From any thread.
+
+        The senders first: their answer means that they write no more, and only then may receivers reuse pages.
+        """
+        quiet = self._try(Role.PREFILL, "release", prefix)
+        self._try(Role.DECODE, "release", prefix, quiet)
+
+    def end(self, gently: bool) -> None:
+        """Ends the processes; gently lets them close what they hold, which only an unbroken island can. Idempotent."""
+        if gently:
+            self._stop_gently(self._members)
+        if self._group is not None:
+            self._group.end()
+            self._group, self._members = None, []
+
+    @property
+    def worker_token(self) -> str:
+        """What the workers ask for; for who speaks to them past the gateway, as benchmarks do."""
+        return self._workers[0].token
+
+    @property
+    def _threads(self) -> int:
+        return self._workers[0].threads or 1
+
+    def _spec(self, worker: WorkerConfig) -> ActorSpec:
+        name = f"{self._config.name}/{worker.island}.{worker.epoch}/{_name(worker)}"
+        return ActorSpec(name, WorkerActor, worker, GPU_MODULES if worker.device == "cuda" else MODULES)
+
+    def _agree(self, members: Sequence[ActorProcess], num_pages: int | None) -> int:
+        """Pages in every pool, for which these members have room. StartFailed where it is less than num_pages."""
+        utilization = utilization_to_fill(self._config)
+        rooms = [] if utilization is None else self._ask(members, "pages_that_fit", utilization)
+        fitting_all = agreed_pages(self._config, rooms, self._max_model_len)
+        if num_pages is not None and fitting_all < num_pages:
+            raise StartFailed(f"there is room for {fitting_all} pages; the island had {num_pages} before")
+        return num_pages or fitting_all
+
+    def _join(self) -> None:
+        handles = self._all("open", self.num_pages)
+        self._all("join", handles)
+
+    def _serve(self) -> tuple[WorkerAddress, ...]:
+        addresses = self._all("serve")
+        self.formed = True
+        return tuple(
+            WorkerAddress(worker.role, worker.pe, address, worker.token)
+            for worker, address in zip(self._workers, addresses, strict=True)
+        )
+
+    def _all(self, method: str, *arguments: object) -> list[Any]:
+        return self._ask(self._members, method, *arguments)
+
+    def _ask(self, members: Sequence[ActorProcess], method: str, *arguments: object) -> list[Any]:
+        return self._results([member.call(method, *arguments) for member in members])
+
+    def _results(self, calls: Sequence[Future[Any]]) -> list[Any]:
+        """What all returned; a TandemError that one raised comes out as it is, others as StartFailed."""
+        try:
+            return self._liveness.results(calls, START_SECONDS)
+        except (TandemError, Stopping):
+            raise
+        except Exception as error:
+            raise StartFailed(f"{type(error).__name__}: {error}") from error
+
+    def _stop_gently(self, members: Sequence[ActorProcess]) -> None:
+        with suppress(Exception):  # what does not stop by itself is killed next
+            StopSignal().results([member.call("stop") for member in members], STOP_SECONDS)
+
+    def _try(self, role: Role, method: str, *arguments: object) -> bool:
+        """Whether all members of the role did it in time."""
+        members = zip(self._workers, self._members, strict=False)
+        calls = [member.call(method, *arguments) for worker, member in members if worker.role == role]
+        try:
+            StopSignal().results(calls, RELEASE_SECONDS)
+        except Exception:  # whatever it was, the members have not said that they did it
+            return False
+        return True
+
+
+def _name(worker: WorkerConfig) -> str:
+    return f"{worker.role} (PE {worker.pe})"

@@ -1,0 +1,142 @@
+"""Keeps one island running. A lost worker ends its whole island, and the next epoch takes its place."""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NoReturn
+
+from tandem.cluster.config import RecoverySection
+from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused, TandemError
+from tandem.cluster.routing.membership import Membership
+from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape
+from tandem.cluster.supervision.island import Island
+from tandem.cluster.supervision.process_settings import FIRST_EPOCH
+from tandem.cluster.supervision.supervisor import Supervisor
+
+GATEWAY_SECONDS = 2.0  # longest wait for the gateway to answer
+DRAIN_POLL_SECONDS = 0.02
+log = logging.getLogger(__name__)
+
+
+class IslandSupervisor(Supervisor):
+    """island_of makes the island of a given epoch and shape, not yet launched. scale() may come from any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: Shape,
+        island_of: Callable[[int, Shape], Island],
+        membership: Membership,
+        recovery: RecoverySection,
+        failed: Callable[[TandemError], None],
+    ) -> None:
+        super().__init__(f"island {name}", recovery, failed)
+        self.island_name = name
+        self._island_of = island_of
+        self._membership = membership
+        self._epochs = itertools.count(FIRST_EPOCH)  # one that did not come about is not tried again
+        self._epoch = next(self._epochs)
+        self._num_pages: int | None = None
+        self._orders = ScaleOrders()
+        self.island = island_of(self._epoch, shape)
+
+    @property
+    def num_pages(self) -> int:
+        """Of each worker, in every epoch; 0 before the first."""
+        return self._num_pages or 0
+
+    def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
+        """Gives the island another shape, in its turn. ScaleRefused: it serves on as it was; other errors: it does not,
+        and is started again as it was. The outcome comes once the gateway knows of the new shape, or is gone."""
+        return self._orders.add(order)
+
+    def _begin(self) -> None:
+        self.island.launch(self._stop)
+        self.island.load()
+        workers = self.island.form(self._num_pages)
+        self._num_pages = self.island.num_pages
+        self._membership.update(self.island_name, self._epoch, self._budget.used, workers)
+        log.info("island %s serves in epoch %d; seconds: %s", self.island_name, self._epoch, self.island.clock.seconds)
+
+    def _watch(self) -> NoReturn:
+        while True:
+            self.island.wait_for(self._orders.first)
+            order, outcome = self._orders.take()
+            try:
+                scaled, told = self._reshape(order.shape(self.island.shape))
+                _after(told, partial(outcome.set_result, scaled))
+            except ScaleRefused as error:
+                outcome.set_exception(error)
+            except BaseException as error:
+                outcome.set_exception(
+                    ReshapeFailed(f"island {self.island_name} keeps its shape, and is started again: {error}")
+                )
+                raise
+
+    def _reshape(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:
+        """What came of it, and the calls that tell the gateway."""
+        before = self.island
+        if shape == before.shape:
+            kept = len(shape.roles)
+            return ScaleOutcome(self.island_name, self._epoch, shape, kept, started=0, ended=0, seconds_away=0.0), []
+        epoch = next(self._epochs)
+        after = self._island_of(epoch, shape)
+        try:
+            started = after.extend(before)
+        except ProcessEnded:
+            raise
+        except TandemError as error:
+            raise ScaleRefused(f"island {self.island_name} serves on as it was: {error}") from error
+        away = time.monotonic()
+        self._stop_admission()
+        try:
+            workers = after.take_over(before)
+        except ProcessEnded:
+            raise
+        except TandemError as error:
+            raise ReshapeFailed(f"the island was not formed anew: {error}") from error
+        self.island, self._epoch = after, epoch
+        told = self._membership.update(self.island_name, epoch, self._budget.used, workers)
+        kept = len(shape.roles) - started
+        ended = len(before.shape.roles) - kept
+        return ScaleOutcome(self.island_name, epoch, shape, kept, started, ended, time.monotonic() - away), told
+
+    def _clear(self) -> None:
+        """Admission stops, what survives finishes what it can, then all processes end: the epoch is over."""
+        before = self.island
+        self._stop_admission()
+        self._epoch = next(self._epochs)
+        self.island = self._island_of(self._epoch, before.shape)
+        self.island.succeed(before)
+
+    def _stop_admission(self) -> None:
+        """Returns when the island has no requests any more, or the time for that is over."""
+        told = self._membership.update(self.island_name, self._epoch, self._budget.used, ())
+        try:
+            self._stop.results(told, GATEWAY_SECONDS)
+            self._drain()
+        except (TandemError, TimeoutError):
+            pass  # without the gateway nobody reads what the workers would still generate
+
+    def _drain(self) -> None:
+        deadline = time.monotonic() + self._recovery.drain_seconds
+        while time.monotonic() < deadline:
+            asked = self._membership.ask_placed_tokens(self.island_name)
+            if not asked or self._stop.results(asked, GATEWAY_SECONDS) == [0]:
+                return
+            self._stop.wait_any((), DRAIN_POLL_SECONDS)
+
+    def _end(self) -> None:
+        self._orders.close(ScaleRefused(f"island {self.island_name} is stopped"))
+        self.island.end(gently=True)
+
+
+def _after(calls: list[Future[Any]], act: Callable[[], None]) -> None:
+    """Acts once the last of them has ended, however it did; at once where there is none."""
+    if calls:
+        calls[0].add_done_callback(lambda _: _after(calls[1:], act))
+    else:
+        act()

@@ -1,0 +1,252 @@
+"""Starts a cluster's islands and its gateway, keeps them running, and takes everything down again."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from tandem.cache.kernels.gpu_limits import check_layout
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.layout import KVLayout
+from tandem.cluster.config import ClusterConfig, GatewaySection
+from tandem.cluster.credentials import ServerSecurity
+from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed, TandemError
+from tandem.cluster.gateway import Doors
+from tandem.cluster.processes.processes import Processes
+from tandem.cluster.processes.ray_processes import RayProcesses
+from tandem.cluster.routing.membership import Membership
+from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
+from tandem.cluster.supervision.gateway_supervisor import GatewaySupervisor
+from tandem.cluster.supervision.island import Island, LoadState
+from tandem.cluster.supervision.island_supervisor import IslandSupervisor
+from tandem.cluster.supervision.process_settings import agreed_pages, gateway_settings, island_names, worker_configs
+from tandem.cluster.supervision.start_clock import StartClock
+from tandem.cluster.supervision.supervisor import Supervisor
+from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.transfer.segment import machine_memory
+from tandem.workers.checkpoint.errors import ModelError
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.kv_scales import choose_scales
+from tandem.workers.models.registry import load_config
+from tandem.workers.models.weights import check_weights
+from tandem.workers.runner.model_cache import kv_layout
+
+READY_POLL_SECONDS = 0.2
+GIB = 1 << 30
+
+Progress = Callable[[Sequence[LoadState]], None]
+
+
+class Cluster:
+    """A running cluster. start() returns when requests can come; stop() leaves nothing behind and is idempotent.
+
+    Between the two, processes that end are started again without anybody's help. Raises ConfigError, StartFailed,
+    ClusterRunning from start(); WorkerLost from wait() when that is no longer possible.
+    """
+
+    def __init__(self, config: ClusterConfig, processes: Processes | None = None) -> None:
+        if config.model.path is None:
+            raise ConfigError("model.path is missing; give --model DIR or set it in the config")
+        self._config = config
+        self._processes = processes or RayProcesses()
+        self._membership = Membership()
+        self._islands: list[IslandSupervisor] = []
+        self._gateway: GatewaySupervisor | None = None
+        self._failure: Future[None] = Future()
+        self.grpc_address = ""
+        self.http_address: str | None = None
+        self.clock = StartClock()  # of several islands, the slowest one's phases
+
+    def start(self, progress: Progress | None = None) -> str:
+        """HOST:PORT of the gateway's gRPC door. progress is called a few times a second until all islands serve."""
+        max_model_len = self._check_model()
+        ServerSecurity(**self._config.security.model_dump()).check()
+        _check_doors(self._config.gateway)
+        try:
+            with self.clock.phase("ray"):
+                self._processes.start(self._config.name, self._config.ray.num_cpus)
+            self._start_islands(max_model_len)
+            self._wait_until_ready(self._islands, progress)
+            self.clock.seconds |= max((island.island.clock.seconds for island in self._islands), key=_sum)
+            with self.clock.phase("gateway"):
+                doors = self._start_gateway(max_model_len)
+                self.grpc_address, self.http_address = doors.grpc, doors.http
+        except BaseException:
+            self.stop()
+            raise
+        return self.grpc_address
+
+    def wait(self) -> None:
+        """Does not return: raises WorkerLost when a part was lost too often to be started again."""
+        while True:
+            try:
+                self._failure.result(timeout=1.0)
+            except TimeoutError:
+                continue
+
+    def stop(self, grace: float = 1.0) -> None:
+        """Ends the gateway, whose calls under way have `grace` seconds, then the islands, then what placed them."""
+        if self._gateway is not None:
+            self._gateway.grace = grace
+            self._gateway.stop()
+            self._gateway.join()
+        for island in self._islands:
+            island.stop()
+        for island in self._islands:
+            island.join()
+        self._gateway, self._islands = None, []
+        self._processes.stop()
+
+    def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
+        """Gives a running island another shape; see IslandSupervisor.scale. InvalidRequest when it is not known."""
+        named = [island for island in self._islands if order.island in (island.island_name, "")]
+        if len(named) == 1:
+            return named[0].scale(order)
+        refused: Future[ScaleOutcome] = Future()
+        names = ", ".join(island.island_name for island in self._islands)
+        refused.set_exception(InvalidRequest(f"island is {order.island!r}; it must be one of {names}"))
+        return refused
+
+    @property
+    def worker_token(self) -> str:
+        """As Island.worker_token, of the first island."""
+        return self._islands[0].island.worker_token
+
+    def _check_model(self) -> int:
+        """max_model_len. ConfigError for what is wrong with the checkpoint, before anything is started for it."""
+        folder = Path(self._config.model.path or "")
+        try:
+            model = load_config(folder, self._config.model.dtype)
+            if self._config.model.load_format == "safetensors":
+                check_weights(folder, model)
+            scales = choose_scales(worker_configs(self._config, model.max_length)[0], model)
+            layout = kv_layout(model, self._config.cache.page_size, scales)
+            Tokenizer.from_folder(folder)
+        except ModelError as error:
+            raise ConfigError(f"model.path: {error}") from error
+        except InvalidArgument as error:
+            raise ConfigError(f"cache.{error}") from error
+        if self._config.island.device == "cuda":
+            _check_gpu(layout, model)
+        else:
+            _check_memory(layout, agreed_pages(self._config, (), model.max_length))
+        max_model_len = self._config.model.max_model_len or model.max_length
+        if max_model_len > model.max_length:
+            raise ConfigError(
+                f"model.max_model_len is {max_model_len}; the checkpoint takes at most {model.max_length}"
+            )
+        return max_model_len
+
+    def _start_islands(self, max_model_len: int) -> None:
+        self._check_room()
+        for name in island_names(self._config):
+            island = IslandSupervisor(
+                name,
+                Shape(self._config.island.num_prefill, self._config.island.num_decode),
+                partial(self._island, max_model_len, name),
+                self._membership,
+                self._config.recovery,
+                self._fail,
+            )
+            self._islands.append(island)
+            island.start()
+
+    def _check_room(self) -> None:
+        """Island by island it would be found out late: after those before have loaded their weights."""
+        section, islands = self._config.island, self._config.num_islands
+        workers = islands * (section.num_prefill + section.num_decode)
+        try:
+            self._processes.check_room(workers, gpus=1 if section.device == "cuda" else 0)
+        except StartFailed as error:
+            each = f"island.num_prefill {section.num_prefill} and island.num_decode {section.num_decode}"
+            raise StartFailed(f"num_islands is {islands}, each with {each}: {error}") from error
+
+    def _island(self, max_model_len: int, name: str, epoch: int, shape: Shape) -> Island:
+        section = self._config.island.model_copy(update=asdict(shape))
+        config = self._config.model_copy(update={"island": section})
+        return Island(self._processes, config, max_model_len, name, epoch)
+
+    def _start_gateway(self, max_model_len: int) -> Doors:
+        num_pages = min(island.num_pages for island in self._islands)
+        settings = gateway_settings(self._config, max_model_len, num_pages)
+        self._gateway = GatewaySupervisor(
+            self._processes, settings, self._membership, self._release, self.scale, self._config.recovery, self._fail
+        )
+        self._gateway.start()
+        self._wait_until_ready([self._gateway], None)
+        return self._gateway.doors
+
+    def _wait_until_ready(self, parts: Sequence[Supervisor], progress: Progress | None) -> None:
+        pending = [part.ready for part in parts]
+        while pending:
+            if progress is not None:
+                progress([state for island in self._islands for state in island.island.progress()])
+            time.sleep(READY_POLL_SECONDS)
+            for ready in pending:
+                if ready.done():
+                    ready.result()
+            pending = [ready for ready in pending if not ready.done()]
+
+    def _release(self, prefix: str) -> None:
+        for island in self._islands:
+            # A worker that is stopped answers late, and nobody need wait for it.
+            threading.Thread(target=island.island.release, args=(prefix,), name="release", daemon=True).start()
+
+    def _fail(self, error: TandemError) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+
+def _sum(seconds: Mapping[str, float]) -> float:
+    return sum(seconds.values())
+
+
+def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
+    """ConfigError unless the kernels of a GPU serve the cache of a model, whose layout this is."""
+    try:
+        check_layout(layout, None if model.latent is None else model.latent.heads)
+    except InvalidArgument as error:
+        raise ConfigError(f"island.device is cuda, which model.path and cache.page_size do not fit: {error}") from error
+
+
+def _check_memory(layout: KVLayout, num_pages: int) -> None:
+    """ConfigError where one worker's pages would not fit into this machine's memory; those of windows take less."""
+    sizes = [layout.page_bytes(index) for index, group in enumerate(layout.groups) if group.window is None]
+    needed, there = num_pages * sum(sizes), machine_memory()
+    if needed > there:
+        raise ConfigError(
+            f"cache.num_pages is {num_pages}; so many pages take {needed / GIB:.1f} GiB in each worker, and this "
+            f"machine has {there / GIB:.1f}: at most {num_pages * there // needed} are accepted"
+        )
+
+
+def _check_doors(section: GatewaySection) -> None:
+    _check_port(section.host, section.port, "port", "--grpc-port")
+    if section.http_port is None:
+        return
+    if find_spec("uvicorn") is None:
+        raise ConfigError(
+            f"gateway.http_port is {section.http_port}; it needs uvicorn, which is not installed: "
+            "pip install 'tandem[http]', or leave the port out"
+        )
+    _check_port(section.host, section.http_port, "http_port", "--http-port")
+
+
+def _check_port(host: str, port: int, key: str, option: str) -> None:
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartFailed(
+                f"gateway.{key} {port} on {host} cannot be opened ({error.strerror}); "
+                f"choose a free one with {option}, or 0 for any free one"
+            ) from error

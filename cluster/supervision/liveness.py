@@ -1,0 +1,77 @@
+"""Watches the processes of a group: the end of one is told at once, its silence is measured."""
+
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from tandem.cluster.config import RecoverySection
+from tandem.cluster.errors import ProcessEnded
+from tandem.cluster.processes.processes import ActorProcess
+from tandem.cluster.supervision.heartbeat import POLL_SECONDS, Heartbeat
+from tandem.cluster.supervision.stop_signal import StopSignal
+
+
+class Liveness:
+    """Watches the members of a group. A process that is stopped or slow counts as alive, up to the limits."""
+
+    def __init__(self, members: Sequence[ActorProcess], recovery: RecoverySection, stop: StopSignal) -> None:
+        self._recovery = recovery
+        self._stop = stop
+        self._ends: dict[Future[Any], ActorProcess] = {}
+        self._heartbeats: list[Heartbeat] = []
+        self._ticked = time.monotonic()
+        self.add(members)
+
+    def add(self, members: Iterable[ActorProcess]) -> None:
+        for member in members:
+            self._ends[member.call("wait")] = member
+            self._heartbeats.append(Heartbeat(member))
+
+    def forget(self, members: Sequence[ActorProcess]) -> None:
+        """Their ends are no loss any more."""
+        self._ends = {end: member for end, member in self._ends.items() if member not in members}
+        self._heartbeats = [heartbeat for heartbeat in self._heartbeats if heartbeat.process not in members]
+
+    def results(self, calls: Sequence[Future[Any]], seconds: float) -> list[Any]:
+        """What the calls returned or the exception of the first that failed.
+
+        ProcessEnded when a member has ended, or was ended here because it was silent or did not get on for too long;
+        TimeoutError after `seconds` in which nothing was returned and no member got on with what it prepares.
+        """
+        deadline, got_to = time.monotonic() + seconds, self._got_to()
+        pending = set(calls)
+        while pending:
+            done = self._wait(pending)
+            if done or got_to != self._got_to():
+                deadline, got_to = time.monotonic() + seconds, self._got_to()
+            for call in done:
+                call.result()
+            pending -= done
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer within {seconds:g} s{self._phases()}")
+        return [call.result() for call in calls]
+
+    def _wait(self, calls: Iterable[Future[Any]]) -> set[Future[Any]]:
+        """Those of `calls` that have ended, as soon as there is one, or none after a while."""
+        done = self._stop.wait_any([*self._ends, *calls], POLL_SECONDS)
+        for end in done & self._ends.keys():
+            error = end.exception()
+            raise error if isinstance(error, ProcessEnded) else ProcessEnded(self._ends[end].name, "it was stopped")
+        now = time.monotonic()
+        for heartbeat in self._heartbeats:
+            heartbeat.tick(now - self._ticked)
+            heartbeat.tell()
+            if why := heartbeat.excess(self._recovery):
+                heartbeat.process.kill()
+                raise ProcessEnded(heartbeat.process.name, why)
+        self._ticked = now
+        return done
+
+    def _got_to(self) -> list[tuple[str, int] | None]:
+        return [heartbeat.got_to for heartbeat in self._heartbeats]
+
+    def _phases(self) -> str:
+        """Which members still prepare what."""
+        preparing = [heartbeat for heartbeat in self._heartbeats if heartbeat.phase]
+        return "".join(f"; {heartbeat.process.name} is in phase {heartbeat.phase!r}" for heartbeat in preparing)

@@ -1,0 +1,101 @@
+"""Keeps a part of the cluster running: starts it, watches it, and starts it again when it is lost."""
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NoReturn
+
+from tandem.cluster.config import RecoverySection
+from tandem.cluster.errors import ProcessEnded, ReshapeFailed, StartFailed, TandemError, WorkerLost
+from tandem.cluster.supervision.restart_budget import RestartBudget
+from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
+
+JOIN_SECONDS = 120.0
+RETRY_SECONDS = 1.0
+log = logging.getLogger(__name__)
+
+
+class Supervisor(ABC):
+    """A thread that owns the processes of one part, from the first start to the end.
+
+    ready ends when the part first serves, or has the error that it could not. A later loss is repaired until the
+    budget of restarts is used up: then `failed` gets WorkerLost, once, from this thread.
+    """
+
+    def __init__(self, name: str, recovery: RecoverySection, failed: Callable[[TandemError], None]) -> None:
+        self.ready: Future[None] = Future()
+        self._name = name
+        self._recovery = recovery
+        self._failed = failed
+        self._stop = StopSignal()
+        self._budget = RestartBudget(recovery.max_restarts, recovery.window_seconds)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Tells the thread to end its processes gently, and does not wait for it."""
+        self._stop.call_off()
+
+    def join(self) -> None:
+        """Returns when the thread has ended, and its processes."""
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_SECONDS)
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Starts the processes until they serve. A TandemError when they do not."""
+
+    @abstractmethod
+    def _watch(self) -> NoReturn:
+        """Raises ProcessEnded when a process is lost, ReshapeFailed when the part does not serve any more."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """After a loss: sees to what the lost processes leave, and ends the rest of them."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Ends the processes gently."""
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+            self.ready.set_result(None)
+            while True:
+                try:
+                    self._watch()
+                except (ProcessEnded, ReshapeFailed) as lost:
+                    self._restart(lost)
+        except Stopping:
+            pass
+        except Exception as error:
+            known = error if isinstance(error, TandemError) else StartFailed(f"{type(error).__name__}: {error}")
+            if self.ready.done():
+                self._failed(known)
+            else:
+                self.ready.set_exception(known)
+        finally:
+            self._end()
+
+    def _restart(self, lost: TandemError) -> None:
+        while True:
+            log.warning("%s is started again: %s", self._name, lost)
+            self._clear()
+            if not self._budget.take(time.monotonic()):
+                recovery = self._recovery
+                raise WorkerLost(
+                    f"{self._name}: {lost}; it may be started again {recovery.max_restarts} times in "
+                    f"{recovery.window_seconds:g} s (recovery.max_restarts, recovery.window_seconds)"
+                )
+            try:
+                self._begin()
+                return
+            except TandemError as error:
+                lost = error
+                self._stop.wait_any((), RETRY_SECONDS)  # what the lost processes held may not all be free yet

@@ -1,0 +1,134 @@
+"""Chat templates of checkpoints: jinja in a sandbox, with the names and filters that transformers gives them."""
+
+import datetime
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tandem.workers.checkpoint.errors import InvalidTokenizer
+
+RENDER_SECONDS = 2.0
+MOST_SAID = 500  # characters of what a template says, which may repeat what it was given
+MAX_REPEATED = 1 << 20  # elements that `*` may make of a string or list; bits of a number that `**` may make
+TEMPLATE_FILE = "<template>"  # what jinja calls the code of a template that came as a string
+
+
+class ChatTemplateError(ValueError):
+    """The template refused these messages, or failed on them; the text says why."""
+
+
+class ChatTemplate:
+    """One compiled template; special_tokens are the variables bos_token, eos_token and so on."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises InvalidTokenizer when the template does not compile."""
+        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+        environment.filters["tojson"] = to_json
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = strftime_now
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise InvalidTokenizer(f"the chat template does not compile: {error}") from None
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt for `messages` (each with role and content), up to where the model is to speak.
+
+        ChatTemplateError when the template refuses them, fails, or runs for more than RENDER_SECONDS.
+        """
+        try:
+            with _time_limit(RENDER_SECONDS):
+                return self._template.render(
+                    messages=[dict(message) for message in messages],
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=True,
+                    **self._special_tokens,
+                )
+        except Exception as error:  # a template may raise anything; for the caller all of it is the template's refusal
+            raise ChatTemplateError(f"the chat template refuses these messages: {error!s:.{MOST_SAID}}") from error
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with a bound on what one operator may make of a small template."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            size = abs(int(left)).bit_length() * abs(right)
+        else:
+            size = max(_repeated(left, right), _repeated(right, left))
+        if size > MAX_REPEATED:
+            raise SecurityError(f"{operator} would make {size} elements; at most {MAX_REPEATED} are allowed")
+        return super().call_binop(context, operator, left, right)
+
+
+def _repeated(sequence: Any, count: Any) -> int:
+    is_sequence = isinstance(sequence, str | list | tuple) and isinstance(count, int)
+    return len(sequence) * count if is_sequence else 0
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Ends the template that this thread renders inside it with TimeoutError, also in the middle of a loop.
+
+    A trace function looks at the clock at each line of a template, and only there.
+    """
+    deadline = time.monotonic() + seconds
+    before = sys.gettrace()
+
+    def at_each_line(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it runs for more than {seconds:g} s")
+        return at_each_line
+
+    def at_each_call(frame: FrameType, event: str, argument: Any) -> Any:
+        return at_each_line if frame.f_code.co_filename == TEMPLATE_FILE else None
+
+    sys.settrace(at_each_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+class GenerationTag(Extension):
+    """{% generation %} … {% endgeneration %} marks what the model said, for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Not jinja's own filter, which escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

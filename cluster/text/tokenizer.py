@@ -1,0 +1,180 @@
+"""The checkpoint's tokenizer: text to token ids and back, one token at a time."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from tandem.cluster.text.chat_template import ChatTemplate, ChatTemplateError
+from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidTokenizer
+from tandem.workers.models.fields import Fields
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+HELD_TOKENS = 16  # more than any character takes: whoever holds back longer is waiting for bytes that will not come
+
+
+class Tokenizer:
+    """tokenizer.json of a checkpoint, and its chat template if it has one. Safe to share between threads.
+
+    special_ids: what decode() may skip.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
+        self._inner = inner
+        self._chat_template = chat_template
+        added = inner.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer | None":
+        """None when the folder has no tokenizer.json: such a model is served by token ids only.
+
+        Raises InvalidTokenizer, or InvalidConfig for tokenizer_config.json.
+        """
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            return None
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise InvalidTokenizer(f"{path} is not a readable tokenizer: {error}") from None
+        inner.no_truncation()
+        inner.no_padding()
+        return cls(inner, _read_chat_template(folder))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids with a text, added tokens included; the model's own vocabulary may be larger."""
+        return self._inner.get_vocab_size()
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest entry: n tokens stand for no more than n times as many."""
+        return max(map(len, self._inner.get_vocab()), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        # Of a batch, because for a single text the interpreter's lock is held, which stops an event loop beside it.
+        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """ChatTemplateError when there is no template or it refuses the messages."""
+        if self._chat_template is None:
+            raise ChatTemplateError("the checkpoint has no chat template; send text or token ids")
+        return self.encode(self._chat_template.render(messages), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """What the token adds to a text that it does not begin: a decoder may drop a leading space there. A part of a
+        character is a replacement character."""
+        once, twice = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
+        return twice[len(once) :]
+
+    def stream(self, *, skip_special_tokens: bool = True) -> "TextStream":
+        return TextStream(self, skip_special_tokens)
+
+
+class TextStream:
+    """Text of one request as its tokens come. What it returns, joined, is the decoding of all tokens.
+
+    A few tokens before the new ones are decoded along, for a decoder may treat the first token apart (leading
+    spaces). Text that ends in an incomplete character is held back until its bytes have come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._context: list[int] = []
+        self._held: list[int] = []
+        self._emitted = 0  # characters of the decoding of context and held that were returned
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became complete with these tokens, perhaps ""."""
+        new = [token_id for token_id in token_ids if token_id not in self._skipped]
+        held = self._held + new
+        text = self._decode(self._context + held)
+        incomplete = _incomplete_tail(text)
+        if incomplete and len(new) > 1:  # a decoder may spoil what is complete with what is not
+            return "".join(self.push([token_id]) for token_id in new)
+        self._held = held
+        if (incomplete or len(text) == self._emitted) and len(held) < HELD_TOKENS:
+            return ""
+        return self._emit_most(held) if incomplete else self._emit(text, 0)
+
+    def flush(self) -> str:
+        """What is held back, at the end of the request; incomplete bytes become the replacement character."""
+        return self._emit(self._decode(self._context + self._held), 0)
+
+    def _emit_most(self, held: list[int]) -> str:
+        """All but the up to three tokens that may begin a character: a decoder of bytes makes a replacement of each
+        byte of what they spoil, so that it is without them that the text is shortest."""
+        texts = {end: self._decode(self._context + held[:end]) for end in range(len(held), len(held) - 4, -1)}
+        end = min(texts, key=lambda one: len(texts[one]))
+        self._held = held[:end]
+        new = self._emit(texts[end], 0)
+        self._held = held[end:]
+        return new
+
+    def _emit(self, text: str, incomplete: int) -> str:
+        """All of `text` that is new but the last `incomplete` characters; the held tokens become the context."""
+        new = text[self._emitted : len(text) - incomplete]
+        if new:
+            self._context = self._held
+            self._emitted = len(self._decode(self._context)) - incomplete
+        self._held = []
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _incomplete_tail(text: str) -> int:
+    """How many characters at the end may yet change: an incomplete character decodes to 1 … 3 replacements."""
+    return min(3, len(text) - len(text.rstrip(REPLACEMENT)))
+
+
+def _read_chat_template(folder: Path) -> ChatTemplate | None:
+    """chat_template.jinja, else chat_template of tokenizer_config.json: a text, or a list with one named default."""
+    try:
+        fields = Fields.from_file(folder / "tokenizer_config.json")
+    except CheckpointMissing:
+        fields = Fields({}, "tokenizer_config.json")
+    source = fields.raw("chat_template")
+    if isinstance(source, list):
+        named = [entry for entry in source if isinstance(entry, dict)]
+        source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    own_file = folder / "chat_template.jinja"
+    if own_file.exists():
+        try:
+            source = own_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidTokenizer(f"{own_file} cannot be read: {error}") from None
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise InvalidTokenizer(f"{fields.source}: chat_template is a {type(source).__name__}; it must be a string")
+    return ChatTemplate(source, _special_tokens(fields) | _older_special_tokens(folder, fields))
+
+
+def _older_special_tokens(folder: Path, fields: Fields) -> dict[str, str]:
+    """Those of special_tokens_map.json, which go before fields of a tokenizer_config.json from the time when added
+    tokens were not in it."""
+    path = folder / "special_tokens_map.json"
+    return {} if "added_tokens_decoder" in fields or not path.exists() else _special_tokens(Fields.from_file(path))
+
+
+def _special_tokens(fields: Fields) -> dict[str, str]:
+    """bos_token and its like: a string, or an object with the string as content."""
+    tokens = {}
+    for name in fields.names():
+        value = fields.raw(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens

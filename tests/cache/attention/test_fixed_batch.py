@@ -1,0 +1,246 @@
+"""Fixed batches against plain forwards: padding stores nothing, changes nothing, and tables are read at each run."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.attention.fixed_batch import FixedBatch, pad_tables
+from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.position_map import PositionMap, SlotRuns
+from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.tables import PageTables
+from tests.cache.island import forward
+from tests.cache.naive import cache_of, layout_of, windowed
+from tests.cache.peer_writer import PeerWriter
+from tests.cache.sharing_kernels import sharing_all
+from tests.cache.table_kernels import TableKernels
+from tests.transfer.layouts import two_groups
+
+HEADS = {0: (4, 2, 8), 1: (2, 1, 4), 2: (4, 2, 8)}  # of q, of K and V, head_dim by layer
+LENGTHS = (3, 8, 5, 13)  # before the first step; pages hold 4
+DYNAMIC = RopeParameters("dynamic", 4, factor=2.0, max_position_embeddings=8)
+
+
+def make_cache(kernels: KernelFactory = TableKernels, rope: RopeParameters | None = None) -> PagedKVCache:
+    layout = two_groups()
+    pools = [torch.full((40, *layout.page_shape(group)), torch.nan) for group in range(2)]
+    rope = rope or RopeParameters("default", 4)
+    cache = PagedKVCache(
+        layout,
+        pools,
+        max_sequences=8,
+        max_sequence_length=40,
+        rope=rope,
+        writer=PeerWriter(0, [tuple(pools)] * 2),
+        kernels=kernels,
+    )
+    for sequence, length in enumerate(LENGTHS):
+        cache.add_sequence(sequence)
+        run_forward(cache, [sequence], [length], draw(length, seed=sequence))
+    return cache
+
+
+def draw(num_tokens: int, seed: int) -> dict[int, list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        layer: [torch.randn(num_tokens, heads, dim, generator=generator) for heads in (q_heads, kv_heads, kv_heads)]
+        for layer, (q_heads, kv_heads, dim) in HEADS.items()
+    }
+
+
+def padded(inputs: dict[int, list[Tensor]], size: int) -> dict[int, list[Tensor]]:
+    """Rows of large numbers that must not get anywhere."""
+    return {
+        layer: [torch.cat((one, torch.full((size - one.shape[0], *one.shape[1:]), 1e30))) for one in tensors]
+        for layer, tensors in inputs.items()
+    }
+
+
+@torch.inference_mode()
+def run(attention: Callable[..., Tensor], inputs: dict[int, list[Tensor]]) -> list[Tensor]:
+    return [attention(layer, *tensors) for layer, tensors in inputs.items()]
+
+
+def run_forward(
+    cache: PagedKVCache, sequences: list[int], counts: list[int], inputs: dict[int, list[Tensor]]
+) -> list[Tensor]:
+    return run(partial(cache.attention, cache.begin_forward(sequences, counts)), inputs)
+
+
+def contents(cache: PagedKVCache) -> list[Tensor]:
+    return [torch.stack(kv) for s in range(len(LENGTHS)) for kv in cache.gather_kv(s, 0, cache.num_tokens(s))]
+
+
+def test_steps_equal_those_of_plain_forwards() -> None:
+    fixed, plain = make_cache(), make_cache()
+    small, large = fixed.fixed_batches([2, 4], num_q_heads=4, num_inputs=2)
+    steps = {batch: batch.attention() for batch in (small, large)}
+    for step, sequences in enumerate(([2], [0, 1], [3, 1, 0], [0, 1, 2, 3], [1], [3, 2], [2, 0, 1])):
+        batch = small if len(sequences) <= 2 else large
+        inputs = draw(len(sequences), seed=10 + step)
+        extra = np.array(sequences)
+        fixed.begin_fixed(batch, sequences, [extra, -extra])
+        assert batch.inputs[0].tolist()[: len(sequences)] == sequences
+        assert batch.inputs[1].tolist()[: len(sequences)] == (-extra).tolist()
+        # The rotation is computed anew, as a graph does when it is replayed.
+        steps[batch] = batch.attention()
+        expected = run_forward(plain, sequences, [1] * len(sequences), inputs)
+        actual = run(steps[batch].attend, padded(inputs, batch.size))
+        for ours, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours[: len(sequences)], theirs)
+    for ours, theirs in zip(contents(fixed), contents(plain), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("received", [6, 8], ids=["within a page", "at its end"])
+def test_a_step_that_was_foreseen_equals_that_of_a_plain_forward(received: int) -> None:
+    fixed, plain = make_cache(), make_cache()
+    (batch,) = fixed.fixed_batches([2], num_q_heads=4, num_inputs=2)
+    for cache in (fixed, plain):
+        cache.add_sequence(4)
+        cache.reserve(4, 16, 3)
+        cache.prepare_receive(4, received)
+        for pool in cache._receptions._memory:
+            pool.nan_to_num_(0.5)
+    assert fixed.foresee(batch, [4], [np.array([1]), np.array([2])])
+    inputs, outputs = draw(1, seed=3), []
+
+    def replay() -> Tensor:
+        outputs.extend(run(batch.attention().attend, padded(inputs, 2)))
+        return batch.inputs[0].clone()
+
+    assert fixed.step_foreseen(batch, [4], [np.array([7])], replay) is None  # it has not landed
+    assert not outputs
+    for cache in (fixed, plain):
+        cache.finish_receive(4)
+    result = fixed.step_foreseen(batch, [4], [np.array([7])], replay)
+    assert result is not None
+    assert (int(result[0]), int(batch.inputs[1][0])) == (7, 2)
+    expected = run_forward(plain, [4], [1], inputs)
+    for ours, theirs in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(ours[:1], theirs)
+    for ours, theirs in zip(fixed.gather_kv(4, 0, received + 1), plain.gather_kv(4, 0, received + 1), strict=True):
+        assert torch.equal(torch.stack(ours), torch.stack(theirs))
+    assert fixed.step_foreseen(batch, [4], [np.array([7])], replay) is None  # it was taken
+
+
+@pytest.mark.parametrize("change", ["pop", "remove", "step"])
+def test_what_changed_since_is_not_stepped_as_foreseen(change: str) -> None:
+    cache = make_cache()
+    (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=0)
+    cache.add_sequence(4)
+    cache.reserve(4, 16, 3)
+    cache.prepare_receive(4, 6)
+    assert cache.foresee(batch, [4], [])
+    cache.finish_receive(4)
+    if change == "step":
+        cache.begin_fixed(batch, [4], [])
+    elif change == "pop":
+        cache.pop(4, 1)
+    else:
+        cache.remove_sequence(4)
+        cache.add_sequence(4)
+    assert cache.step_foreseen(batch, [4], [], lambda: pytest.fail("it was replayed")) is None
+
+
+def test_nothing_is_foreseen_without_pages_set_aside() -> None:
+    cache = make_cache()
+    (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=0)
+    cache.add_sequence(4)
+    cache.prepare_receive(4, 8)
+    assert not cache.foresee(batch, [4], [])
+
+
+def test_steps_whose_rows_share_pages() -> None:
+    """Sharing batches beside others: forks in one, nothing in common in another."""
+    fixed, plain = make_cache(sharing_all(TableKernels)), make_cache()
+    for cache in (fixed, plain):
+        for child, (parent, position) in enumerate([(3, 12), (3, 13), (1, 8), (1, 5)], start=len(LENGTHS)):
+            cache.fork_sequence(parent, child, position)
+    (batch,) = fixed.fixed_batches([8], num_q_heads=4, num_inputs=0)
+    (sharing,) = fixed.fixed_batches([8], num_q_heads=4, num_inputs=0, sharing=True)
+    assert not plain.pays_to_share(sharing, [3, 4])  # too little, by the rule of the kernels
+    sharing.clear()
+    chosen = []
+    for step, sequences in enumerate(([3, 4], [0, 2], [4, 0, 5, 3], [1, 3, 4, 5, 6, 7], [3, 0, 4], [7, 6, 1])):
+        pays = fixed.pays_to_share(sharing, sequences)
+        chosen.append(pays)
+        inputs = draw(len(sequences), seed=30 + step)
+        fixed.begin_fixed(sharing if pays else batch, sequences, [])
+        attention = (sharing if pays else batch).attention()
+        expected = run_forward(plain, sequences, [1] * len(sequences), inputs)
+        for ours, theirs in zip(run(attention.attend, padded(inputs, 8)), expected, strict=True):
+            torch.testing.assert_close(ours[: len(sequences)], theirs)
+    assert chosen == [True, False, True, True, True, True]
+    for ours, theirs in zip(contents(fixed), contents(plain), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_empty_batch_touches_no_page() -> None:
+    cache = make_cache()
+    (batch,) = cache.fixed_batches([3], num_q_heads=4, num_inputs=0)
+    before = contents(cache)
+    batch.clear()
+    run(batch.attention().attend, draw(3, seed=1))
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(cache), strict=True))
+
+
+def test_padding_follows_the_tables() -> None:
+    arrays = [np.array(one, np.int32) for one in ([9, 21], [0, 3, 4], [7, 5, 2, 5], [2, 2], [10, 2])]
+    slots, indptr, indices, last_page_len, lengths = arrays
+    tables = PageTables(slots, indptr, indices, last_page_len, lengths)
+    more = pad_tables(tables, 2)
+    assert more.slot_mapping.tolist() == [9, 21, -1, -1]
+    assert more.kv_indptr.tolist() == [0, 3, 4, 5, 6]
+    assert more.kv_indices.tolist() == [7, 5, 2, 5, 0, 0]
+    assert more.kv_last_page_len.tolist() == [2, 2, 1, 1]
+    assert more.kv_lens.tolist() == [10, 2, 1, 1]
+    assert all(array.dtype == np.int32 for name, array in vars(more).items() if name != "shared")
+    assert pad_tables(tables, 0) is tables
+
+
+@pytest.mark.parametrize(("kernels", "rope"), [(TorchKernels, None), (TableKernels, DYNAMIC)], ids=["torch", "dynamic"])
+def test_there_are_none_where_kernels_or_rope_cannot(kernels: type[TorchKernels], rope: RopeParameters | None) -> None:
+    assert make_cache(kernels, rope).fixed_batches([2], num_q_heads=4, num_inputs=0) == []
+
+
+def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    cache = make_cache()
+    (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=0)
+    with pytest.raises(InvalidArgument, match="seq_ids has 3 sequences; the batch has room for 2"):
+        cache.begin_fixed(batch, [0, 1, 2], [])
+    (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=1)
+    for inputs in ([], [np.zeros(1, np.int64)], [np.zeros(2, np.int64)] * 2):
+        with pytest.raises(InvalidArgument, match=r"inputs has shapes .*; 1 of \(2,\) are accepted"):
+            cache.begin_fixed(batch, [0, 1], inputs)
+    cache.add_sequence(4)
+    cache.enable_sliding_window(4, 8, 2)
+    cache.mark_send(0, 0, PositionMap(0, (SlotRuns.from_slots(range(9)),) * 2), 1)
+    messages = "slides; fixed arrays take only others", "is being sent; a fixed batch sends nothing"
+    for sequence, message in zip((4, 0), messages, strict=True):
+        with pytest.raises(InvalidArgument, match=f"seq_ids has a sequence that {message}"):
+            cache.begin_fixed(batch, [1, sequence], [np.zeros(2, np.int64)])
+    assert [cache.num_tokens(sequence) for sequence in range(5)] == [*LENGTHS, 0]
+
+
+def test_what_the_step_before_sees_stays() -> None:
+    """It may still run when the next one is begun: with a window, its first page is let go of a step later."""
+    layout, size, window = windowed(layout_of(2), 6), 4, 6
+    cache = cache_of(layout, kernels=TableKernels)
+    cache.add_sequence(0)
+    forward(cache, 0, 9)
+    (batch,) = cache.fixed_batches([1], num_q_heads=4, num_inputs=0)
+    for length in range(9, 30):
+        cache.begin_fixed(batch, [0], [])
+        assert cache.first_position(0) == (length - 1 - (window - 1)) // size * size
+
+
+def test_arrays_are_packed_as_counted() -> None:
+    assert FixedBatch.num_bytes(3, num_groups=1, num_inputs=1, max_pages=5) == 32 + 32 + 16 + 16 + 16 + 64

@@ -1,0 +1,374 @@
+"""Sliding windows with attention sinks, against a StreamingLLM that keeps its tokens in a list."""
+
+import re
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.errors import InvalidArgument, OutOfPages
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
+from tests.cache.naive import (
+    HEAD_DIM,
+    MAX_LENGTH,
+    ROPE,
+    Inputs,
+    NaiveCache,
+    assert_same_kv,
+    attend,
+    cache_of,
+    draw_inputs,
+    layout_of,
+    pools_of,
+    run,
+    windowed,
+)
+from tests.cache.peer_writer import PeerWriter
+from tests.support.tolerances import assert_close
+
+LAYOUT = layout_of(2, 1)
+ROTARY = RotaryEmbedding(ROPE, 4096, "cpu", torch.float64)
+SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
+
+
+def rotated(x: Tensor, begin: int) -> Tensor:
+    return ROTARY.rotation(torch.arange(begin, begin + x.shape[0])).apply(x.double())
+
+
+@dataclass
+class NaiveStream:
+    """kept: the positions that are there; keys, values: per layer theirs, [n, heads, head_dim], not rotated."""
+
+    window: int
+    sink: int
+    keys: list[Tensor]
+    values: list[Tensor]
+    length: int = 0
+    kept: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, layout: KVLayout, window: int, sink: int) -> "NaiveStream":
+        empty = [torch.empty(0, heads, HEAD_DIM) for _, heads in sorted(heads_of(layout).items())]
+        return cls(window, sink, list(empty), list(empty))
+
+    def evict(self, append: int) -> None:
+        excess = min(len(self.kept) + append - self.window, len(self.kept) - self.sink)
+        if excess > 0:
+            left = [*range(self.sink), *range(self.sink + excess, len(self.kept))]
+            self.kept = [self.kept[index] for index in left]
+            self.keys = [k[left] for k in self.keys]
+            self.values = [v[left] for v in self.values]
+
+    def run(self, count: int, inputs: Inputs, sinks: Tensor | None = None) -> list[Tensor]:
+        self.evict(count)
+        self.kept += range(self.length, self.length + count)
+        self.length += count
+        outputs = []
+        for layer, (q, k, v) in enumerate(inputs.layers):
+            self.keys[layer] = torch.cat((self.keys[layer], k))
+            self.values[layer] = torch.cat((self.values[layer], v))
+            stored = len(self.kept)
+            keys = rotated(self.keys[layer], 0)
+            outputs.append(attend(rotated(q, stored - count), keys, self.values[layer].double(), sinks=sinks))
+        return outputs
+
+    def pop(self, count: int) -> None:
+        self.length -= count
+        self.kept, left = self.kept[: len(self.kept) - count], slice(len(self.kept) - count)
+        self.keys, self.values = [k[left] for k in self.keys], [v[left] for v in self.values]
+
+
+def heads_of(layout: KVLayout) -> dict[int, int]:
+    return {layer: group.num_kv_heads for group in layout.groups for layer in group.layers}
+
+
+def check_contents(cache: PagedKVCache, sequence: int, naive: NaiveStream) -> None:
+    """What is kept, bit for bit; what is not is refused."""
+    assert cache.num_tokens(sequence) == naive.length
+    recent = [position for position in naive.kept if position >= naive.sink]
+    begin = recent[0] if recent else naive.length
+    for first, end in ((0, min(naive.sink, naive.length)), (begin, naive.length)):
+        indices = [naive.kept.index(position) for position in range(first, end)]
+        for layer, (k, v) in enumerate(cache.gather_kv(sequence, first, end)):
+            assert torch.equal(k, naive.keys[layer][indices])
+            assert torch.equal(v, naive.values[layer][indices])
+    if begin > naive.sink:
+        with pytest.raises(InvalidArgument, match=rf"positions {naive.sink} … {begin - 1} have left the window"):
+            cache.gather_kv(sequence, begin - 1, begin)
+
+
+@pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels])
+@pytest.mark.parametrize(("window", "sink"), [(12, 4), (9, 0), (8, 3), (21, 7), (2, 1)])
+def test_appends_pops_and_neighbours(window: int, sink: int, kernels: KernelFactory) -> None:
+    """Beside a sequence that keeps all; chunks longer than the window among them."""
+    random = Random(window)
+    cache, plain = cache_of(LAYOUT, 48, kernels=kernels), NaiveCache(LAYOUT, sinks=SINKS)
+    stream = NaiveStream.of(LAYOUT, window, sink)
+    for sequence in (0, 1):
+        cache.add_sequence(sequence)
+    plain.add(1)
+    cache.enable_sliding_window(0, window, sink)
+    for step in range(30):
+        count = random.choice([1, 1, 1, 2, 5, 17])
+        inputs = draw_inputs(LAYOUT, count + 1, seed=step)
+        expected = stream.run(count, inputs.between(0, count), SINKS)
+        beside = plain.run([1], [1], inputs.between(count, count + 1))
+        for actual, own, other in zip(run(cache, [0, 1], [count, 1], inputs, SINKS), expected, beside, strict=True):
+            assert_close(actual[:count], own)
+            assert_close(actual[count:], other)
+        check_contents(cache, 0, stream)
+        if random.random() < 0.3:
+            most = len(stream.kept) - (sink if stream.length > len(stream.kept) else 0)
+            if most < cache.num_tokens(0):
+                with pytest.raises(InvalidArgument, match=f"only the last {most} positions are there|count is"):
+                    cache.pop(0, most + 1)
+            popped = random.randint(0, min(most, 6))
+            cache.pop(0, popped)
+            stream.pop(popped)
+            check_contents(cache, 0, stream)
+    cache.clear()
+    assert cache.num_free_pages == 48
+
+
+@pytest.mark.timeout(600)
+def test_a_million_tokens_go_through_few_pages() -> None:
+    """In appends of 250, with decodes and short chunks between them that are compared with the naive stream."""
+    layout = KVLayout((LayerGroup((0,), 1, HEAD_DIM),), 4, torch.float32)
+    pools = pools_of(layout, 66)
+    cache = PagedKVCache(layout, pools, max_sequences=1, max_sequence_length=300, rope=ROPE, writer=None)
+    stream = NaiveStream.of(layout, 32, 3)
+    cache.add_sequence(0)
+    cache.enable_sliding_window(0, 32, 3)
+    cache.reserve(0, 10_000_000, 250)
+    free = cache.num_free_pages
+    assert free <= 1
+    while stream.length < 1_000_000:
+        for count in [250] * 199 + [1, 5, 1]:
+            ((q, k, v),) = draw_inputs(layout, count, seed=stream.length).layers
+            inputs = Inputs([(q[:, :1], k, v)])
+            outputs = run(cache, [0], [count], inputs)
+            if count == 250:
+                pass_on(stream, count, inputs)
+                continue
+            for actual, expected in zip(outputs, stream.run(count, inputs), strict=True):
+                assert_close(actual, expected)
+        assert cache.num_free_pages == free
+        check_contents(cache, 0, stream)
+
+
+def pass_on(stream: NaiveStream, count: int, inputs: Inputs) -> None:
+    """A forward whose outputs nobody looks at."""
+    stream.evict(count)
+    stream.kept += range(stream.length, stream.length + count)
+    stream.length += count
+    stream.keys = [torch.cat((old, k)) for old, (_, k, _) in zip(stream.keys, inputs.layers, strict=True)]
+    stream.values = [torch.cat((old, v)) for old, (_, _, v) in zip(stream.values, inputs.layers, strict=True)]
+
+
+def test_out_of_pages_evicts_nothing() -> None:
+    cache, stream = cache_of(LAYOUT, 6), NaiveStream.of(LAYOUT, 12, 4)
+    for sequence in (0, 1):
+        cache.add_sequence(sequence)
+    cache.enable_sliding_window(0, 12, 4)
+    for step, count in enumerate((12, 3, 1)):
+        inputs = draw_inputs(LAYOUT, count, seed=step)
+        run(cache, [0], [count], inputs)
+        stream.run(count, inputs)
+    free = cache.num_free_pages
+    with pytest.raises(OutOfPages):
+        cache.begin_forward([1, 0], [4 * free + 8, 5])
+    assert cache.num_free_pages == free
+    check_contents(cache, 0, stream)
+    inputs = draw_inputs(LAYOUT, 1, seed=9)
+    for actual, expected in zip(run(cache, [0], [1], inputs), stream.run(1, inputs), strict=True):
+        assert_close(actual, expected)
+
+
+def test_forks_share_the_sink_and_slide_too() -> None:
+    cache = cache_of(LAYOUT, 32)
+    cache.add_sequence(0)
+    cache.enable_sliding_window(0, 14, 6)
+    streams = {0: NaiveStream.of(LAYOUT, 14, 6)}
+    for step, count in enumerate((9, 8, 1)):
+        inputs = draw_inputs(LAYOUT, count, seed=step)
+        run(cache, [0], [count], inputs)
+        streams[0].run(count, inputs)
+    with pytest.raises(InvalidArgument, match=r"position is 7; -1 .* and 0 … 6 are accepted"):
+        cache.fork_sequence(0, 1, 7)
+    with pytest.raises(InvalidArgument, match="position is -1"):
+        cache.fork_sequence(0, 1)
+    used = 32 - cache.num_free_pages
+    for child, position in ((1, 6), (2, 4), (3, 0)):
+        cache.fork_sequence(0, child, position)
+        streams[child] = NaiveStream.of(LAYOUT, 14, 6)
+        streams[child].kept, streams[child].length = list(range(position)), position
+        streams[child].keys = [k[:position] for k in streams[0].keys]
+        streams[child].values = [v[:position] for v in streams[0].values]
+    assert 32 - cache.num_free_pages == used + 1  # the copy of one partial page
+    for step in range(10):
+        for sequence, stream in streams.items():
+            count = 1 + (step + sequence) % 4
+            inputs = draw_inputs(LAYOUT, count, seed=100 * step + sequence)
+            for actual, expected in zip(
+                run(cache, [sequence], [count], inputs), stream.run(count, inputs), strict=True
+            ):
+                assert_close(actual, expected)
+            check_contents(cache, sequence, stream)
+    cache.clear()
+    assert cache.num_free_pages == 32
+
+
+@pytest.mark.parametrize("sink", [0, 3, 4, 6])
+@pytest.mark.parametrize(("held", "total", "cached"), [(0, 40, 0), (0, 40, 33), (2, 9, 5), (15, 30, 8), (5, 16, 15)])
+def test_a_stream_is_transferred(sink: int, held: int, total: int, cached: int) -> None:
+    """The receiver holds `held` positions of it, the sender `cached`; what the window has at the end travels."""
+    pools = [pools_of(LAYOUT, 32) for _ in range(2)]
+    writer = PeerWriter(0, pools)
+    sender, receiver = (
+        PagedKVCache(LAYOUT, own, max_sequences=4, max_sequence_length=MAX_LENGTH, rope=ROPE, writer=writer)
+        for own in pools
+    )
+    inputs, window = draw_inputs(LAYOUT, total, seed=sink), 12
+    naive = NaiveStream.of(LAYOUT, window, sink)
+    for cache, first in ((sender, cached), (receiver, held)):
+        cache.add_sequence(0)
+        cache.enable_sliding_window(0, window, sink)
+        for begin in range(0, first, 5):
+            end = min(begin + 5, first)
+            run(cache, [0], [end - begin], inputs.between(begin, end))
+    receiver.reserve(0, 1000, 1)
+    free = receiver.num_free_pages
+    position_map = receiver.prepare_receive(0, total - held)
+    sender.mark_send(0, held, position_map, 1)
+    for begin in range(cached, total, 4):
+        end = min(begin + 4, total)
+        run(sender, [0], [end - begin], inputs.between(begin, end))
+    assert sender.sends_done(0)
+    receiver.finish_receive(0)
+    assert receiver.num_free_pages == free
+    kept = [*range(min(sink, total)), *range(max(sink, total - (window - sink)), total)]
+    if held + (total - held) <= window:
+        kept = list(range(total))
+    naive.kept, naive.length = kept, total
+    naive.keys = [k[kept] for _, k, _ in inputs.layers]
+    naive.values = [v[kept] for _, _, v in inputs.layers]
+    check_contents(receiver, 0, naive)
+    wanted = sum(position >= held for position in kept)
+    written = sum(n for _, group, n in writer.slot_writes if group == 0)
+    written += sum(n for _, group, layer, n in writer.token_writes if (group, layer) == (0, 0))
+    assert written == wanted
+    for step in range(8):
+        own = draw_inputs(LAYOUT, 1, seed=1000 + step)
+        for actual, expected in zip(run(receiver, [0], [1], own), naive.run(1, own), strict=True):
+            assert_close(actual, expected)
+    receiver.remove_sequence(0)
+    assert receiver.num_free_pages == 32
+
+
+def test_wrong_use_is_refused() -> None:
+    cache = cache_of(LAYOUT)
+    cache.add_sequence(0)
+    for window, sink, message in (
+        (0, 0, "window is 0; 1 … 58 are accepted"),
+        (59, 0, "window is 59"),
+        (8, 8, "sink is 8; 0 … 7"),
+        (8, -1, "sink is -1"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            cache.enable_sliding_window(0, window, sink)
+    run(cache, [0], [2], draw_inputs(LAYOUT, 2, seed=0))
+    with pytest.raises(InvalidArgument, match="only an empty one can begin to slide"):
+        cache.enable_sliding_window(0, 8, 2)
+    cache.add_sequence(2)
+    cache.enable_sliding_window(2, 4, 0)
+    for step in range(9):
+        run(cache, [2], [1], draw_inputs(LAYOUT, 1, seed=step))
+    cache.pop(2, 4)
+    with pytest.raises(InvalidArgument, match="sequence 2 holds positions"):  # none is there, but there were five
+        cache.enable_sliding_window(2, 8, 2)
+    cache.add_sequence(1)
+    cache.enable_sliding_window(1, 8, 2)
+    for call in (lambda: cache.match_prefix(1, [1] * 9), lambda: cache.publish_prefix(1, [])):
+        with pytest.raises(InvalidArgument, match="sequence 1 slides"):
+            call()
+    with pytest.raises(InvalidArgument, match="append_lengths has 65; 1 … 64 are accepted"):
+        cache.begin_forward([1], [65])
+    run(cache, [1], [9], draw_inputs(LAYOUT, 9, seed=9))
+    with pytest.raises(InvalidArgument, match=r"sequence 1 would have .* positions; 0 … 64 fit"):
+        cache.begin_forward([1], [64])
+    cache.remove_sequence(1)
+    cache.add_sequence(1)
+    assert cache.match_prefix(1, [1] * 9) == 0  # a new sequence of the same id does not slide
+    with_windows = cache_of(windowed(LAYOUT, None, 5))
+    with_windows.add_sequence(0)
+    with pytest.raises(InvalidArgument, match="groups with a window"):
+        with_windows.enable_sliding_window(0, 8, 2)
+    dynamic = cache_of(LAYOUT, rope=RopeParameters("dynamic", HEAD_DIM, factor=2.0, max_position_embeddings=8))
+    dynamic.add_sequence(0)
+    with pytest.raises(InvalidArgument, match="RoPE is dynamic"):
+        dynamic.enable_sliding_window(0, 8, 2)
+
+
+def test_pages_that_a_stream_receives_into_drain_when_it_goes() -> None:
+    """All of them: also those that slid to lower places when room was made."""
+    cache = cache_of(LAYOUT, 12)
+    cache.add_sequence(0)
+    cache.enable_sliding_window(0, 8, 0)
+    for step in range(3):
+        run(cache, [0], [8], draw_inputs(LAYOUT, 8, seed=step))
+    position_map = cache.prepare_receive(0, 4)
+    pages = {int(slot) // 4 for slot in position_map.runs[0].slots()}
+    cache.remove_sequence(0)
+    assert cache.num_draining_pages == len(pages)
+    cache.finish_receive(0)
+    assert (cache.num_draining_pages, cache.num_free_pages) == (0, 12)
+
+
+def test_a_stream_is_sent_to_one_that_slides_alike_only() -> None:
+    """Where nothing is evicted yet the maps look alike, but one side stores K rotated and the other does not."""
+    pools = [pools_of(LAYOUT, 32) for _ in range(2)]
+    sender, receiver = (cache_of(LAYOUT, pools=own, writer=PeerWriter(pe, pools)) for pe, own in enumerate(pools))
+    ways = [None, (16, 4), (16, 2), (15, 4)]
+    for of in (sender, receiver):
+        for sequence, way in enumerate(ways):
+            of.add_sequence(sequence)
+            if way is not None:
+                of.enable_sliding_window(sequence, *way)
+    maps = [receiver.prepare_receive(sequence, 8) for sequence in range(len(ways))]
+    for own, way in enumerate(ways):
+        for other, theirs in enumerate(ways):
+            if way != theirs:
+                accepted = re.escape(f"(window, sink) are {theirs}; the sender's, {way}, are accepted")
+                with pytest.raises(InvalidArgument, match=accepted):
+                    sender.mark_send(own, 0, maps[other], 1)
+        sender.mark_send(own, 0, maps[own], 1)
+
+
+def test_what_a_stream_lets_go_of_is_not_sent() -> None:
+    """Neither what it has popped its way out of, nor what a forward beyond the end of the map would evict first."""
+    pools = [pools_of(LAYOUT, 32) for _ in range(2)]
+    sender, receiver = (cache_of(LAYOUT, pools=own, writer=PeerWriter(pe, pools)) for pe, own in enumerate(pools))
+    for of, sequence in ((sender, 0), (receiver, 0), (receiver, 1)):
+        of.add_sequence(sequence)
+        of.enable_sliding_window(sequence, 8, 2)
+    for step in range(5):
+        run(sender, [0], [4], draw_inputs(LAYOUT, 4, seed=step))
+    sender.pop(0, 5)  # of positions 14 … 19 the first is left
+    with pytest.raises(InvalidArgument, match="asks for position 10, which does not stay in the sliding window of 8"):
+        sender.mark_send(0, 0, receiver.prepare_receive(0, 16), 1)
+    run(sender, [0], [5], draw_inputs(LAYOUT, 5, seed=5))
+    sender.mark_send(0, 0, receiver.prepare_receive(1, 21), 1)
+    with pytest.raises(InvalidArgument, match=r"append_lengths\[0\] is 2; .*: 1, up to the end of its position map"):
+        sender.begin_forward([0], [2])
+    run(sender, [0], [1], draw_inputs(LAYOUT, 1, seed=6))
+    receiver.finish_receive(1)
+    assert sender.sends_done(0)
+    for begin, end in ((0, 2), (15, 21)):
+        assert_same_kv(sender, receiver, 0, 1, begin, end)

@@ -1,0 +1,44 @@
+"""How many programs of the decode kernel stand on a Hopper multiprocessor, of steps of few sequences: two."""
+
+import json
+
+import pytest
+
+from tests.support.hopper import GRANULE, REGISTERS, SHARED_BYTES, Taken, taken, told_by
+
+pytest.importorskip("triton")
+
+from tandem.cache.kernels.triton.decode import FEW, FEW_FP8, Tiling, _decode
+
+TYPES = dict.fromkeys(("slots", "kv_indptr", "kv_indices", "kv_last_page_len", "counters"), "*i32")
+TYPES |= {"partial": "*fp32", "scale": "fp32", "softcap": "fp32", "eps": "fp32"}
+OF_FP8 = {"pool": "*fp8e4nv", "factors": "*fp32", "inverse": "*fp32"}
+FIXED = {"KV_HEADS": 8, "GROUP": 4, "ROWS": 16, "FEW_ROWS": 4, "PAGE_SIZE": 16, "SPLITS": 2, "WINDOW": 0}
+FIXED |= {"CAPPED": False, "SINKS": False, "NORM": True, "ROUND": True, "ROTATE": True, "PTX": True, "PDL": True}
+CASES = {
+    "64": (64, FEW[64], False),
+    "128": (128, FEW[128], False),
+    "64, 8 bits": (64, FEW_FP8[64], True),
+    "128, 8 bits": (128, FEW_FP8[128], True),
+    "256, 8 bits": (256, FEW_FP8[256], True),
+}
+
+
+def programs(head_dim: int, tiling: Tiling, fp8: bool) -> tuple[int, int]:
+    """That the shared memory is for, and the registers."""
+    fixed = {**FIXED, "HEAD_DIM": head_dim, "HALF": head_dim // 2, "BLOCK": tiling.block, "FP8": fp8, "TWO": tiling.two}
+    types = TYPES | (OF_FP8 if fp8 else {})
+    one: Taken = taken(_decode, fixed, types, num_warps=tiling.warps, num_stages=tiling.stages)
+    registers = -(-one.registers // GRANULE) * GRANULE * 32 * tiling.warps
+    return SHARED_BYTES // one.shared_bytes, REGISTERS // registers
+
+
+def test_they_are_two() -> None:
+    """Three on some and one on others take up to 5 % longer of a step (tests/benchmarks/LOG.md)."""
+    found = told_by(__name__)
+    assert {name: by_memory for name, (by_memory, _) in found.items()} == dict.fromkeys(CASES, 2)
+    assert all(by_registers >= 2 for _, by_registers in found.values()), found
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: programs(*case) for name, case in CASES.items()}))

@@ -1,0 +1,52 @@
+"""What the GPU kernels refuse, and their arithmetic on the host; what they compute is tested in tests/gpu."""
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.plan.errors import InvalidArgument
+
+pytest.importorskip("triton")
+
+from tandem.cache.kernels.flashinfer.kernels import FlashInferKernels
+from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels
+from tandem.cache.kernels.flashinfer.parts import all_slots
+from tandem.cache.plan.latent import LatentHeads
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "page_size", "message"),
+    [
+        (torch.float32, 128, 16, "dtype is torch.float32; .* torch.float16, torch.bfloat16"),
+        (torch.bfloat16, 96, 16, "head_dim is 96; .* 64, 128, 256"),
+        (torch.bfloat16, 128, 128, "page_size is 128; .* 8, 16, 32, 64"),
+        (torch.bfloat16, 128, 16, "the pool is on cpu"),
+    ],
+)
+def test_refused(dtype: torch.dtype, head_dim: int, page_size: int, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        FlashInferKernels(torch.empty(1, 1, 2, 1, page_size, head_dim, dtype=dtype), Scoring(1.0))
+
+
+def test_slots_of_all_positions() -> None:
+    """Sequences of 5, 8 and 1 positions on pages of 4."""
+    pages = np.array([7, 2, 0, 9, 3], np.int32)
+    slots = all_slots(pages, np.array([2, 2, 1], np.int32), np.array([5, 8, 1], np.int32), page_size=4)
+    assert slots.dtype == np.int32
+    assert slots.tolist() == [28, 29, 30, 31, 8, 0, 1, 2, 3, 36, 37, 38, 39, 12]
+
+
+@pytest.mark.parametrize(
+    ("width", "rank", "heads", "message"),
+    [
+        (576, 256, LatentHeads(128, 128), "latent_rank is 256; .* 512"),
+        (528, 512, LatentHeads(128, 128), "the rotated part is 16; .* 64"),
+        (576, 512, LatentHeads(192, 128), "key_dim is 192; .* 128"),
+        (576, 512, LatentHeads(128, 64), "value_dim is 64; .* 128"),
+        (576, 512, LatentHeads(128, 128), "the pool is on cpu"),
+    ],
+)
+def test_latents_refused(width: int, rank: int, heads: LatentHeads, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        FlashInferLatentKernels(torch.empty(1, 1, 1, 1, 16, width, dtype=torch.bfloat16), 1.0, rank, heads)

@@ -1,0 +1,182 @@
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tandem.cluster.cli import commands as cli
+from tandem.cluster.cli import doctor
+from tandem.cluster.cli.doctor import Finding, examine
+from tandem.transfer.kernels import device_build
+
+SMI = """
+case "$*" in
+*driver_version*) echo 580.1; echo 580.1 ;;
+*topo*) printf '\\tGPU0\\tGPU1\\tCPU Affinity\\nGPU0\\t X \\tNV18\\t0-31\\nGPU1\\tNV18\\t X \\t0-31\\n' ;;
+esac
+"""
+
+
+def findings(port: int = 0) -> dict[str, Finding]:
+    return {finding.name: finding for finding in examine(port)}
+
+
+def program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def gpus(count: int, *, apart: tuple[int, int] | None = None) -> Callable[[], SimpleNamespace]:
+    cuda = SimpleNamespace(
+        device_count=lambda: count,
+        get_device_name=lambda index: "H200",
+        can_device_access_peer=lambda i, j: (i, j) != apart,
+    )
+    return lambda: SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="13.0"))
+
+
+def no_package(name: str) -> str:
+    raise doctor.PackageNotFoundError(name)
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing on the PATH, no package, no torch, no /dev/shm, no memory files, an empty home."""
+    for name in ("PATH", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor, "version", no_package)
+    monkeypatch.setitem(sys.modules, "torch", None)  # its import fails
+
+    def no_shm(path: str) -> None:
+        raise FileNotFoundError(path)
+
+    def no_files(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted", name)
+
+    monkeypatch.setattr(doctor.os, "statvfs", no_shm)
+    monkeypatch.setattr(doctor.os, "memfd_create", no_files)
+    monkeypatch.setattr(device_build, "find_spec", lambda name: None)
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_machine_without_anything() -> None:
+    found = findings()
+    missing = {name for name, finding in found.items() if not finding.ok}
+    assert missing == set(found) - {"python", "port 0"}
+    assert all(found[name].advice for name in missing)
+
+
+@pytest.mark.usefixtures("bare")
+def test_the_command_exits_with_0_and_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor"])
+    assert ended.value.code in (0, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(findings())
+    assert all(line.startswith(("ok ", "missing ")) for line in lines)
+    (nvcc,) = [line for line in lines if "nvcc" in line]
+    assert "install the CUDA toolkit" in nvcc
+
+
+def test_a_gpu_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program(tmp_path / "nvidia-smi", SMI)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(doctor, "_torch", gpus(2))
+    found = findings()
+    assert found["nvidia driver"] == Finding("nvidia driver", True, "580.1")
+    assert found["gpus"].found == "2 × H200"
+    assert found["peer to peer"] == Finding("peer to peer", True, "all 2 pairs (NV18)")
+    monkeypatch.setattr(doctor, "_torch", gpus(3, apart=(2, 0)))
+    pairs = findings()["peer to peer"]
+    assert (pairs.ok, pairs.found) == (False, "not 2→0")
+
+
+def test_packages_are_found_under_the_name_of_their_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name in ("nvshmem4py-cu12", "torch"):
+            return "1.2"
+        return no_package(name)
+
+    monkeypatch.setattr(doctor, "version", version)
+    found = findings()
+    assert [found[name].ok for name in ("nvshmem4py", "torch", "ray")] == [True, True, False]
+    assert found["nvshmem4py"].found == "1.2"
+
+
+@pytest.mark.parametrize(("driver", "ok"), [("580.159.04", True), ("570.1", True), ("565.77", False), ("?", False)])
+def test_a_driver_may_be_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: str, ok: bool) -> None:
+    program(tmp_path / "nvidia-smi", f"echo {driver}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = findings()["nvidia driver"]
+    assert (found.ok, found.found) == (ok, driver)
+    assert ok or "570 or later" in found.advice
+
+
+@pytest.mark.parametrize(("release", "ok"), [("13.0, V13.0.48", True), ("12.4, V12.4.131", False)])
+def test_nvcc_must_be_of_torchs_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, release: str, ok: bool) -> None:
+    program(tmp_path / "nvcc", f"echo nvcc; echo 'Cuda compilation tools, release {release}'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(doctor, "_torch", gpus(2))
+    found = findings()["nvcc"]
+    assert found.ok == ok
+    assert release in found.found
+    assert ok or "torch is of CUDA 13.0" in found.found
+
+
+def test_the_device_library_is_looked_for_where_its_package_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        device_build, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    )
+    assert not findings()["nvshmem library"].ok
+    for file in (device_build.LIBRARY, device_build.HEADER):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
+    assert findings()["nvshmem library"] == Finding("nvshmem library", True, str(tmp_path))
+
+
+def test_memory_files_may_be_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert findings()["memory files"].ok
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (1 << 30, 1 << 30))
+    found = findings()["memory files"]
+    assert (found.ok, found.found) == (False, "up to 1.0 GiB")
+
+
+def test_rays_token_must_be_there_and_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    assert "--generate" in findings()["ray token"].advice
+    token.write_text("secret")
+    token.chmod(0o644)
+    found = findings()["ray token"]
+    assert (found.ok, found.advice) == (False, f"others can read it: chmod 600 {token}")
+    token.chmod(0o600)
+    assert findings()["ray token"].ok
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    found = findings()["ray token"]
+    assert found.ok
+    assert "secret" not in found.found
+
+
+def test_a_taken_port() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        taken = findings(port)[f"port {port}"]
+    assert not taken.ok
+    assert "--grpc-port" in taken.advice
+
+
+def test_a_tool_that_hangs_or_fails_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path / "nvidia-smi", "exec sleep 30")
+    program(tmp_path / "nvcc", "exit 3")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(doctor, "COMMAND_SECONDS", 0.2)
+    found = findings()
+    assert not found["nvidia driver"].ok
+    assert found["nvcc"].found.endswith("nvcc")

@@ -1,0 +1,228 @@
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.cluster.client import AsyncClient, Client
+from tandem.cluster.client.client_messages import GenerateUpdate, Prompt
+from tandem.cluster.credentials import ClientSecurity
+from tandem.cluster.errors import (
+    CallError,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    ServerError,
+    Unavailable,
+)
+from tests.cluster.fake_gateway import FakeGateway, serving
+
+Generate = Callable[..., list[GenerateUpdate]]
+
+
+def generate_sync(address: str, prompt: Prompt, **options: Any) -> list[GenerateUpdate]:
+    with Client(address) as client:
+        return list(client.generate(prompt, **options))
+
+
+def generate_async(address: str, prompt: Prompt, **options: Any) -> list[GenerateUpdate]:
+    async def collect() -> list[GenerateUpdate]:
+        async with AsyncClient(address) as client:
+            return [update async for update in client.generate(prompt, **options)]
+
+    return asyncio.run(collect())
+
+
+both = pytest.mark.parametrize("generate", [generate_sync, generate_async])
+
+
+@both
+def test_updates_come_as_values(generate: Generate) -> None:
+    with serving(FakeGateway()) as address:
+        updates = generate(address, "hello")
+    assert [update.text for update in updates] == ["one", " two", ""]
+    assert [update.token_ids for update in updates] == [(0,), (1,), ()]
+    assert [update.finish_reason for update in updates] == [None, None, "stop"]
+    first, *_, last = updates
+    assert first.usage is None
+    assert first.timings is None
+    assert last.usage is not None
+    assert last.timings is not None
+    assert (last.usage.prompt_tokens, last.usage.output_tokens) == (3, 2)
+    assert (last.timings.bytes_pushed, last.timings.total_seconds) == (7, 0.5)
+
+
+@both
+def test_requests_carry_what_was_asked(generate: Generate) -> None:
+    gateway = FakeGateway()
+    with serving(gateway) as address:
+        generate(address, "text", request_id="mine", max_tokens=0, temperature=0.0, stop="END", stop_token_ids=[4])
+        generate(address, [1, 2, 3])
+        generate(address, [])
+        generate(address, [{"role": "user", "content": "hi"}], ignore_eos=True)
+    text, ids, empty, chat = gateway.requests
+    assert (text.text, text.request_id) == ("text", "mine")
+    assert text.sampling.HasField("max_tokens")
+    assert text.sampling.HasField("temperature")
+    assert not text.sampling.HasField("top_p")
+    assert list(text.sampling.stop) == ["END"]
+    assert list(text.sampling.stop_token_ids) == [4]
+    assert struct.unpack("<3I", ids.token_bytes) == (1, 2, 3)
+    assert empty.WhichOneof("input") == "token_bytes"
+    assert (chat.chat.messages[0].role, chat.chat.messages[0].content) == ("user", "hi")
+    assert chat.sampling.ignore_eos
+
+
+@both
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
+        (grpc.StatusCode.UNAVAILABLE, Unavailable),
+        (grpc.StatusCode.CANCELLED, Cancelled),
+        (grpc.StatusCode.INTERNAL, ServerError),
+        (grpc.StatusCode.UNIMPLEMENTED, ServerError),
+    ],
+)
+def test_status_codes_are_typed_errors(generate: Generate, code: grpc.StatusCode, kind: type[CallError]) -> None:
+    with serving(FakeGateway(words=(), fails=(code, "top_p is 2; at most 1"))) as address:
+        with pytest.raises(kind, match="top_p is 2; at most 1") as caught:
+            generate(address, "x")
+        with Client(address) as client, pytest.raises(kind):
+            client.model_info()
+    assert type(caught.value) is kind
+
+
+@both
+def test_a_request_that_is_too_large_is_not_to_be_repeated(generate: Generate) -> None:
+    fails = (grpc.StatusCode.RESOURCE_EXHAUSTED, "SERVER: Received message larger than max (2400054 vs. 1048576)")
+    with (
+        serving(FakeGateway(words=(), fails=fails)) as address,
+        pytest.raises(InvalidRequest, match=r"gateway\.max_message_mib allows: .*2400054 vs\. 1048576"),
+    ):
+        generate(address, "x")
+
+
+@both
+def test_the_deadline_is_kept(generate: Generate) -> None:
+    """And told, with what it was for."""
+    message = "Deadline Exceeded.*; the timeout of Generate was 0.2 s$"
+    with serving(FakeGateway(hangs=True)) as address, pytest.raises(DeadlineExceeded, match=f"^{address}: .*{message}"):
+        generate(address, "x", timeout=0.2)
+
+
+@both
+def test_nobody_there(generate: Generate) -> None:
+    with serving(FakeGateway()) as address:
+        pass
+    with pytest.raises(Unavailable, match=address):
+        generate(address, "x", timeout=5)
+
+
+@both
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "part"),
+    [
+        ("x", {"max_token": 3}, "unknown sampling parameter 'max_token'; did you mean max_tokens?"),
+        ("x", {"zzz": 3}, "unknown sampling parameter 'zzz'; known: max_tokens"),
+        ("x", {"seed": -1}, r"sampling.seed is -1; it must be an integer in \[0, 2\^64\)"),
+        ("x", {"max_tokens": "many"}, r"sampling.max_tokens is 'many'; it must be an integer in \[0, 2\^32\)"),
+        ("x", {"stop_token_ids": [1, -3]}, r"stop_token_ids is \[1, -3\]; each must be an integer in \[0, 2\^32\)"),
+        ("x", {"stop": ["a", "\udce9"]}, "stop is .*; each must be Unicode text"),
+        ("x", {"temperature": "hot"}, "sampling.temperature is 'hot'; it must be a number"),
+        ("x", {"request_id": "\udce9"}, r"request_id is '\\udce9'; it must be Unicode text"),
+        ("caf\udce9", {}, r"prompt is 'caf\\udce9': .*; Unicode text, token ids in"),  # a byte of a command line
+        ({"role": "user", "content": "x"}, {}, "a list of chat messages"),
+        ([1, -2], {}, r"prompt is \[1, -2\]"),
+        ([1, {"role": "user"}], {}, r"token ids in \[0, 2\^32\) or a list of chat messages are accepted"),
+        ([{"rol": "user"}], {}, "rol"),
+        (3, {}, "prompt is 3"),
+    ],
+)
+def test_bad_requests_are_refused_before_they_are_sent(
+    generate: Generate, prompt: Prompt, sampling: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=part):
+        generate("127.0.0.1:1", prompt, **sampling)
+
+
+def test_closing_the_generator_cancels_the_request() -> None:
+    gateway = FakeGateway(hangs=True)
+    with serving(gateway) as address, Client(address) as client:
+        updates = client.generate("x")
+        assert next(updates).text == "one"
+        updates.close()
+        assert gateway.cancelled.wait(5)
+
+
+def test_closing_the_async_generator_cancels_the_request() -> None:
+    gateway = FakeGateway(hangs=True)
+
+    async def cancel(address: str) -> None:
+        async with AsyncClient(address) as client:
+            updates = client.generate("x")
+            assert (await anext(updates)).text == "one"
+            await updates.aclose()
+            assert await asyncio.to_thread(gateway.cancelled.wait, 5)
+
+    with serving(gateway) as address:
+        asyncio.run(cancel(address))
+
+
+def test_info() -> None:
+    async def ask(address: str) -> tuple[str, str]:
+        async with AsyncClient(address) as client:
+            return (await client.model_info()).name, (await client.cluster_info()).name
+
+    with serving(FakeGateway()) as address:
+        with Client(address) as client:
+            assert client.model_info().vocab_size == 512
+            assert client.cluster_info().islands[0].workers[1].num_pages == 64
+        assert asyncio.run(ask(address)) == ("tiny", "c")
+
+
+@both
+def test_a_client_says_who_it_is(generate: Generate) -> None:
+    """Each object by an id of its own, for all its requests."""
+    gateway = FakeGateway()
+    with serving(gateway) as address:
+        generate(address, "one")
+        generate(address, "two")
+    first, second = gateway.client_ids
+    assert first != second
+
+
+def test_a_client_id_may_be_given() -> None:
+    gateway = FakeGateway()
+    security = ClientSecurity(token="some-token")  # which is metadata too
+    with serving(gateway) as address, Client(address, security, client_id="me") as client:
+        for _ in range(2):
+            list(client.generate("x"))
+    assert gateway.client_ids == ["me", "me"]
+
+
+@pytest.mark.parametrize("client_id", ["", "a\nb", "é", "x" * 129])
+def test_a_client_id_that_cannot_be_sent_is_refused(client_id: str) -> None:
+    with pytest.raises(ConfigError, match="client_id"):
+        Client("127.0.0.1:1", client_id=client_id)
+
+
+def test_numbers_that_no_message_holds() -> None:
+    with serving(FakeGateway()) as address, Client(address) as client:
+        for number in (-1, 1 << 40, 1.5):
+            with pytest.raises(InvalidRequest, match=r"num_prefill .*; a name and integers in \[0, 2\^32\)"):
+                client.scale(num_prefill=number)  # type: ignore[arg-type]
+
+
+@both
+def test_a_client_may_be_ready_to_wait_for_ever(generate: Generate) -> None:
+    with serving(FakeGateway()) as address:
+        generate(address, "x", timeout=float("inf"))
+        with Client(address) as client:
+            client.model_info(timeout=float("inf"))

@@ -1,0 +1,207 @@
+"""Bodies of the HTTP door: what becomes of them, and how those that cannot be used are refused."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.frontends.http.bodies import ChatBody, CompletionBody, GenerationBody, read_body
+from tandem.cluster.frontends.http.errors import HttpError
+from tandem.workers.wire.messages import prompt_from_bytes
+
+TURN = {"role": "user", "content": "x"}
+MANY = {f"k{index}": 1 for index in range(150)}
+
+
+def read(kind: type[GenerationBody], body: Any) -> GenerationBody:
+    return read_body(kind, json.dumps(body).encode())
+
+
+def refusal(kind: type[GenerationBody], body: Any) -> HttpError:
+    with pytest.raises(HttpError) as caught:
+        read(kind, body)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_every_sampling_parameter_gets_through() -> None:
+    sampling = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": 1 << 63}
+    sampling |= {"logprobs": 4, "stop": ["a", "b"], "stop_token_ids": [5, 6], "ignore_eos": True}
+    sampling |= {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    request = read(CompletionBody, {"prompt": "text", **sampling}).request()
+    assert request.text == "text"
+    told = {field.name: getattr(request.sampling, field.name) for field in request.sampling.DESCRIPTOR.fields}
+    assert told | {name: list(told[name]) for name in ("stop", "stop_token_ids")} == sampling
+
+
+def test_what_is_not_given_is_not_set() -> None:
+    null: dict[str, Any] = dict.fromkeys(("model", "max_tokens", "temperature", "stop", "logprobs", "stream_options"))
+    neutral: dict[str, Any] = {"n": 1, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "user": "u"}
+    for body in ({}, null, neutral):
+        request = read(CompletionBody, {"prompt": "text", **body}).request()
+        assert not request.sampling.ListFields()
+        assert not request.request_id
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 7], [[5, 6, 7]]])
+def test_token_ids(prompt: Any) -> None:
+    request = read(CompletionBody, {"prompt": prompt}).request()
+    assert prompt_from_bytes(request.token_bytes).tolist() == [5, 6, 7]
+    assert read(CompletionBody, {"prompt": ["text"]}).request().text == "text"
+
+
+def test_chats() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None}
+    request = read(ChatBody, {"messages": [TURN, parts], "max_tokens": 1, "max_completion_tokens": 2}).request()
+    assert [(turn.role, turn.content) for turn in request.chat.messages] == [("user", "x"), ("user", "a\nb")]
+    assert request.sampling.max_tokens == 2
+    assert not request.sampling.HasField("logprobs")
+    for asked, expected in (({}, 0), ({"top_logprobs": 5}, 5)):
+        request = read(ChatBody, {"messages": [TURN], "logprobs": True, **asked}).request()
+        assert request.sampling.logprobs == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("n", 2, "1"),
+        ("best_of", 2, "1"),
+        ("echo", True, "false"),
+        ("tools", [{}], "[]"),
+        ("response_format", {"type": "json_object"}, '"text"'),
+        ("presence_penalty", 0.5, "0"),
+        ("logit_bias", {"5": 1}, "{}"),
+        ("suffix", "x", '""'),
+        ("store", True, "false"),
+        ("audio", {}, "null"),
+    ],
+)
+def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) -> None:
+    for kind, body in ((CompletionBody, {"prompt": "x"}), (ChatBody, {"messages": [TURN]})):
+        error = refusal(kind, {**body, name: value})
+        assert error.param == name
+        assert str(error).startswith(f"{name} is ")
+        assert accepted in str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "message"),
+    [
+        (CompletionBody, {}, "prompt", "prompt is missing; it must be text, or a list of token ids"),
+        (CompletionBody, {"prompt": None}, "prompt", "prompt is missing"),
+        (CompletionBody, {"prompt": 5}, "prompt", "prompt is 5; it must be text"),
+        (CompletionBody, {"prompt": []}, "prompt", "prompt is empty"),
+        (CompletionBody, {"prompt": ["a", "b"]}, "prompt", "prompt has 2 prompts; one a request is accepted"),
+        (CompletionBody, {"prompt": [[5], [6]]}, "prompt", "prompt has 2 prompts"),
+        (CompletionBody, {"prompt": [5, "a"]}, "prompt", r"prompt is \[5, 'a'\]; it must be text, or a list of token"),
+        (CompletionBody, {"prompt": [True]}, "prompt", r"prompt is \[True\]"),
+        (CompletionBody, {"prompt": "x", "max_tokens": "9"}, "max_tokens", "max_tokens is '9'; it must be an integer"),
+        (CompletionBody, {"prompt": "x", "max_tokens": 9.5}, "max_tokens", "max_tokens is 9.5"),
+        (CompletionBody, {"prompt": "x", "stop": [5]}, "stop", r"stop is \[5\]; it must be text, or a list of texts"),
+        (CompletionBody, {"prompt": "x", "stream": "yes"}, "stream", "stream is 'yes'; it must be true or false"),
+        (CompletionBody, {"prompt": "x", "messages": []}, "messages", "unknown parameter messages"),
+        (CompletionBody, {"prompt": "x", "max_token": 5}, "max_token", "did you mean max_tokens"),
+        (CompletionBody, {"prompt": "x", "stream_options": {}}, "stream_options", "only with stream: true"),
+        (
+            CompletionBody,
+            {"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}},
+            "stream_options.include_usage",
+            "stream_options.include_usage is 1; it must be true or false",
+        ),
+        (ChatBody, {}, "messages", "messages is missing"),
+        (ChatBody, {"messages": []}, "messages", r"messages is \[\]; it must be a list of 1 to 16384 messages"),
+        (ChatBody, {"messages": [{"role": "user"}]}, "messages[0].content", r"messages\[0\].content is missing"),
+        (ChatBody, {"messages": [TURN, {**TURN, "role": 5}]}, "messages[1].role", "role is 5; it must be text"),
+        (ChatBody, {"messages": [{**TURN, "tool_calls": [1]}]}, "messages[0].tool_calls", "unknown parameter"),
+        (
+            ChatBody,
+            {"messages": [{**TURN, "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content",
+            "it must be text, or a list of parts of type text",
+        ),
+        (ChatBody, {"messages": [TURN], "top_logprobs": 2}, "top_logprobs", "only with logprobs: true"),
+        (ChatBody, {"messages": [TURN], "logprobs": 2}, "logprobs", "logprobs is 2; it must be true or false"),
+        (CompletionBody, {"prompt": "x", "logprobs": True}, "logprobs", "logprobs is True; it must be an integer"),
+        (CompletionBody, {"prompt": [[]]}, "prompt", "prompt is empty; at least one token id"),
+        (ChatBody, {"messages": [{**TURN, **MANY}]}, "messages[0]", r"messages\[0\] has 152 fields; at most 100 are"),
+        (ChatBody, {"messages": [TURN] * 16385}, "messages", "it must be a list of 1 to 16384 messages"),
+        (ChatBody, {"messages": [TURN], "prompt": "x"}, "prompt", "unknown parameter prompt"),
+    ],
+)
+def test_refusals_name_field_value_and_what_is_accepted(
+    kind: type[GenerationBody], body: Any, param: str, message: str
+) -> None:
+    error = refusal(kind, body)
+    assert error.param == param
+    with pytest.raises(HttpError, match=message):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatBody, {"messages": [{}] * 1000}),
+        (ChatBody, {"messages": [{**TURN, "content": [{}] * 1000}]}),
+        (CompletionBody, {"prompt": "x", "stop": [5] * 1000}),
+        (CompletionBody, {"prompt": "x", "stop_token_ids": ["x"] * 1000}),
+        (CompletionBody, {"prompt": [5.5] * 1000}),
+    ],
+)
+def test_a_bad_body_makes_few_findings(kind: type[GenerationBody], body: Any) -> None:
+    """Each takes memory, and time in which nothing else runs."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= 3
+
+
+def test_a_body_of_many_fields() -> None:
+    with pytest.raises(HttpError, match="the body has 151 fields; at most 100 are accepted"):
+        read_body(CompletionBody, json.dumps({"prompt": "x", **MANY}).encode())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": "a"} x'],
+)
+def test_what_is_no_json(data: bytes) -> None:
+    with pytest.raises(HttpError, match="the body cannot be read as JSON") as caught:
+        read_body(CompletionBody, data)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("data", [b"[]", b"5", b'"text"', b"null"])
+def test_what_is_no_object(data: bytes) -> None:
+    with pytest.raises(HttpError, match="a JSON object is accepted"):
+        read_body(ChatBody, data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "message"),
+    [
+        (CompletionBody, {"prompt": "x", "max_tokens": -1}, "max_tokens", r"max_tokens is -1; .* \[0, 2\^32\)"),
+        (CompletionBody, {"prompt": "x", "seed": -1}, "seed", "seed is -1"),
+        (CompletionBody, {"prompt": "x", "top_k": 1 << 40}, "top_k", "top_k is "),
+        (CompletionBody, {"prompt": [-1]}, "prompt", "prompt is "),
+        (ChatBody, {"messages": [TURN], "logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1"),
+        (ChatBody, {"messages": [TURN], "max_completion_tokens": -1}, "max_completion_tokens", "^max_completion_tok"),
+    ],
+)
+def test_what_the_gateway_refuses_has_the_bodys_names(
+    kind: type[GenerationBody], body: Any, param: str, message: str
+) -> None:
+    read_in = read(kind, body)
+    with pytest.raises(InvalidRequest) as caught:
+        read_in.request()
+    error = read_in.blame(caught.value)
+    assert (error.status, error.param) == (400, param)
+    with pytest.raises(HttpError, match=message):
+        raise error
+
+
+def test_a_refusal_that_names_no_field_is_passed_on() -> None:
+    body = read(ChatBody, {"messages": [TURN]})
+    assert str(body.blame(InvalidRequest("the prompt has 9 tokens"))) == "the prompt has 9 tokens"
+    error = body.blame(InvalidRequest("chat has 9 characters; at most 5 are accepted"))
+    assert (str(error), error.param) == ("messages has 9 characters; at most 5 are accepted", "messages")

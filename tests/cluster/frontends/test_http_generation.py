@@ -1,0 +1,59 @@
+"""Requests that come through the HTTP door at once: their turns."""
+
+import asyncio
+import json
+from collections import Counter
+from typing import Any
+
+from tandem.cluster.frontends.http.answers import CompletionAnswer
+from tandem.cluster.frontends.http.bodies import CompletionBody
+from tandem.cluster.frontends.http.generate import GenerationRoute
+from tandem.cluster.frontends.http.reply import Reply
+from tandem.cluster.requests.fair_turns import Turns
+from tandem.proto import inference_pb2
+from tests.cluster.doors import PROMPT
+
+A_ROUND = 4
+BODY = json.dumps({"prompt": PROMPT, "stream": True}).encode()
+SCOPE: dict[str, Any] = {"headers": [(b"content-type", b"application/json")], "client": ("127.0.0.1", 1)}
+
+
+class RoundedIntake:
+    """Answers each request with one message; counts them by the rounds of the event loop that they come in."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[int] = Counter()
+        self._round = 0
+
+    def look(self) -> None:
+        self._round += 1
+        asyncio.get_running_loop().call_soon(self.look)
+
+    async def serve(self, request: Any, client: str, write: Any, *, open_ended: int | None) -> None:
+        self.requests[self._round] += 1
+        await write(inference_pb2.GenerateResponse(request_id="r"))
+
+
+def test_so_many_a_round() -> None:
+    async def crowd(intake: Any, size: int) -> list[bytes]:
+        route = GenerationRoute(CompletionBody, CompletionAnswer, intake, "m", None, 1 << 20, Turns(A_ROUND))
+        intake.look()
+        return await asyncio.gather(*(one(route) for _ in range(size)))
+
+    async def one(route: GenerationRoute) -> bytes:
+        body = iter([{"type": "http.request", "body": BODY, "more_body": False}])
+        said: list[bytes] = []
+
+        async def receive() -> Any:
+            return next(body, None) or await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            said.append(message.get("body", b""))
+
+        await route.serve(SCOPE, receive, Reply(send))
+        return b"".join(said)
+
+    intake = RoundedIntake()
+    answers = asyncio.run(crowd(intake, 5 * A_ROUND))
+    assert all(answer.endswith(b"data: [DONE]\n\n") for answer in answers)
+    assert set(intake.requests.values()) == {A_ROUND}

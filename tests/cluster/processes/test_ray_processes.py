@@ -1,0 +1,81 @@
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import ray
+import ray.util
+
+from tandem.cluster.credentials import is_loopback
+from tandem.cluster.errors import StartFailed
+from tandem.cluster.processes.ray_address import check_ray_answers
+from tandem.cluster.processes.ray_processes import RayProcesses
+from tandem.cluster.processes.ray_token import hide_token
+from tests.cluster.fake_gateway import FakeGateway, serving
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "127.0.0.1:ray", "127.0.0.1:70000", "ray://x:1"])
+def test_an_address_without_a_ray_is_refused_before_ray_tries_it(address: str) -> None:
+    with pytest.raises(StartFailed, match=f"^--address is '{address}': .*; HOST:PORT of a Ray that runs is accepted"):
+        RayProcesses(address).start("c", None)
+
+
+@pytest.mark.skipif(is_loopback(ray.util.get_node_ip_address()), reason="this machine has no other address")
+def test_a_service_of_this_machine_alone_is_no_ray() -> None:
+    """Such as a gateway: Ray would ask at the address that other machines know, for two minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        address = f"127.0.0.1:{service.getsockname()[1]}"
+        with pytest.raises(StartFailed, match="a Ray that runs is accepted"):
+            RayProcesses(address).start("c", None)
+
+
+def test_a_grpc_server_that_is_no_ray_is_refused() -> None:
+    with serving(FakeGateway()) as address, pytest.raises(StartFailed, match="is a gRPC server, and no Ray; HOST:PORT"):
+        check_ray_answers(address, "127.0.0.1")
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-x\r\n", b""])
+def test_what_speaks_otherwise_is_refused(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or says nothing at all."""
+    monkeypatch.setattr("tandem.cluster.processes.ray_address.CONNECT_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        taken: list[socket.socket] = []
+
+        def answer() -> None:
+            with suppress(OSError):  # the listener is closed
+                while True:
+                    taken.append(listener.accept()[0])
+                    taken[-1].sendall(said)
+
+        pool.submit(answer)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(StartFailed, match=r"what listens there is no Ray: .*; HOST:PORT of a Ray that runs"):
+            check_ray_answers(address, "127.0.0.1")
+        listener.shutdown(socket.SHUT_RDWR)
+        for one in taken:
+            one.close()
+
+
+@pytest.mark.parametrize(
+    ("there", "gpus", "error"),
+    [({"CPU": 8.0, "GPU": 3.0}, 1, "0.4 CPUs and 4 GPUs are needed; Ray has 8 CPUs and 3 GPUs"),
+     ({"CPU": 0.3}, 0, "0.4 CPUs are needed; Ray has 0.3 CPUs and 0 GPUs")],
+)  # fmt: skip
+def test_more_than_ray_has(there: dict[str, float], gpus: int, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said of all islands together, before the first one is placed."""
+    monkeypatch.setattr(ray, "cluster_resources", lambda: there)
+    RayProcesses().check_room(3, gpus=gpus)
+    with pytest.raises(StartFailed, match=f"^{error}$"):
+        RayProcesses().check_room(4, gpus=gpus)
+
+
+def test_the_token_that_ray_leaves_readable_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    hide_token()  # where there is none, nothing comes of it
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("secret")
+    token.chmod(0o644)
+    hide_token()
+    assert token.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,65 @@
+"""A worker's answers to ping() while it is prepared: they tell a start that gets on from one that hangs."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.config import load_config
+from tandem.cluster.supervision.actors import WorkerActor
+from tandem.cluster.supervision.process_settings import worker_configs
+from tandem.workers import worker as worker_module
+from tandem.workers.runner.model_runner import ModelRunner
+
+SECONDS = 60.0
+
+
+def asking(answers: list[tuple[str, int] | None], actor: WorkerActor, then: Callable[..., Any]) -> Callable[..., Any]:
+    """`then`, before and after which another thread asks how far the actor has got."""
+
+    def ask() -> None:
+        thread = threading.Thread(target=lambda: answers.append(actor.ping()))
+        thread.start()
+        thread.join(SECONDS)
+
+    def asked(*arguments: Any, **options: Any) -> Any:
+        ask()
+        result = then(*arguments, **options)
+        ask()
+        return result
+
+    return asked
+
+
+def test_a_start_tells_how_far_it_has_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=0)
+    values = {"model.path": str(tmp_path / "model"), "island.threads_per_worker": 1}
+    first, second = (WorkerActor(config) for config in worker_configs(load_config(None, values), 64))
+    answers: list[tuple[str, int] | None] = []
+    try:
+        assert first.ping() is None
+        monkeypatch.setattr(worker_module, "load_decoder", asking(answers, first, worker_module.load_decoder))
+        first.load()
+        monkeypatch.undo()
+        second.load()
+        handles = [first.open(16), second.open(16)]
+        for actor in (first, second):
+            actor.join(handles)
+        monkeypatch.setattr(ModelRunner, "warm_up", asking(answers, first, ModelRunner.warm_up))
+        monkeypatch.setattr(ModelRunner, "__init__", asking(answers, first, ModelRunner.__init__))
+        assert first.ping() is None
+        first.serve()
+        assert first.ping() is None
+    finally:
+        first.stop()
+        second.stop()
+    phases, numbers = zip(*(answer for answer in answers if answer is not None), strict=True)
+    assert phases == ("weights",) * 2 + ("kernels",) * 4
+    before, loaded, cached, made, made_again, warm = numbers
+    weights = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
+    assert before == 0
+    assert weights / 2 < loaded <= weights
+    assert loaded <= cached <= made < made_again == warm

@@ -1,0 +1,57 @@
+"""What a cluster finds out before it starts anything."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.config import load_config
+from tandem.cluster.errors import ConfigError, StartFailed
+from tandem.cluster.supervision.launcher import Cluster
+from tests.cluster.fake_processes import FakeProcesses
+from tests.support.waiting import until
+
+
+class CrampedProcesses(FakeProcesses):
+    def check_room(self, processes: int, *, gpus: int) -> None:
+        raise StartFailed(f"{processes} processes with {gpus} GPUs each are too many")
+
+
+def test_islands_that_have_no_room_together(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    values = {"model.path": str(tmp_path / "model"), "num_islands": 2, "island.num_decode": 2, "gateway.port": 0}
+    processes = CrampedProcesses()
+    with pytest.raises(StartFailed, match=r"^num_islands is 2, .*num_decode 2: 6 processes with 0 GPUs each"):
+        Cluster(load_config(None, values), processes).start()
+    assert not processes.specs
+
+
+def test_pages_that_no_machine_holds(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 1 << 24, "cache.page_size": 128}
+    processes = FakeProcesses()
+    with pytest.raises(ConfigError, match=r"^cache\.num_pages is 16777216; .* GiB in each worker, .*: at most \d+ are"):
+        Cluster(load_config(None, values), processes).start()
+    assert not processes.specs
+
+
+def test_an_island_lost_before_the_gateway_is_there(tmp_path: Path) -> None:
+    """The gateway is told how many pages it will have again."""
+    make_checkpoint(tmp_path / "model")
+    values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 77, "gateway.port": 0}
+    processes = FakeProcesses(fails={"local/local.2/decode (PE 1)": OSError("slow")})
+    cluster = Cluster(load_config(None, values), processes)
+
+    def lose(_: object) -> None:
+        (island,) = cluster._islands
+        island.ready.result(60)
+        first = island.island
+        processes.groups[0].members[0].kill()
+        until(lambda: island.island is not first)
+
+    cluster.start(lose)
+    try:
+        ((gateway,),) = [specs for specs in processes.specs if "/gateway." in specs[0].name]
+        assert gateway.argument.num_pages == 77  # type: ignore[attr-defined]
+    finally:
+        cluster.stop()

@@ -1,0 +1,42 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.cluster.text.stop_strings import StopStringMatcher
+
+FEW_LETTERS = st.text(alphabet="abc", max_size=30)
+
+
+def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """Character by character: the first place where any stop string has just ended, the longest one there."""
+    for end in range(1, len(text) + 1):
+        ended = [stop for stop in stops if text[:end].endswith(stop)]
+        if ended:
+            longest = max(ended, key=len)
+            return text[: end if include else end - len(longest)], longest
+    return text, None
+
+
+@given(
+    st.lists(FEW_LETTERS, max_size=8),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4),
+    st.booleans(),
+)
+def test_equals_the_naive_matcher_in_any_pieces(pieces: list[str], stops: list[str], include: bool) -> None:
+    matcher = StopStringMatcher(stops, include)
+    output = "".join([matcher.push(piece) for piece in pieces]) + matcher.flush()
+    assert (output, matcher.matched) == naive("".join(pieces), stops, include)
+
+
+@given(FEW_LETTERS, st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4))
+def test_holds_back_no_more_than_may_begin_a_stop(text: str, stops: list[str]) -> None:
+    matcher = StopStringMatcher(stops)
+    given_out = matcher.push(text)
+    if matcher.matched is None:
+        held = text[len(given_out) :]
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def test_without_stops_text_passes_at_once() -> None:
+    matcher = StopStringMatcher(())
+    assert matcher.push("anything") == "anything"
+    assert matcher.flush() == ""

@@ -1,0 +1,49 @@
+"""A checkpoint's model over a paged cache, without a worker around it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.workers.models.registry import load_config
+from tandem.workers.models.weights import load_decoder
+from tandem.workers.runner.model_cache import kv_layout, make_cache
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
+
+
+class CachedModel:
+    """step() feeds some tokens of some sequences, which the cache must have."""
+
+    def __init__(self, folder: Path, dtype: str, device: str = "cpu") -> None:
+        config = load_config(folder, dtype)
+        layout = kv_layout(config, 16)
+        pools = [
+            torch.full((64, *layout.page_shape(group)), torch.nan, dtype=layout.dtype, device=device)
+            for group in range(len(layout.groups))
+        ]
+        self.cache = make_cache(config, layout, pools, max_sequences=8, max_length=256)
+        self.runner = ModelRunner(load_decoder(folder, config, device=torch.device(device)), self.cache)
+
+    def step(
+        self,
+        tokens: dict[int, list[int]],
+        *,
+        all_rows: bool = False,
+        parents: Sequence[Sequence[int] | None] | None = None,
+    ) -> Tensor:
+        """Logits after the last token of each, or after all tokens. parents: token_tree_parents."""
+        lengths = [len(part) for part in tokens.values()]
+        plan = self.cache.begin_forward(list(tokens), lengths, token_tree_parents=parents)
+        packed = np.array([token for part in tokens.values() for token in part], np.int64)
+        logits = self.runner.forward(packed, plan, None if all_rows else np.cumsum(lengths) - 1)
+        self.cache.end_forward(plan)
+        return logits
+
+    def sample(self, logits: Tensor) -> list[int]:
+        rows = logits.shape[0]
+        batch = SampleBatch.from_params([SamplingParams(temperature=0)] * rows)
+        return self.runner.sample(logits, batch, np.zeros(rows, np.int64)).token_ids.tolist()

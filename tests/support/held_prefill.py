@@ -1,0 +1,34 @@
+"""Requests that are there at once, whatever the machine is busy with."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Event
+
+from tandem.workers.prefill.loop import PrefillLoop
+from tests.support.island import Island
+
+POLL_SECONDS = 0.005
+
+
+@contextmanager
+def prefill_held(island: Island, requests: int) -> Iterator[None]:
+    """No prefill worker computes anything, ahead of a reservation neither, before so many requests have come to all of
+    them together."""
+    loops = [worker._loop for worker in island.workers if isinstance(worker._loop, PrefillLoop)]
+    all_there = Event()
+
+    def held(step: Callable[[], float | None]) -> float | None:
+        if not all_there.is_set() and sum(len(loop._by_id) for loop in loops) < requests:
+            return POLL_SECONDS
+        all_there.set()
+        return step()
+
+    for loop in loops:
+        loop.step = partial(held, loop.step)  # type: ignore[method-assign]
+        loop.announce = lambda request_id, token_ids: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            del loop.step, loop.announce

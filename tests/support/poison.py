@@ -1,0 +1,25 @@
+"""NaN in every page that nobody holds: who reads or is given the KV of a freed page shows it in its tokens."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.pages.allocator import PageAllocator
+from tandem.cache.plan.arrays import Int32Array
+
+
+def poison_free_pages(cache: PagedKVCache, pools: Sequence[Tensor]) -> None:
+    """From now on, and what is free now. Called on the thread that owns the cache."""
+    for allocator, pool in zip(cache._pools._allocators, pools, strict=True):
+        pool[np.flatnonzero(allocator._free)] = float("nan")
+        allocator._lower = partial(_lower, allocator, pool)  # type: ignore[method-assign]
+
+
+def _lower(allocator: PageAllocator, pool: Tensor, counts: NDArray[np.int32], pages: Int32Array, verb: str) -> None:
+    before = allocator._free.copy()
+    PageAllocator._lower(allocator, counts, pages, verb)
+    pool[np.flatnonzero(allocator._free & ~before)] = float("nan")

@@ -1,0 +1,117 @@
+"""Forwards of prompts, some of them in graphs, by two runners: one captures, the other does not."""
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.workers.models.registry import load_config
+from tandem.workers.models.weights import load_decoder
+from tandem.workers.runner.batch_buckets import MOST_PROMPTS
+from tandem.workers.runner.graph_capture import Capture
+from tandem.workers.runner.model_cache import kv_layout, make_cache
+from tandem.workers.runner.model_runner import ModelRunner
+from tests.support.oracle import random_prompt
+
+LONGEST, PAGE, NUM_PAGES = 256, 8, 200
+CAPTURED = 128  # tokens
+# Of each forward the tokens that sequences get; NUM_PLAIN of them are in no graph.
+FORWARDS: list[dict[int, int]] = [
+    {0: 20},
+    {1: 30, 2: 4, 3: 1},
+    {3: 40, 1: 27, 2: 61},
+    {3: 100, 4: 60},  # too many tokens for a graph
+    {sequence: 5 for sequence in range(4, 4 + MOST_PROMPTS)},
+    {sequence: 1 for sequence in range(4, 5 + MOST_PROMPTS)},  # too many sequences
+    {sequence: 3 for sequence in reversed(range(5, 5 + MOST_PROMPTS))},
+    {20: 100, 19: 28},
+]
+NUM_PLAIN = 2
+WHOLE = {sequence: sum(forward.get(sequence, 0) for forward in FORWARDS) for sequence in range(5 + MOST_PROMPTS)}
+
+
+class PromptRunner:
+    """One model and cache; replays counts the forwards that a graph computed."""
+
+    def __init__(
+        self,
+        folder: Path,
+        capture: Capture | None,
+        kernels: KernelFactory,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        scales: KVScales | None = None,
+    ) -> None:
+        """capture: None: all forwards are plain."""
+        config = load_config(folder, dtype)
+        layout = kv_layout(config, PAGE, scales)
+        groups = range(len(layout.groups))
+        self.pools = [
+            torch.full((NUM_PAGES, *layout.page_shape(group)), torch.nan, device=device).to(layout.stored_dtype)
+            for group in groups
+        ]
+        self.cache: PagedKVCache = make_cache(
+            config, layout, self.pools, max_sequences=24, max_length=LONGEST, kernels=kernels
+        )
+        self.runner = ModelRunner(load_decoder(folder, config, device=torch.device(device)), self.cache)
+        self.replays = 0
+        if capture is not None:
+            self.runner.capture_prompts(CAPTURED, self._counting(capture))
+
+    def _counting(self, capture: Capture) -> Capture:
+        def counted(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            inner = capture(compute)
+
+            def replay() -> Tensor:
+                self.replays += 1
+                return inner()
+
+            return replay
+
+        return counted
+
+    def forward(self, chunks: dict[int, list[int]], whole: dict[int, int]) -> Tensor:
+        tokens = [np.array(chunk) for chunk in chunks.values()]
+        return self.runner.prompts(list(chunks), tokens, [whole[one] for one in chunks], push=False)
+
+    def run_all(self) -> Tensor:
+        """FORWARDS; logits of all prompts, in the order in which they end."""
+        prompts = {sequence: random_prompt(length, sequence) for sequence, length in WHOLE.items()}
+        made, done = [], dict.fromkeys(WHOLE, 0)
+        for sequence in WHOLE:
+            self.cache.add_sequence(sequence)
+        for forward in FORWARDS:
+            chunks = {one: prompts[one][done[one] : done[one] + count] for one, count in forward.items()}
+            made.append(self.forward(chunks, WHOLE))
+            done.update({one: done[one] + count for one, count in forward.items()})
+            assert made[-1].shape[0] == sum(done[one] == WHOLE[one] for one in forward)
+        assert done == WHOLE
+        return torch.cat(made)
+
+
+def run_in_place(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A Capture for machines without a GPU: the result is in the same memory each time, as a graph's."""
+    memory = compute().clone()
+    return lambda: memory.copy_(compute())
+
+
+def assert_same_kv(ours: PromptRunner, theirs: PromptRunner, tolerance: float, mostly: float = 1.0) -> None:
+    """Of all sequences, at least of that share of a sequence's tokens; nobody has written anywhere else."""
+    for sequence in range(len(WHOLE)):
+        if sequence not in theirs.cache._table:
+            continue  # not in every program
+        begin, end = theirs.cache.first_position(sequence), theirs.cache.num_tokens(sequence)
+        layers = (one.cache.gather_kv(sequence, begin, end) for one in (ours, theirs))
+        for mine, other in zip(*(chain.from_iterable(pairs) for pairs in layers), strict=True):
+            alike = torch.isclose(mine, other, rtol=tolerance, atol=tolerance).flatten(1).all(1)
+            others = (~alike).nonzero().flatten()
+            assert others.shape[0] <= (1 - mostly) * alike.shape[0], f"sequence {sequence}: unlike at {others}"
+    for mine, other in zip(ours.pools, theirs.pools, strict=True):
+        assert torch.equal(mine.float().isnan(), other.float().isnan())

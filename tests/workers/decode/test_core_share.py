@@ -1,0 +1,50 @@
+"""Cores that prefill workers leave idle go to decode, and back."""
+
+import threading
+import time
+from pathlib import Path
+
+from tandem.cache.kernels.native.crew import Crew, load_crew
+from tandem.cluster.client import Client
+from tandem.workers.decode.core_share import CoreShare
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY
+from tests.support.island import running_island
+from tests.support.oracle import random_prompt
+
+OWN, ALL = 2, 4  # threads of a worker, and of both
+
+
+def the_crew() -> Crew:
+    crew = load_crew()
+    assert crew is not None, "the tests need a C compiler"
+    return crew
+
+
+def wait_for_threads(crew: Crew, threads: int) -> None:
+    deadline = time.monotonic() + 20
+    while crew.threads != threads:
+        assert time.monotonic() < deadline, f"{crew.threads} threads, not {threads}"
+        time.sleep(0.001)
+
+
+def test_decode_has_all_cores_only_while_no_prompt_is_on_its_way(tmp_path: Path) -> None:
+    folder, crew = save_checkpoint("llama", tmp_path), the_crew()
+    with running_island(folder, {"island.threads_per_worker": OWN}) as island, Client(island.address) as client:
+        list(client.generate(random_prompt(9, 0), max_tokens=4, **GREEDY))
+        assert crew.threads == ALL
+        ready = threading.Event()
+        prefill = threading.Thread(target=island.workers[0].on_step_thread, args=(ready.wait,))
+        prefill.start()
+        asking = threading.Thread(target=list, args=(client.generate(random_prompt(9, 1), max_tokens=4, **GREEDY),))
+        asking.start()
+        wait_for_threads(crew, OWN)
+        ready.set()
+        for thread in (prefill, asking):
+            thread.join(20)
+        assert crew.threads == ALL
+    crew.threads = 1
+
+
+def test_without_native_kernels_there_is_nothing_to_share() -> None:
+    CoreShare(None, own=2, alone=4).take(alone=True)

@@ -1,0 +1,307 @@
+"""A decode loop whose runner runs ahead: what is launched before the tokens of the step before are known.
+
+The runner here draws scripted tokens from the positions, and says when each step was launched and when it was read.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.rope import RopeParameters
+from tandem.transfer.completion import pack_payload, pack_signal
+from tandem.transfer.fake import FakeFabric, FakeTransport
+from tandem.transfer.recall import mailbox_rows
+from tandem.workers.decode.batch import ON_HOST
+from tandem.workers.decode.core_share import CoreShare
+from tandem.workers.decode.loop import DELIVERY_SECONDS, DecodeLoop
+from tandem.workers.decode.token_stream import StreamFanout, StreamUpdate, TokenStream
+from tandem.workers.errors import WorkerError
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.finish import FinishReason
+from tandem.workers.sampling.pending_samples import PendingSamples, Samples
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.wire.reservation import Reservation
+
+PAGE_SIZE, NUM_PAGES, PROMPT = 4, 24, 5
+LAYOUT = KVLayout((LayerGroup((0,), num_kv_heads=1, head_dim=4),), PAGE_SIZE, torch.float32)
+NO_LOGPROBS: list[Any] = [None]
+
+
+def token_at(sequence: int, position: int) -> int:
+    """What the scripted model says; never 0 and never the same for neighbours."""
+    return 1 + (37 * sequence + 11 * position) % 97
+
+
+class ScriptedRunner:
+    """Checks each input against the script, wherever it comes from, and grows the cache as a forward does."""
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self._cache = cache
+        self._last: list[int] = []
+        self.runs_ahead = True
+        self.log: list[str] = []
+        self.fail_at: Callable[[int], bool] = lambda step: False
+        self.fail_reading = False
+        self.done_until = 1000  # steps before it are done
+        self._foreseen: tuple[tuple[int, ...], SampleBatch, np.ndarray] | None = None
+
+    def step(
+        self,
+        sequence_ids: tuple[int, ...],
+        tokens: np.ndarray,
+        sources: np.ndarray,
+        sampling: SampleBatch,
+        positions: np.ndarray,
+    ) -> PendingSamples:
+        step = sum(line.startswith("launch") for line in self.log)
+        if self.fail_at(step):
+            raise RuntimeError("no luck")
+        inputs = [
+            int(token) if source == ON_HOST else self._last[source]
+            for token, source in zip(tokens, sources, strict=True)
+        ]
+        assert inputs == [token_at(s, p - 1) for s, p in zip(sequence_ids, positions, strict=True)]
+        assert sampling.temperature.size == len(inputs)
+        self._cache.end_forward(self._cache.begin_forward(sequence_ids, np.ones(len(inputs), np.int64)))
+        self._last = [token_at(s, p) for s, p in zip(sequence_ids, positions, strict=True)]
+        self.log.append(f"launch {step}: {list(sequence_ids)}")
+        return cast(PendingSamples, ScriptedSamples(self, step, list(self._last)))
+
+    def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: np.ndarray) -> None:
+        self._cache._growth.foresee(sequence_ids)
+        self._foreseen = sequence_ids, sampling, positions
+
+    def step_foreseen(self, sequence_ids: tuple[int, ...], tokens: np.ndarray) -> PendingSamples | None:
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is None or foreseen[0] != sequence_ids:
+            return None
+        return self.step(sequence_ids, tokens, np.full(tokens.size, ON_HOST), *foreseen[1:])
+
+    def drain(self) -> None:
+        self.log.append("drain")
+
+
+class ScriptedSamples:
+    def __init__(self, runner: ScriptedRunner, step: int, tokens: list[int]) -> None:
+        self._runner, self._step, self._tokens = runner, step, tokens
+
+    def is_done(self) -> bool:
+        return self._step < self._runner.done_until
+
+    def wait(self) -> Samples:
+        assert self.is_done()
+        self._runner.log.append(f"read {self._step}")
+        if self._runner.fail_reading:
+            raise RuntimeError("the device is gone")
+        return Samples(np.array(self._tokens), NO_LOGPROBS * len(self._tokens))
+
+
+class Collector:
+    """Stands for StreamFanout."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[TokenStream, list[int]] = {}
+        self.ends: dict[TokenStream, FinishReason | str] = {}
+
+    def publish(self, updates: list[StreamUpdate]) -> None:
+        for update in updates:
+            assert update.stream not in self.ends
+            if update.token_id is not None:
+                self.tokens.setdefault(update.stream, []).append(update.token_id)
+            if update.finish_reason != FinishReason.RUNNING:
+                self.ends[update.stream] = update.finish_reason
+
+    def fail(self, stream: TokenStream, error: WorkerError) -> None:
+        self.ends[stream] = str(error)
+
+
+class Bench:
+    """One decode worker's loop, whose sender is the test."""
+
+    def __init__(self, max_sequences: int = 8) -> None:
+        self.fabric = FakeFabric(2, LAYOUT, num_pages=NUM_PAGES, num_signals=mailbox_rows(8, 2))
+        self._sender, receiver = self.fabric.joined()
+        self.receiver: FakeTransport = receiver
+        self.cache = PagedKVCache(
+            LAYOUT,
+            receiver.pools,
+            max_sequences=2 * max_sequences,
+            max_sequence_length=64,
+            rope=RopeParameters("none", 4),
+            writer=None,
+        )
+        self.runner, self.collector = ScriptedRunner(self.cache), Collector()
+        self.loop = DecodeLoop(
+            cast(ModelRunner, self.runner),
+            self.cache,
+            receiver,
+            cast(StreamFanout, self.collector),
+            CoreShare(None, 1),
+            eos_token_ids=(),
+            max_sequences=max_sequences,
+            sharing=False,
+            lease_seconds=60,
+        )
+
+    def start(self, name: str, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> tuple[Reservation, TokenStream]:
+        """A request whose KV and first token have landed."""
+        reservation = self.loop.prepare(name, [1] * PROMPT, max_tokens, writer_pe=0)
+        sequence, stream = reservation.reservation_id, TokenStream()
+        signal = pack_signal(reservation.generation, PROMPT)
+        self._sender.post(1, reservation.signal_slot, signal, pack_payload(token_at(sequence, PROMPT), 0))
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=stop_ids)
+        self.loop.start(name, sequence, params, stream)
+        return reservation, stream
+
+    def run(self) -> None:
+        for _ in range(100):
+            if self.loop.step() is None:
+                return
+        raise AssertionError("the loop does not come to rest")
+
+
+def expected(sequence: int, count: int) -> list[int]:
+    """The tokens that the decode worker itself draws: all but the first."""
+    return [token_at(sequence, PROMPT + index) for index in range(1, count)]
+
+
+def test_the_next_step_is_launched_before_the_tokens_are_read() -> None:
+    bench = Bench()
+    _, stream = bench.start("a", max_tokens=4)
+    bench.run()
+    assert bench.runner.log == ["launch 0: [1]", "launch 1: [1]", "read 0", "launch 2: [1]", "read 1", "read 2"]
+    assert bench.collector.tokens[stream] == expected(1, 4)
+    assert bench.collector.ends[stream] == FinishReason.LENGTH
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
+def test_a_row_that_ends_by_length_is_not_stepped_again() -> None:
+    bench = Bench()
+    _, short = bench.start("short", max_tokens=2)
+    _, long = bench.start("long", max_tokens=5)
+    bench.run()
+    assert [line for line in bench.runner.log if line.startswith("launch")] == [
+        "launch 0: [1, 2]",
+        "launch 1: [2]",
+        "launch 2: [2]",
+        "launch 3: [2]",
+    ]
+    assert bench.collector.tokens == {short: expected(1, 2), long: expected(2, 5)}
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
+def test_a_stop_while_the_next_step_flies_keeps_the_pages_until_it_has_landed() -> None:
+    bench = Bench()
+    stop = token_at(1, PROMPT + 2)
+    _, stopped = bench.start("stopped", max_tokens=9, stop_ids=(stop,))
+    _, other = bench.start("other", max_tokens=6)
+    pages = -(-(PROMPT + 9 - 1) // PAGE_SIZE)
+    while stopped not in bench.collector.ends:
+        bench.loop.step()
+    # Step 1 said stop; step 2, with a row for it, is launched and not read.
+    assert bench.runner.log[-2:] == ["launch 2: [1, 2]", "read 1"]
+    assert bench.collector.ends[stopped] == FinishReason.STOP
+    assert 1 in bench.cache._table
+    free = bench.cache.num_free_pages
+    bench.loop.step()
+    assert bench.runner.log[-2:] == ["launch 3: [2]", "read 2"]
+    assert 1 not in bench.cache._table
+    assert bench.cache.num_free_pages == free + pages
+    bench.run()
+    assert bench.collector.tokens == {stopped: expected(1, 3), other: expected(2, 6)}
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
+def test_an_abort_in_flight() -> None:
+    bench = Bench()
+    _, gone = bench.start("gone", max_tokens=9)
+    _, other = bench.start("other", max_tokens=5)
+    bench.loop.step()
+    bench.loop.step()
+    before = list(bench.collector.tokens[gone])
+    assert bench.loop.abort("gone", writer_quiet=True)
+    assert not bench.loop.abort("gone", writer_quiet=True)
+    assert 1 in bench.cache._table
+    bench.run()
+    assert bench.collector.tokens == {gone: before, other: expected(2, 5)}
+    assert bench.collector.ends == {gone: FinishReason.ABORT, other: FinishReason.LENGTH}
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
+def test_an_abort_of_the_only_request_in_flight() -> None:
+    bench = Bench()
+    bench.start("gone", max_tokens=9)
+    bench.loop.step()
+    bench.loop.abort("gone", writer_quiet=True)
+    bench.run()
+    assert bench.cache.is_empty
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
+def test_calls_are_answered_while_a_step_computes() -> None:
+    """The pages of a request whose last token is on its way stay until that step is done, whoever aborts it."""
+    bench = Bench()
+    bench.runner.done_until = 0
+    _, last = bench.start("last", max_tokens=2)
+    _, other = bench.start("other", max_tokens=5)
+    pages = -(-(PROMPT + 2 - 1) // PAGE_SIZE)
+    for _ in range(5):
+        assert bench.loop.step() is not None
+    assert bench.runner.log == ["launch 0: [1, 2]", "launch 1: [2]"]
+    _, third = bench.start("third", max_tokens=3)
+    free = bench.cache.num_free_pages
+    assert bench.loop.abort("last", writer_quiet=True)
+    assert bench.collector.ends[last] == FinishReason.ABORT
+    assert bench.cache.num_free_pages == free
+    bench.runner.done_until = 1
+    assert bench.loop.step() == DELIVERY_SECONDS
+    assert bench.runner.log[-1] == "read 0"
+    assert bench.cache.num_free_pages == free + pages
+    bench.runner.done_until = 1000
+    bench.run()
+    assert bench.collector.tokens == {other: expected(2, 5), third: expected(3, 3)}
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
+def test_requests_come_and_go_between_steps() -> None:
+    """Rows change places from step to step; inputs follow them, from the device or the host."""
+    bench = Bench()
+    streams = {}
+    for number, max_tokens in enumerate((7, 2, 5, 9, 3, 4), start=1):
+        stop = (token_at(number, PROMPT + 2),) if number in (3, 4) else ()
+        _, streams[number] = bench.start(str(number), max_tokens, stop)
+        bench.loop.step()
+    bench.run()
+    counts = {1: 7, 2: 2, 3: 3, 4: 3, 5: 3, 6: 4}
+    assert {n: bench.collector.tokens[s] for n, s in streams.items()} == {n: expected(n, c) for n, c in counts.items()}
+    assert bench.cache.num_free_pages == NUM_PAGES
+
+
+def test_a_failed_launch_fails_the_batch_and_waits_for_the_step_before() -> None:
+    bench = Bench()
+    _, first = bench.start("first", max_tokens=9)
+    bench.runner.fail_at = lambda step: step == 2
+    bench.run()
+    assert bench.runner.log == ["launch 0: [1]", "launch 1: [1]", "read 0", "drain"]
+    assert bench.collector.ends[first] == "decode of 'first' failed: no luck"
+    assert bench.cache.num_free_pages == NUM_PAGES
+    bench.runner.fail_at = lambda step: False
+    _, second = bench.start("second", max_tokens=3)
+    bench.run()
+    assert bench.collector.tokens[second] == expected(2, 3)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 9])
+def test_a_step_that_fails_on_the_device_fails_the_batch(max_tokens: int) -> None:
+    bench = Bench()
+    _, stream = bench.start("a", max_tokens)
+    bench.runner.fail_reading = True
+    bench.run()
+    assert bench.collector.ends[stream] == "decode of 'a' failed: the device is gone"
+    assert bench.cache.num_free_pages == NUM_PAGES

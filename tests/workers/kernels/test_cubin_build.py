@@ -1,0 +1,141 @@
+"""How cubins are compiled and kept, by a compiler that only writes down its orders; which models row_step.cu serves.
+
+Where there is an nvcc, no GPU needed, this checkout's own files are compiled too.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.cache.plan.kv_scales import FP8
+from tandem.workers.kernels.cuda.cubin_build import build_cubin, load_cubin
+from tandem.workers.kernels.decode_megakernel.row_step import ROW_COUNTS, SOURCE, WARPS, RowStepShape
+from tandem.workers.kernels.skinny_gemm.narrow_product import SOURCE as NARROW
+from tandem.workers.kernels.skinny_gemm.narrow_product import NarrowShape
+from tandem.workers.kernels.skinny_gemm.step_product import SOURCE as PRODUCTS
+from tandem.workers.kernels.skinny_gemm.step_product import TILINGS
+
+QWEN3 = RowStepShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16, stored=torch.bfloat16)
+BLOCKS = 132
+NARROW_DEFINES = NarrowShape(1024, 3072, 2048, 4096, torch.bfloat16).defines(BLOCKS)
+NARROW_KERNELS = [f"{name}_{tiles}" for name in ("qkv", "o", "gate_up", "down") for tiles in (1, 2)]
+# Its arguments end with `-o FILE`.
+NVCC = """#!/bin/sh
+if [ "$1" = --version ]; then echo 13.0; exit; fi
+if [ "$1" = -broken ]; then echo no such thing >&2; exit 1; fi
+echo "$*" >> "$(dirname "$0")/calls"
+for last; do :; done
+echo compiled > "$last"
+"""
+
+
+@pytest.fixture
+def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler on the PATH."""
+    compiler = tmp_path / "toolkit" / "nvcc"
+    compiler.parent.mkdir()
+    compiler.write_text(NVCC)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{compiler.parent}:/usr/bin:/bin")
+    return compiler
+
+
+def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
+    folder, narrow = tmp_path / "cache", replace(QWEN3, hidden=512)
+    for shape in (QWEN3, narrow, QWEN3):
+        assert build_cubin(SOURCE, folder, shape.defines(BLOCKS, 16, 1), "90") == b"compiled\n"
+    calls = (nvcc.parent / "calls").read_text().splitlines()
+    assert ["-DHIDDEN=1024" in call for call in calls] == [True, False]
+    assert all("code=sm_90" in call for call in calls)
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on the PATH")
+@pytest.mark.parametrize(
+    ("source", "defines", "arch", "kernels"),
+    [
+        (SOURCE, QWEN3.defines(BLOCKS, WARPS, 1), "90", ["row_step"]),
+        (SOURCE, QWEN3.defines(BLOCKS, WARPS, 8), "90", ["row_step"]),
+        (SOURCE, replace(QWEN3, stored=FP8).defines(BLOCKS, WARPS, 2), "90", ["row_step"]),
+        (PRODUCTS, ("-DHALF=1",), "90a", [tiling.kernel for tiling in TILINGS]),
+        (NARROW, NARROW_DEFINES, "90", NARROW_KERNELS),
+    ],
+    ids=["row-bfloat16", "rows-bfloat16", "rows-8-bits", "products-float16", "narrow-bfloat16"],
+)
+def test_a_compiler_takes_them(
+    tmp_path: Path, source: Path, defines: Sequence[str], arch: str, kernels: list[str]
+) -> None:
+    cubin = build_cubin(source, tmp_path, defines, arch)
+    assert all(f".text.{kernel}\0".encode() in cubin for kernel in kernels)
+
+
+def test_it_is_compiled_anew_when_what_it_includes_has_changed(nvcc: Path, tmp_path: Path) -> None:
+    source = tmp_path / "sources" / "one.cu"
+    source.parent.mkdir()
+    texts = {"one.cu": '#include "two.cuh"', "two.cuh": '#include "three.cuh"\n#include <cuda.h>'}
+    texts |= {"three.cuh": '#pragma once\n#include "two.cuh"', "four.cuh": ""}
+    for name, text in texts.items():
+        (source.parent / name).write_text(text)
+    made = []
+    for changed in (None, "four.cuh", "three.cuh", "one.cu"):
+        if changed is not None:
+            (source.parent / changed).write_text(texts[changed] + "\n// changed")
+        build_cubin(source, tmp_path / "cache", (), "90a")
+        made.append(len((nvcc.parent / "calls").read_text().splitlines()))
+    assert made == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("fault", ["missing", "broken"])
+def test_without_it_there_is_a_warning(
+    nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    if fault == "missing":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        nvcc.write_text(NVCC.replace("-broken", "-std=c++17"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert load_cubin(SOURCE, QWEN3.defines(BLOCKS, 16, 1), "90", "others serve") is None
+    reason = "nvcc is not on the PATH" if fault == "missing" else "no such thing"
+    assert f"row_step.cu is not there, others serve: {reason}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.float32},
+        {"stored": torch.float16},
+        {"head_dim": 80},
+        {"kv_heads": 1},
+        {"hidden": 1028},
+        {"inner": 3076},
+        {"vocab": 151937},
+        {"hidden": 256},
+        {"vocab": 260},
+    ],
+    ids=str,
+)
+def test_what_does_not_fit(change: dict[str, int]) -> None:
+    assert QWEN3.fits(BLOCKS, 1)
+    assert replace(QWEN3, stored=FP8).fits(BLOCKS, 1)
+    assert not replace(QWEN3, **change).fits(BLOCKS, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        ({}, 8),
+        ({"hidden": 512}, 1),
+        ({"vocab": 151938}, 1),
+        ({"kv_heads": 32, "q_heads": 32}, 4),
+        ({"hidden": 4096, "inner": 12288, "q_heads": 32}, 8),
+        ({"hidden": 8192}, 4),
+    ],
+    ids=str,
+)
+def test_how_many_rows_fit(change: dict[str, int], most: int) -> None:
+    shape = replace(QWEN3, **change)
+    assert [rows for rows in ROW_COUNTS if shape.fits(BLOCKS, rows)] == [rows for rows in ROW_COUNTS if rows <= most]

@@ -1,0 +1,97 @@
+"""Forwards of prompts over fixed arrays, as they are in CUDA graphs, against plain ones; here they are run anew."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.workers.runner.batch_buckets import prompt_sizes
+from tests.cache.table_kernels import TableKernels
+from tests.support.checkpoints import save_checkpoint
+from tests.support.oracle import random_prompt
+from tests.support.prompt_programs import CAPTURED, FORWARDS, NUM_PLAIN, PromptRunner, assert_same_kv, run_in_place
+
+LENGTHS = (1, 31, 32, 33, 64, 65, 127, 128, 129, 200)
+FAMILIES = ["qwen3", "gemma3", "gpt_oss", "qwen3_moe"]  # two have windows, one of these sinks
+TOLERANCE = 1e-4
+
+
+def captured(folder: Path) -> PromptRunner:
+    return PromptRunner(folder, run_in_place, TableKernels)
+
+
+def plain(folder: Path) -> PromptRunner:
+    return PromptRunner(folder, None, TableKernels)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_lone_prompt(folder: Path, length: int) -> None:
+    """Whole, then behind a prefix of its own, in the same graph; all beyond the largest go eagerly."""
+    both, prompt = (captured(folder), plain(folder)), random_prompt(length + 20, length)
+    for runner in both:
+        runner.cache.add_sequence(0)
+    for begin, end in ((0, length), (length, length + 20)):
+        ours, theirs = (runner.forward({0: prompt[begin:end]}, {0: end}) for runner in both)
+        assert ours.shape[0] == 1
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+    assert both[0].replays == 1 + (length <= CAPTURED)
+    assert_same_kv(*both, TOLERANCE)
+
+
+def test_several_prompts_in_chunks(folder: Path) -> None:
+    """Some end in a forward, some go on."""
+    both = captured(folder), plain(folder)
+    ours, theirs = (runner.run_all() for runner in both)
+    torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+    assert both[0].replays == len(FORWARDS) - NUM_PLAIN
+    assert_same_kv(*both, TOLERANCE)
+
+
+def test_what_a_forward_gives_is_its_callers(folder: Path) -> None:
+    """The next one has the same memory."""
+    runner = captured(folder)
+    for sequence in range(2):
+        runner.cache.add_sequence(sequence)
+    first = runner.forward({0: random_prompt(9, 0)}, {0: 9})
+    before = first.clone()
+    runner.forward({1: random_prompt(10, 1)}, {1: 10})
+    assert torch.equal(first, before)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "phi3-longrope"])
+def test_what_no_graph_can_do_is_plain(family: str, tmp_path: Path) -> None:
+    """Latents, and RoPE by the sequence's length."""
+    assert not captured(save_checkpoint(family, tmp_path)).runner.has_prompt_graph(1, 1)
+
+
+def test_forwards_that_push_are_plain(folder: Path) -> None:
+    runner = captured(folder)
+    runner.cache.add_sequence(0)
+    runner.runner.prompts([0], [np.array(random_prompt(9, 0))], [9], push=True)
+    assert runner.replays == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "hidden", "last"),
+    [
+        (1, 64, [32, 64]),
+        (65, 64, [64, 128]),
+        (512, 64, [448, 512]),
+        (513, 64, [512, 640]),
+        (9999, 1024, [3584, 4096]),
+        (9999, 4096, [896, 1024]),
+        (9999, 5120, [640, 768]),
+        (9999, 99999, [32, 64]),
+    ],
+)
+def test_sizes(limit: int, hidden: int, last: list[int]) -> None:
+    sizes = prompt_sizes(limit, hidden)
+    assert sizes[-2:] == last
+    assert all(small < large <= 2 * small for small, large in pairwise(sizes))

@@ -1,0 +1,44 @@
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tandem.workers.sampling.sampling_params import InvalidSamplingParams, SamplingParams, validate
+
+ACCEPTED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 100.0, "top_p": 1.0, "top_k": -1, "min_p": 1.0, "seed": 2**64 - 1, "logprobs": 0},
+    {"stop": ("x" * 256,) * 16, "stop_token_ids": (0, 99) * 32, "logprobs": 20},
+]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+    ({"temperature": -0.1}, "temperature is -0.1; it must be in [0, 100]"),
+    ({"temperature": math.inf}, "temperature is inf; it must be in [0, 100]"),
+    ({"temperature": math.nan}, "temperature is nan; it must be in [0, 100]"),
+    ({"top_p": 0.0}, "top_p is 0.0; it must be in (0, 1]"),
+    ({"top_p": math.nan}, "top_p is nan; it must be in (0, 1]"),
+    ({"top_k": -2}, "top_k is -2; it must be at least 1, or 0 or -1 for all"),
+    ({"min_p": 1.5}, "min_p is 1.5; it must be in [0, 1]"),
+    ({"seed": -1}, "seed is -1; it must be in [0, 2^64)"),
+    ({"seed": 2**64}, f"seed is {2**64}; it must be in [0, 2^64)"),
+    ({"logprobs": 21}, "logprobs is 21; it must be in [0, 20]"),
+    ({"stop": ("a",) * 17}, "stop has 17 strings; it must be at most 16"),
+    ({"stop": ("",)}, "stop has 0 characters in one string; it must be 1 to 256"),
+    ({"stop": ("x" * 257,)}, "stop has 257 characters in one string; it must be 1 to 256"),
+    ({"stop_token_ids": (1,) * 65}, "stop_token_ids has 65 ids; it must be at most 64"),
+    ({"stop_token_ids": (100,)}, "stop_token_ids is 100; it must be inside the vocabulary, [0, 100)"),
+]
+
+
+@pytest.mark.parametrize("fields", ACCEPTED)
+def test_accepted(fields: dict[str, Any]) -> None:
+    validate(replace(SamplingParams(), **fields), vocab_size=100)
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_refused_with_field_value_and_limit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSamplingParams) as caught:
+        validate(replace(SamplingParams(), **fields), vocab_size=100)
+    assert str(caught.value) == message

@@ -1,0 +1,106 @@
+"""Draws by the kernel against torch's: on a GPU, else in Triton's interpreter."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.workers.runner.posted_draws import PostedDraws
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
+
+pytest.importorskip("triton")
+
+from tandem.workers.kernels.triton import step_tokens as triton_step_tokens
+from tandem.workers.kernels.triton.step_tokens import TritonStepTokens
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB = 200
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.3},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 1000},
+    {"top_p": 0.9},
+    {"top_p": 0.01},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"temperature": 0.7, "min_p": 1.0},
+    {"temperature": 2.5, "top_k": 40, "top_p": 0.7, "min_p": 0.02},
+    {"temperature": 0.7, "top_k": 5, "top_p": 0.95},
+]
+
+
+def both(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[list[int], list[int]]:
+    """What the torch operations and the kernel draw."""
+    batch, positions = SampleBatch.from_params(params), np.arange(len(params))
+    expected = PostedDraws(torch.device("cpu")).draw(logits, batch, positions).wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem.workers.runner.posted_draws.choose_step_tokens", TritonStepTokens)
+        actual = PostedDraws(torch.device(DEVICE)).draw(logits.to(DEVICE), batch, positions).wait()
+    return expected.token_ids.tolist(), actual.token_ids.tolist()
+
+
+def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("seed", "block"), [(0, 512), (1, 128)])
+def test_draws_equal_those_of_torch(seed: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", block)
+    params = [SamplingParams(**options, seed=10 * seed + row) for row, options in enumerate(PARAMS)]
+    params[4] = SamplingParams(temperature=0)
+    expected, actual = both(random_logits(len(params), seed), params)
+    assert actual == expected
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_gets_a_token_of_the_vocabulary(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", 128)
+    logits = random_logits(len(PARAMS), seed=3).fill_(bad)
+    _, actual = both(logits, [SamplingParams(**options, seed=row) for row, options in enumerate(PARAMS)])
+    assert all(0 <= token < VOCAB for token in actual)
+
+
+def test_logits_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", 128)
+    params = [SamplingParams(**options, seed=row) for row, options in enumerate(PARAMS[5:])]
+    expected, actual = both(random_logits(len(params), seed=2).half(), params)
+    assert actual == expected
+
+
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.5}, {"top_p": 0.999}])
+def test_equals_and_impossible_tokens(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", 32)
+    row = torch.tensor([-torch.inf, 1.0, 3.0, 1.0, 1.0, -torch.inf, -0.0, 0.0, -2.0] + [-torch.inf] * 20)
+    params = [SamplingParams(**options, temperature=4.0, seed=seed) for seed in range(4)]
+    expected, actual = both(row.repeat(4, 1), params)
+    assert actual == expected
+
+
+def test_more_equals_than_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", 32)
+    row = torch.cat((torch.zeros(20), torch.ones(90), -torch.ones(10)))
+    expected, actual = both(row.repeat(6, 1), [SamplingParams(top_k=20, seed=seed) for seed in range(6)])
+    assert actual == expected
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
+def test_the_extreme_draws(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tandem.workers.runner.step_inputs.uniform", lambda seeds, positions: np.full(seeds.size, number)
+    )
+    monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", 64)
+    params = [SamplingParams(seed=0, top_p=top_p) for top_p in (1.0, 0.9, 0.3)]
+    expected, actual = both(random_logits(3, seed=5), params)
+    assert actual == expected
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_a_real_vocabulary() -> None:
+    params = [SamplingParams(**options, seed=row) for row, options in enumerate(PARAMS * 20)]
+    expected, actual = both(random_logits(len(params), 9, vocab=151_936), params)
+    assert np.mean(np.array(expected) == np.array(actual)) > 0.99  # sums are rounded otherwise

@@ -1,0 +1,143 @@
+"""Reading of one safetensors file straight into tensors that exist already, in parts that threads may read at once.
+
+Plain reads and not a mapping: mapped pages count as resident, and with the parameters would make twice the checkpoint.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidWeights
+
+HEADER_LIMIT = 100_000_000  # bytes, the format's own
+PART_BYTES = 2 << 20  # small, for each thread that reads may have one staged
+STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor stands: begin and num_bytes in bytes, begin from the start of the file."""
+
+    dtype_name: str
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+class SafetensorsFile:
+    """One open file; use as a context manager. Opening checks the header and that the file is as long as it says."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointMissing when the file is not there, InvalidWeights when it is cut short or malformed."""
+        self.path = path
+        try:
+            self._file: BinaryIO = path.open("rb", buffering=0)
+        except OSError as error:
+            raise CheckpointMissing(f"weights {path} cannot be opened: {error.strerror}") from None
+        try:
+            self.tensors = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "SafetensorsFile":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Raises InvalidWeights when the element type is none of STORED_DTYPES."""
+        stored = self.tensors[name]
+        if stored.dtype_name not in STORED_DTYPES:
+            raise InvalidWeights(
+                f"{self.path}: tensor {name} is stored as {stored.dtype_name}; "
+                f"it must be one of {', '.join(STORED_DTYPES)}"
+            )
+        return STORED_DTYPES[stored.dtype_name]
+
+    def parts(self, name: str, place: Tensor) -> list["TensorPart"]:
+        """What fills `place` (contiguous, of the stored shape, any device), and converts to its dtype where that
+        differs. Raises InvalidWeights as dtype_of()."""
+        dtype, begin = self.dtype_of(name), self.tensors[name].begin
+        count = PART_BYTES // dtype.itemsize
+        targets = place.view(-1).split(count)
+        return [TensorPart(self, dtype, begin + i * count * dtype.itemsize, target) for i, target in enumerate(targets)]
+
+    def read(self, offset: int, target: Tensor) -> None:
+        """Fills `target` (flat, on the CPU) with the bytes that stand there. From any thread."""
+        view = target.view(torch.uint8).numpy().data
+        while len(view):
+            count = os.preadv(self._file.fileno(), [view], offset)
+            if not count:
+                raise InvalidWeights(f"{self.path} ended while it was read; it must not change under a running load")
+            view, offset = view[count:], offset + count
+
+    def _read_header(self) -> dict[str, StoredTensor]:
+        size = self.path.stat().st_size
+        prefix = self._file.read(8)
+        header_bytes = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or header_bytes > min(HEADER_LIMIT, size - 8):
+            raise InvalidWeights(
+                f"{self.path} is cut short or no safetensors file: {size} bytes, and a header of {header_bytes}"
+            )
+        try:
+            header = json.loads(self._file.read(header_bytes))
+            header.pop("__metadata__", None)
+            tensors = {name: _stored_tensor(entry, 8 + header_bytes) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidWeights(f"{self.path} has no readable safetensors header: {error}") from None
+        end = max((tensor.begin + tensor.num_bytes for tensor in tensors.values()), default=0)
+        if end > size:
+            raise InvalidWeights(f"{self.path} is cut short: {size} bytes, but its tensors end at byte {end}")
+        return tensors
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPart:
+    """Consecutive elements of a stored tensor. offset: in the file, in bytes; target: where they go, flat."""
+
+    file: SafetensorsFile
+    dtype: torch.dtype
+    offset: int
+    target: Tensor
+
+    def read(self, staging: Tensor) -> int:
+        """From any thread, which has new_staging() to itself. Returns the bytes that were filled."""
+        target = self.target
+        if target.dtype == self.dtype and target.device.type == "cpu":
+            self.file.read(self.offset, target)
+        else:
+            read = staging[: target.numel() * self.dtype.itemsize].view(self.dtype)
+            self.file.read(self.offset, read)
+            with torch.inference_mode(target.is_inference()):  # a mode of the thread that made it, not of this one
+                target.copy_(read)
+        return target.nbytes
+
+
+def new_staging(device: torch.device | str) -> Tensor:
+    """Room for any part that goes to that device."""
+    return torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
+
+
+def _stored_tensor(entry: dict[str, object], data_begin: int) -> StoredTensor:
+    """One entry of the header; ValueError, KeyError or TypeError when it is malformed."""
+    name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(name, str) or not isinstance(shape, list) or not isinstance(offsets, list):
+        raise TypeError(f"entry {entry!r}")
+    begin, end = offsets
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)) or end < begin:
+        raise ValueError(f"entry {entry!r}")
+    dtype = STORED_DTYPES.get(name)
+    count = 1
+    for extent in shape:
+        count *= extent
+    if dtype is not None and end - begin != count * dtype.itemsize:
+        raise ValueError(f"{end - begin} bytes for shape {shape} of {name}")
+    return StoredTensor(name, tuple(shape), data_begin + begin, end - begin)

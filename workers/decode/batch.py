@@ -1,0 +1,146 @@
+"""The sequences that a decode worker steps together, as arrays: a step costs no Python loop over them to plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.transfer.completion import Signal
+from tandem.workers.decode.token_stream import TokenStream
+from tandem.workers.runner.step_inputs import ON_HOST
+from tandem.workers.sampling.finish import FinishReason, FinishRule
+from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
+
+NO_TOKEN = -1
+
+
+@dataclass(eq=False)
+class DecodeRequest:
+    """One sequence on a decode worker, from its reservation to its last token.
+
+    max_tokens: those that pages were reserved for. left: it has ended; a step that was launched before that may still
+    have a row for it, which is then ignored.
+    """
+
+    request_id: str
+    sequence_id: int
+    prompt: Int64Array
+    signal: Signal
+    expected_tokens: int
+    max_tokens: int
+    params: SamplingParams | None = None
+    rule: FinishRule | None = None
+    stream: TokenStream | None = None
+    landed: bool = False
+    left: bool = False
+    output: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """A step that was launched. limits: int64 [n], LENGTH for rows that get the last token that they may, else RUNNING.
+    released: sequences that ended meanwhile, whose pages it may still write to."""
+
+    requests: list[DecodeRequest]
+    limits: Int64Array
+    stop_ids: Int64Array
+    pending: PendingSamples
+    released: list[int] = field(default_factory=list)
+
+    def reasons(self, sampled: Int64Array) -> Int64Array:
+        """The FinishReason of each row once it got the token that was sampled for it; both int64 [n]."""
+        stops = self.stop_ids == sampled[:, None]
+        if not np.count_nonzero(stops):  # a third of any()
+            return self.limits
+        return np.where(stops.any(axis=1), int(FinishReason.STOP), self.limits)
+
+
+class DecodeBatch:
+    """The rows of the next step, one a request; what a launch changes is known without the tokens it draws.
+
+    lengths (positions whose KV is stored, or will be by steps launched) and ends (those with which a request has all
+    the tokens that it may): int64 [n]. sources: int64 [n], the row of the last launched step that draws the next input,
+    or ON_HOST where it is tokens (int64 [n]). stop_ids: int64 [n, k], rows filled up with NO_TOKEN.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[DecodeRequest] = []
+        self.sequence_ids: tuple[int, ...] = ()
+        self._steps_left = 0  # until a request has all the tokens that it may
+        self.tokens, self.lengths, self.ends = np.zeros((3, 0), np.int64)
+        self.sources = np.zeros(0, np.int64)
+        self.stop_ids = np.zeros((0, 0), np.int64)
+        self.sampling = SampleBatch.from_params([])
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def join(self, requests: Sequence[DecodeRequest]) -> None:
+        """Requests whose prompt is stored and whose last output token is on the host."""
+        rules = [request.rule for request in requests if request.rule is not None]
+        before = np.array([len(request.prompt) - 1 for request in requests], np.int64)  # the first output
+        self._append("tokens", np.array([request.output[-1] for request in requests], np.int64))
+        self._append("sources", np.full(len(requests), ON_HOST, np.int64))
+        self._append("lengths", before + np.array([len(request.output) for request in requests], np.int64))
+        self._append("ends", before + np.array([rule.max_tokens for rule in rules], np.int64))
+        self.stop_ids = _stack(self.stop_ids, rules)
+        params = [request.params for request in requests if request.params is not None]
+        self.sampling = self.sampling.join(SampleBatch.from_params(params))
+        self._have([*self.requests, *requests])
+
+    def leave(self, requests: Sequence[DecodeRequest]) -> None:
+        """Those that are not in the batch are passed over."""
+        gone = set(map(id, requests))
+        self._keep(np.array([id(request) not in gone for request in self.requests], np.bool_))
+
+    def launched(self, pending: PendingSamples) -> Flight:
+        """A step of all rows was launched. Those that it gives their last token leave."""
+        self.lengths = self.lengths + 1
+        self.sources = np.arange(len(self))
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return Flight(self.requests, np.zeros(len(self), np.int64), self.stop_ids, pending)
+        last = self.lengths >= self.ends
+        limits = np.where(last, int(FinishReason.LENGTH), int(FinishReason.RUNNING))
+        flight = Flight(self.requests, limits, self.stop_ids, pending)
+        self._keep(~last)
+        return flight
+
+    def learn(self, sampled: Int64Array) -> None:
+        """The last launched step, since when nobody has joined, has drawn `sampled`, int64 [n], a token for each of its
+        rows."""
+        self.tokens = sampled[self.sources]
+        self.sources = np.full(len(self), ON_HOST)
+
+    def _append(self, name: str, values: Int64Array) -> None:
+        setattr(self, name, np.concatenate((getattr(self, name), values)))
+
+    def _keep(self, kept: NDArray[np.bool_]) -> None:
+        if kept.all():
+            return
+        rows = np.flatnonzero(kept)
+        for name in ("tokens", "sources", "lengths", "ends", "stop_ids"):
+            setattr(self, name, getattr(self, name)[rows])
+        self.sampling = self.sampling.take(rows)
+        self._have([self.requests[row] for row in rows.tolist()])
+
+    def _have(self, requests: list[DecodeRequest]) -> None:
+        """These are the rows of the arrays now."""
+        self.requests = requests
+        self.sequence_ids = tuple(request.sequence_id for request in requests)
+        self._steps_left = int((self.ends - self.lengths).min()) if requests else 0
+
+
+def _stack(stop_ids: Int64Array, rules: Sequence[FinishRule]) -> Int64Array:
+    """stop_ids with a row more for each rule."""
+    rows = stop_ids.shape[0]
+    width = max([stop_ids.shape[1], *(len(rule.stop_ids) for rule in rules)])
+    stacked = np.full((rows + len(rules), width), NO_TOKEN, np.int64)
+    stacked[:rows, : stop_ids.shape[1]] = stop_ids
+    for row, rule in enumerate(rules, start=rows):
+        stacked[row, : len(rule.stop_ids)] = sorted(rule.stop_ids)
+    return stacked

@@ -1,0 +1,23 @@
+"""How many cores a worker's native kernels use."""
+
+import torch
+
+from tandem.cache.kernels.native.crew import Crew
+
+
+class CoreShare:
+    """`own` threads, and `alone` while nobody computes a prompt for this worker: then prefill workers' cores idle.
+
+    Owned by the step thread.
+    """
+
+    def __init__(self, crew: Crew | None, own: int | None, alone: int | None = None) -> None:
+        """crew: None where there are no native kernels. own None: as many as torch has; alone None: as many as own."""
+        self._crew = crew
+        self._own = own or torch.get_num_threads()
+        self._alone = alone or self._own
+        self.take(alone=False)
+
+    def take(self, *, alone: bool) -> None:
+        if self._crew is not None:
+            self._crew.threads = self._alone if alone else self._own

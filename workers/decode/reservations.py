@@ -1,0 +1,256 @@
+"""What a decode worker holds for others to write into: from PrepareReceive until no write can come any more.
+
+           start()              land()
+reserved ──────────► awaited ───────────► settled
+   │ lease over, abort  │ abort            ▲
+   └──────────┬─────────┘                  │ writer quiet: its signal, its answer to a recall,
+              ▼                            │ the gateway's word for it
+           draining ───────────────────────┘
+"""
+
+import time
+
+import numpy as np
+
+from tandem.cache.digest import digest_kv
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.errors import OutOfPages
+from tandem.transfer.completion import SignalBoard, unpack_payload
+from tandem.transfer.errors import NoFreeSignal
+from tandem.transfer.recall import Recall, RecallDesk, num_slots
+from tandem.transfer.transport import Int64Array, Transport
+from tandem.transfer.wire_map import encode_map
+from tandem.workers.counters import Counters
+from tandem.workers.decode.batch import DecodeRequest
+from tandem.workers.errors import CorruptKV, InvalidCall, NoRoom, StaleReservation
+from tandem.workers.wire.lease import Clock, Lease
+from tandem.workers.wire.reservation import Reservation
+
+DRAIN_POLL_SECONDS = 0.005
+LONGEST_APPEND = 2  # tokens of one sequence in forwards not known to be done: the next step, and the one in flight
+
+
+class Reservations:
+    """Owned by the step thread. Pages and signal slot of a cancelled reservation stay out of use until its writer is
+    known to be quiet, or the epoch ends; no lease and no timeout frees them."""
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        transport: Transport,
+        counters: Counters,
+        *,
+        max_sequences: int,
+        sharing: bool,
+        verify: bool,
+        lease_seconds: float,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """sharing: whether prompts are matched. verify: whether digests of what landed are compared."""
+        self._cache = cache
+        self._transport = transport
+        self._counters = counters
+        self._max_sequences = max_sequences
+        self._sharing = sharing
+        self._verify = verify
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._signals = SignalBoard(num_slots(transport))
+        self._recalls = RecallDesk(transport)
+        self._requests: dict[str, DecodeRequest] = {}
+        self._offers: dict[str, Reservation] = {}
+        self._leases: dict[str, Lease] = {}  # of those not started
+        self._draining: dict[Recall, DecodeRequest] = {}
+        self._refused: tuple[str, ...] = ()  # prefixes, one for each gateway that was lost
+        self._next_sequence = 1
+
+    def __len__(self) -> int:
+        """Requests between reservation and last token."""
+        return len(self._requests)
+
+    def get(self, request_id: str) -> DecodeRequest | None:
+        return self._requests.get(request_id)
+
+    def landed(self) -> list[DecodeRequest]:
+        """Those that can be, or are, decoded."""
+        return [request for request in self._requests.values() if request.landed]
+
+    def refuse(self, prefix: str) -> None:
+        """From now on, every request whose id begins with `prefix`."""
+        self._refused = (*self._refused, prefix)
+
+    def request_ids(self) -> list[str]:
+        """Also of those that drain."""
+        return [*self._requests, *(request.request_id for request in self._draining.values())]
+
+    def prepare(self, request_id: str, token_ids: Int64Array, max_tokens: int, writer_pe: int) -> Reservation:
+        """Sets pages aside for a prompt that writer_pe will send and for its growth. Idempotent by request_id.
+
+        Raises NoRoom, which leaves nothing behind, and InvalidCall.
+        """
+        if request_id in self._offers:
+            return self._offers[request_id]
+        draining = any(request.request_id == request_id for request in self._draining.values())
+        if draining or request_id.startswith(self._refused):
+            raise InvalidCall(f"request {request_id!r} was aborted")
+        if writer_pe >= self._transport.num_pes:
+            raise InvalidCall(f"writer_pe is {writer_pe}; 0 … {self._transport.num_pes - 1} are accepted")
+        capacity = len(token_ids) + max_tokens - 1  # the last token is never fed back
+        pages = max(self._cache.num_pages_needed(capacity, LONGEST_APPEND))
+        shortage = self._cache.shortage(capacity, LONGEST_APPEND)
+        if shortage is not None:
+            raise InvalidCall(
+                f"prompt and max_tokens need {shortage[0]} pages; this worker has {shortage[1]} "
+                f"of {self._cache.layout.page_size} tokens"
+            )
+        if len(self._requests) + len(self._draining) >= self._max_sequences:
+            raise NoRoom(f"all {self._max_sequences} places for sequences are taken")
+        request = self._reserve(request_id, token_ids, max_tokens, capacity)
+        self._requests[request_id] = request
+        self._offers[request_id] = self._offer(request, pages, writer_pe)
+        self._leases[request_id] = Lease(self._lease_seconds, self._clock)
+        return self._offers[request_id]
+
+    def start(self, request_id: str, reservation_id: int, max_tokens: int) -> DecodeRequest:
+        """The request, whose lease ends here: from now on it lives as long as its stream.
+
+        InvalidCall when it has one already, or wants more tokens than pages were reserved for.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.sequence_id != reservation_id:
+            self._counters.stale_calls += 1
+            raise StaleReservation(
+                f"reservation {reservation_id} of request {request_id!r} is not held here: never made, ended or expired"
+            )
+        if request.stream is not None:
+            raise InvalidCall(f"request {request_id!r} has a stream already")
+        if max_tokens > request.max_tokens:
+            raise InvalidCall(f"sampling.max_tokens is {max_tokens}; pages are reserved for {request.max_tokens}")
+        del self._leases[request_id]
+        return request
+
+    def mailbox(self) -> Int64Array:
+        """See Transport.mailbox; counts signals that came too late."""
+        mailbox = self._transport.mailbox()
+        self._counters.stale_signals += self._signals.count_stale(mailbox)
+        return mailbox
+
+    def land(self, request: DecodeRequest, mailbox: Int64Array) -> int:
+        """The first token of a request whose KV has landed. CorruptKV: it must end."""
+        token, sent = unpack_payload(int(mailbox[request.signal.slot, 1]))
+        self._settle(request)
+        if self._verify:
+            end = len(request.prompt)
+            received = digest_kv(self._cache, request.sequence_id, end - request.expected_tokens, end)
+            if received != sent:
+                self._counters.corrupt += 1
+                raise CorruptKV(
+                    f"KV of request {request.request_id!r} has digest {received:#010x} here, {sent:#010x} at its writer"
+                )
+        return token
+
+    def end(self, request: DecodeRequest, writer_quiet: bool) -> None:
+        """Lets go of a request; the caller removes its sequence. Then its pages return if it landed or the writer is
+        quiet, else they drain."""
+        del self._requests[request.request_id]
+        offer = self._offers.pop(request.request_id)
+        self._leases.pop(request.request_id, None)
+        if request.landed or _is_complete(self.mailbox(), request) or writer_quiet:
+            self._settle(request)
+        else:
+            recall = Recall(offer.writer_pe, request.signal)
+            self._draining[recall] = request
+            self._recalls.ask(recall)
+
+    def settle_draining(self, request_id: str) -> bool:
+        """The writer of a draining request is quiet, says who asked it. False when none of that id drains."""
+        for recall, request in self._draining.items():
+            if request.request_id == request_id:
+                self.mailbox()  # what its writer may have posted is not stale: it is seen before the slot's next use
+                self._recalls.withdraw(recall)
+                self._settle(self._draining.pop(recall))
+                return True
+        return False
+
+    def reap(self) -> float | None:
+        """Ends reservations whose lease is over, and frees what has drained. Needs no free page.
+
+        In how many seconds it has to be called again; None: not before another call changed something.
+        """
+        if not self._leases and not self._draining:
+            return None
+        for request_id in [request_id for request_id, lease in self._leases.items() if lease.is_over]:
+            self._counters.expired_leases += 1
+            request = self._requests[request_id]
+            self._cache.remove_sequence(request.sequence_id)
+            self.end(request, writer_quiet=False)
+        if self._draining:
+            self._settle_drained()
+            return DRAIN_POLL_SECONDS
+        return min((lease.seconds_left or 0.0 for lease in self._leases.values()), default=None)
+
+    def _settle_drained(self) -> None:
+        mailbox = self.mailbox()
+        done = self._recalls.exchange(mailbox)
+        complete = [recall for recall, request in self._draining.items() if _is_complete(mailbox, request)]
+        self._counters.recalled += len(done)
+        for recall in {*done, *complete}:
+            self._recalls.withdraw(recall)
+            self._settle(self._draining.pop(recall))
+
+    def _reserve(self, request_id: str, token_ids: Int64Array, max_tokens: int, capacity: int) -> DecodeRequest:
+        cache, sequence_id = self._cache, self._next_sequence
+        cache.add_sequence(sequence_id)
+        try:
+            matched = cache.match_prefix(sequence_id, token_ids) if self._sharing else 0
+            cache.reserve(sequence_id, capacity, LONGEST_APPEND)
+            signal = self._signals.acquire()
+        except BaseException as error:
+            cache.remove_sequence(sequence_id)
+            if isinstance(error, OutOfPages | NoFreeSignal):
+                raise NoRoom(f"no room for request {request_id!r}: {error}") from error
+            raise
+        self._next_sequence += 1
+        return DecodeRequest(
+            request_id=request_id,
+            sequence_id=sequence_id,
+            prompt=token_ids,
+            signal=signal,
+            expected_tokens=len(token_ids) - matched,
+            max_tokens=max_tokens,
+        )
+
+    def _offer(self, request: DecodeRequest, pages: int, writer_pe: int) -> Reservation:
+        return Reservation(
+            reservation_id=request.sequence_id,
+            epoch=self._transport.epoch,
+            target_pe=self._transport.pe,
+            writer_pe=writer_pe,
+            signal_slot=request.signal.slot,
+            generation=request.signal.generation,
+            matched_tokens=len(request.prompt) - request.expected_tokens,
+            wire_map=encode_map(
+                self._cache.prepare_receive(request.sequence_id, request.expected_tokens), self._cache.layout
+            ),
+            pages=pages,
+            lease_seconds=self._lease_seconds,
+        )
+
+    def _settle(self, request: DecodeRequest) -> None:
+        """No write for this request can come any more."""
+        if not request.landed:
+            request.landed = True
+            self._cache.finish_receive(request.sequence_id)
+            self._signals.release(request.signal)
+
+
+def landed_tokens(mailbox: Int64Array, requests: list[DecodeRequest]) -> Int64Array:
+    """int64 [n]: tokens landed of each request, 0 before its signal."""
+    slots = np.array([request.signal.slot for request in requests], np.int64)
+    generations = np.array([request.signal.generation for request in requests], np.int64)
+    return SignalBoard.landed(mailbox, slots, generations)
+
+
+def _is_complete(mailbox: Int64Array, request: DecodeRequest) -> bool:
+    """The signal comes after quiet: once it is there, the sender writes no more."""
+    return int(landed_tokens(mailbox, [request])[0]) >= request.expected_tokens

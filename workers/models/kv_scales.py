@@ -1,0 +1,39 @@
+"""Whether a worker stores K and V in 8 bits, and by which scales."""
+
+from pathlib import Path
+
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.workers.config import WorkerConfig
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.scale_tensors import read_scales
+from tandem.workers.models.weights import weight_files
+
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
+
+
+def stores_fp8(kv_cache_dtype: str, model: ModelConfig) -> bool:
+    """auto: where the checkpoint asks for it. InvalidArgument for a model that keeps latents."""
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise InvalidArgument(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
+    fp8 = kv_cache_dtype == "fp8_e4m3" or model.fp8_kv
+    if fp8 and model.latent is not None:
+        raise InvalidArgument(
+            f"kv_cache_dtype is {kv_cache_dtype!r}, which means 8 bits for this checkpoint; {model.architecture} keeps "
+            "latents, which are stored as they are computed"
+        )
+    return fp8
+
+
+def choose_scales(config: WorkerConfig, model: ModelConfig) -> KVScales | None:
+    """None where K and V are stored as they are computed. What `config` gives takes the place of the checkpoint's
+    scales; 1 where neither has any."""
+    if not stores_fp8(config.kv_cache_dtype, model):
+        return None
+    stored = None
+    if config.load_format == "safetensors" and None in (config.k_scale, config.v_scale):
+        stored = read_scales(weight_files(Path(config.model_path)), model)
+    given = KVScales.uniform(model.num_layers, config.k_scale or 1.0, config.v_scale or 1.0)
+    if stored is None:
+        return given
+    return KVScales(given.k if config.k_scale else stored.k, given.v if config.v_scale else stored.v)

@@ -1,0 +1,205 @@
+"""From a checkpoint folder to filled parameters: safetensors only, in parallel reads, straight into their places."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, InvalidWeights
+from tandem.workers.checkpoint.progress import ReportBytes, ignore_progress
+from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, TensorPart, new_staging
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.fields import Fields
+from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
+from tandem.workers.models.scale_tensors import is_scale
+from tandem.workers.models.weight_names import LM_HEAD, checkpoint_places
+
+INDEX = "model.safetensors.index.json"
+LOAD_FORMATS = ("safetensors", "dummy")
+DUMMY_STD = 0.02
+LISTED = 5  # names in an error
+READERS = 8  # threads: one copies from the page cache at a fraction of what memory, and a GPU's link, can take
+
+
+def load_decoder(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    load_format: str = "safetensors",
+    device: torch.device | str = "cpu",
+    report: ReportBytes = ignore_progress,
+) -> DenseDecoder:
+    """A decoder with the parameters that load_parameters reads."""
+    return DenseDecoder(config, load_parameters(folder, config, load_format=load_format, device=device, report=report))
+
+
+def load_parameters(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    load_format: str = "safetensors",
+    device: torch.device | str = "cpu",
+    report: ReportBytes = ignore_progress,
+) -> DecoderParameters:
+    """Allocates and fills the parameters of `config` on `device`.
+
+    load_format: "safetensors" reads the folder; "dummy" draws random weights, the same each time, and opens no file.
+    Raises CheckpointMissing, InvalidConfig and InvalidWeights.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise InvalidConfig(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
+    if load_format == "dummy":
+        parameters = allocate_parameters(config, torch.device(device))
+        fill_randomly(config, checkpoint_places(config, parameters))
+        return parameters
+    with ExitStack() as stack:
+        files = _open(stack, folder)
+        parameters, places = _allocate(files, config, torch.device(device))
+        _fill(files, places, torch.device(device), report)
+    if config.tie_word_embeddings and torch.equal(parameters.lm_head, parameters.embedding):
+        return dataclasses.replace(parameters, lm_head=parameters.embedding)
+    return parameters
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: model.safetensors, as transformers has it, else those that its index
+    names, else all there are."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    index = folder / INDEX
+    if index.exists():
+        weight_map = Fields.from_file(index).section("weight_map")
+        names = sorted({weight_map.text(tensor) for tensor in weight_map.names()})
+        outside = [name for name in names if Path(name).name != name]
+        if not names or outside:
+            raise InvalidConfig(f"{index}: weight_map names {outside or 'no file'}; it must name files of its folder")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointMissing(f"{folder} lacks {_listing(missing)}, of {len(names)} files that {INDEX} names")
+        return [folder / name for name in names]
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        found = f"; {_listing(pickles)} is a pickle, which is never read: convert it to safetensors" if pickles else ""
+        raise CheckpointMissing(f"{folder} has no weights; it must have model.safetensors or {INDEX}{found}")
+    return paths
+
+
+def check_weights(folder: Path, config: ModelConfig) -> None:
+    """Raises what load_parameters would raise for these files as they are, from their headers and sizes alone."""
+    with ExitStack() as stack:
+        _allocate(_open(stack, folder), config, torch.device("meta"))
+
+
+def _fill(
+    files: Sequence[SafetensorsFile], places: Mapping[str, Tensor], device: torch.device, report: ReportBytes
+) -> None:
+    total, done = sum(place.nbytes for place in places.values()), 0
+    report(done, total)
+    wanted = [(file, name) for file in files for name in file.tensors if name in places]
+    parts = [part for file, name in wanted for part in file.parts(name, places[name])]
+    parts.sort(key=lambda part: (part.file.path, part.offset))  # as a disk likes to read
+    for filled in _read(parts, device):
+        done += filled
+        report(done, total)
+
+
+def _read(parts: Iterable[TensorPart], device: torch.device) -> Iterator[int]:
+    """Reads them side by side; the bytes that each has filled, in their order."""
+    stagings = SimpleQueue[Tensor]()
+    for _ in range(READERS):
+        stagings.put(new_staging(device))
+
+    def read(part: TensorPart) -> int:
+        staging = stagings.get()
+        try:
+            return part.read(staging)
+        finally:
+            stagings.put(staging)
+
+    with ThreadPoolExecutor(READERS, "weights") as readers:
+        yield from readers.map(read, parts)
+
+
+def _open(stack: ExitStack, folder: Path) -> list[SafetensorsFile]:
+    """The files of a checkpoint, for as long as `stack` is open."""
+    return [stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder)]
+
+
+def _allocate(
+    files: Sequence[SafetensorsFile], config: ModelConfig, device: torch.device
+) -> tuple[DecoderParameters, dict[str, Tensor]]:
+    """Parameters and the places of the files' tensors, both checked. InvalidWeights names what is missing, unknown or
+    misshapen.
+
+    A head that the files have gets a place even where embeddings are to be tied: it may be another, and transformers
+    then serves it.
+    """
+    names = {name for file in files for name in file.tensors}
+    if LM_HEAD in names:
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    parameters = allocate_parameters(config, device)
+    places = checkpoint_places(config, parameters, names)
+    check_tensors(files, places, config)
+    return parameters, places
+
+
+def check_tensors(files: Iterable[SafetensorsFile], places: Mapping[str, Tensor], config: ModelConfig) -> None:
+    """The files hold each tensor of the model, in its shape and of a type that can be read, and nothing unknown."""
+    missing, unknown = dict(places), list[str]()
+    for file in files:
+        for name, stored in file.tensors.items():
+            place = places.get(name)
+            if place is None:
+                unknown += [] if _is_ignored(name, config) else [name]
+            elif stored.shape != tuple(place.shape):
+                raise InvalidWeights(
+                    f"{file.path}: tensor {name} has shape {list(stored.shape)}; "
+                    f"config.json asks for {list(place.shape)}"
+                )
+            else:
+                file.dtype_of(name)  # raises where it is none that can be read
+                if name not in missing:
+                    raise InvalidWeights(f"{file.path}: tensor {name} is in another file, too; it must be in one")
+            missing.pop(name, None)
+    if missing:
+        raise InvalidWeights(
+            f"the checkpoint lacks {_listing(missing)}, of {len(places)} tensors of {config.architecture}"
+        )
+    if unknown:
+        raise InvalidWeights(f"the checkpoint has {_listing(unknown)}, which {config.architecture} does not use")
+
+
+def fill_randomly(config: ModelConfig, places: Mapping[str, Tensor]) -> None:
+    """Norms 1, biases 0, the rest normal with standard deviation DUMMY_STD, the same for the same device."""
+    for index, (name, place) in enumerate(places.items()):
+        if name.endswith("norm.weight"):
+            place.fill_(1 - config.norm_offset)
+        elif name.endswith(".bias"):
+            place.zero_()
+        else:
+            generator = torch.Generator(place.device).manual_seed(index)
+            place.normal_(0, DUMMY_STD, generator=generator)
+
+
+def _is_ignored(name: str, config: ModelConfig) -> bool:
+    """Tensors that some checkpoints carry though they follow from others, or are none of the layers that are served."""
+    extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
+    return (
+        is_scale(name)
+        or name.endswith("rotary_emb.inv_freq")
+        or any(name.startswith(f"model.layers.{layer}.") for layer in extra)
+    )
+
+
+def _listing(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

@@ -1,0 +1,77 @@
+"""Forwards of prompts, chunk by chunk, and how the KV that they compute goes to its receivers."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.workers.prefill.push_meter import PushMeter
+from tandem.workers.prefill.request import PrefillRequest
+from tandem.workers.runner.model_runner import ModelRunner
+
+Chunks = list[tuple[PrefillRequest, int]]
+"""Requests, and how many tokens of each come next."""
+
+
+class PromptForwards:
+    """Used by the owner of the cache.
+
+    Requests that share a forward send what it computes token by token, as it is appended. A request that is alone goes
+    page to page, each chunk behind its forward, beside the next: stores to a peer slow a forward more than copies do.
+    So do requests that share a CUDA graph, which stores to no peer. Where the transport can, the last chunk goes while
+    it is computed, layers as they are stored.
+    """
+
+    def __init__(self, runner: ModelRunner, cache: PagedKVCache, meter: PushMeter) -> None:
+        self._runner = runner
+        self._cache = cache
+        self._meter = meter
+
+    def launch(self, chunks: Chunks, *, alone: bool) -> tuple[list[PrefillRequest], Tensor]:
+        """Computes, or at least launches, one chunk of each request, and sends it; those that have come to their end,
+        and their logits [n, vocab]. alone: nobody else runs or waits."""
+        requests = [request for request, _ in chunks]
+        by_pages = alone or self._runner.has_prompt_graph(len(chunks), sum(length for _, length in chunks))
+        begun = [request for request in requests if request.computed and not request.marked]
+        for request in requests:
+            self._mark(request)
+        for request in begun if by_pages else ():
+            self._send(request)  # what was computed before it was known where to
+        seconds_before = self._meter.seconds
+        logits = self._runner.prompts(
+            [request.sequence_id for request in requests],
+            [request.token_ids[request.computed : request.computed + length] for request, length in chunks],
+            [request.num_tokens for request in requests],
+            push=not by_pages,
+        )
+        for request, length in chunks:
+            request.computed += length
+        self._count_pushed(requests, self._meter.seconds - seconds_before)
+        for request in requests if by_pages else ():
+            self._send(request)
+        return [request for request in requests if request.computed == request.num_tokens], logits
+
+    def send_head(self, request: PrefillRequest) -> None:
+        """Sends a prompt that was launched as a whole before it was known where to."""
+        self._mark(request)
+        self._send(request)
+
+    def _mark(self, request: PrefillRequest) -> None:
+        if not request.marked:
+            self._cache.mark_send(request.sequence_id, *request.destination)
+            request.marked = True
+
+    def _send(self, request: PrefillRequest) -> None:
+        """What is launched and not sent."""
+        seconds_before = self._meter.seconds
+        self._cache.send_cached(request.sequence_id)
+        self._count_pushed([request], self._meter.seconds - seconds_before)
+
+    def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
+        """Shares out the seconds of calls that wrote for them, by the bytes that were sent since."""
+        sent = [self._cache.bytes_sent(request.sequence_id) for request in requests]
+        pushed = sum(sent) - sum(request.bytes_pushed for request in requests)
+        for request, total in zip(requests, sent, strict=True):
+            if pushed:
+                request.push_seconds += seconds * (total - request.bytes_pushed) / pushed
+            request.bytes_pushed = total

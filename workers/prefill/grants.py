@@ -1,0 +1,85 @@
+"""What a prefill worker may write into other workers' pages: each reservation once, and none that was recalled."""
+
+import math
+
+from tandem.cache.plan.position_map import PositionMap
+from tandem.transfer.completion import Signal, is_newer
+from tandem.transfer.recall import Recall, RecallInbox, num_slots
+from tandem.transfer.transport import Transport
+from tandem.transfer.wire_map import decode_map
+from tandem.workers.counters import Counters
+from tandem.workers.errors import InvalidCall, StaleEpoch, StaleReservation
+from tandem.workers.wire.reservation import Reservation
+
+
+class Grants:
+    """Owned by the step thread. Remembers the last use of every receiver's slot that it wrote for or was told to leave.
+
+    So a call that comes late or twice finds its use of the slot taken, even where the pages behind it have another
+    owner by now.
+    """
+
+    def __init__(self, transport: Transport, counters: Counters) -> None:
+        self._transport = transport
+        self._counters = counters
+        self._inbox = RecallInbox(transport)
+        self._latest: dict[tuple[int, int], int] = {}  # (receiver, slot) → generation
+
+    def check(self, reservation: Reservation, num_tokens: int) -> PositionMap:
+        """Where the KV of a prompt of num_tokens goes. Raises StaleEpoch, StaleReservation, InvalidCall or
+        InvalidPositionMap unless this worker may write for the reservation."""
+        transport = self._transport
+        if reservation.epoch != transport.epoch:
+            self._counters.stale_calls += 1
+            raise StaleEpoch(reservation.epoch, transport.epoch)
+        for name, limit in (("target_pe", transport.num_pes), ("signal_slot", num_slots(transport))):
+            value = getattr(reservation, name)
+            if value >= limit:
+                raise InvalidCall(f"{name} is {value}; 0 … {limit - 1} are accepted")
+        if reservation.writer_pe != transport.pe:
+            raise InvalidCall(f"writer_pe is {reservation.writer_pe}; this worker is PE {transport.pe}")
+        if not 0 < reservation.lease_seconds < math.inf:
+            raise InvalidCall(f"lease_seconds is {reservation.lease_seconds}; it must be above 0 and finite")
+        latest = self._latest.get((reservation.target_pe, reservation.signal_slot))
+        if latest is not None and not is_newer(reservation.generation, latest):
+            self._counters.stale_calls += 1
+            raise StaleReservation(
+                f"generation is {reservation.generation}; slot {reservation.signal_slot} of PE "
+                f"{reservation.target_pe} is at {latest} here: the reservation was used or recalled"
+            )
+        if not reservation.matched_tokens < num_tokens:
+            raise InvalidCall(
+                f"matched_tokens is {reservation.matched_tokens} of a prompt of {num_tokens}; one must be left"
+            )
+        position_map = decode_map(
+            reservation.wire_map,
+            transport.layout,
+            num_pages=transport.num_pages,
+            expected_start=reservation.matched_tokens,
+            expected_tokens=num_tokens - reservation.matched_tokens,
+        )
+        if not reservation.authentic:  # comes last: what the other checks can say is more to the point
+            raise InvalidCall("reservation.seal does not fit: it is not as a decode worker of this island made it")
+        return position_map
+
+    def take(self, reservation: Reservation) -> None:
+        """From now on the reservation is used; check() came first."""
+        self._latest[reservation.target_pe, reservation.signal_slot] = reservation.generation
+
+    def recalled(self) -> list[Recall]:
+        """Recalls to be answered; check() refuses those reservations from now on."""
+        recalls = self._inbox.unanswered()
+        for recall in recalls:
+            place, generation = (recall.pe, recall.signal.slot), recall.signal.generation
+            if place not in self._latest or is_newer(generation, self._latest[place]):
+                self._latest[place] = generation
+        return recalls
+
+    def answer(self, recall: Recall) -> None:
+        """Lets the receiver have its pages back. All that was written there for that reservation must be quiet."""
+        self._inbox.answer(recall)
+        self._counters.recalled += 1
+
+
+def signal_of(reservation: Reservation) -> Signal:
+    return Signal(reservation.signal_slot, reservation.generation)

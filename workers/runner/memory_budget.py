@@ -1,0 +1,98 @@
+"""How many KV pages a worker's GPU has room for beside the weights."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.cache.plan.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
+from tandem.workers.errors import GpuTooSmall
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.runner.posted_draws import PostedDraws
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
+
+# What comes into being after the pages and can be asked for at no time before:
+FLASHINFER_BYTES = 256 << 20  # FlashInfer's workspace
+NVSHMEM_BYTES = 1 << 30  # NVSHMEM's own state, and its heap growing in steps of 512 MiB
+MARGIN_BYTES = 2 << 30  # CUDA graphs with their buffers, code of kernels, fragments in torch's allocator
+RESERVED_BYTES = FLASHINFER_BYTES + NVSHMEM_BYTES + MARGIN_BYTES
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes of one GPU. used: by anybody, when the weights are loaded and the largest forward has run."""
+
+    total: int
+    used: int
+    utilization: float
+
+    def room(self, page_bytes: int) -> int:
+        """Bytes for pages. GpuTooSmall when not even one fits. page_bytes: of one in all layer groups together."""
+        room = int(self.total * self.utilization) - self.used - RESERVED_BYTES
+        if room < page_bytes:
+            least = (self.used + RESERVED_BYTES + page_bytes) / self.total
+            advice = f"it must be at least {least:.3f}" if least <= 1 else "no value suffices: the model is too large"
+            raise GpuTooSmall(
+                f"cache.gpu_memory_utilization is {self.utilization:g}, of {gib(self.total)}: weights, workspace of "
+                f"the largest forward and what else is in use take {gib(self.used)}, NVSHMEM, CUDA graphs and "
+                f"FlashInfer {gib(RESERVED_BYTES)}, and no page of {page_bytes} bytes fits; {advice}"
+            )
+        return room
+
+
+def measure_budget(
+    model: DenseDecoder, utilization: float, *, max_batch_tokens: int, max_sequences: int, max_positions: int
+) -> MemoryBudget:
+    """Of the current CUDA device: runs the largest forward, so that what it takes is seen, and looks.
+
+    Everything in use counts, other processes' memory too. max_positions: what one forward can attend to.
+    """
+    torch.cuda.empty_cache()  # what loading has left must not count twice
+    run_largest_forward(model, max_batch_tokens, max_sequences, max_positions)
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return MemoryBudget(total, total - free, utilization)
+
+
+class WithoutPages:
+    """A CachedAttention that has no pages; its outputs mean nothing but have the right shape.
+
+    Of latents it makes the K and V that kernels would have in memory together, of max_positions or as many as they
+    expand.
+    """
+
+    def __init__(self, max_positions: int) -> None:
+        self._expanded = min(max_positions, EXPANDED_POSITIONS)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
+    ) -> Tensor:
+        if norm is not None:
+            q, k = norm.apply(q, k)
+        return torch.cat((q, k), 1)[:, : q.shape[1]]
+
+    def step_pages(self) -> None:
+        """There are none."""
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+        _, num_heads, width = q.shape
+        entries = q.new_zeros((self._expanded, up.weight.shape[2] + width - up.heads.key_dim))
+        up.of_heads(0, heads_at_once(num_heads, self._expanded)).keys_and_values(entries)
+        return up.values(up.absorb(q[:, :, : up.heads.key_dim]))
+
+
+@torch.inference_mode()
+def run_largest_forward(model: DenseDecoder, max_batch_tokens: int, max_sequences: int, max_positions: int) -> None:
+    """max_batch_tokens tokens without attention, which needs pages, then a draw with top_p for max_sequences rows."""
+    rows = min(max_batch_tokens, max_sequences)
+    tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
+    logits = model.forward(tokens, WithoutPages(max_positions), tokens[:rows])
+    batch = SampleBatch.from_params([SamplingParams(temperature=1.0, top_p=0.5, seed=0)] * rows)
+    PostedDraws(model.device).draw(logits, batch, np.zeros(rows, np.int64)).wait()
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"

@@ -1,0 +1,58 @@
+"""The paged cache of a model: what its layers keep, and how they attend to that."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.choice import choose_kernels
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.kv_scales import KVScales
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.page_writer import PageWriter
+from tandem.workers.models.config import ModelConfig
+
+
+def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None) -> KVLayout:
+    """A group for each kind of window among the layers, in the order of their first layers; one for latents.
+
+    scales: see KVLayout.
+    """
+    if model.latent is not None:
+        rank, width = model.latent.rank, model.latent.rank + model.latent.rotated
+        latents = LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)
+        return KVLayout((latents,), page_size, model.dtype, scales)
+    layers_of: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
+        layers_of.setdefault(window, []).append(layer)
+    groups = (
+        LayerGroup(tuple(layers), model.num_kv_heads, model.stored_head_dim, window)
+        for window, layers in layers_of.items()
+    )
+    return KVLayout(tuple(groups), page_size, model.dtype, scales)
+
+
+def make_cache(
+    model: ModelConfig,
+    layout: KVLayout,
+    pools: Sequence[Tensor],
+    *,
+    max_sequences: int,
+    max_length: int,
+    writer: PageWriter | None = None,
+    kernels: KernelFactory = choose_kernels,
+) -> PagedKVCache:
+    """layout: what kv_layout() gives of the model. For the rest see PagedKVCache; max_length: of one sequence."""
+    local_rope = model.local_rope or model.rope
+    return PagedKVCache(
+        layout,
+        pools,
+        max_sequences=max_sequences,
+        max_sequence_length=max_length,
+        rope=[model.rope if group.window is None else local_rope for group in layout.groups],
+        writer=writer,
+        scale=model.head_dim**-0.5 if model.attn_scale is None else model.attn_scale,
+        softcap=model.attn_softcap,
+        latent=None if model.latent is None else model.latent.heads,
+        kernels=kernels,
+    )

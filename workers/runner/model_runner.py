@@ -1,0 +1,151 @@
+"""From token ids and a plan to sampled tokens."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.kernels.upload import upload
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.runner.batch_buckets import MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
+from tandem.workers.runner.decode_graphs import DecodeGraphs
+from tandem.workers.runner.graph_capture import Capture, GraphCapture
+from tandem.workers.runner.planned_attention import PlannedAttention
+from tandem.workers.runner.posted_draws import PostedDraws
+from tandem.workers.runner.prompt_graphs import PromptGraphs
+from tandem.workers.runner.step_inputs import NUM_INPUTS
+from tandem.workers.sampling.pending_samples import PendingSamples, Samples
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
+
+
+class ModelRunner:
+    """Runs the model over packed tokens of several sequences; the cache does attention and stores KV."""
+
+    def __init__(self, model: DenseDecoder, cache: PagedKVCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._draws = PostedDraws(model.device)
+        self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
+
+    def warm_up(self) -> None:
+        """A prompt and a step of a sequence of its own: what torch prepares at first use, no request then waits for."""
+        sequence = -1
+        size = self._cache.layout.page_size
+        length = min(2 * size, self._cache.num_pages * size - 1, self._cache.max_sequence_length - 1)
+        greedy = SampleBatch.from_params([SamplingParams(temperature=0)])
+        self._cache.add_sequence(sequence)
+        for count in filter(None, (length, 1)):
+            plan = self._cache.begin_forward([sequence], [count])
+            logits = self.forward(np.zeros(count, np.int64), plan, np.array([count - 1]))
+            self._cache.end_forward(plan)
+            self.sample(logits, greedy, np.array([count]))
+        self._cache.remove_sequence(sequence)
+
+    def capture_steps(self, max_sequences: int, capture: Capture | None = None) -> None:
+        """From now on step() replays CUDA graphs of up to max_sequences rows, where device, kernels and model can."""
+        if capture is None and self._model.device.type != "cuda":
+            return
+        num_q_heads = self._model.config.num_heads
+        batches = self._cache.fixed_batches(bucket_sizes(max_sequences), num_q_heads, num_inputs=NUM_INPUTS)
+        batches += self._cache.fixed_batches(
+            sharing_sizes(max_sequences), num_q_heads, num_inputs=NUM_INPUTS, sharing=True
+        )
+        if batches:
+            self._graphs = DecodeGraphs(self._model, self._cache, batches, capture or GraphCapture())
+
+    def capture_prompts(self, max_tokens: int, capture: Capture | None = None) -> None:
+        """From now on prompts() replays CUDA graphs for short forwards of up to max_tokens, as capture_steps says."""
+        if capture is None and self._model.device.type != "cuda":
+            return
+        config = self._model.config
+        sizes = prompt_sizes(max_tokens, config.hidden_size)
+        prompts = self._cache.fixed_prompts(sizes, MOST_PROMPTS, config.num_heads)
+        if prompts:
+            self._prompt_graphs = PromptGraphs(self._model, self._cache, prompts, capture or GraphCapture())
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether step() returns before its tokens are there and takes the tokens of the step before by itself."""
+        return self._graphs is not None
+
+    def step(
+        self,
+        sequence_ids: Sequence[int] | Int64Array,
+        tokens: Int64Array,
+        sources: Int64Array,
+        sampling: SampleBatch,
+        positions: Int64Array,
+    ) -> PendingSamples:
+        """One more token for each of n sequences.
+
+        Arrays are int64 [n]. sources[i]: the row of the step before that draws the input of row i, or -1 where it is
+        tokens[i], as it must be unless runs_ahead. positions: as for sample().
+        """
+        if self._graphs is not None:
+            return self._graphs.step(sequence_ids, tokens, sources, sampling, positions)
+        plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))
+        logits = self.forward(tokens, plan, None)
+        self._cache.end_forward(plan)
+        return self._draws.draw(logits, sampling, positions)
+
+    def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
+        """They are being received, and will be stepped next, with tokens not known yet."""
+        if self._graphs is not None:
+            self._graphs.foresee(sequence_ids, sampling, positions)
+
+    def step_foreseen(self, sequence_ids: tuple[int, ...], tokens: Int64Array) -> PendingSamples | None:
+        """step() of what was foreseen last, with these tokens: launched at once. None, and nothing happens, where that
+        cannot be; then step() can."""
+        return None if self._graphs is None else self._graphs.step_foreseen(sequence_ids, tokens)
+
+    def drain(self) -> None:
+        """Waits until nothing that was launched is under way; raises what the device reports."""
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream(self._model.device).synchronize()
+
+    def has_prompt_graph(self, num_sequences: int, num_tokens: int) -> bool:
+        """Whether a graph computes a forward of so many tokens of prompts that nothing is pushed with."""
+        return self._prompt_graphs is not None and self._prompt_graphs.takes(num_sequences, num_tokens)
+
+    def prompts(
+        self, sequence_ids: Sequence[int], chunks: Sequence[Int64Array], lengths: Sequence[int], *, push: bool
+    ) -> Tensor:
+        """Computes, or at least launches, the next tokens of each sequence, chunks[i] of a prompt of lengths[i]. Logits
+        [n, vocab] that follow those n of the prompts that end here, in their order.
+
+        push: whether what is marked to be sent goes along.
+        """
+        appends = np.array([chunk.size for chunk in chunks])
+        stored = np.array([self._cache.num_tokens(sequence) for sequence in sequence_ids])
+        last_rows = np.cumsum(appends)[stored + appends == np.array(lengths)] - 1
+        token_ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+        graphs = self._prompt_graphs
+        if graphs is not None and not push and graphs.takes(len(sequence_ids), token_ids.size):
+            return graphs.forward(sequence_ids, appends, token_ids, last_rows)
+        plan = self._cache.begin_forward(sequence_ids, appends, lengths, push=push)
+        logits = self.forward(token_ids, plan, last_rows)
+        self._cache.end_forward(plan)
+        return logits
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array | None) -> Tensor:
+        """Logits [n, vocab] that follow rows last_rows (int64 [n]; None: all) of token_ids int64 [T]."""
+        arrays = [token_ids] if last_rows is None else [token_ids, last_rows]
+        ids, *rows = upload(arrays, self._model.device)
+        return self._model.forward(ids, PlannedAttention(self._cache, plan), rows[0] if rows else None)
+
+    def draw(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> tuple[Tensor, PendingSamples]:
+        """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be drawn. Also
+        int64 [n or more], on the device, until the next draw."""
+        pending = self._draws.draw(logits, batch, positions)
+        return self._draws.drawn, pending
+
+    def sample(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> Samples:
+        """draw(), and waits for it."""
+        return self.draw(logits, batch, positions)[1].wait()

@@ -1,0 +1,60 @@
+"""Sampled tokens on their way from the device to the host."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.workers.sampling.random import Logprobs
+from tandem.workers.sampling.token_logprobs import TokenLogprobs, split_logprobs
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """token_ids int64 [n]; logprobs has n entries, None where a row did not ask."""
+
+    token_ids: NDArray[np.int64]
+    logprobs: list[TokenLogprobs | None]
+
+
+class PendingSamples(Protocol):
+    """What one step draws."""
+
+    def is_done(self) -> bool:
+        """Whether wait() returns at once; raises what the device reports."""
+        ...
+
+    def wait(self) -> Samples:
+        """Blocks until the step is done; raises what the device reports."""
+        ...
+
+
+class CopiedSamples:
+    """Copied when made, behind the work on the current stream; wait() is for the copies' end."""
+
+    def __init__(self, tokens: Tensor, logprobs: Logprobs | None) -> None:
+        """tokens int64 [n] and logprobs, on the device: free to change once later work is queued on the stream."""
+        self._token_ids = tokens.numpy().copy() if tokens.is_cpu else _to_host(tokens).numpy()
+        self._logprobs = None if logprobs is None else logprobs.map(_to_host)
+        self._copied = None
+        if tokens.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def is_done(self) -> bool:
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> Samples:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return Samples(self._token_ids, split_logprobs(self._logprobs, self._token_ids))
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.is_cpu:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,45 @@
+"""What every call to a worker must hold before a loop sees it: one call's nonsense must not fail a forward of many."""
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.proto import inference_pb2
+from tandem.workers.errors import InvalidCall
+from tandem.workers.sampling.sampling_params import InvalidSamplingParams, SamplingParams, validate
+from tandem.workers.wire.messages import prompt_from_bytes, sampling_from_proto
+
+MAX_REQUEST_ID = 256  # characters: a client's own, and what the gateway puts before it
+
+
+def check_request_id(request_id: str) -> None:
+    if len(request_id) > MAX_REQUEST_ID:
+        raise InvalidCall(f"request_id has {len(request_id)} characters; at most {MAX_REQUEST_ID} are accepted")
+
+
+def check_prompt(prompt: bytes, vocab_size: int) -> Int64Array:
+    """The token ids of a prompt as messages carry it, int64 [n]."""
+    token_ids = prompt_from_bytes(prompt)
+    largest = int(token_ids.max())
+    if largest >= vocab_size:
+        raise InvalidCall(f"prompt has token {largest}; the vocabulary has {vocab_size} entries, 0 … {vocab_size - 1}")
+    return token_ids
+
+
+def check_length(prompt: int, max_tokens: int, max_model_len: int) -> None:
+    """max_tokens: output tokens, of which the last is never fed back."""
+    if max_tokens < 1:
+        raise InvalidCall(f"max_tokens is {max_tokens}; it must be at least 1")
+    if prompt + max_tokens - 1 > max_model_len:
+        raise InvalidCall(
+            f"prompt has {prompt} tokens and max_tokens is {max_tokens}; this worker has {max_model_len} positions "
+            "for a sequence"
+        )
+
+
+def check_sampling(message: inference_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
+    params = sampling_from_proto(message)
+    try:
+        validate(params, vocab_size)
+    except InvalidSamplingParams as error:
+        raise InvalidCall(f"sampling.{error}") from error
+    if params.temperature > 0 and params.seed is None:
+        raise InvalidCall("sampling.seed is missing; where temperature is above 0 the gateway draws it")
+    return params

@@ -1,0 +1,104 @@
+"""Between protobuf messages and the values that the loops work with."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numpy as np
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.proto import inference_pb2, worker_pb2
+from tandem.transfer.wire_map import WireMap
+from tandem.workers.errors import InvalidCall
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.sampling.token_logprobs import TokenLogprobs
+from tandem.workers.wire.reservation import Reservation
+from tandem.workers.wire.seal import is_sealed, seal
+
+OPTIONAL_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "skip_special_tokens")
+PROMPT_DTYPE = np.dtype("<u4")
+
+
+def prompt_to_bytes(token_ids: Sequence[int] | Int64Array) -> bytes:
+    """The field `prompt` of a message."""
+    return np.asarray(token_ids, PROMPT_DTYPE).tobytes()
+
+
+def prompt_from_bytes(prompt: bytes, field: str = "prompt") -> Int64Array:
+    """The token ids of such a field, int64 [n]; InvalidCall when they are none, or no whole number."""
+    if not prompt or len(prompt) % PROMPT_DTYPE.itemsize:
+        raise InvalidCall(
+            f"{field} has {len(prompt)} bytes; one token id or more, of {PROMPT_DTYPE.itemsize} bytes each, is accepted"
+        )
+    return np.frombuffer(prompt, PROMPT_DTYPE).astype(np.int64)
+
+
+def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams:
+    """Unset fields take the defaults of SamplingParams; nothing is validated here."""
+    given = {name: getattr(message, name) for name in OPTIONAL_FIELDS if message.HasField(name)}
+    return SamplingParams(
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        include_stop_str_in_output=message.include_stop_str_in_output,
+    )
+
+
+def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
+    given = {name: getattr(params, name) for name in OPTIONAL_FIELDS if getattr(params, name) is not None}
+    return inference_pb2.SamplingParams(
+        **given,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+    )
+
+
+def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Reservation:
+    """token: the island's, by which the message is sealed."""
+    message = worker_pb2.Reservation(
+        reservation_id=reservation.reservation_id,
+        epoch=reservation.epoch,
+        target_pe=reservation.target_pe,
+        writer_pe=reservation.writer_pe,
+        signal_slot=reservation.signal_slot,
+        generation=reservation.generation,
+        matched_tokens=reservation.matched_tokens,
+        position_map=worker_pb2.PositionMap(**asdict(reservation.wire_map)),
+        pages=reservation.pages,
+        lease_seconds=reservation.lease_seconds,
+    )
+    seal(message, token)
+    return message
+
+
+def reservation_from_proto(message: worker_pb2.Reservation, token: str) -> Reservation:
+    """token: the island's. Nothing is refused here: the loop that uses the reservation does."""
+    wire = message.position_map
+    return Reservation(
+        reservation_id=message.reservation_id,
+        epoch=message.epoch,
+        target_pe=message.target_pe,
+        writer_pe=message.writer_pe,
+        signal_slot=message.signal_slot,
+        generation=message.generation,
+        matched_tokens=message.matched_tokens,
+        wire_map=WireMap(
+            start_position=wire.start_position,
+            num_tokens=wire.num_tokens,
+            page_size=wire.page_size,
+            runs=tuple(wire.runs),
+            layout_fingerprint=wire.layout_fingerprint,
+        ),
+        pages=message.pages,
+        lease_seconds=message.lease_seconds,
+        authentic=is_sealed(message, token),
+    )
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    return inference_pb2.TokenLogprobs(
+        chosen=inference_pb2.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
+        top=[inference_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
+    )

@@ -56,7 +56,7 @@ def emulate(
         defines = shape.defines(multiprocessors)
         assert defines is not None
         library = folder / "narrow_product.so"
-        header = '-DEMULATED_DEVICE="../../tests/workers/emulated/device.h"'
+        header = f'-DEMULATED_DEVICE="{EMULATED / "device.h"}"'
         command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *defines, header]
         subprocess.run([*command, str(EMULATED / "narrow_product.cpp"), "-o", str(library)], check=True, timeout=120)
         run = ctypes.CDLL(str(library)).run_narrow_product

@@ -118,7 +118,7 @@ def emulate(folder: Path, case: Case) -> Callable[[RowStepShape, torch.device], 
     def choose(shape: RowStepShape, device: torch.device) -> dict[int, Launch]:
         assert shape.fits(case.blocks, case.rows)
         library = folder / "row_step.so"
-        device_header = '-DEMULATED_DEVICE="../../tests/workers/emulated/device.h"'
+        device_header = f'-DEMULATED_DEVICE="{SOURCE.with_name("device.h")}"'
         options = (*shape.defines(case.blocks, WARPS, case.rows), *case.defines, device_header)
         command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *options, str(SOURCE)]
         subprocess.run([*command, "-o", str(library)], check=True, timeout=120)

@@ -1,5 +1,5 @@
 // row_step.cu on a CPU, called as one function.
-#include "../../../workers/kernels/decode_megakernel/row_step.cu"
+#include "../../../../workers/kernels/decode_megakernel/row_step.cu"
 
 int emulated::threads = THREADS;
 

@@ -1,5 +1,5 @@
 // narrow_product.cu on a CPU: a kernel, found by its name and the shared memory that it takes, is called as a function.
-#include "../../../workers/kernels/skinny_gemm/narrow_product.cu"
+#include "../../../../workers/kernels/skinny_gemm/narrow_product.cu"
 
 int emulated::threads = THREADS;
 

@@ -46,9 +46,10 @@ def add_list(
     *,
     default: Sequence[Any] | None = None,
     choices: Sequence[Any] | None = None,
+    nargs: str = "+",
     help: str | None = None,
 ) -> None:
-    """An option of one value or more, with spaces or commas between them."""
+    """An option of several values, with spaces or commas between them."""
 
     def values(text: str) -> list[Any]:
         try:
@@ -61,7 +62,7 @@ def add_list(
             raise argparse.ArgumentTypeError(f"{text!r} was given; {accepted} is accepted")
         return found
 
-    parser.add_argument(flag, nargs="+", type=values, action=_Flat, default=default, help=help)
+    parser.add_argument(flag, nargs=nargs, type=values, action=_Flat, default=default, help=help)
 
 
 class _Flat(argparse.Action):

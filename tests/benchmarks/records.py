@@ -68,6 +68,12 @@ def run_of(result: Mapping[str, Any], gpus: int, commit: str | None) -> dict[str
     }
 
 
+def read_peer(benchmark: str, number: str) -> float | None:
+    """What the first peer with that number reaches; None where none was measured."""
+    peers = json.loads((RESULTS / "peers.json").read_text(encoding="utf-8"))["peers"]
+    return next((one["value"] for one in peers if (one["benchmark"], one["number"]) == (benchmark, number)), None)
+
+
 def numbers_of(value: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every number in it by a dotted name."""
     if isinstance(value, Mapping):

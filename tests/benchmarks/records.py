@@ -46,19 +46,19 @@ def add_run(benchmark: str, result: Mapping[str, Any], *, gpus: int, commit: str
     path = folder / f"{benchmark}-{kind}.json"
     before = next((place for place in (path, RESULTS / path.name) if place.exists()), None)
     record = json.loads(before.read_text(encoding="utf-8")) if before else {}
-    runs = [*record.get("runs", ()), run_of(result, gpus, commit)]
+    runs = [*record.get("runs", ()), run_of(benchmark, result, gpus, commit)]
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(to_json({"benchmark": benchmark, "host_kind": kind, "runs": runs}) + "\n", encoding="utf-8")
     return path
 
 
-def run_of(result: Mapping[str, Any], gpus: int, commit: str | None) -> dict[str, Any]:
+def run_of(benchmark: str, result: Mapping[str, Any], gpus: int, commit: str | None) -> dict[str, Any]:
     measured = {key: value for key, value in result.items() if key not in ("targets", "plots", "peers")}
     case = f"{result['case']}: " if result.get("case") else ""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit or head(),
-        "command": " ".join(["python -m", f"tests.benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": " ".join([f"python -m tests.benchmarks.{benchmark}", *sys.argv[1:]]),
         "host": host(gpus),
         "versions": versions(),
         "note": "",

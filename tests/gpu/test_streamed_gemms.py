@@ -1,4 +1,4 @@
-"""step_product.cu against torch's products: alone, in chains that overlap, and in a decoder."""
+"""streamed.cu against torch's products: alone, in chains that overlap, and in a decoder."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.cache.plan.head_norm import HeadNorm
-from tandem.workers.kernels.skinny_gemm.step_product import StepProduct, load_step_products
+from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm, load_streamed_gemms
 from tandem.workers.models import feed_forward, projection
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
@@ -30,12 +30,12 @@ GATED = [(2 * INNER, HIDDEN), (24416, 4160)]
 ERROR_RATIO = 1.05  # ours to torch's, both to float32
 
 
-def prepared(weight: Tensor, *, gated: bool) -> StepProduct:
-    products = load_step_products(weight.device, weight.dtype)
+def prepared(weight: Tensor, *, gated: bool) -> StreamedGemm:
+    products = load_streamed_gemms(weight.device, weight.dtype)
     assert products is not None, "nvcc is needed"
     product = products.prepare(weight, gated=gated)
     assert product is not None
-    StepProduct.chain([product])
+    StreamedGemm.chain([product])
     return product
 
 
@@ -81,7 +81,7 @@ def test_a_chain_in_a_graph_repeats_itself(rows: int) -> None:
     """Each product starts while the one before runs: whoever read too early would read other numbers."""
     ups = [random_weight(2 * INNER, HIDDEN) for _ in range(4)]
     downs = [random_weight(HIDDEN, INNER) for _ in range(4)]
-    chain: list[StepProduct] = []
+    chain: list[StreamedGemm] = []
     for up, down in zip(ups, downs, strict=True):
         chain += [prepared(up, gated=True), prepared(down, gated=False)]
     x = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -114,18 +114,18 @@ def test_a_decoder_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ro
     config = load_config(tmp_path, "bfloat16")
     tokens = torch.arange(rows, device="cuda")
     logits: list[Tensor] = []
-    calls: list[StepProduct] = []
-    call = StepProduct.__call__
+    calls: list[StreamedGemm] = []
+    call = StreamedGemm.__call__
 
-    def count(product: StepProduct, x: Tensor) -> Tensor:
+    def count(product: StreamedGemm, x: Tensor) -> Tensor:
         calls.append(product)
         return call(product, x)
 
-    monkeypatch.setattr(StepProduct, "__call__", count)
+    monkeypatch.setattr(StreamedGemm, "__call__", count)
     for of in (True, False):
         if not of:
             for module in (projection, feed_forward):
-                monkeypatch.setattr(module, "choose_step_product", lambda *_, **__: None)
+                monkeypatch.setattr(module, "choose_streamed_gemm", lambda *_, **__: None)
         model = load_decoder(tmp_path, config, load_format="dummy", device="cuda")
         with torch.inference_mode():
             logits.append(model.forward(tokens, NoPages(64), None))

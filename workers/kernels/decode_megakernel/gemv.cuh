@@ -1,6 +1,6 @@
 // Products of the gathered input and a weight.
 #pragma once
-#include "row_exchange.cuh"
+#include "exchange.cuh"
 
 // The next item of a product, in registers while its input is awaited. A lane has 8 columns of each part of a slice:
 // for one row of the input of both rows of the tile, for several of one of four.
@@ -72,8 +72,8 @@ __device__ void multiply_rows(const Held& held, const uint4* input, int lane, in
         sum += __shfl_xor_sync(~0u, sum, 4);
         int row = quad + 4 * half;
         if (second || row >= ROWS) continue;
-        float* place = sums + row * TILE + lane % 4;
-        *place = more ? *place + sum : sum;
+        float* target = sums + row * TILE + lane % 4;
+        *target = more ? *target + sum : sum;
     }
 }
 
@@ -83,9 +83,9 @@ template <int COLUMNS, int UNITS, class Finish>
 __device__ void sum_up(Block& block, int first, int count, Finish finish) {
     constexpr int SLICES = slices(COLUMNS), PAIRS = TILE / 2;
     const float* partial = reinterpret_cast<const float*>(block.state.work + INPUT_BYTES);
-    int place = threadIdx.x;
-    if (place >= count / UNITS * PAIRS * ROWS) return;
-    int row = place % ROWS, pair = place / ROWS % PAIRS, tile = place / (ROWS * PAIRS);
+    int index = threadIdx.x;
+    if (index >= count / UNITS * PAIRS * ROWS) return;
+    int row = index % ROWS, pair = index / ROWS % PAIRS, tile = index / (ROWS * PAIRS);
     float sums[2 * UNITS];
     for (int unit = 0; unit < UNITS; unit++) {
         const float* found = partial + ((tile * UNITS + unit) * SLICES * ROWS + row) * TILE + 2 * pair;
@@ -99,7 +99,7 @@ __device__ void sum_up(Block& block, int first, int count, Finish finish) {
 }
 
 // The items of `count` tiles, the first of which is `begin`, of all the product's `items`; `item` is this warp's next.
-// Behind them, and before slots are freed that nobody waits for, `then` is called.
+// It calls `then` behind them, and frees the last stages, for which nobody waits, afterwards.
 template <int COLUMNS, bool WHOLE, class Then>
 __device__ void multiply_tiles_of(Warp& warp, Held& held, int& item, int begin, int count, int columns, bool more,
                                   int items, Then then) {
@@ -108,8 +108,8 @@ __device__ void multiply_tiles_of(Warp& warp, Held& held, int& item, int begin, 
     for (bool done = false; !done;) {
         bool mine = item < end;
         if (mine) {
-            int place = item - begin, part = place % parts;
-            float* sums = partial + (place / parts * slices(COLUMNS) + part) * (TILE * ROWS);
+            int index = item - begin, part = index % parts;
+            float* sums = partial + (index / parts * slices(COLUMNS) + part) * (TILE * ROWS);
             const uint4* input = reinterpret_cast<const uint4*>(warp.block.state.work) + part * (SLICE / 8);
             int left = columns - part * SLICE;
             __syncwarp();  // tiles are multiplied by all lanes at once
@@ -146,15 +146,16 @@ __device__ void multiply(Warp& warp, Held& held, Finish finish) {
 template <class Finish>
 __device__ void multiply_down(Warp& warp, Held& held, const unsigned* words, Finish finish) {
     if constexpr (PIECES == 1) {
-        gather<INNER>(warp.step, warp.block, words, INNER / 2, nullptr);
-        multiply<DOWN, INNER>(warp, held, finish);
+        gather<INTERMEDIATE>(warp.args, warp.block, words, INTERMEDIATE / 2, nullptr);
+        multiply<DOWN, INTERMEDIATE>(warp, held, finish);
     } else {
         int tiles = warp.block.state.counts[DOWN], item = warp.warp;
         for (int piece = 0; piece < PIECES; piece++) {
-            int begin = piece * PIECE, columns = at_most(INNER - begin, PIECE);
-            gather<PIECE>(warp.step, warp.block, words + begin / 2, INNER / 2, nullptr, columns);
-            multiply_tiles_of<PIECE, INNER % SLICE == 0>(
-                warp, held, item, piece * tiles * slices(PIECE), tiles, columns, piece > 0, tiles * slices(INNER), [&] {
+            int begin = piece * PIECE, columns = at_most(INTERMEDIATE - begin, PIECE);
+            gather<PIECE>(warp.args, warp.block, words + begin / 2, INTERMEDIATE / 2, nullptr, columns);
+            multiply_tiles_of<PIECE, INTERMEDIATE % SLICE == 0>(
+                warp, held, item, piece * tiles * slices(PIECE), tiles, columns, piece > 0,
+                tiles * slices(INTERMEDIATE), [&] {
                     if (piece == PIECES - 1) sum_up<PIECE, 1>(warp.block, 0, tiles, finish);
                 });
         }

@@ -1,5 +1,5 @@
-// narrow_product.cu on a CPU: a kernel, found by its name and the shared memory that it takes, is called as a function.
-#include "../../../workers/kernels/skinny_gemm/narrow_product.cu"
+// resident.cu on a CPU: a kernel, found by its name and the shared memory that it takes, is called as a function.
+#include "../../../../workers/kernels/skinny_gemm/resident.cu"
 
 int emulated::threads = THREADS;
 
@@ -7,10 +7,10 @@ static Arguments arguments;
 #define NAMED(kernel) {#kernel, kernel##_product::BYTES, [] { kernel(arguments); }}
 #define KERNELS(tiles) NAMED(qkv_##tiles), NAMED(o_##tiles), NAMED(gate_up_##tiles), NAMED(down_##tiles)
 
-extern "C" int run_narrow_product(const char* name, int blocks, int shared_bytes, int cluster,
-                                  const Arguments* step) {
+extern "C" int run_resident_gemm(const char* name, int blocks, int shared_bytes, int cluster,
+                                  const Arguments* launched) {
     static const struct { const char* name; int bytes; void (*run)(); } kernels[] = {KERNELS(1), KERNELS(2)};
-    arguments = *step, emulated::cluster = cluster;
+    arguments = *launched, emulated::cluster = cluster;
     for (const auto& one : kernels)
         if (!std::strcmp(name, one.name) && shared_bytes == one.bytes) {
             emulated::run_blocks(blocks, shared_bytes, one.run);

@@ -1,4 +1,4 @@
-"""What a captured step does with token ids before and behind the model, in a kernel each.
+"""A captured step's input tokens and its samples, in a kernel each.
 
 In torch these are many launches: a tenth of what a step of a small model takes (LOG.md).
 """
@@ -10,46 +10,61 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.workers.kernels.base import RowDraws
-from tandem.workers.kernels.triton.sampling import BLOCK as DRAW_BLOCK
-from tandem.workers.kernels.triton.sampling import WARPS, draw_token, order_of
+from tandem.workers.kernels.base import SamplingInputs
+from tandem.workers.kernels.triton.sampling import BLOCK as SAMPLE_BLOCK
+from tandem.workers.kernels.triton.sampling import WARPS, order_of, sample_token
 from tandem.workers.sampling.posted_samples import TOKEN_BITS
 from tandem.workers.sampling.sample_batch import GREEDY_BELOW
 
 BLOCK = 16384
-MOST_PROGRAMS = 128  # as many as run at once
-LEAST_KEY = -(1 << 63)
+MAX_PROGRAMS = 128  # as many as run at once
+MIN_KEY = -(1 << 63)
 
 
-class TritonStepTokens:
-    """See StepTokens. Rows that are few are read by several programs each."""
+class TritonSampler:
+    """See Sampler. Rows that are few are read by several programs each."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         """num_rows: of a step at most. Steps follow each other on one stream."""
-        self._keys = torch.full((num_rows,), LEAST_KEY, dtype=torch.int64, device=device)
+        self._keys = torch.full((num_rows,), MIN_KEY, dtype=torch.int64, device=device)
         self._done = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
     def inputs(self, tokens: Tensor, sources: Tensor, last: Tensor) -> Tensor:
         rows = tokens.shape[0]
         inputs = torch.empty_like(tokens)
         kernel: Any = _inputs[(1,)]
-        kernel(tokens, sources, last, inputs, rows, BLOCK=triton.next_power_of_2(rows))
+        kernel(tokens=tokens, sources=sources, last=last, inputs=inputs, rows=rows, BLOCK=triton.next_power_of_2(rows))
         return inputs
 
-    def keep(self, logits: Tensor, draws: RowDraws, last: Tensor, tickets: Tensor, words: Tensor) -> None:
+    def sample(self, logits: Tensor, sampling: SamplingInputs, last: Tensor, tickets: Tensor, words: Tensor) -> None:
         rows, vocab = logits.shape
-        gathered = torch.empty((rows, DRAW_BLOCK), dtype=logits.dtype, device=logits.device)
-        places = torch.empty((rows, DRAW_BLOCK), dtype=torch.int32, device=logits.device)
-        columns = (draws.draws, draws.temperature, draws.top_p, draws.min_p, draws.top_k, gathered, places)
-        parts = max(1, min(MOST_PROGRAMS // rows, triton.cdiv(vocab, BLOCK)))
-        kernel: Any = _keep[(rows, parts)]
+        gathered = torch.empty((rows, SAMPLE_BLOCK), dtype=logits.dtype, device=logits.device)
+        indices = torch.empty((rows, SAMPLE_BLOCK), dtype=torch.int32, device=logits.device)
+        parts = max(1, min(MAX_PROGRAMS // rows, triton.cdiv(vocab, BLOCK)))
+        kernel: Any = _sample[(rows, parts)]
         kernel(
-            *(logits, *columns, last, tickets, words, self._keys, self._done),
-            *(logits.stride(0), words.stride(0), vocab, GREEDY_BELOW, parts),
-            LEAST_KEY=LEAST_KEY,
+            logits=logits,
+            uniforms=sampling.uniforms,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            top_k=sampling.top_k,
+            gathered=gathered,
+            indices=indices,
+            last=last,
+            tickets=tickets,
+            words=words,
+            keys=self._keys,
+            done=self._done,
+            pitch=logits.stride(0),
+            half_size=words.stride(0),
+            vocab=vocab,
+            greedy_below=GREEDY_BELOW,
+            parts=parts,
+            MIN_KEY=MIN_KEY,
             TOKEN_BITS=TOKEN_BITS,
             BLOCK=BLOCK,
-            DRAW_BLOCK=DRAW_BLOCK,
+            SAMPLE_BLOCK=SAMPLE_BLOCK,
             num_warps=WARPS,
             enable_fp_fusion=False,  # the best token's weight is 1: its scaled logit is rounded like the best's
         )
@@ -60,15 +75,15 @@ def _inputs(tokens, sources, last, inputs, rows, BLOCK: tl.constexpr):
     row = tl.arange(0, BLOCK)
     source = tl.load(sources + row, mask=row < rows, other=-1)
     token = tl.load(tokens + row, mask=row < rows)
-    drawn = tl.load(last + source, mask=source >= 0)
-    tl.store(inputs + row, tl.where(source >= 0, drawn, token), mask=row < rows)
+    sampled = tl.load(last + source, mask=source >= 0)
+    tl.store(inputs + row, tl.where(source >= 0, sampled, token), mask=row < rows)
 
 
 @triton.jit
-def _keep(
-    logits, draws, temperature, top_p, min_p, top_k, gathered, places, last, tickets, words, keys, done,
-    pitch, half_size, vocab, greedy_below, parts, LEAST_KEY: tl.constexpr, TOKEN_BITS: tl.constexpr,
-    BLOCK: tl.constexpr, DRAW_BLOCK: tl.constexpr
+def _sample(
+    logits, uniforms, temperature, top_p, min_p, top_k, gathered, indices, last, tickets, words, keys, done,
+    pitch, half_size, vocab, greedy_below, parts, MIN_KEY: tl.constexpr, TOKEN_BITS: tl.constexpr,
+    BLOCK: tl.constexpr, SAMPLE_BLOCK: tl.constexpr
 ):  # fmt: skip
     """`parts` programs a row: each brings its best token, and the last one posts the best of these."""
     row, part = tl.program_id(0), tl.program_id(1)
@@ -77,8 +92,8 @@ def _keep(
     word = words + ((ticket >> TOKEN_BITS) & 1) * half_size + row
     if tl.load(temperature + row).to(tl.float32) >= greedy_below:
         if part == 0:
-            token = draw_token(
-                logits, row, draws, temperature, top_p, min_p, top_k, gathered, places, vocab, DRAW_BLOCK
+            token = sample_token(
+                logits, row, uniforms, temperature, top_p, min_p, top_k, gathered, indices, vocab, SAMPLE_BLOCK
             )  # fmt: skip
             _post(token, last + row, word, ticket)
     else:
@@ -90,7 +105,7 @@ def _keep(
             key = (order_of(tl.where(best == 0, 0.0, best)).to(tl.int64) << 32) + (vocab - 1 - token)
             tl.atomic_max(keys + row, key)
             if tl.atomic_add(done + row, 1) == parts - 1:
-                key = tl.atomic_xchg(keys + row, LEAST_KEY)
+                key = tl.atomic_xchg(keys + row, MIN_KEY)
                 tl.store(done + row, 0)
                 _post(vocab - 1 - (key & 0x7FFFFFFF), last + row, word, ticket)
 
@@ -114,5 +129,5 @@ def _best(row, part, vocab, parts, BLOCK: tl.constexpr):
         logit = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         better = logit > best
         best, where = tl.where(better, logit, best), tl.where(better, token, where)
-    most = tl.max(best, 0)
-    return most, tl.cast(tl.min(tl.where(best == most, where, vocab - 1), 0), tl.int64)
+    row_max = tl.max(best, 0)
+    return row_max, tl.cast(tl.min(tl.where(best == row_max, where, vocab - 1), 0), tl.int64)

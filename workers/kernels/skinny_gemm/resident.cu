@@ -1,23 +1,22 @@
-// Products of up to 32 rows with weights of a narrow layer, and what stands around them: the norm of the rows before, and
-// silu or the sum with the residual behind.
+// Skinny GEMMs of up to 32 rows whose weights are resident in shared memory, and the operations around them: the norm of
+// the rows before, and silu or the sum with the residual behind.
 //
-// Such a layer's weights fit into the shared memories of all multiprocessors. A block fetches its part of W, whole, while
-// the kernels before run. Once these are done it reads its columns of all rows of x into registers, its warps share them
-// out, and so between two kernels stands little more than the time to fetch x once. PARTS blocks of a cluster have
-// columns of their own of the same rows of W: more blocks then have fewer columns of x each.
-#ifdef EMULATED_DEVICE
-#include EMULATED_DEVICE
-#else
+// The weights of a narrow layer fit into the shared memories of all multiprocessors. A block fetches its part of W,
+// whole, while the kernels before run. Once these are done its warps read its columns of all rows of x into registers.
+// So little more than the time to fetch x once stands between two kernels. PARTS blocks of a cluster have columns of
+// their own of the same rows of W: more blocks then have fewer columns of x each.
+//
+// resident.py is the home of the constants that host and device share. It sets them on the compiler's command line:
+//   the model      HIDDEN, INTERMEDIATE, HEADS, HALF, and OCTETS of each product
+//   the launch     WARPS, SPLITS, HOST_ARGUMENT_BYTES, and BYTES_1 and BYTES_2 of each product: shared memory by TILES
+//   the tiling     CHUNK (columns at once: 8 of four rows of W and x for each lane), SPREAD (bytes behind a row of W in
+//                  shared memory: neighbours stand in unlike banks), BARRIER_BYTES
 #include "../cuda/device.cuh"
-#endif
 
 enum Kind { normed, gated, added };  // norm(x) · Wᵀ; silu(gate) · up of such; y + x · Wᵀ
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int CHUNK = 32;   // columns at once: 8 of four rows of W and x for each lane
-constexpr int SPREAD = 64;  // bytes behind a row of W in shared memory: neighbours stand in unlike banks
-constexpr int BARRIER_BYTES = 128;
-constexpr int LOADS = 8;    // tiles of a chunk that are under way at once, where x need not be normed
+constexpr int THREADS = 32 * WARPS;
+constexpr int LOADS = 8;  // tiles of a chunk that are under way at once, where x need not be normed
 
 struct Arguments {
     const Number *weights, *gains, *x;
@@ -25,9 +24,10 @@ struct Arguments {
     int rows, outputs;
     float eps;
 };
+static_assert(sizeof(Arguments) == HOST_ARGUMENT_BYTES);
 
 // A block has OCTETS times eight rows of W (gated: half of them gates, then their ups) and TILES times 16 rows of x.
-template <int KIND, int COLUMNS, int OCTETS, int PARTS, int TILES>
+template <int KIND, int COLUMNS, int OCTETS, int PARTS, int TILES, int HOST_BYTES>
 struct Product {
     static constexpr bool NORM = KIND != added;
     static constexpr int TOKENS = 16 * TILES, ROWS = 8 * OCTETS, OUTPUTS = KIND == gated ? ROWS / 2 : ROWS;
@@ -37,22 +37,23 @@ struct Product {
     static constexpr int SUM_PITCH = 8 * (OCTETS | 1);  // floats; of lanes that store at once all banks are unlike
     static constexpr int SETS = WARPS + (PARTS > 1);  // of sums: each warp's, and the block's
     static constexpr int SUM_BYTES = 4 * SETS * TOKENS * SUM_PITCH;
-    static constexpr int WEIGHT_BYTES = ROWS * PITCH > SUM_BYTES ? ROWS * PITCH : SUM_BYTES;  // sums take their place
+    static constexpr int WEIGHT_BYTES = ROWS * PITCH > SUM_BYTES ? ROWS * PITCH : SUM_BYTES;  // sums overwrite them
     static constexpr int SQUARE_BYTES = NORM ? 4 * TOKENS * WARPS : 0;
-    static constexpr int BYTES = BARRIER_BYTES + WEIGHT_BYTES + GAIN_BYTES + SQUARE_BYTES;  // as shared_bytes() has it
+    static constexpr int BYTES = BARRIER_BYTES + WEIGHT_BYTES + GAIN_BYTES + SQUARE_BYTES;
+    static_assert(BYTES == HOST_BYTES, "the host launches with shared_bytes()");
     static constexpr int PAIRS = OUTPUTS / 2, TURN = TOKENS / PARTS, ITEMS = TURN * PAIRS;  // that a block finishes
     static_assert(COLUMNS % (CHUNK * PARTS) == 0 && (KIND != gated || OCTETS % 2 == 0));
     static_assert(PARTS == 1 || KIND == added);
     static_assert(KIND != added || ITEMS <= THREADS, "a thread keeps one residual");
 
-    const Arguments& step;
+    const Arguments& args;
     unsigned char* shared;
     int warp, lane, tile, split;
     uint4 held[AHEAD][TILES][2];
-    float sums[TILES][OCTETS][4];
+    float acc[TILES][OCTETS][4];
 
-    __device__ Product(const Arguments& step, unsigned char* shared)
-        : step(step), shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(blockIdx.x / PARTS),
+    __device__ Product(const Arguments& args, unsigned char* shared)
+        : args(args), shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(blockIdx.x / PARTS),
           split(blockIdx.x % PARTS) {}
 
     __device__ unsigned long long* barrier() const { return reinterpret_cast<unsigned long long*>(shared); }
@@ -73,11 +74,11 @@ struct Product {
         unsigned long long policy = streaming_policy();
         for (int row = lane; row < ROWS; row += 32) {
             bool up = KIND == gated && row >= OUTPUTS;
-            long long output = (long long)tile * OUTPUTS + (up ? row - OUTPUTS + step.outputs : row);
-            const Number* source = step.weights + output * COLUMNS + split * PART;
+            long long output = (long long)tile * OUTPUTS + (up ? row - OUTPUTS + args.outputs : row);
+            const Number* source = args.weights + output * COLUMNS + split * PART;
             fetch(weights() + row * PITCH, source, 2 * PART, barrier(), policy);
         }
-        if (NORM && lane == 0) fetch(gains(), step.gains, GAIN_BYTES, barrier(), policy);
+        if (NORM && lane == 0) fetch(gains(), args.gains, GAIN_BYTES, barrier(), policy);
     }
 
     // Of rows lane / 4 and 8 further on of each tile, 8 columns of the turn's chunk.
@@ -86,8 +87,8 @@ struct Product {
         for (int half = 0; half < 2 * TILES; half++) {
             int row = 8 * half + lane / 4;
             uint4 numbers = {0, 0, 0, 0};
-            if (row < step.rows && inside(turn))
-                numbers = read_words(reinterpret_cast<const unsigned*>(step.x + row * COLUMNS + split * PART) +
+            if (row < args.rows && inside(turn))
+                numbers = read_words(reinterpret_cast<const unsigned*>(args.x + row * COLUMNS + split * PART) +
                                      chunk(turn) * (CHUNK / 2) + lane % 4 * 4);
             held[turn % AHEAD][half / 2][half % 2] = numbers;
         }
@@ -119,7 +120,7 @@ struct Product {
             float sum = 0;
 #pragma unroll
             for (int i = 0; i < WARPS; i++) sum += squares()[(8 * half + lane / 4) * WARPS + i];
-            float inverse = 1 / sqrtf(sum / COLUMNS + step.eps);
+            float inverse = 1 / sqrtf(sum / COLUMNS + args.eps);
 #pragma unroll
             for (int turn = 0; turn < TURNS; turn++)
                 if (inside(turn)) weigh(held[turn][half / 2][half % 2], inverse, turn);
@@ -148,8 +149,8 @@ struct Product {
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 uint4 upper = held[turn % AHEAD][tile][0], lower = held[turn % AHEAD][tile][1];
-                multiply_tiles(sums[tile][octet], {upper.x, lower.x, upper.y, lower.y}, {w.x, w.y});
-                multiply_tiles(sums[tile][octet], {upper.z, lower.z, upper.w, lower.w}, {w.z, w.w});
+                multiply_tiles(acc[tile][octet], {upper.x, lower.x, upper.y, lower.y}, {w.x, w.y});
+                multiply_tiles(acc[tile][octet], {upper.z, lower.z, upper.w, lower.w}, {w.z, w.w});
             }
         }
     }
@@ -160,7 +161,7 @@ struct Product {
         if constexpr (NORM) normalize();
         else wait_for(barrier(), 0);
 #pragma unroll
-        for (int i = 0; i < TILES * OCTETS * 4; i++) sums[i / 4 / OCTETS][i / 4 % OCTETS][i % 4] = 0;
+        for (int i = 0; i < TILES * OCTETS * 4; i++) acc[i / 4 / OCTETS][i / 4 % OCTETS][i % 4] = 0;
 #pragma unroll
         for (int turn = 0; turn < TURNS; turn++) {
             if (inside(turn)) multiply(turn);
@@ -168,7 +169,7 @@ struct Product {
         }
     }
 
-    __device__ float2* sum_place(int of_warp, int token, int output) const {
+    __device__ float2* sum_at(int of_warp, int token, int output) const {
         return reinterpret_cast<float2*>(weights()) + ((of_warp * TOKENS + token) * SUM_PITCH + output) / 2;
     }
 
@@ -177,39 +178,39 @@ struct Product {
         for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
             for (int octet = 0; octet < OCTETS; octet++) {
-                const float* own = sums[tile][octet];
+                const float* own = acc[tile][octet];
                 int token = 16 * tile + lane / 4, output = 8 * octet + lane % 4 * 2;
-                *sum_place(warp, token, output) = {own[0], own[1]};
-                *sum_place(warp, token + 8, output) = {own[2], own[3]};
+                *sum_at(warp, token, output) = {own[0], own[1]};
+                *sum_at(warp, token + 8, output) = {own[2], own[3]};
             }
     }
 
     // Of the sets of sums from `first` on.
-    __device__ float2 total(int first, int sets, int token, int output) const {
+    __device__ float2 sum_of(int first, int sets, int token, int output) const {
         float2 all = {0, 0};
 #pragma unroll
         for (int set = first; set < first + sets; set++) {
-            float2 one = *sum_place(set, token, output);
+            float2 one = *sum_at(set, token, output);
             all.x += one.x, all.y += one.y;
         }
         return all;
     }
 
     // Each block's sums of all its warps, where the others of its cluster read them.
-    __device__ void share() const {
+    __device__ void publish_sums() const {
         for (int item = threadIdx.x; item < TOKENS * PAIRS; item += THREADS) {
             int token = item / PAIRS, output = item % PAIRS * 2;
-            *sum_place(WARPS, token, output) = total(0, WARPS, token, output);
+            *sum_at(WARPS, token, output) = sum_of(0, WARPS, token, output);
         }
         sync_cluster();
     }
 
     __device__ float2 collect(int token, int output) const {
-        if constexpr (PARTS == 1) return rounded(total(0, WARPS, token, output));
+        if constexpr (PARTS == 1) return rounded(sum_of(0, WARPS, token, output));
         float2 all = {0, 0};
 #pragma unroll
         for (int block = 0; block < PARTS; block++) {
-            float2 one = read_pair(sum_place(WARPS, token, output), block);
+            float2 one = read_pair(sum_at(WARPS, token, output), block);
             all.x += one.x, all.y += one.y;
         }
         return rounded(all);
@@ -217,12 +218,12 @@ struct Product {
 
     __device__ int token_of(int item) const { return split * TURN + item / PAIRS; }
 
-    __device__ unsigned* place(int item) const {
-        return reinterpret_cast<unsigned*>(step.y + token_of(item) * step.outputs) + tile * PAIRS + item % PAIRS;
+    __device__ unsigned* output_of(int item) const {
+        return reinterpret_cast<unsigned*>(args.y + token_of(item) * args.outputs) + tile * PAIRS + item % PAIRS;
     }
 
     __device__ void finish(unsigned residual) const {
-        for (int item = threadIdx.x; item < ITEMS && token_of(item) < step.rows; item += THREADS) {
+        for (int item = threadIdx.x; item < ITEMS && token_of(item) < args.rows; item += THREADS) {
             int token = token_of(item), output = item % PAIRS * 2;
             float2 pair = collect(token, output);
             if (KIND == gated) {
@@ -234,7 +235,7 @@ struct Product {
                 float2 before = unpack(residual);
                 pair.x += before.x, pair.y += before.y;
             }
-            *place(item) = pack(pair.x, pair.y);
+            *output_of(item) = pack(pair.x, pair.y);
         }
     }
 
@@ -244,29 +245,29 @@ struct Product {
         launch_dependents();
         await_earlier_kernels();
         unsigned residual = 0;
-        if (KIND == added && threadIdx.x < ITEMS && token_of(threadIdx.x) < step.rows)
-            residual = read_word(place(threadIdx.x));
+        if (KIND == added && threadIdx.x < ITEMS && token_of(threadIdx.x) < args.rows)
+            residual = read_word(output_of(threadIdx.x));
         multiply_all();
         __syncthreads();  // all weights have been read
         leave_sums();
         __syncthreads();
-        if constexpr (PARTS > 1) share();
+        if constexpr (PARTS > 1) publish_sums();
         finish(residual);
         if constexpr (PARTS > 1) sync_cluster();  // others read these sums
     }
 };
 
-// The four products of a layer, of a model for which this is compiled: see narrow_product.py.
-#define KERNEL(name, kind, columns, octets, splits, tiles) \
-    using name##_##tiles##_product = Product<kind, columns, octets, splits, tiles>; \
-    extern "C" __global__ void __launch_bounds__(THREADS) name##_##tiles(const __grid_constant__ Arguments step) { \
+// The four products of a layer, of a model for which this is compiled.
+#define KERNEL(name, kind, columns, octets, splits, tiles, bytes) \
+    using name##_##tiles##_product = Product<kind, columns, octets, splits, tiles, bytes>; \
+    extern "C" __global__ void __launch_bounds__(THREADS) name##_##tiles(const __grid_constant__ Arguments args) { \
         SHARED_MEMORY(shared); \
-        name##_##tiles##_product(step, shared).run(); \
+        name##_##tiles##_product(args, shared).run(); \
     }
 #define LAYER(tiles) \
-    KERNEL(qkv, normed, HIDDEN, QKV_OCTETS, 1, tiles) \
-    KERNEL(o, added, HEADS, O_OCTETS, SPLITS, tiles) \
-    KERNEL(gate_up, gated, HIDDEN, GATE_UP_OCTETS, 1, tiles) \
-    KERNEL(down, added, INNER, DOWN_OCTETS, SPLITS, tiles)
+    KERNEL(qkv, normed, HIDDEN, QKV_OCTETS, 1, tiles, QKV_BYTES_##tiles) \
+    KERNEL(o, added, HEADS, O_OCTETS, SPLITS, tiles, O_BYTES_##tiles) \
+    KERNEL(gate_up, gated, HIDDEN, GATE_UP_OCTETS, 1, tiles, GATE_UP_BYTES_##tiles) \
+    KERNEL(down, added, INTERMEDIATE, DOWN_OCTETS, SPLITS, tiles, DOWN_BYTES_##tiles)
 LAYER(1)
 LAYER(2)

@@ -1,12 +1,16 @@
-// y = x · Wᵀ for the few rows of a decode step, where all that takes time is to read W: memory is never to be idle.
+// Skinny GEMMs, y = x · Wᵀ, whose weights stream through a ring in shared memory. The few rows of a decode step take as
+// long as reading W takes, so memory must never be idle.
 //
-// A block has HEIGHT rows of W and all rows of x, TOKENS at most. One warp fetches both, 64 columns at a time, into a
-// ring in shared memory; the others multiply, 64 rows of x a warpgroup, which means nothing behind a smaller TOKENS.
-// Weights do not wait for the kernels before, only x does: a ring is full when the norm before it is done. SPLITS blocks
-// of a cluster share the columns, and add up each other's sums.
+// A block has HEIGHT rows of W and all rows of x, TOKENS at most. One warp fetches both, 64 columns at a time, into the
+// ring. The others multiply, 64 rows of x a warpgroup; with a smaller TOKENS the rest of these rows is ignored. Weights
+// do not wait for the kernels before, only x does: a ring is full when the norm before it is done. SPLITS blocks of a
+// cluster divide the columns, and add up each other's sums.
 //
 // GATED: y = silu(gate) · up, rounded where LayerKernels.silu_mul rounds. Blocks of 16 rows then are 8 of gate and the
 // same 8 of up, as the map of W gathers them.
+//
+// streamed.py is the home of the constants that host and device part. It sets them on the compiler's command line:
+// HALF, SLAB (columns at once), RING_ALIGNMENT, and KERNELS, which has a KERNEL(…) for each of its tilings.
 #include "wgmma.cuh"
 
 template <int TOKENS>
@@ -24,28 +28,28 @@ struct Ring {
     __device__ unsigned inputs(int stage) const { return weights(stage) + HEIGHT * SLAB_BYTES; }
 };
 
-struct Share {  // a block's part of the product
+struct Part {  // of the product, a block's
     int tile, split, first_slab, slabs;
 };
 
 template <int HEIGHT, class R>
-__device__ inline void fetch_all(const R& ring, const Share& share, const CUtensorMap& weights,
+__device__ inline void fetch_all(const R& ring, const Part& part, const CUtensorMap& weights,
                                  const CUtensorMap& inputs) {
     unsigned long long policy = streaming_policy();
-    int early = share.slabs < R::STAGES ? share.slabs : R::STAGES;
+    int early = part.slabs < R::STAGES ? part.slabs : R::STAGES;
     auto fetch_slab = [&](int slab) {
         expect_bytes(&ring.full[slab % R::STAGES], R::BYTES);
-        fetch_weights(ring.weights(slab % R::STAGES), weights, (share.first_slab + slab) * SLAB,
-                      share.tile * (HEIGHT / 16), &ring.full[slab % R::STAGES], policy);
+        fetch_weights(ring.weights(slab % R::STAGES), weights, (part.first_slab + slab) * SLAB,
+                      part.tile * (HEIGHT / 16), &ring.full[slab % R::STAGES], policy);
     };
     auto fetch_rows = [&](int slab) {
-        fetch_inputs(ring.inputs(slab % R::STAGES), inputs, (share.first_slab + slab) * SLAB,
+        fetch_inputs(ring.inputs(slab % R::STAGES), inputs, (part.first_slab + slab) * SLAB,
                      &ring.full[slab % R::STAGES]);
     };
     for (int slab = 0; slab < early; slab++) fetch_slab(slab);
     await_earlier_kernels();
     for (int slab = 0; slab < early; slab++) fetch_rows(slab);
-    for (int slab = early; slab < share.slabs; slab++) {
+    for (int slab = early; slab < part.slabs; slab++) {
         wait_for(&ring.empty[slab % R::STAGES], slab / R::STAGES - 1 & 1);
         fetch_slab(slab);
         fetch_rows(slab);
@@ -53,40 +57,40 @@ __device__ inline void fetch_all(const R& ring, const Share& share, const CUtens
 }
 
 template <int HEIGHT, class R>
-__device__ inline void multiply_all(const R& ring, int slabs, int group, float (&sums)[HEIGHT / 2]) {
+__device__ inline void multiply_all(const R& ring, int slabs, int group, float (&acc)[HEIGHT / 2]) {
 #pragma unroll
-    for (int i = 0; i < HEIGHT / 2; i++) sums[i] = 0;
+    for (int i = 0; i < HEIGHT / 2; i++) acc[i] = 0;
     for (int slab = 0; slab < slabs; slab++) {
         wait_for(&ring.full[slab % R::STAGES], slab / R::STAGES & 1);
         unsigned long long b = matrix(ring.weights(slab % R::STAGES));
         unsigned long long a = matrix(ring.inputs(slab % R::STAGES) + group * 64 * SLAB_BYTES);
-        hold(sums);
+        hold(acc);
         start_products();
 #pragma unroll
-        for (int k = 0; k < SLAB / 16; k++) multiply<HEIGHT>(sums, a + 2 * k, b + 2 * k);
+        for (int k = 0; k < SLAB / 16; k++) multiply<HEIGHT>(acc, a + 2 * k, b + 2 * k);
         commit_products();
-        hold(sums);
+        hold(acc);
         await_products<1>();  // the slab before has been read
         if (slab > 0 && threadIdx.x % 32 == 0) pass(&ring.empty[(slab - 1) % R::STAGES]);
     }
     await_products<0>();
-    hold(sums);
+    hold(acc);
 }
 
-// Eight numbers of y from the sums of all blocks of the cluster, which stand at `place` in each.
+// Eight numbers of y from the sums of all blocks of the cluster. address: of the sums, the same in each block.
 template <int SPLITS, bool GATED>
-__device__ inline uint4 finish(unsigned place) {
+__device__ inline uint4 finish(unsigned address) {
     float values[16];
 #pragma unroll
     for (int i = 0; i < (GATED ? 16 : 8); i += 4) {
-        float4 total = {0, 0, 0, 0};
+        float4 sum = {0, 0, 0, 0};
 #pragma unroll
         for (int block = 0; block < SPLITS; block++) {
-            float4 one = SPLITS > 1 ? read_block(place + 4 * i, block)
-                                    : *reinterpret_cast<float4*>(__cvta_shared_to_generic(place + 4 * i));
-            total.x += one.x, total.y += one.y, total.z += one.z, total.w += one.w;
+            float4 one = SPLITS > 1 ? read_block(address + 4 * i, block)
+                                    : *reinterpret_cast<float4*>(__cvta_shared_to_generic(address + 4 * i));
+            sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
         }
-        values[i] = total.x, values[i + 1] = total.y, values[i + 2] = total.z, values[i + 3] = total.w;
+        values[i] = sum.x, values[i + 1] = sum.y, values[i + 2] = sum.z, values[i + 3] = sum.w;
     }
     unsigned words[4];
 #pragma unroll
@@ -104,14 +108,14 @@ __device__ inline uint4 finish(unsigned place) {
 
 // This warp's sums, as wgmma has them in registers, to where finish() finds them: [TOKENS, PITCH].
 template <int HEIGHT, int TOKENS, int PITCH>
-__device__ inline void leave_sums(unsigned begin, const float (&sums)[HEIGHT / 2]) {
+__device__ inline void leave_sums(unsigned begin, const float (&acc)[HEIGHT / 2]) {
     int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < HEIGHT / 2; i += 2) {
         int token = row + i / 2 % 2 * 8, output = i / 4 * 8 + threadIdx.x % 4 * 2;
         if (TOKENS >= 64 || token < TOKENS)
             asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(begin + 4 * (token * PITCH + output)),
-                         "f"(sums[i]), "f"(sums[i + 1])
+                         "f"(acc[i]), "f"(acc[i + 1])
                          : "memory");
     }
 }
@@ -122,12 +126,12 @@ __device__ inline void multiply_rows(const CUtensorMap& weights, const CUtensorM
     using R = Ring<HEIGHT, TOKENS, ROOM>;
     constexpr int GROUPS = GROUPS_OF<TOKENS>, THREADS = 128 * GROUPS;
     constexpr int PITCH = HEIGHT + 4, OCTETS = HEIGHT / (GATED ? 16 : 8), TURN = (TOKENS + SPLITS - 1) / SPLITS;
-    static_assert(4 * PITCH * TOKENS <= R::STAGES * R::BYTES, "sums take the place of the ring");
+    static_assert(4 * PITCH * TOKENS <= R::STAGES * R::BYTES, "sums overwrite the ring");
     SHARED_MEMORY(shared);
     __shared__ unsigned long long full[R::STAGES], empty[R::STAGES];
-    R ring{(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
+    R ring{(shared_address(shared) + RING_ALIGNMENT - 1) / RING_ALIGNMENT * RING_ALIGNMENT, full, empty};
     int slabs = columns / SLAB / SPLITS, split = blockIdx.x % SPLITS;
-    Share share{(int)blockIdx.x / SPLITS, split, split * slabs, slabs};
+    Part part{(int)blockIdx.x / SPLITS, split, split * slabs, slabs};
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < R::STAGES; stage++) {
             make_turnstile(&full[stage], 1);
@@ -138,19 +142,19 @@ __device__ inline void multiply_rows(const CUtensorMap& weights, const CUtensorM
     __syncthreads();
     launch_dependents();
     if (threadIdx.x >= THREADS) {
-        if (threadIdx.x == THREADS) fetch_all<HEIGHT>(ring, share, weights, inputs);
+        if (threadIdx.x == THREADS) fetch_all<HEIGHT>(ring, part, weights, inputs);
         __syncwarp();
         if constexpr (SPLITS > 1) sync_cluster(), sync_cluster();
     } else {
-        float sums[HEIGHT / 2];
-        multiply_all<HEIGHT>(ring, slabs, threadIdx.x / 128, sums);
+        float acc[HEIGHT / 2];
+        multiply_all<HEIGHT>(ring, slabs, threadIdx.x / 128, acc);
         sync_threads(THREADS);  // all of the ring has been read
-        leave_sums<HEIGHT, TOKENS, PITCH>(ring.begin, sums);
+        leave_sums<HEIGHT, TOKENS, PITCH>(ring.begin, acc);
         if constexpr (SPLITS > 1) sync_cluster();
         else sync_threads(THREADS);
         await_earlier_kernels();  // they may still read what stood in y
         for (int item = threadIdx.x; item < TURN * OCTETS; item += THREADS) {
-            int token = split * TURN + item / OCTETS, octet = item % OCTETS, output = (share.tile * OCTETS + octet) * 8;
+            int token = split * TURN + item / OCTETS, octet = item % OCTETS, output = (part.tile * OCTETS + octet) * 8;
             if (token < rows && output < outputs)
                 *reinterpret_cast<uint4*>(y + (long long)token * outputs + output) =
                     finish<SPLITS, GATED>(ring.begin + 4 * (token * PITCH + octet * (GATED ? 16 : 8)));
@@ -159,22 +163,12 @@ __device__ inline void multiply_rows(const CUtensorMap& weights, const CUtensorM
     }
 }
 
-// One for each of TILINGS in step_product.py; room: KiB.
+// room: KiB.
 #define KERNEL(height, tokens, splits, room, gated) \
     extern "C" __global__ void __launch_bounds__(128 * GROUPS_OF<tokens> + 32, 1) \
-        step_product_##height##_##tokens##_##splits##_##gated(const __grid_constant__ CUtensorMap weights, \
+        streamed_gemm_##height##_##tokens##_##splits##_##gated(const __grid_constant__ CUtensorMap weights, \
                                                              const __grid_constant__ CUtensorMap inputs, Number* y, \
                                                              int rows, int outputs, int columns) { \
         multiply_rows<height, tokens, splits, room * 1024, gated>(weights, inputs, y, rows, outputs, columns); \
     }
-KERNEL(192, 16, 1, 224, 1)
-KERNEL(96, 16, 2, 160, 0)
-KERNEL(64, 16, 2, 128, 0)
-KERNEL(192, 32, 1, 224, 1)
-KERNEL(96, 32, 2, 160, 0)
-KERNEL(64, 32, 2, 128, 0)
-KERNEL(192, 64, 1, 224, 1)
-KERNEL(96, 64, 2, 160, 0)
-KERNEL(64, 64, 2, 128, 0)
-KERNEL(192, 128, 1, 200, 1)
-KERNEL(64, 128, 2, 192, 0)
+KERNELS

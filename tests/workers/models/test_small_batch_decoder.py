@@ -1,4 +1,4 @@
-"""One token at a time through RowDecoder, against the decoder of any number of tokens."""
+"""One token at a time through SmallBatchDecoder, against the decoder of any number of tokens."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.torch.row import TorchRowKernels
+from tandem.workers.kernels.torch.fused_gemms import TorchFusedGemms
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
@@ -14,13 +14,13 @@ from tests.support.checkpoints import make_model
 from tests.workers.reference_attention import ReferenceAttention, Sequence
 
 
-class CountingKernels(TorchRowKernels):
+class CountingKernels(TorchFusedGemms):
     def __init__(self) -> None:
         self.calls = 0
 
-    def add_linear(self, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.calls += 1
-        super().add_linear(total, x, weight, bias)
+        super().add_linear(residual, x, weight, bias)
 
 
 @pytest.mark.parametrize(("family", "fits"), [("qwen3", True), ("llama", True), ("qwen2", True), ("gemma2", False)])
@@ -29,7 +29,7 @@ def test_logits_equal_those_of_the_whole_decoder(family: str, fits: bool, tmp_pa
     make_model(family).save_pretrained(tmp_path)
     config = load_config(tmp_path, "float32")
     kernels = CountingKernels()
-    lone = DenseDecoder(config, load_parameters(tmp_path, config), row_kernels=kernels)
+    lone = DenseDecoder(config, load_parameters(tmp_path, config), fused_gemms=kernels)
     whole = DenseDecoder(config, load_parameters(tmp_path, config))
     logits: list[Tensor] = []
     for decoder in (lone, whole):

@@ -4,12 +4,12 @@
 #pragma once
 #include <type_traits>
 
-#include "row_shape.cuh"
+#include "shape.cuh"
 
-// How V is summed up. A tile of the sums is 16 dimensions by 8 columns, and heads may be fewer: so each has SPANS
+// How V is summed up. A tile of acc is 16 dimensions by 8 columns, and heads may be fewer: so each has SPANS
 // columns, for as many spans of its dimensions. A product then runs over BESIDE positions times SPANS spans, and
-// weights are 0 where a column is of another span. Thus no sum is padding, and a lane reads DIMS dimensions beside each
-// other.
+// weights are 0 where a column is of another span. So no accumulator is padding, and a lane reads DIMS
+// neighbouring dimensions.
 constexpr int COLUMNS = GROUP <= 2 ? 2 : GROUP <= 4 ? 4 : 8, SPANS = 8 / COLUMNS, BESIDE = 8 / SPANS;
 constexpr int DIMS = HEAD_DIM / (8 * SPANS), TILES = DIMS / 2;
 constexpr int LINE_BYTES = DIMS * sizeof(Entry);
@@ -29,12 +29,12 @@ __device__ inline uint4 eight_of(const uint4& keys, int half) {
     return {widen((Pair)low), widen((Pair)(low >> 16)), widen((Pair)high), widen((Pair)(high >> 16))};
 }
 __device__ inline uint2 tile_of(const Line& one, const Line& other, int tile) {
-    unsigned pairs = __byte_perm(one.words[tile / 2], other.words[tile / 2], tile % 2 ? 0x7362 : 0x5140);
-    return {widen((Pair)pairs), widen((Pair)(pairs >> 16))};
+    unsigned both = __byte_perm(one.words[tile / 2], other.words[tile / 2], tile % 2 ? 0x7362 : 0x5140);
+    return {widen((Pair)both), widen((Pair)(both >> 16))};
 }
 template <class... Tiles>
-__device__ inline void multiply_stored(float (&sums)[4], Tiles... tiles) {
-    multiply_half_tiles(sums, tiles...);
+__device__ inline void multiply_stored(float (&acc)[4], Tiles... tiles) {
+    multiply_half_tiles(acc, tiles...);
 }
 #else
 using Pair = unsigned;
@@ -46,8 +46,8 @@ __device__ inline uint2 tile_of(const Line& one, const Line& other, int tile) {
             __byte_perm(one.words[tile], other.words[tile], 0x7632)};
 }
 template <class... Tiles>
-__device__ inline void multiply_stored(float (&sums)[4], Tiles... tiles) {
-    multiply_tiles(sums, tiles...);
+__device__ inline void multiply_stored(float (&acc)[4], Tiles... tiles) {
+    multiply_tiles(acc, tiles...);
 }
 #endif
 
@@ -55,9 +55,9 @@ __device__ inline void multiply_stored(float (&sums)[4], Tiles... tiles) {
 struct Scales {
     float of_keys = 1, of_values = 1;
 
-    __device__ Scales(const Step& step, int layer, int head) {
+    __device__ Scales(const Arguments& args, int layer, int head) {
         if (!FP8) return;
-        const float* scales = step.scales + 2 * layer * KV_HEADS + head;
+        const float* scales = args.scales + 2 * layer * KV_HEADS + head;
         of_keys = scales[0], of_values = scales[KV_HEADS];
     }
 };

@@ -1,4 +1,4 @@
-"""narrow_product.cu on this machine's CPU (see emulated/device.h), through the decoder, against any rows' decoder."""
+"""resident.cu on this machine's CPU (see emulated/device.h), through the decoder, against any rows' decoder."""
 
 import ctypes
 import shutil
@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.workers.kernels.skinny_gemm import narrow_product
-from tandem.workers.kernels.skinny_gemm.narrow_product import (
+from tandem.workers.kernels.skinny_gemm import resident
+from tandem.workers.kernels.skinny_gemm.resident import (
     SHARED_BYTES,
     WARPS,
-    Arguments,
-    NarrowKernels,
-    NarrowShape,
+    ResidentArguments,
+    ResidentGemms,
+    ResidentShape,
 )
+from tandem.workers.kernels.torch.fused_gemms import TorchFusedGemms
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
-from tandem.workers.kernels.torch.row import TorchRowKernels
-from tandem.workers.models import row_decoder
+from tandem.workers.models import small_batch_decoder
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
@@ -32,37 +32,39 @@ from tests.workers.reference_attention import ReferenceAttention, Sequence
 COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 EMULATED = Path(__file__).parent / "emulated"
 H200 = 132  # multiprocessors
-QWEN3 = NarrowShape(hidden=1024, inner=3072, heads=2048, qkv=4096, dtype=torch.bfloat16)
+QWEN3 = ResidentShape(hidden=1024, intermediate=3072, heads=2048, qkv=4096, dtype=torch.bfloat16)
 
 
 class EmulatedFunction:
-    """In place of cuda_driver's Function; launched: gets the names of those that are."""
+    """In place of driver.py's Function; launched: gets the names of those that are."""
 
-    def __init__(self, launched: list[str], run: Any, name: str, threads: int, shared_bytes: int, cluster: int) -> None:
+    def __init__(
+        self, launched: list[str], run: Any, name: str, *, threads: int, shared_bytes: int, cluster: int
+    ) -> None:
         assert threads == 32 * WARPS
         self._launched, self._run, self._name, self._sizes = launched, run, name, (shared_bytes, cluster)
 
-    def launch(self, blocks: int, arguments: tuple[Arguments]) -> None:
+    def launch(self, blocks: int, arguments: tuple[ResidentArguments]) -> None:
         assert self._run(self._name.encode(), blocks, *self._sizes, ctypes.byref(arguments[0])) == 0
         self._launched.append(self._name)
 
 
 def emulate(
     folder: Path, multiprocessors: int, monkeypatch: pytest.MonkeyPatch, launched: list[str]
-) -> Callable[[NarrowShape, torch.device], NarrowKernels]:
-    """What choose_narrow_kernels gives, on a CPU of few multiprocessors."""
+) -> Callable[[ResidentShape, torch.device], ResidentGemms]:
+    """What choose_resident_gemms gives, on a CPU of few multiprocessors."""
 
-    def choose(shape: NarrowShape, device: torch.device) -> NarrowKernels:
+    def choose(shape: ResidentShape, device: torch.device) -> ResidentGemms:
         defines = shape.defines(multiprocessors)
         assert defines is not None
-        library = folder / "narrow_product.so"
-        header = '-DEMULATED_DEVICE="../../tests/workers/emulated/device.h"'
+        library = folder / "resident.so"
+        header = f'-DEMULATED_DEVICE="{EMULATED / "device.h"}"'
         command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *defines, header]
-        subprocess.run([*command, str(EMULATED / "narrow_product.cpp"), "-o", str(library)], check=True, timeout=120)
-        run = ctypes.CDLL(str(library)).run_narrow_product
-        monkeypatch.setattr(narrow_product, "Module", lambda _: run)
-        monkeypatch.setattr(narrow_product, "Function", partial(EmulatedFunction, launched))
-        return NarrowKernels(b"", shape, multiprocessors, TorchLayerKernels())
+        subprocess.run([*command, str(EMULATED / "resident.cpp"), "-o", str(library)], check=True, timeout=120)
+        run = ctypes.CDLL(str(library)).run_resident_gemm
+        monkeypatch.setattr(resident, "Module", lambda _: run)
+        monkeypatch.setattr(resident, "Function", partial(EmulatedFunction, launched))
+        return ResidentGemms(b"", shape, multiprocessors, TorchLayerKernels())
 
     return choose
 
@@ -99,8 +101,8 @@ def test_logits_equal_those_of_the_whole_decoder(
     config = load_config(tmp_path, dtype)
     launched: list[str] = []
     choose = emulate(tmp_path, multiprocessors, monkeypatch, launched)
-    monkeypatch.setattr(row_decoder, "choose_narrow_kernels", choose)
-    few = DenseDecoder(config, load_parameters(tmp_path, config), row_kernels=TorchRowKernels())
+    monkeypatch.setattr(small_batch_decoder, "choose_resident_gemms", choose)
+    few = DenseDecoder(config, load_parameters(tmp_path, config), fused_gemms=TorchFusedGemms())
     whole = DenseDecoder(config, load_parameters(tmp_path, config))
     logits = []
     for decoder in (few, whole):
@@ -116,7 +118,7 @@ def test_logits_equal_those_of_the_whole_decoder(
 
 
 def test_every_multiprocessor_has_a_part_of_each_product() -> None:
-    for one in QWEN3.products:
+    for one in QWEN3.gemms:
         octets = one.octets(H200)
         assert octets is not None
         assert one.rows // (8 * octets) * one.splits == 128
@@ -127,12 +129,12 @@ def test_every_multiprocessor_has_a_part_of_each_product() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        NarrowShape(4096, 12288, 4096, 6144, torch.bfloat16),  # weights too wide to be kept
-        NarrowShape(1024, 3072, 2048, 4096, torch.float32),
-        NarrowShape(1000, 3072, 2048, 4096, torch.float16),
-        NarrowShape(512, 1536, 1024, 2048, torch.float16),  # too few outputs for a block each
+        ResidentShape(4096, 12288, 4096, 6144, torch.bfloat16),  # weights too wide to be kept
+        ResidentShape(1024, 3072, 2048, 4096, torch.float32),
+        ResidentShape(1000, 3072, 2048, 4096, torch.float16),
+        ResidentShape(512, 1536, 1024, 2048, torch.float16),  # too few outputs for a block each
     ],
     ids=str,
 )
-def test_what_does_not_fit(other: NarrowShape) -> None:
+def test_what_does_not_fit(other: ResidentShape) -> None:
     assert other.defines(H200) is None

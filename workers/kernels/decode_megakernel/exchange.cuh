@@ -1,18 +1,18 @@
-// What lanes and blocks tell each other.
+// How blocks publish activations to each other, in words of 32 bits.
 //
-// A word that is not there yet is NONE, which is no pair of numbers and no float that arithmetic gives: so a word needs
-// no flag beside it.
+// A word that is not published yet is NONE. NONE is no pair of numbers, and no float that arithmetic gives, so a word
+// needs no flag beside it.
 #pragma once
-#include "row_ring.cuh"
+#include "ring.cuh"
 
 constexpr unsigned NONE = ~0u;
 
-// Clears this block's part of a buffer, by one warp, once all blocks have read it. They write there and look for words
-// there only when they have found what this block tells behind its next barrier.
+// Clears this block's part of a buffer, by one warp, once all blocks have read it. Other blocks write and read there
+// only after they have found what this block publishes behind its next barrier.
 __device__ inline void clear(unsigned* buffer) {
     if (threadIdx.x < THREADS - 32) return;
-    for (int place = 4 * (32 * blockIdx.x + threadIdx.x % 32); place < NUM_WORDS; place += 4 * 32 * BLOCKS)
-        write_words(buffer + place, {NONE, NONE, NONE, NONE});
+    for (int index = 4 * (32 * blockIdx.x + threadIdx.x % 32); index < PUBLISHED_WORDS; index += 4 * 32 * BLOCKS)
+        write_words(buffer + index, {NONE, NONE, NONE, NONE});
     __threadfence();
 }
 
@@ -21,8 +21,8 @@ __device__ inline bool is_there(const uint4& words) {
     return words.x != NONE && words.y != NONE && words.z != NONE && words.w != NONE;
 }
 
-// Reads until all of COUNT are there. Of several rows, once the first that was missing is there, the others are read
-// together: one after another each would take as long as a read does.
+// Reads until all of COUNT are published. With several rows, once the first missing word has come, the others are read
+// together: one after another, each would take as long as a read does.
 template <int COUNT, class Found, class Read>
 __device__ inline void look_again(Found (&found)[COUNT], Read read) {
     long long began = clock64();
@@ -44,10 +44,10 @@ __device__ inline void look_again(Found (&found)[COUNT], Read read) {
     }
 }
 
-// Some words, once all are there.
+// Some words, once all are published.
 template <int COUNT>
-__device__ inline void await(const unsigned* const (&places)[COUNT], unsigned (&words)[COUNT]) {
-    auto read = [&](int each) { words[each] = read_word(places[each]); };
+__device__ inline void await(const unsigned* const (&sources)[COUNT], unsigned (&words)[COUNT]) {
+    auto read = [&](int each) { words[each] = read_word(sources[each]); };
 #pragma unroll
     for (int each = 0; each < COUNT; each++) read(each);
     look_again<COUNT>(words, read);
@@ -76,10 +76,11 @@ __device__ inline uint4 normed(const uint4& pairs, const uint4& gains, float inv
             normed(pairs.w, gains.w, inverse)};
 }
 
-// Puts the input of a product, `columns` numbers of each row, into shared memory as pairs, rows of COLUMNS: `words`,
-// whose rows are `stride` apart, normed where `gain` is not null. Behind it all threads see it.
+// Gathers the input of a product, `columns` numbers of each row, into shared memory as pairs, in rows of COLUMNS.
+// words: the published activations, whose rows are `stride` apart. gain: of the norm before the product; null: none.
+// All threads see the input when it returns.
 template <int COLUMNS>
-__device__ void gather(const Step& step, Block& block, const unsigned* words, int stride, const Number* gain,
+__device__ void gather(const Arguments& args, Block& block, const unsigned* words, int stride, const Number* gain,
                        int columns = COLUMNS) {
     constexpr int TEAM = THREADS / ROWS;  // threads of a row
     constexpr int EACH = ceiling(COLUMNS / 8, TEAM), BATCH = ROWS == 1 ? EACH : at_most(EACH, 4);  // times four pairs
@@ -89,18 +90,18 @@ __device__ void gather(const Step& step, Block& block, const unsigned* words, in
     words += row * stride;
 #pragma unroll
     for (int each = 0; each < EACH; each++) {
-        int place = member + each * TEAM;
-        if (gain && place < columns / 8) gains[each] = reinterpret_cast<const uint4*>(gain)[place];
+        int index = member + each * TEAM;
+        if (gain && index < columns / 8) gains[each] = reinterpret_cast<const uint4*>(gain)[index];
     }
     float squares = 0;
 #pragma unroll
     for (int first = 0; first < EACH; first += BATCH) {
         uint4 found[BATCH] = {};
-        auto place_of = [&](int each) { return first + each < EACH ? member + (first + each) * TEAM : columns; };
-        auto read = [&](int each) { found[each] = read_words(words + 4 * place_of(each)); };
+        auto index_of = [&](int each) { return first + each < EACH ? member + (first + each) * TEAM : columns; };
+        auto read = [&](int each) { found[each] = read_words(words + 4 * index_of(each)); };
 #pragma unroll
         for (int each = 0; each < BATCH; each++)
-            if (place_of(each) < columns / 8) read(each);
+            if (index_of(each) < columns / 8) read(each);
         look_again<BATCH>(found, read);
 #pragma unroll
         for (int each = first; each < at_most(first + BATCH, EACH); each++) {
@@ -120,11 +121,11 @@ __device__ void gather(const Step& step, Block& block, const unsigned* words, in
         if (has_some) {
             squares = 0;
             for (int warp = 0; warp < USED; warp++) squares += block.state.squares[row * (WARPS / ROWS) + warp];
-            float inverse = rsqrtf(squares / COLUMNS + step.eps);
+            float inverse = rsqrtf(squares / COLUMNS + args.eps);
 #pragma unroll
             for (int each = 0; each < EACH; each++) {
-                int place = member + each * TEAM;
-                if (place < columns / 8) input[place] = normed(pairs[each], gains[each], inverse);
+                int index = member + each * TEAM;
+                if (index < columns / 8) input[index] = normed(pairs[each], gains[each], inverse);
             }
         }
     }

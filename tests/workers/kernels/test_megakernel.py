@@ -1,4 +1,4 @@
-"""row_step.cu on this machine's CPU (see emulated/device.h), through the decoder, against plain forwards by torch."""
+"""megakernel.cu on this machine's CPU (see emulated/device.h), through the decoder, against plain forwards by torch."""
 
 import ctypes
 import shutil
@@ -20,9 +20,9 @@ from tandem.cache.plan.kv_scales import FP8, KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables
-from tandem.workers.kernels.decode_megakernel.row_step import Launch, RowStep, RowStepShape
-from tandem.workers.kernels.torch.row import TorchRowKernels
-from tandem.workers.models import row_decoder
+from tandem.workers.kernels.decode_megakernel.megakernel import DecodeMegakernel, Launch, MegakernelShape
+from tandem.workers.kernels.torch.fused_gemms import TorchFusedGemms
+from tandem.workers.models import small_batch_decoder
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
@@ -30,7 +30,7 @@ from tandem.workers.runner.planned_attention import PlannedAttention
 from tests.support.checkpoints import make_model
 
 COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-SOURCE = Path(__file__).parent / "emulated" / "row_step.cpp"
+SOURCE = Path(__file__).parent / "emulated" / "megakernel.cpp"
 WARPS = 8
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -66,7 +66,7 @@ class Case:
 ONE_KV_HEAD = {"hidden_size": 96, "head_dim": 128, "num_attention_heads": 6, "num_key_value_heads": 1}
 THREE_HEADS = ONE_KV_HEAD | {"num_attention_heads": 3}
 TWO_KV_HEADS = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-SMALL_PIECES = ("-DINPUT_LIMIT=8192", "-DMANY=20")
+SMALL_PIECES = ("-DINPUT_LIMIT=8192", "-DMANY_POSITIONS=20")
 CASES = {
     "norms": Case("qwen3", {"hidden_size": 64, "head_dim": 64, "intermediate_size": 72}, 4, 16, "float16", (1, 100)),
     "biases": Case("qwen2", {"hidden_size": 64, "head_dim": 64, "intermediate_size": 1032}, 2, 8, "bfloat16", (40,)),
@@ -77,7 +77,9 @@ CASES = {
         "qwen2", TWO_KV_HEADS | {"intermediate_size": 1096}, 8, 16, "bfloat16", (30, 9, 1, 100), 4, 4, SMALL_PIECES
     ),
     "8 bits": Case("qwen3", TWO_KV_HEADS | {"intermediate_size": 72}, 4, 16, "bfloat16", (1, 100), fp8=True),
-    "8 bits, two rows": Case("llama", THREE_HEADS, 3, 16, "float16", (100, 1, 30), 2, 2, ("-DMANY=20",), fp8=True),
+    "8 bits, two rows": Case(
+        "llama", THREE_HEADS, 3, 16, "float16", (100, 1, 30), 2, 2, ("-DMANY_POSITIONS=20",), fp8=True
+    ),
     "eight rows": Case(
         "llama", TWO_KV_HEADS | {"num_attention_heads": 8}, 16, 32, "float16", (90, 1, 8, 9, 20, 120), 8, 6
     ),
@@ -112,17 +114,17 @@ class OpenKernels(TorchKernels):
         return StepPages(self._pool, plan, rotation, self.scoring.scale, scales)
 
 
-def emulate(folder: Path, case: Case) -> Callable[[RowStepShape, torch.device], dict[int, Launch]]:
-    """What choose_row_launches gives, on a CPU of few multiprocessors, for the case's number of rows."""
+def emulate(folder: Path, case: Case) -> Callable[[MegakernelShape, torch.device], dict[int, Launch]]:
+    """What choose_megakernels gives, on a CPU of few multiprocessors, for the case's number of rows."""
 
-    def choose(shape: RowStepShape, device: torch.device) -> dict[int, Launch]:
+    def choose(shape: MegakernelShape, device: torch.device) -> dict[int, Launch]:
         assert shape.fits(case.blocks, case.rows)
-        library = folder / "row_step.so"
-        device_header = '-DEMULATED_DEVICE="../../tests/workers/emulated/device.h"'
+        library = folder / "megakernel.so"
+        device_header = f'-DEMULATED_DEVICE="{SOURCE.with_name("device.h")}"'
         options = (*shape.defines(case.blocks, WARPS, case.rows), *case.defines, device_header)
         command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *options, str(SOURCE)]
         subprocess.run([*command, "-o", str(library)], check=True, timeout=120)
-        run = ctypes.CDLL(str(library)).run_row_step
+        run = ctypes.CDLL(str(library)).run_megakernel
         return {case.rows: lambda arguments: run(ctypes.byref(arguments))}
 
     return choose
@@ -134,8 +136,8 @@ def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pyte
     case = CASES[name]
     make_model(case.family, vocab_size=200, **case.changes).save_pretrained(tmp_path)
     config = load_config(tmp_path, case.dtype)
-    monkeypatch.setattr(row_decoder, "choose_row_launches", emulate(tmp_path, case))
-    model = DenseDecoder(config, load_parameters(tmp_path, config), row_kernels=TorchRowKernels())
+    monkeypatch.setattr(small_batch_decoder, "choose_megakernels", emulate(tmp_path, case))
+    model = DenseDecoder(config, load_parameters(tmp_path, config), fused_gemms=TorchFusedGemms())
     group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
     scales = case.scales(config.num_layers, config.num_kv_heads)
     layout = KVLayout((group,), case.page_size, config.dtype, scales)
@@ -179,9 +181,9 @@ def test_positions_that_are_fetched_at_once_lie_on_a_page(
     rows: int, head_dim: int, fp8: bool, expected: tuple[int, ...]
 ) -> None:
     stored = FP8 if fp8 else torch.float16
-    shape = RowStepShape(64, 64, 2, 1, head_dim, 64, torch.float16, stored)
+    shape = MegakernelShape(64, 64, 2, 1, head_dim, 64, torch.float16, stored)
     one = torch.zeros(1)
-    step = RowStep(shape, rows, (), one, one, 1e-6, lambda _: None)
+    step = DecodeMegakernel(shape, rows, (), final_norm=one, lm_head=one, eps=1e-6, launch=lambda _: None)
     tables = DeviceTables(*torch.zeros(4, rows, dtype=torch.int32))
 
     def takes(page_size: int) -> bool:

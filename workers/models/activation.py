@@ -7,9 +7,9 @@ from functools import partial
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import UnsupportedFeature
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.kernels.base import LayerKernels
 from tandem.workers.kernels.torch.activations import clamped_swiglu, gelu_tanh_mul
-from tandem.workers.models.fields import Fields
 
 Activate = Callable[[Tensor], Tensor]
 """[n, 2·I], the gate and up projections, → [n, I]."""

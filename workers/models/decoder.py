@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.kernels.base import FusedGemms, LayerKernels
 from tandem.workers.kernels.choice import choose_fused_gemms, choose_layer_kernels
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
@@ -51,8 +52,13 @@ class DenseDecoder:
     ) -> None:
         """Takes over filled `parameters` and empties their list of layers, so that no weight is held twice.
 
-        kernels, fused_gemms: None takes the fastest for the parameters' device.
+        kernels, fused_gemms: None takes the fastest for the parameters' device. Raises UnsupportedFeature for a shard.
         """
+        if config.shard.size != 1:
+            raise UnsupportedFeature(
+                f"the shard is rank {config.shard.rank} of {config.shard.size}; a worker must have the whole model: "
+                "layers do not add up what several ranks compute"
+            )
         self.config = config
         self._kernels = kernels or choose_layer_kernels(parameters.embedding.device, config.dtype)
         self._embedding = parameters.embedding

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tandem.cache.plan.latent import LatentHeads
-from tandem.workers.models.fields import Fields
+from tandem.workers.checkpoint.fields import Fields
 
 
 @dataclass(frozen=True)

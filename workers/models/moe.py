@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.workers.models.fields import Fields
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.routing import Routing
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.rope import RopeParameters
 from tandem.workers.checkpoint.errors import InvalidConfig, UnsupportedFeature
-from tandem.workers.models.fields import Fields
+from tandem.workers.checkpoint.fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DEFAULT_THETA = 10_000.0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tandem.workers.checkpoint.errors import UnsupportedFeature
-from tandem.workers.models.fields import Fields
+from tandem.workers.checkpoint.fields import Fields
 
 DEFAULT_SIZE = 4096  # of a config that has a window but does not say which, as in transformers
 FIRST_LAYER = 28  # of a config that does not give max_window_layers, as in transformers

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.transfer import copy_engine
 from tandem.transfer.errors import TransportError
+from tandem.transfer.nvshmem import copy_engine
 
 POINTER, IN_STREAM_ORDER, PREFER_OVERLAP = 1, 1, 1
 STREAM = 7

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.transfer.errors import TransportError
-from tandem.transfer.kernels import device_build
-from tandem.transfer.kernels.device_build import HEADER, LIBRARY, build_device_puts
+from tandem.transfer.nvshmem.kernels import device_build
+from tandem.transfer.nvshmem.kernels.device_build import HEADER, LIBRARY, build_device_puts
 
 HOPPER = (9, 0)
 # Its arguments end with `-o FILE`, which it writes; each call leaves a line in `calls`.

@@ -5,10 +5,12 @@ import torch
 from torch import Tensor
 
 from tandem.cache.plan.layout import LayerGroup
-from tandem.transfer.kernels import torch_push
+from tandem.transfer.nvshmem.kernels import torch_push
 from tests.cache.far_pages import far_pages
 
-triton_push = pytest.importorskip("tandem.transfer.kernels.triton_push", reason="needs triton", exc_type=ImportError)
+triton_push = pytest.importorskip(
+    "tandem.transfer.nvshmem.kernels.triton_push", reason="needs triton", exc_type=ImportError
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_PAGES = 7

@@ -33,13 +33,13 @@ from tandem.cache.kernels.build.build_once import cache_folder
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.stored_layers import Stages
-from tandem.transfer.copy_engine import copy, copy_all, copy_rows
 from tandem.transfer.copy_plan import CopyPlan, plan_copy
-from tandem.transfer.device_puts import STAGING_BYTES, DevicePuts
 from tandem.transfer.errors import MembershipRefused, TransportClosed, TransportError, TransportTimeout
-from tandem.transfer.kernels.device_build import build_device_puts
-from tandem.transfer.kernels.triton_push import post_row, push_slots, push_tokens
 from tandem.transfer.membership import Detail, TransportConfig, make_handle, read_handles
+from tandem.transfer.nvshmem.copy_engine import copy, copy_all, copy_rows
+from tandem.transfer.nvshmem.device_puts import STAGING_BYTES, DevicePuts
+from tandem.transfer.nvshmem.kernels.device_build import build_device_puts
+from tandem.transfer.nvshmem.kernels.triton_push import post_row, push_slots, push_tokens
 from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Fence, Int64Array, Transport
 
@@ -173,22 +173,22 @@ class NvshmemTransport(Transport):
         event.record(self._stream)
         return EventFence(event)
 
-    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
+    def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
         self._check_peer(pe)
-        self._check_signal(slot)
+        self._check_row(row)
         peer = self._peers[pe]
         if peer is None:
             word = int(payload)
             self._follow_current()
             with torch.cuda.stream(self._stream):
-                self._puts.post_row(pe, slot, signal, word)
+                self._puts.post_row(pe, row, signal, word)
             return
         # Whoever made the tensor may write over it before this stream comes to it.
         words = payload + 0 if isinstance(payload, Tensor) else torch.full((), payload, device=self._device)
         words.record_stream(self._stream)
         self._follow_current()
         with torch.cuda.stream(self._stream):
-            post_row(peer[self._num_pools], slot, signal, words)
+            post_row(peer[self._num_pools], row, signal, words)
 
     def mailbox(self) -> Int64Array:
         self._check_peer(self.pe)

@@ -10,14 +10,26 @@ from tandem.cache.plan.arrays import Int32Array
 from tandem.transfer.copy_plan import CopyPlan
 from tandem.transfer.transport import Int64Array
 
-KERNELS = ("put_runs", "put_slots", "put_tokens", "quiet", "post_row")
+# The kernels of device_puts.cu and their parameters, 64 bits each, in order.
+KERNELS = {
+    "put_runs": ("target", "source", "target_offsets", "source_offsets", "sizes", "num_runs", "pe"),
+    "put_slots": (
+        *("target", "source", "target_slots", "source_slots", "num_slots", "rows", "page_size", "row_bytes", "pe"),
+    ),
+    "put_tokens": (
+        *("target", "source", "slots", "planes", "num_tokens", "heads", "first_row"),
+        *("page_bytes", "page_size", "row_bytes", "pe"),
+    ),
+    "quiet": (),
+    "post_row": ("signals", "num_signals", "row", "signal", "payload", "pe"),
+}
 BLOCKS, THREADS = 64, 256
 ALIGNMENT = 16
 STAGING_BYTES = 64 << 20
 
 
 class DevicePuts:
-    """Launches device_puts.cu. All tensors are this PE's symmetric ones: a peer's stand at the same places.
+    """Launches device_puts.cu. All tensors are this PE's symmetric ones: a peer's have the same symmetric addresses.
 
     Everything queues on the current stream. Puts are complete behind a later quiet() or post_row(), whatever streams
     they were issued on before. A NIC reads registered memory only, so k and v go by way of `staging` (uint8
@@ -48,13 +60,35 @@ class DevicePuts:
         targets, sources, sizes = upload(runs, pool.device)
         num_runs = int(sizes.shape[0])
         grid = (min(num_runs, BLOCKS), max(1, BLOCKS // num_runs), 1)
-        self._run("put_runs", grid, pool, pool, targets, sources, sizes, num_runs, pe)
+        self._run(
+            "put_runs",
+            grid,
+            target=pool,
+            source=pool,
+            target_offsets=targets,
+            source_offsets=sources,
+            sizes=sizes,
+            num_runs=num_runs,
+            pe=pe,
+        )
 
     def put_slots(self, pe: int, pool: Tensor, source_slots: Int32Array, target_slots: Int32Array) -> None:
         """All layers of source_slots (int32 [n]) to target_slots."""
         rows, page_size, row_bytes = _extents(pool)
         targets, sources = upload([target_slots, source_slots], pool.device)
-        self._run("put_slots", BLOCKS, pool, pool, targets, sources, source_slots.size, rows, page_size, row_bytes, pe)
+        self._run(
+            "put_slots",
+            BLOCKS,
+            target=pool,
+            source=pool,
+            target_slots=targets,
+            source_slots=sources,
+            num_slots=source_slots.size,
+            rows=rows,
+            page_size=page_size,
+            row_bytes=row_bytes,
+            pe=pe,
+        )
 
     def put_tokens(
         self, pe: int, pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: Tensor, slots: Tensor
@@ -64,16 +98,26 @@ class DevicePuts:
         v is None exactly where the pool has one plane.
         """
         planes = (k,) if v is None else (k, v)
-        most = self._staging.nbytes // (len(planes) * k[0].nbytes)
-        for some, places in zip(tokens.split(most), slots.split(most), strict=True):
-            self._put_staged(pe, pool, layer, planes, some, places)
+        limit = self._staging.nbytes // (len(planes) * k[0].nbytes)
+        for some, targets in zip(tokens.split(limit), slots.split(limit), strict=True):
+            self._put_staged(pe, pool, layer, planes, some, targets)
 
     def quiet(self) -> None:
         self._run("quiet", 1, threads=1)
 
     def post_row(self, pe: int, row: int, signal: int, payload: int) -> None:
         """Behind all puts the payload, behind it the signal."""
-        self._run("post_row", 1, self._mailbox, self._mailbox.shape[1], row, signal, payload, pe, threads=1)
+        self._run(
+            "post_row",
+            1,
+            threads=1,
+            signals=self._mailbox,
+            num_signals=self._mailbox.shape[1],
+            row=row,
+            signal=signal,
+            payload=payload,
+            pe=pe,
+        )
 
     def _put_staged(
         self, pe: int, pool: Tensor, layer: int, planes: tuple[Tensor, ...], tokens: Tensor, slots: Tensor
@@ -86,15 +130,29 @@ class DevicePuts:
             self._staged = 0
         staged = self._staging[self._staged : self._staged + num_bytes].view(pool.dtype).view(number, count, heads, -1)
         self._staged += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        for values, place in zip(planes, staged, strict=True):
-            torch.index_select(values, 0, tokens, out=place)
-        extents = (number, count, heads, layer * number * heads, rows * page_size * row_bytes, page_size, row_bytes)
-        self._run("put_tokens", BLOCKS, pool, staged, slots, *extents, pe)
+        for values, out in zip(planes, staged, strict=True):
+            torch.index_select(values, 0, tokens, out=out)
+        self._run(
+            "put_tokens",
+            BLOCKS,
+            target=pool,
+            source=staged,
+            slots=slots,
+            planes=number,
+            num_tokens=count,
+            heads=heads,
+            first_row=layer * number * heads,
+            page_bytes=rows * page_size * row_bytes,
+            page_size=page_size,
+            row_bytes=row_bytes,
+            pe=pe,
+        )
 
     def _run(
-        self, kernel: str, grid: int | tuple[int, int, int], *arguments: Tensor | int, threads: int = THREADS
+        self, kernel: str, grid: int | tuple[int, int, int], *, threads: int = THREADS, **arguments: Tensor | int
     ) -> None:
-        values = [value.data_ptr() if isinstance(value, Tensor) else int(value) for value in arguments]
+        ordered = [arguments[name] for name in KERNELS[kernel]]
+        values = [value.data_ptr() if isinstance(value, Tensor) else int(value) for value in ordered]
         stream = self._stream(torch.cuda.current_stream().cuda_stream)
         self._launch(stream, self._config(grid=grid, block=threads), self._kernels[kernel], *values)
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.transfer.errors import TransportError
+from tandem.transfer.nvshmem.device_puts import KERNELS
 from tandem.transfer.nvshmem.kernels import device_build
 from tandem.transfer.nvshmem.kernels.device_build import HEADER, LIBRARY, build_device_puts
 
@@ -76,3 +77,11 @@ def test_what_is_missing_is_named(
     monkeypatch.setenv("PATH", str(toolkit))
     with pytest.raises(TransportError, match=f"{Path(missing).name} .*`tandem doctor` says what this host lacks"):
         build_device_puts(tmp_path, HOPPER)
+
+
+def test_the_host_passes_what_each_kernel_takes() -> None:
+    source = device_build.SOURCE.read_text()
+    for name, parameters in KERNELS.items():
+        declared = source.split(f"__global__ void {name}(")[1].split(")")[0]
+        names = [part.split()[-1].lstrip("*") for part in declared.split(",") if part.strip()]
+        assert tuple(names) == parameters

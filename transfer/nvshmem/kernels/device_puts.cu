@@ -18,24 +18,24 @@ __device__ int64_t first_warp() { return (blockIdx.x * int64_t(blockDim.x) + thr
 
 __device__ int64_t num_warps() { return gridDim.x * int64_t(blockDim.x) / WARP; }
 
-// Where row `row` of a slot stands in a pool, in bytes.
-__device__ int64_t place(int64_t slot, int64_t row, int64_t page_bytes, int64_t page_size, int64_t row_bytes) {
+// Where row `row` of a slot is in a pool, in bytes.
+__device__ int64_t offset_of(int64_t slot, int64_t row, int64_t page_bytes, int64_t page_size, int64_t row_bytes) {
     return slot / page_size * page_bytes + (row * page_size + slot % page_size) * row_bytes;
 }
 
 }  // namespace
 
-// sizes[i] bytes from source + source_offsets[i] to target + target_offsets[i]. Grid (x, y): blocks of one x share runs.
+// sizes[i] bytes from source + source_offsets[i] to target + target_offsets[i]. Grid (x, y): the blocks of one x divide its runs.
 extern "C" __global__ void put_runs(char* target, const char* source, const int64_t* target_offsets,
                                     const int64_t* source_offsets, const int64_t* sizes, int64_t num_runs, int64_t pe) {
     for (int64_t run = blockIdx.x; run < num_runs; run += gridDim.x) {
-        int64_t share = (sizes[run] + gridDim.y - 1) / gridDim.y;
-        share = (share + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-        const int64_t begin = share * blockIdx.y;
+        int64_t part = (sizes[run] + gridDim.y - 1) / gridDim.y;
+        part = (part + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        const int64_t begin = part * blockIdx.y;
         const int64_t left = sizes[run] - begin;
         if (left > 0) {
             nvshmemx_putmem_nbi_block(target + target_offsets[run] + begin, source + source_offsets[run] + begin,
-                                      left < share ? left : share, int(pe));
+                                      left < part ? left : part, int(pe));
         }
     }
 }
@@ -47,8 +47,8 @@ extern "C" __global__ void put_slots(char* target, const char* source, const int
     const int64_t page_bytes = rows * page_size * row_bytes;
     for (int64_t item = first_warp(); item < num_slots * rows; item += num_warps()) {
         const int64_t slot = item / rows, row = item % rows;
-        nvshmemx_putmem_nbi_warp(target + place(target_slots[slot], row, page_bytes, page_size, row_bytes),
-                                 source + place(source_slots[slot], row, page_bytes, page_size, row_bytes), row_bytes,
+        nvshmemx_putmem_nbi_warp(target + offset_of(target_slots[slot], row, page_bytes, page_size, row_bytes),
+                                 source + offset_of(source_slots[slot], row, page_bytes, page_size, row_bytes), row_bytes,
                                  int(pe));
     }
 }
@@ -61,7 +61,7 @@ extern "C" __global__ void put_tokens(char* target, const char* source, const in
     for (int64_t item = first_warp(); item < planes * num_tokens * heads; item += num_warps()) {
         const int64_t head = item % heads, token = item / heads % num_tokens, plane = item / heads / num_tokens;
         const int64_t row = first_row + plane * heads + head;
-        nvshmemx_putmem_nbi_warp(target + place(slots[token], row, page_bytes, page_size, row_bytes),
+        nvshmemx_putmem_nbi_warp(target + offset_of(slots[token], row, page_bytes, page_size, row_bytes),
                                  source + item * row_bytes, row_bytes, int(pe));
     }
 }

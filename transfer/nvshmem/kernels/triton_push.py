@@ -25,13 +25,22 @@ def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: T
     _launch(
         _push_tokens,
         (triton.cdiv(slots.shape[0], block), planes),
-        *(pool, k, k if v is None else v, tokens, slots),
-        slots.shape[0],
-        k.stride(0),
-        k.stride(0) if v is None else v.stride(0),
-        layers * planes * heads * page_size * head_dim,
-        layer * planes * heads * page_size * head_dim,
-        *(heads, page_size, head_dim, head_pad, dim_pad, block),
+        pool=pool,
+        k=k,
+        v=k if v is None else v,
+        tokens=tokens,
+        slots=slots,
+        num_tokens=slots.shape[0],
+        k_stride=k.stride(0),
+        v_stride=k.stride(0) if v is None else v.stride(0),
+        page_elements=layers * planes * heads * page_size * head_dim,
+        layer_elements=layer * planes * heads * page_size * head_dim,
+        HEADS=heads,
+        PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad,
+        DIM_PAD=dim_pad,
+        BLOCK=block,
     )
 
 
@@ -43,7 +52,15 @@ def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slot
     _launch(
         _push_slots,
         (source_slots.shape[0], triton.cdiv(rows, block)),
-        *(source, target, source_slots, target_slots, rows, page_size, head_dim, dim_pad, block),
+        source=source,
+        target=target,
+        source_slots=source_slots,
+        target_slots=target_slots,
+        num_rows=rows,
+        PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        DIM_PAD=dim_pad,
+        BLOCK=block,
     )
 
 
@@ -52,12 +69,21 @@ def post_row(mailbox: Tensor, row: int, signal: int, payload: Tensor) -> None:
 
     Whoever reads the signal afterwards reads the payload and all that this stream wrote before.
     """
-    _launch(_post_row, (1,), mailbox, mailbox.shape[1], row, signal, payload, num_warps=1)
+    _launch(
+        _post_row,
+        (1,),
+        mailbox=mailbox,
+        num_signals=mailbox.shape[1],
+        row=row,
+        signal=signal,
+        payload=payload,
+        num_warps=1,
+    )
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> None:
+def _launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
     """kernel[grid](…), which type checkers take for a call of the function under the decorator."""
-    kernel[grid](*arguments, **options)
+    kernel[grid](**arguments)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -74,12 +100,12 @@ def _push_tokens(
     mask = wanted[:, None, None] & (head < HEADS) & (dim < HEAD_DIM)
     within = head * HEAD_DIM + dim
     target = slot // PAGE_SIZE * page_elements + layer_elements + slot % PAGE_SIZE * HEAD_DIM
-    place = target[:, None, None] + head * (PAGE_SIZE * HEAD_DIM) + dim
+    offset = target[:, None, None] + head * (PAGE_SIZE * HEAD_DIM) + dim
     if tl.program_id(1) == 0:
-        tl.store(pool + place, tl.load(k + row[:, None, None] * k_stride + within, mask=mask), mask=mask)
+        tl.store(pool + offset, tl.load(k + row[:, None, None] * k_stride + within, mask=mask), mask=mask)
     else:
-        place += HEADS * PAGE_SIZE * HEAD_DIM
-        tl.store(pool + place, tl.load(v + row[:, None, None] * v_stride + within, mask=mask), mask=mask)
+        offset += HEADS * PAGE_SIZE * HEAD_DIM
+        tl.store(pool + offset, tl.load(v + row[:, None, None] * v_stride + within, mask=mask), mask=mask)
 
 
 @triton.jit

@@ -12,6 +12,7 @@
 #include <math.h>
 
 enum { PANEL = 2 * LANES, MAX_ROWS = 6, ROW_BLOCK = 16 * MAX_ROWS, DEPTH = 1024 };
+const int32_t panel = PANEL; /* native/layer.py reads it when it loads this */
 enum { AHEAD = 16 }; /* inputs, whose weights are fetched before they are needed */
 /* A piece of a crew's work takes some 10 µs; the products of one row of a small model are less. */
 enum { PRODUCTS_APIECE = 400000 };

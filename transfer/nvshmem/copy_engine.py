@@ -1,7 +1,7 @@
-"""Copies between places that one GPU can address, by its copy engines: calls to the driver, with addresses.
+"""Copies between addresses that one GPU can reach, by its copy engines, through the driver.
 
-The driver's time for a call is the host's; an engine starts with the first copy that it is told of, and pauses a few µs
-between two calls' copies. So a long list of copies is handed over in few parts that grow.
+A call costs the host the driver's time. An engine starts with a call's first copy, and pauses a few µs between two
+calls. So a long list of copies is handed over in few parts that grow.
 """
 
 import ctypes

@@ -7,10 +7,10 @@
     post           a Triton kernel: payload, then signal       quiet, payload, fence, signal
     fence          an event                                    an event behind a quiet
 
-write_tokens queues on the current stream, behind the kernels that made k and v. All else queues on a stream of the
-transport's own, behind what is on the current one, which never waits for it: a forward goes on beside its push. What
-write_slots is told the stages of waits for them only: the first layers of long runs go while the last are computed.
-Importing this module needs nvshmem4py and Triton.
+write_tokens queues on the current CUDA stream, behind the kernels that made k and v. All else queues on a stream of
+the transport's own, behind what is on the current one. The current one never waits for it: a forward goes on beside its
+push. With `stages`, write_slots waits for these only: the first layers of long runs go while the last are computed.
+Importing this module needs nvshmem4py and Triton; factory.py imports it when it is asked for.
 """
 
 import ctypes
@@ -121,10 +121,10 @@ class NvshmemTransport(Transport):
         return tuple(pool.view(self.layout.stored_dtype) for pool in self._symmetric[: self._num_pools])
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
-        peer = self._peer_words(pe, group)
+        peer = self._peer_elements(pe, group)
         return None if peer is None else peer.view(self.layout.stored_dtype)
 
-    def _peer_words(self, pe: int, group: int) -> Tensor | None:
+    def _peer_elements(self, pe: int, group: int) -> Tensor | None:
         """The peer's pool where it is mapped, in the elements that it was made of."""
         self._check_peer(pe)
         peer = self._peers[pe]
@@ -139,12 +139,12 @@ class NvshmemTransport(Transport):
         limit = self._num_slots(group)
         if not 0 <= int(slots.min()) <= int(slots.max()) < limit:
             raise IndexError(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
-        tokens, places = upload([token_indices.numpy(), slots.numpy().astype(np.int32)], self._device)
-        k, v, peer = movable(k), None if v is None else movable(v), self._peer_words(pe, group)
+        tokens, targets = upload([token_indices.numpy(), slots.numpy().astype(np.int32)], self._device)
+        k, v, peer = movable(k), None if v is None else movable(v), self._peer_elements(pe, group)
         if peer is None:
-            self._puts.put_tokens(pe, self._symmetric[group], layer, k, v, tokens, places)
+            self._puts.put_tokens(pe, self._symmetric[group], layer, k, v, tokens, targets)
         else:
-            push_tokens(peer, layer, k, v, tokens, places)
+            push_tokens(peer, layer, k, v, tokens, targets)
 
     def write_slots(
         self, pe: int, group: int, source_slots: Int32Array, target_slots: Int32Array, stages: Stages = ()
@@ -155,7 +155,7 @@ class NvshmemTransport(Transport):
         if not stages:
             self._follow_current()  # the device comes to it while the rest is planned
         plan = plan_copy(source_slots, target_slots, self.layout.page_size, self._num_slots(group))
-        peer = self._peer_words(pe, group)
+        peer = self._peer_elements(pe, group)
         if peer is not None:
             self._copy_slots(peer, group, plan, source_slots, target_slots, stages)
             return

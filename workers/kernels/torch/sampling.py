@@ -20,8 +20,8 @@ def sample(
     The others are [m]: uniforms float64 in [0, 1); temperature, top_p and min_p float32, or float64 that were; top_k
     int64, at most 0 for all.
     """
-    heat, share, least = (column.float()[:, None] for column in (temperature, top_p, min_p))
-    weights = _filtered(logits[rows].float() / heat, share, least, top_k[:, None])
+    heat, mass, floor = (column.float()[:, None] for column in (temperature, top_p, min_p))
+    weights = _filtered(logits[rows].float() / heat, mass, floor, top_k[:, None])
     return _invert(weights, uniforms[:, None])
 
 

@@ -1,15 +1,15 @@
 """Sampling of tokens in one kernel, without a sort: thresholds are found by narrowing an interval.
 
-Top_k and top_p keep what is not below some logit, so they ask for the largest logit at which a sum over what lies below
-is small enough. Floats are ordered as the integers that their bits make; each pass over a row cuts an interval of these
-to a quarter, and ends early when a single token is left in it.
+Top_k and top_p keep the tokens from some logit on: the largest logit at which a sum over the tokens below is small
+enough. Floats are ordered as the integers that their bits make. Each pass over a row cuts an interval of these to a
+quarter. The search ends early when a single token is left in the interval.
 
-Those passes are short where few tokens matter, for these are gathered first:
-- top_k: each lane's best token is known from the first pass, and the k-th best of these is at most the k-th best of
-  all. What is not below it is gathered, a few hundred tokens, and the rest forgotten.
-- top_p: what is less likely than the dropped mass, divided by the vocabulary, is dropped. From there
-  to the best, a few passes quarter an interval of logits by sums in float32 that leave room for their rounding. What
-  is left of it is gathered, and searched with the exact sum of what lies below.
+The passes are short where few tokens matter, for these are gathered first:
+- top_k: the first pass finds each lane's best token. The k-th best of these is at most the k-th best of all. The tokens
+  from there on are gathered, a few hundred, and the rest is ignored.
+- top_p: tokens less likely than the dropped mass, divided by the vocabulary, are dropped. A few passes then quarter the
+  interval of logits from there to the best, by sums in float32 that leave room for their rounding. The tokens in the
+  interval that is left are gathered, and searched with the exact sum of what lies below.
 """
 
 import triton
@@ -157,15 +157,15 @@ def _nucleus(row, vocab, cold, best, least, low, above, dropped, gathered, indic
 
 @triton.jit
 def _narrow(row, vocab, cold, best, least, low, above, dropped, BLOCK: tl.constexpr):
-    """Orders between which surely is what _nucleus looks for, and whether at most BLOCK tokens are."""
-    worst, most = best - tl.log(vocab.to(tl.float32) / dropped) - 0.01, best
-    left, right = tl.maximum(low, order_of(worst).to(tl.int64)), above
+    """Orders between which surely is what _nucleus looks for, and whether at upper BLOCK tokens are."""
+    lower, upper = best - tl.log(vocab.to(tl.float32) / dropped) - 0.01, best
+    left, right = tl.maximum(low, order_of(lower).to(tl.int64)), above
     under_left = tl.full((), 0, tl.int32)
     under_right = tl.cdiv(vocab, BLOCKS * BLOCK) * (BLOCKS * BLOCK)  # what stands behind the vocabulary, too
     rounds = tl.full((), 0, tl.int32)
     while (under_right - under_left > BLOCK) & (rounds < ROUNDS):
-        step = (most - worst) / 4
-        a, b, c = worst + step, worst + 2 * step, worst + 3 * step
+        step = (upper - lower) / 4
+        a, b, c = lower + step, lower + 2 * step, lower + 3 * step
         total, sum_a, sum_b, sum_c, count_a, count_b, count_c = _under(
             row, vocab, cold, best, least, low, a, b, c, BLOCK
         )
@@ -177,11 +177,11 @@ def _narrow(row, vocab, cold, best, least, low, above, dropped, BLOCK: tl.conste
         under_right = tl.where(
             sum_a > more, count_a, tl.where(sum_b > more, count_b, tl.where(sum_c > more, count_c, under_right))
         )
-        worst = tl.where(sum_c < less, c, tl.where(sum_b < less, b, tl.where(sum_a < less, a, worst)))
-        most = tl.where(sum_a > more, a, tl.where(sum_b > more, b, tl.where(sum_c > more, c, most)))
-        right = tl.where(sum_c > more, order_of(most).to(tl.int64), right)
+        lower = tl.where(sum_c < less, c, tl.where(sum_b < less, b, tl.where(sum_a < less, a, lower)))
+        upper = tl.where(sum_a > more, a, tl.where(sum_b > more, b, tl.where(sum_c > more, c, upper)))
+        right = tl.where(sum_c > more, order_of(upper).to(tl.int64), right)
         rounds += 1
-    left = tl.maximum(left, order_of(worst).to(tl.int64))
+    left = tl.maximum(left, order_of(lower).to(tl.int64))
     return left, right, under_right - under_left <= BLOCK
 
 

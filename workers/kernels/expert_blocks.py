@@ -12,14 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class ExpertBlocks:
-    """Pair p stands for token p // top_k and the p % top_k-th of its experts.
+    """Pair p is token p // top_k with the p % top_k-th of its experts. The number of blocks is a bound."""
 
-    pairs: int32 [blocks, rows], the pairs of each block, num_pairs where a row is empty. experts: int32 [blocks], the
-    expert of each, or the number of experts for a block that is not needed: the number of blocks is a bound.
-    """
-
-    pairs: Tensor
-    experts: Tensor
+    pairs: Tensor  # int32 [blocks, rows]; num_pairs where a row is empty
+    experts: Tensor  # int32 [blocks]; the number of experts for a block that is not needed
     num_pairs: int
 
 

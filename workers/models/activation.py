@@ -1,4 +1,4 @@
-"""What stands between the two products of a feed-forward."""
+"""The activations between the two GEMMs of a feed-forward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class GeluTanh:
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """gpt_oss's: gate · sigmoid(alpha · gate) · (up + 1), gate and up alternate and are clamped at limit."""
+    """gate · sigmoid(alpha · gate) · (up + 1), of gpt_oss. Gate and up alternate, and are clamped at limit."""
 
     alpha: float
     limit: float

@@ -26,16 +26,13 @@ from tandem.workers.models.small_batch_decoder import SmallBatchDecoder
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer as it is run.
-
-    Offsets of norms are in their weights. post_norm stands before the feed-forward, as in LayerParameters.
-    """
+    """One layer as it is run. Offsets of norms are in their weights."""
 
     input_norm: Tensor
     attention: AttentionBlock
     o: Projection
     attention_out_norm: Tensor | None
-    post_norm: Tensor
+    post_norm: Tensor  # before the feed-forward
     feed_forward: FeedForward
     feed_forward_out_norm: Tensor | None
 

@@ -67,16 +67,15 @@ class LatentParameters:
 
 @dataclass(frozen=True, slots=True)
 class LayerParameters:
-    """One layer. I intermediate, H hidden. Rows are outputs, as in torch.nn.functional.linear.
+    """One layer. I intermediate, H hidden; rows are outputs, as in torch.nn.functional.linear.
 
-    post_norm stands before the feed-forward, the out_norms behind attention and feed-forward. None where the model has
-    no such tensor.
+    A tensor is None where the model has none.
     """
 
     input_norm: Tensor
     attention: AttentionParameters | LatentParameters
     attention_out_norm: Tensor | None
-    post_norm: Tensor
+    post_norm: Tensor  # before the feed-forward
     feed_forward: GatedParameters | MoeParameters
     feed_forward_out_norm: Tensor | None
 

@@ -14,9 +14,8 @@ PARTED_ROWS, LEAST_TO_PART = range(129, 257), 8192  # columns; by measurement, s
 class Projection:
     """x [T, in] → x · weightᵀ + bias [T, out]; weight [out, in], bias [out] or None.
 
-    A float32 weight on a CPU is kept in the panels of native_layer.c, and nowhere else, where that can be built. On a
-    GPU one row of 16 bits, and the few of a decode step where that wins, are multiplied by kernels of ours: the latter
-    by streamed_gemm, if the weight has one.
+    A float32 weight on a CPU is kept in the panels of native_layer.c where that can be built, and nowhere else. On a
+    GPU in 16 bits, FusedGemms multiply one row, and streamed_gemm the few rows of a decode step, if it is faster.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:

@@ -10,7 +10,7 @@ TREE := build/import-root/tandem
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
 	@echo "make test    the tests that need no GPU"
-	@echo "make test-fast   the tests that are over in two minutes: run them before each commit"
+	@echo "make test-fast  those of them that are over in two minutes: run it before each commit"
 	@echo "make check   ruff, pyright, layering, generated protobuf up to date"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make proto   generate the protobuf modules"

@@ -13,8 +13,41 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
 
+# What `make test-fast` leaves out: clusters, compilers, storms, long random programs. A folder, or a file.
+SLOW = (
+    "tests/chaos",
+    "tests/e2e",
+    "tests/fuzz",
+    "tests/protocol",
+    "tests/cache/kernels/test_append_registers.py",
+    "tests/cache/kernels/test_decode_programs.py",
+    "tests/cache/kernels/test_native_kernels.py",
+    "tests/cache/operations/test_programs.py",
+    "tests/cluster/cli/test_bench.py",
+    "tests/cluster/cli/test_random_checkpoint.py",
+    "tests/cluster/processes",
+    "tests/cluster/requests/test_attempts.py",
+    "tests/transfer/test_shared_memory.py",
+    "tests/workers/kernels/test_cubin_build.py",
+    "tests/workers/models/test_weights.py",
+    "tests/workers/sampling/test_triton_sampling.py",
+    "tests/workers/service/test_hung_gateway.py",
+)
+
 settings.register_profile("tandem", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tandem")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    gone = [name for name in SLOW if not (config.rootpath / name).exists()]
+    assert not gone, f"SLOW names {gone}, which are not there"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = tuple(config.rootpath / name for name in SLOW)
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in slow):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,13 +3,13 @@
 map_bytes       PositionMap message of 32K tokens, page 16: fresh pages, and 2048 random pages of 65,536
 codec_us        encode + decode of the fresh map, median
 decode_step_us  scheduler and plan of a decode step of 256 sequences at context 1K, median; spread: at contexts of which
-                16 begin a page at every step
+                a sixteenth begins a page at every step
 calls           seconds of the control messages of one request (Announce, PrepareReceive, RemoteSend, StartGenerate, as
                 the gateway sends them, answered at once) ÷ as many bare grpc.aio calls of the same kinds, same run
 """
 
+import argparse
 import asyncio
-import statistics
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -43,13 +43,17 @@ from tandem.workers.sampling.pending_samples import CopiedSamples
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.wire.messages import prompt_to_bytes, reservation_to_proto
 from tandem.workers.wire.reservation import Reservation
+from tests.benchmarks.measured import Measured
+from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_most, print_result
 
 PAGE, TOKENS, POOL_PAGES = 16, 32 * 1024, 65_536
+ROWS, CONTEXT = 256, 1024
+PARTS = ("map", "step", "calls")
 LAYOUT = KVLayout((LayerGroup(tuple(range(36)), 8, 128),), PAGE, torch.bfloat16)
 
 
-def median_us(call: Callable[[], object], rounds: int = 300) -> float:
+def median_us(call: Callable[[], object], rounds: int = 300) -> Measured:
     for _ in range(20):
         call()
     seconds = []
@@ -57,7 +61,7 @@ def median_us(call: Callable[[], object], rounds: int = 300) -> float:
         began = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - began)
-    return round(statistics.median(seconds) * 1e6, 1)
+    return Measured.median(seconds, 1e6)
 
 
 def position_map(pages: np.ndarray) -> PositionMap:
@@ -93,7 +97,7 @@ def map_costs() -> dict[str, Any]:
     }
 
 
-def decode_step_us(batch_size: int = 256, context: int = 1024, *, spread: bool = False) -> float:
+def decode_step_us(batch_size: int, context: int, *, spread: bool = False) -> Measured:
     layout = KVLayout((LayerGroup((0,), 1, 8),), PAGE, torch.float32)
     num_pages = batch_size * (context // PAGE + 8)
     cache = PagedKVCache(
@@ -166,7 +170,7 @@ class AtOnce(worker_pb2_grpc.WorkerServicer):
         yield worker_pb2.GeneratedTokens(token_ids=[5], finish_reason=2)  # type: ignore[arg-type]
 
 
-async def call_costs(rounds: int = 400) -> dict[str, float]:
+async def call_costs(rounds: int) -> dict[str, float]:
     token = "a token of the workers"
     server = grpc.aio.server(interceptors=[TokenRequired(token)])
     worker_pb2_grpc.add_WorkerServicer_to_server(AtOnce(), server)
@@ -222,23 +226,51 @@ async def call_costs(rounds: int = 400) -> dict[str, float]:
     await server.stop(0)
     await bare_server.stop(0)
     return {
-        "request_us": round(statistics.median(ours) * 1e6, 1),
-        "bare_us": round(statistics.median(theirs) * 1e6, 1),
-        "ratio": round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3),
+        "request_us": Measured.median(ours, 1e6),
+        "bare_us": Measured.median(theirs, 1e6),
+        "ratio": Measured.median(a / b for a, b in zip(ours, theirs, strict=True)),
     }
 
 
+def targets_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of what has been measured."""
+    targets = []
+    if (maps := found.get("map")) is not None:
+        targets += [
+            at_most("map of 32K tokens on fresh pages, bytes", maps["fresh_bytes"], 64),
+            at_most("map of 32K tokens on random pages ÷ raw ids", maps["random_ratio_to_raw"], 1 / 30),
+            at_most("map on fresh pages, encode and decode, µs", maps["fresh_encode_decode_us"], 100),
+        ]
+    if (step := found.get(f"decode_step_{ROWS}_us")) is not None:
+        targets.append(at_most(f"decode step of {ROWS} sequences, µs", step, 200))
+    if (calls := found.get("calls")) is not None:
+        targets.append(at_most("control messages of a request ÷ bare calls", calls["ratio"], 1.3))
+    return targets
+
+
+def measure(options: argparse.Namespace, budget: Budget) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "map" in options.parts:
+        found["map"] = map_costs()
+    for rows in budget.within(options.rows if "step" in options.parts else ()):
+        found[f"decode_step_{rows}_us"] = decode_step_us(rows, options.context)
+        found[f"decode_step_{rows}_spread_us"] = decode_step_us(rows, options.context, spread=True)
+    if "calls" in options.parts and not budget.is_spent:
+        found["calls"] = asyncio.run(call_costs(options.calls))
+    return found
+
+
 def main() -> None:
-    maps, step, spread, calls = map_costs(), decode_step_us(), decode_step_us(spread=True), asyncio.run(call_costs())
-    targets = [
-        at_most("map of 32K tokens on fresh pages, bytes", maps["fresh_bytes"], 64),
-        at_most("map of 32K tokens on random pages ÷ raw ids", maps["random_ratio_to_raw"], 1 / 30),
-        at_most("map on fresh pages, encode and decode, µs", maps["fresh_encode_decode_us"], 100),
-        at_most("decode step of 256 sequences, µs", step, 200),
-        at_most("control messages of a request ÷ bare calls", calls["ratio"], 1.3),
-    ]
-    steps = {"decode_step_256_us": step, "decode_step_256_spread_us": spread}
-    print_result({"map": maps, **steps, "calls": calls, "targets": targets})
+    parser = benchmark_parser(__file__, __doc__)
+    add_list(parser, "--parts", default=PARTS, choices=PARTS)
+    add_list(parser, "--rows", int, default=[ROWS], help="sequences of a decode step")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="positions of each of them")
+    parser.add_argument("--calls", type=int, default=400, help="requests whose control messages are timed")
+    add_seconds(parser)
+    options = parser.parse_args()
+    found = measure(options, Budget(options.seconds))
+    case = {} if options.context == CONTEXT else {"case": f"contexts of {options.context}"}
+    print_result({**found, **case, "targets": [] if case else targets_of(found)}, options)
 
 
 if __name__ == "__main__":

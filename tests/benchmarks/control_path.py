@@ -10,7 +10,6 @@ Medians over the rounds, in milliseconds:
 On a CPU with a tiny model, so that control is what takes the time; with --shape, on two GPUs, with that model.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -25,8 +24,10 @@ from pathlib import Path
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
 from tandem.cluster.supervision.launcher import Cluster
+from tests.benchmarks import measured
 from tests.benchmarks.call_trace import Event, TracedProcesses, read_events
-from tests.benchmarks.model_shapes import SHAPES, write_shape
+from tests.benchmarks.model_shapes import SHAPES, shape_name, write_shape
+from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.pair import DEPLOY, Pair
 from tests.benchmarks.results import print_result, rounded
 
@@ -126,29 +127,32 @@ def of_one_request(events: Sequence[Event], began: float) -> dict[str, float]:
 
 
 def _median_ms(seconds: Sequence[float]) -> float:
-    return rounded(statistics.median(seconds) * 1e3)
+    return measured.Measured.median(seconds, 1e3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128])
+    parser = benchmark_parser(__file__, __doc__)
+    parser.add_argument("--shape", type=shape_name, choices=sorted(SHAPES))
+    add_list(parser, "--lengths", int, default=[128])
     parser.add_argument("--rounds", type=int, default=20)
-    arguments = parser.parse_args()
+    add_seconds(parser)
+    options = parser.parse_args()
+    budget = Budget(options.seconds)
     result: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "events"
         processes = TracedProcesses(log)
-        longest = max(arguments.lengths) + OUTPUT_TOKENS
+        longest = max(options.lengths) + OUTPUT_TOKENS
         with (
-            traced_cluster(arguments.shape, Path(folder), processes, longest) as cluster,
+            traced_cluster(options.shape, Path(folder), processes, longest) as cluster,
             Pair(cluster.grpc_address, cluster.worker_token) as pair,
         ):
-            for length in arguments.lengths:
-                found = Bench(pair, processes, log).measure(length, arguments.rounds)
+            for length in budget.within(options.lengths):
+                found = Bench(pair, processes, log).measure(length, options.rounds)
                 result[f"{length} tokens"] = {way: one.summary() for way, one in found.items()}
                 print(result[f"{length} tokens"], file=sys.stderr, flush=True)  # in case there is no time for the rest
-    print_result(result)
+    case = {"case": options.shape} if options.shape else {}
+    print_result({**result, **case}, options, gpus=2 if options.shape else 0)
 
 
 if __name__ == "__main__":

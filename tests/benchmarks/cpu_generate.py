@@ -9,12 +9,11 @@ closer than float32 rounding can tell apart, and such ties are counted.
     lone           one request of 128 in, 64 out; time per output token after the first ÷ generate's
 """
 
-import argparse
 import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,15 @@ from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.config import load_config
 from tandem.cluster.supervision.launcher import Cluster
-from tests.benchmarks.results import print_result
+from tests.benchmarks.measured import Measured
+from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
+from tests.benchmarks.results import at_least, at_most, print_result
 
 Prompts = list[list[int]]
 Outputs = list[list[int]]
 
 BATCH, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128, 64
+PARTS = ("static_batch", "mixed", "lone")
 TIE = 1e-4  # of logits with a standard deviation of 4
 FRESH = 1_000_003  # so that no round finds the prefixes of another in the cache
 
@@ -97,10 +99,11 @@ def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
 class Comparison:
     """Rounds of the two sides in turn."""
 
-    def __init__(self, address: str, oracle: Oracle, rounds: int) -> None:
+    def __init__(self, address: str, oracle: Oracle, rounds: int, budget: Budget) -> None:
         self.address = address
         self.oracle = oracle
         self.rounds = rounds
+        self.budget = budget
 
     def count_ties(self, prompts: Prompts, ours: Outputs, theirs: Outputs) -> int:
         ties = 0
@@ -121,7 +124,7 @@ class Comparison:
             nonlocal ties
             rows = []
             async with AsyncClient(self.address) as client:
-                for number in range(self.rounds + 1):
+                for number in self.budget.within(range(self.rounds + 1), least=2):
                     prompts = random_prompts(lengths, self.oracle.vocab_size, number * FRESH + len(lengths))
                     theirs, expected = seconds_of(lambda p=prompts: oracle_call(p, new_tokens))
                     began = time.perf_counter()
@@ -136,11 +139,11 @@ class Comparison:
         rows = asyncio.run(all_rounds())
         tokens = len(lengths) * new_tokens
         return {
-            "tandem_tokens_per_second": round(statistics.median(tokens / ours for ours, _, _ in rows), 1),
-            "transformers_tokens_per_second": round(statistics.median(tokens / theirs for _, theirs, _ in rows), 1),
-            "ratio": round(statistics.median(theirs / ours for ours, theirs, _ in rows), 3),
+            "tandem_tokens_per_second": Measured.median(tokens / ours for ours, _, _ in rows),
+            "transformers_tokens_per_second": Measured.median(tokens / theirs for _, theirs, _ in rows),
+            "ratio": Measured.median(theirs / ours for ours, theirs, _ in rows),
             "ratios": [round(theirs / ours, 3) for ours, theirs, _ in rows],
-            "rounds": self.rounds,
+            "rounds": len(rows),
             "sequences_that_part_at_a_tie": ties,
             "times": [times for _, _, times in rows],
         }
@@ -152,46 +155,68 @@ def lone(comparison: Comparison) -> dict[str, Any]:
     result = comparison.run([PROMPT_TOKENS], OUTPUT_TOKENS, oracle.static_batch)
     ours = [(times[0][-1] - times[0][0]) / (OUTPUT_TOKENS - 1) for times in result["times"]]
     theirs = []
-    for number in range(comparison.rounds):
+    for number in range(result["rounds"]):
         prompts = random_prompts([PROMPT_TOKENS], oracle.vocab_size, number)
         full, _ = seconds_of(lambda p=prompts: oracle.static_batch(p, OUTPUT_TOKENS))
         first, _ = seconds_of(lambda p=prompts: oracle.static_batch(p, 1))
         theirs.append((full - first) / (OUTPUT_TOKENS - 1))
     return {
-        "tandem_ms_per_token": round(statistics.median(ours) * 1e3, 3),
-        "transformers_ms_per_token": round(statistics.median(theirs) * 1e3, 3),
+        "tandem_ms_per_token": Measured.median(ours, 1e3),
+        "transformers_ms_per_token": Measured.median(theirs, 1e3),
         "ratio": round(statistics.median(ours) / statistics.median(theirs), 3),
-        "rounds": comparison.rounds,
+        "rounds": result["rounds"],
         "sequences_that_part_at_a_tie": result["sequences_that_part_at_a_tie"],
     }
 
 
+def measure(comparison: Comparison, parts: Sequence[str], rows: int) -> dict[str, dict[str, Any]]:
+    """Of the parts that the budget lets begin."""
+    oracle, results = comparison.oracle, dict[str, dict[str, Any]]()
+    mixed = torch.randint(16, 256, (rows,), generator=torch.Generator().manual_seed(1)).tolist()
+    for part in comparison.budget.within(parts):
+        if part == "static_batch":
+            results[part] = comparison.run([PROMPT_TOKENS] * rows, OUTPUT_TOKENS, oracle.static_batch)
+        elif part == "mixed":
+            results[part] = comparison.run(mixed, OUTPUT_TOKENS, oracle.continuous)
+        else:
+            results[part] = lone(comparison)
+    for result in results.values():
+        result.pop("times", None)
+    return results
+
+
+def targets_of(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of what has been measured."""
+    limits = {
+        "static_batch": (at_least, "static batch, tokens/s ÷ transformers'", 1.2),
+        "mixed": (at_least, "mixed lengths, tokens/s ÷ transformers' generate_batch", 3.0),
+        "lone": (at_most, "lone request, time a token ÷ transformers'", 0.8),
+    }
+    found = ((*limits[part], result["ratio"]) for part, result in results.items())
+    return [limit(name, value, bound) for limit, name, bound, value in found]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--set", action="append", default=[], help="dotted.key=value of the cluster's config")
-    parser.add_argument("--only", choices=["static_batch", "mixed", "lone"], default=None)
-    arguments = parser.parse_args()
+    add_list(parser, "--only", default=PARTS, choices=PARTS)
+    parser.add_argument("--rows", type=int, default=BATCH, help="requests at once, of static_batch and mixed")
+    add_seconds(parser)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), arch="llama", size="small", seed=0)
         oracle = Oracle(Path(folder))
-        overrides = ["name=bench-cpu-generate", "gateway.port=0", f"model.path={folder}", *arguments.set]
+        overrides = ["name=bench-cpu-generate", "gateway.port=0", f"model.path={folder}", *options.set]
         cluster = Cluster(load_config(None, overrides))
         try:
-            comparison = Comparison(cluster.start(), oracle, arguments.rounds)
-            mixed = torch.randint(16, 256, (BATCH,), generator=torch.Generator().manual_seed(1)).tolist()
-            results: dict[str, dict[str, Any]] = {"threads": {"torch": torch.get_num_threads()}}
-            if arguments.only in (None, "static_batch"):
-                results["static_batch"] = comparison.run([PROMPT_TOKENS] * BATCH, OUTPUT_TOKENS, oracle.static_batch)
-            if arguments.only in (None, "mixed"):
-                results["mixed"] = comparison.run(mixed, OUTPUT_TOKENS, oracle.continuous)
-            if arguments.only in (None, "lone"):
-                results["lone"] = lone(comparison)
+            comparison = Comparison(cluster.start(), oracle, options.rounds, Budget(options.seconds))
+            results = measure(comparison, options.only, options.rows)
         finally:
             cluster.stop()
-    for result in results.values():
-        result.pop("times", None)
-    print_result(results)
+    case = " ".join([f"{options.rows} rows"] * (options.rows != BATCH) + options.set)
+    limits = {"case": case} if case else {"targets": targets_of(results)}
+    print_result({"threads": {"torch": torch.get_num_threads()}, **results, **limits}, options)
 
 
 if __name__ == "__main__":

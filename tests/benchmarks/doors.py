@@ -12,11 +12,9 @@ streams a token so many times a second. Doors in turns; per door, medians over t
     busy                        the part of a core that the busiest process of clients takes
 """
 
-import argparse
 import asyncio
 import gc
 import multiprocessing
-import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -34,6 +32,8 @@ from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import EventLoopThread
 from tests.benchmarks.load import LoadProcesses, Outcome, Share, numbers_of
+from tests.benchmarks.measured import Measured
+from tests.benchmarks.options import Budget, add_seconds, benchmark_parser
 from tests.benchmarks.results import percentile, print_result, rounded
 from tests.cluster.fake_worker import FakeWorker
 
@@ -176,7 +176,7 @@ def costs_of(outcome: Outcome, before: Spent, after: Spent) -> dict[str, float]:
     }
 
 
-def measure(clients: int, output: int, steps: float, rounds: int) -> dict[str, dict[str, float]]:
+def measure(clients: int, output: int, steps: float, rounds: int, budget: Budget) -> dict[str, dict[str, float]]:
     """Per door the medians over the rounds."""
     rows: dict[str, list[dict[str, float]]] = {"grpc": [], "http": []}
     with tempfile.TemporaryDirectory() as folder, LoadProcesses(PROCESSES) as processes:
@@ -186,7 +186,7 @@ def measure(clients: int, output: int, steps: float, rounds: int) -> dict[str, d
             _process(serve_gateway, folder, worker.recv()) as gateway,
         ):
             doors = gateway.recv()
-            for number in range(-1, rounds):
+            for number in budget.within(range(-1, rounds), least=2):
                 few = clients // PROCESSES if number >= 0 else WARM_UP
                 for door, row in rows.items():
                     http = doors.http if door == "http" else ""
@@ -198,21 +198,22 @@ def measure(clients: int, output: int, steps: float, rounds: int) -> dict[str, d
                     gateway.send(True)
                     row.append(costs_of(outcome, before, gateway.recv()))
     return {
-        door: {name: rounded(statistics.median(each[name] for each in row[1:])) for name in row[0]}
-        for door, row in rows.items()
+        door: {name: Measured.median(each[name] for each in row[1:]) for name in row[0]} for door, row in rows.items()
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__file__, __doc__)
     parser.add_argument("--clients", type=int, default=128)
     parser.add_argument("--output", type=int, default=64, help="mean tokens of an output")
     parser.add_argument("--steps", type=float, default=20.0, help="tokens a second of each stream")
     parser.add_argument("--rounds", type=int, default=3)
+    add_seconds(parser)
     given = parser.parse_args()
-    doors = measure(given.clients, given.output, given.steps, given.rounds)
+    doors = measure(given.clients, given.output, given.steps, given.rounds, Budget(given.seconds))
     ratios = {name: rounded(value / doors["grpc"][name]) for name, value in doors["http"].items()}
-    print_result({"clients": given.clients, "steps_a_second": given.steps, **doors, "http_to_grpc": ratios})
+    sizes = {"case": f"{given.clients} clients", "steps_a_second": given.steps}
+    print_result({**sizes, **doors, "http_to_grpc": ratios}, given)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ included, 16 sequences of 32K on shuffled pages; roof: C, a device copy of the s
 chunk behind 8K. speed-up: time over bfloat16 ÷ time over FP8. step: the whole model's decode step, run ahead.
 """
 
+import argparse
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -25,13 +26,18 @@ from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tests.benchmarks.device_time import device_seconds, measure_copy
+from tests.benchmarks.measured import Measured
+from tests.benchmarks.model_shapes import SHAPES, shape_name
+from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_least, print_result, print_skipped, rounded
-from tests.benchmarks.steps import Bench, device_seconds, measure_copy, random_pool
+from tests.benchmarks.step_bench import Bench, random_pool
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 32, 8, 128, 16, 2
-BATCH, CONTEXT = 16, 32768
+ROWS, CONTEXT = 16, 32768
 CACHED, CHUNKS = 8192, (128, 512, 4096)
-MODEL, MODEL_LAYERS = "Qwen3-8B", 36
+MODEL = "qwen3-8b"
+PARTS = ("attention", "chunks", "step")
 K_SCALE, V_SCALE = 0.02, 0.03
 KINDS = ("bfloat16", "fp8")
 
@@ -58,7 +64,7 @@ def prepare(kind: str, sequences: int, cached: int, new: int) -> tuple[Kernels, 
     return kernels, tokens, tables, (q, k, v)
 
 
-def chunk_seconds(kind: str, new: int) -> float:
+def chunk_seconds(kind: str, new: int) -> Measured:
     """Attention of one layer."""
     kernels, tokens, tables, (q, k, v) = prepare(kind, 1, CACHED, new)
     plan = kernels.plan(tokens, tables)
@@ -66,13 +72,13 @@ def chunk_seconds(kind: str, new: int) -> float:
     return device_seconds(lambda: kernels.attend(1, q, k, v, plan))
 
 
-def decode_seconds(kind: str) -> float:
+def decode_seconds(kind: str, rows: int, context: int) -> Measured:
     """What stands between one layer's products in a decode step."""
-    kernels, _, tables, (q, k, v) = prepare(kind, BATCH, CONTEXT - 1, 1)
+    kernels, _, tables, (q, k, v) = prepare(kind, rows, context - 1, 1)
     assert isinstance(kernels, StepKernels)
     arrays = (tables.slot_mapping, tables.kv_indptr, tables.kv_last_page_len, tables.kv_indices)
     plan = kernels.fixed_plan(DeviceTables(*upload(arrays, q.device)), Q_HEADS)
-    rotation = Rotation(torch.randn(BATCH, 2, HEAD_DIM, device=q.device, dtype=q.dtype))
+    rotation = Rotation(torch.randn(rows, 2, HEAD_DIM, device=q.device, dtype=q.dtype))
     norm = HeadNorm(
         torch.ones(Q_HEADS + KV_HEADS, HEAD_DIM, device=q.device, dtype=q.dtype), 1e-6, lambda heads, *_: heads
     )
@@ -84,41 +90,57 @@ def decode_seconds(kind: str) -> float:
     return device_seconds(graph.replay)
 
 
-def compare(seconds: Callable[[str], float]) -> dict[str, float]:
+def compare(seconds: Callable[[str], Measured], unit: str = "us", scale: float = 1e6) -> dict[str, float]:
     plain, fp8 = map(seconds, KINDS)
-    return {"bfloat16_us": rounded(plain * 1e6), "fp8_us": rounded(fp8 * 1e6), "speed_up": rounded(plain / fp8)}
+    found = {f"bfloat16_{unit}": plain.scaled(scale), f"fp8_{unit}": fp8.scaled(scale)}
+    return found | {"speed_up": rounded(plain / fp8)}
 
 
-def step_seconds(kind: str) -> float:
-    scales = KVScales.uniform(MODEL_LAYERS, K_SCALE, V_SCALE) if kind == "fp8" else None
-    bench = Bench(MODEL, BATCH, BATCH * (CONTEXT + 512), scales)
-    seconds = bench.decode(BATCH, CONTEXT, SamplingParams(temperature=0))[0]
+def compare_decode(rows: int, context: int) -> dict[str, float]:
+    found = compare(partial(decode_seconds, rows=rows, context=context))
+    rate = rows * context * 2 * KV_HEADS * HEAD_DIM / found["fp8_us"] * 1e6
+    return found | {"fp8_of_C": rounded(rate / measure_copy())}
+
+
+def step_seconds(kind: str, model: str, rows: int, context: int) -> Measured:
+    num_layers = int(SHAPES[model]["num_hidden_layers"])
+    scales = KVScales.uniform(num_layers, K_SCALE, V_SCALE) if kind == "fp8" else None
+    bench = Bench(model, rows, rows * (context + 512), scales)
+    seconds, _ = bench.decode(np.full(rows, context), SamplingParams(temperature=0))
     del bench
     gc.collect()  # the next one needs the memory
     torch.cuda.empty_cache()
     return seconds
 
 
+def measure(options: argparse.Namespace, budget: Budget) -> dict[str, Any]:
+    rows, context, found = options.rows, options.context, dict[str, Any]()
+    with torch.inference_mode():
+        if "attention" in options.parts:
+            found[f"decode attention of {rows} at {context}"] = compare_decode(rows, context)
+        for new in budget.within(CHUNKS if "chunks" in options.parts else (), least=0):
+            found[f"chunk of {new} behind {CACHED}"] = compare(partial(chunk_seconds, new=new))
+    if "step" in options.parts and not budget.is_spent:
+        step = partial(step_seconds, model=options.model, rows=rows, context=context)
+        found[f"decode step of {options.model}, {rows} at {context}"] = compare(step, "ms", 1e3)
+    return found
+
+
 def main() -> None:
+    parser = benchmark_parser(__file__, __doc__)
+    parser.add_argument("--model", type=shape_name, choices=list(SHAPES), default=MODEL, help="of the whole step")
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--context", type=int, default=CONTEXT)
+    add_list(parser, "--parts", default=PARTS, choices=PARTS)
+    add_seconds(parser)
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print_skipped("needs a CUDA device")
         return
-    with torch.inference_mode():
-        decode = compare(decode_seconds)
-        decode["fp8_of_C"] = rounded(
-            BATCH * CONTEXT * 2 * KV_HEADS * HEAD_DIM / decode["fp8_us"] * 1e6 / measure_copy()
-        )
-        chunks = {f"chunk of {new} behind {CACHED}": compare(partial(chunk_seconds, new=new)) for new in CHUNKS}
-    plain, fp8 = (step_seconds(kind) for kind in KINDS)
-    step = {"bfloat16_ms": rounded(plain * 1e3), "fp8_ms": rounded(fp8 * 1e3), "speed_up": rounded(plain / fp8)}
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        f"decode attention of {BATCH} at {CONTEXT}": decode,
-        **chunks,
-        f"decode step of {MODEL}, {BATCH} at {CONTEXT}": step,
-        "targets": [at_least("decode attention over FP8, speed-up over bfloat16", decode["speed_up"], 1.6)],
-    }
-    print_result(result)
+    found = measure(options, Budget(options.seconds))
+    decode = found.get(f"decode attention of {ROWS} at {CONTEXT}")
+    targets = [at_least("decode attention over FP8, speed-up over bfloat16", decode["speed_up"], 1.6)] if decode else []
+    print_result({"device": torch.cuda.get_device_name(), **found, "targets": targets}, options, gpus=1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ FlashInfer on a pool of one layer ÷ ours on a layer of a page-major pool; prefi
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,27 +16,15 @@ from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tandem.cache.plan.tables import lay_out_tokens, look_up_pages
-from tests.benchmarks.results import at_least, print_result, print_skipped
+from tests.benchmarks.device_time import device_seconds, measure_copy
+from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
+from tests.benchmarks.results import at_least, print_result, print_skipped, rounded
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 32, 8, 128, 16, 4
 DTYPE = torch.bfloat16
 PROMPT = 8192
-BATCH, CONTEXT = 64, 4096
-COPY_BYTES = 2 << 30
-
-
-def seconds(run: Callable[[], object]) -> float:
-    """Median on the device, caches flushed before each run."""
-    from triton.testing import do_bench
-
-    milliseconds: Any = do_bench(run, warmup=50, rep=300, return_mode="median")
-    return milliseconds / 1e3
-
-
-def copy_roof() -> float:
-    source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / seconds(lambda: target.copy_(source))
+ROWS, CONTEXT = 64, 4096
+PARTS = ("prefill", "decode")
 
 
 class Case:
@@ -92,45 +81,63 @@ def measure(case: Case, roof: float) -> dict[str, float]:
     q, _ = case.append()
     bare = bare_flashinfer(case)
     append, ours, theirs = (
-        seconds(case.append),
-        seconds(lambda: case.attend(q)),
-        seconds(lambda: bare(q)),
+        device_seconds(case.append),
+        device_seconds(lambda: case.attend(q)),
+        device_seconds(lambda: bare(q)),
     )
     error = float((case.attend(q).float() - bare(q).float()).abs().max())
     return {
-        "append_us": round(append * 1e6, 1),
-        "append_to_copy": round(case.append_bytes() / append / roof, 3),
-        "attention_us": round(ours * 1e6, 1),
-        "attention_to_bare": round(theirs / ours, 3),
+        "append_us": append.scaled(1e6),
+        "append_to_copy": rounded(case.append_bytes() / append / roof),
+        "attention_us": ours.scaled(1e6),
+        "attention_to_bare": rounded(theirs / ours),
         "largest_difference": error,
     }
 
 
+def measure_prefill(prompt: int, roof: float) -> dict[str, float]:
+    found = measure(Case(1, 0, prompt), roof)
+    return found | {"tflops": rounded(2 * prompt**2 * Q_HEADS * HEAD_DIM / found["attention_us"] / 1e6)}
+
+
+def measure_decode(rows: int, context: int, roof: float) -> dict[str, float]:
+    found = measure(Case(rows, context - 1, 1), roof)
+    kv_bytes = rows * context * 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+    return found | {"kv_gb_per_s": rounded(kv_bytes / found["attention_us"] / 1e3)}
+
+
+def targets_of(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of what has been measured in the sizes that targets are set for."""
+    targets = []
+    if (prefill := results.get(f"prefill of {PROMPT}")) is not None:
+        targets.append(at_least("append of 8K tokens ÷ device copy", prefill["append_to_copy"], 0.85))
+        targets.append(at_least("prefill attention, bare FlashInfer ÷ ours", prefill["attention_to_bare"], 0.97))
+    if (decode := results.get(f"decode of {ROWS} at {CONTEXT}")) is not None:
+        targets.append(at_least("decode attention, bare FlashInfer ÷ ours", decode["attention_to_bare"], 0.97))
+    return targets
+
+
 def main() -> None:
+    parser = benchmark_parser(__file__, __doc__)
+    add_list(parser, "--prompts", int, default=[PROMPT], help="tokens")
+    add_list(parser, "--rows", int, default=[ROWS], help="sequences that decode")
+    add_list(parser, "--contexts", int, default=[CONTEXT], help="positions of each of them")
+    add_list(parser, "--parts", default=PARTS, choices=PARTS)
+    add_seconds(parser)
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print_skipped("needs a CUDA device")
         return
+    budget, results = Budget(options.seconds), dict[str, Any]()
     with torch.inference_mode():
-        roof = copy_roof()
-        prefill = measure(Case(1, 0, PROMPT), roof)
-        decode = measure(Case(BATCH, CONTEXT - 1, 1), roof)
-    prefill["tflops"] = round(2 * PROMPT**2 * Q_HEADS * HEAD_DIM / prefill["attention_us"] / 1e6, 1)
-    decode["kv_gb_per_s"] = round(
-        BATCH * CONTEXT * 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize / decode["attention_us"] / 1e3, 1
-    )
-    print_result(
-        {
-            "device": torch.cuda.get_device_name(),
-            "copy_gb_per_s": round(roof / 1e9, 1),
-            f"prefill of {PROMPT}": prefill,
-            f"decode of {BATCH} at {CONTEXT}": decode,
-            "targets": [
-                at_least("append of 8K tokens ÷ device copy", prefill["append_to_copy"], 0.85),
-                at_least("prefill attention, bare FlashInfer ÷ ours", prefill["attention_to_bare"], 0.97),
-                at_least("decode attention, bare FlashInfer ÷ ours", decode["attention_to_bare"], 0.97),
-            ],
-        }
-    )
+        roof = measure_copy()
+        for prompt in budget.within(options.prompts if "prefill" in options.parts else ()):
+            results[f"prefill of {prompt}"] = measure_prefill(prompt, roof)
+        decodes = product(options.rows, options.contexts) if "decode" in options.parts else ()
+        for rows, context in budget.within(decodes):
+            results[f"decode of {rows} at {context}"] = measure_decode(rows, context, roof)
+    device = {"device": torch.cuda.get_device_name(), "copy_gb_per_s": rounded(roof / 1e9)}
+    print_result(device | results | {"targets": targets_of(results)}, options, gpus=1)
 
 
 if __name__ == "__main__":

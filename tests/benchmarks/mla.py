@@ -6,7 +6,6 @@ rotates and appends. prefill: one prompt; the bare ragged wrapper on K and V tha
 also gathers and expands them. All times are of CUDA graphs.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,22 +16,17 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
+from tests.benchmarks.device_time import graph_seconds
+from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.results import at_least, print_result, print_skipped, rounded
 
 NUM_HEADS, RANK, ROTATED, PAGE_SIZE, LAYERS, LAYER = 128, 512, 64, 16, 4, 1
 HEADS = LatentHeads(key_dim=128, value_dim=128)
 SCALE = (HEADS.key_dim + ROTATED) ** -0.5
 DTYPE = torch.bfloat16
-BATCH, CONTEXT, PROMPT = 64, 4096, 8192
+ROWS, CONTEXT, PROMPT = 64, 4096, 8192
+PARTS = ("decode", "prefill")
 WORKSPACE_BYTES = 256 << 20
-
-
-def seconds(run: Callable[[], object]) -> float:
-    """Median on the device, of calls in a CUDA graph."""
-    from triton.testing import do_bench_cudagraph
-
-    milliseconds: Any = do_bench_cudagraph(run, rep=200, return_mode="median")
-    return milliseconds / 1e3
 
 
 class Case:
@@ -74,16 +68,16 @@ class Case:
         return self.up.absorb(still), rotated
 
 
-def measure_decode() -> dict[str, float]:
+def measure_decode(rows: int, context: int) -> dict[str, float]:
     import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
 
-    case = Case(BATCH, CONTEXT - 1, 1)
+    case = Case(rows, context - 1, 1)
     tables = case.plan.groups[0].tables
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
         torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     )
     wrapper.plan(
-        torch.arange(BATCH + 1, dtype=torch.int32),
+        torch.arange(rows + 1, dtype=torch.int32),
         *(torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_lens)),
         *(NUM_HEADS, RANK, ROTATED, PAGE_SIZE, False, SCALE, DTYPE, DTYPE),
     )
@@ -92,65 +86,76 @@ def measure_decode() -> dict[str, float]:
     wide, rotated = case.absorbed()
     kernels = case.cache._groups[0].kernels
     assert isinstance(kernels, FlashInferLatentKernels)
-    bare = seconds(lambda: wrapper.run(wide, rotated, latents, keys))
-    own = seconds(lambda: kernels._absorbed.run(wide, rotated, *kernels._layers[LAYER]))
+    bare = graph_seconds(lambda: wrapper.run(wide, rotated, latents, keys))
+    own = graph_seconds(lambda: kernels._absorbed.run(wide, rotated, *kernels._layers[LAYER]))
 
     def bare_layer() -> Tensor:
         return case.up.values(wrapper.run(*case.absorbed(), latents, keys))
 
     difference = float((actual.float() - bare_layer().float()).abs().max())
-    bare_layer_seconds, layer = seconds(bare_layer), seconds(case.layer)
+    bare_layer_seconds, layer = graph_seconds(bare_layer), graph_seconds(case.layer)
     return {
-        "attention_us": rounded(own * 1e6),
+        "attention_us": own.scaled(1e6),
         "attention_to_bare": rounded(bare / own),
-        "latents_gb_per_s": rounded(BATCH * CONTEXT * (RANK + ROTATED) * DTYPE.itemsize / own / 1e9),
-        "layer_us": rounded(layer * 1e6),
+        "latents_gb_per_s": rounded(rows * context * (RANK + ROTATED) * DTYPE.itemsize / own / 1e9),
+        "layer_us": layer.scaled(1e6),
         "layer_to_bare": rounded(bare_layer_seconds / layer),
         "largest_difference": difference,
     }
 
 
-def measure_prefill() -> dict[str, float]:
+def measure_prefill(prompt: int) -> dict[str, float]:
     import flashinfer  # pyright: ignore[reportMissingImports]
 
-    case = Case(1, 0, PROMPT)
+    case = Case(1, 0, prompt)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
         torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"), "NHD"
     )
-    indptr = torch.tensor([0, PROMPT], dtype=torch.int32)
+    indptr = torch.tensor([0, prompt], dtype=torch.int32)
     width = HEADS.key_dim + ROTATED
     wrapper.plan(
         indptr, indptr, NUM_HEADS, NUM_HEADS, width, HEADS.value_dim, causal=True, sm_scale=SCALE, q_data_type=DTYPE
     )
-    keys = torch.randn(PROMPT, NUM_HEADS, width, dtype=DTYPE, device="cuda")
-    values = torch.randn(PROMPT, NUM_HEADS, HEADS.value_dim, dtype=DTYPE, device="cuda")
+    keys = torch.randn(prompt, NUM_HEADS, width, dtype=DTYPE, device="cuda")
+    values = torch.randn(prompt, NUM_HEADS, HEADS.value_dim, dtype=DTYPE, device="cuda")
     case.layer()
-    bare, layer = seconds(lambda: wrapper.run(case.q, keys, values)), seconds(case.layer)
+    bare, layer = graph_seconds(lambda: wrapper.run(case.q, keys, values)), graph_seconds(case.layer)
     return {
-        "bare_ms": rounded(bare * 1e3),
-        "bare_tflops": rounded(PROMPT**2 * NUM_HEADS * (width + HEADS.value_dim) / bare / 1e12),
-        "layer_ms": rounded(layer * 1e3),
+        "bare_ms": bare.scaled(1e3),
+        "bare_tflops": rounded(prompt**2 * NUM_HEADS * (width + HEADS.value_dim) / bare / 1e12),
+        "layer_ms": layer.scaled(1e3),
         "layer_to_bare": rounded(bare / layer),
     }
 
 
+def targets_of(results: dict[str, Any]) -> list[dict[str, Any]]:
+    decode = results.get(f"decode of {ROWS} at {CONTEXT}")
+    if decode is None:
+        return []
+    return [
+        at_least("MLA decode attention, bare FlashInfer ÷ ours", decode["attention_to_bare"], 0.95),
+        at_least("MLA decode layer, bare FlashInfer and the maps ÷ ours", decode["layer_to_bare"], 0.95),
+    ]
+
+
 def main() -> None:
+    parser = benchmark_parser(__file__, __doc__)
+    parser.add_argument("--rows", type=int, default=ROWS, help="sequences that decode")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="positions of each of them")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens")
+    add_list(parser, "--parts", default=PARTS, choices=PARTS)
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print_skipped("needs a CUDA device")
         return
+    results: dict[str, Any] = {}
     with torch.inference_mode():
-        decode, prefill = measure_decode(), measure_prefill()
-    print_result(
-        {
-            "device": torch.cuda.get_device_name(),
-            f"decode of {BATCH} at {CONTEXT}": decode,
-            f"prefill of {PROMPT}": prefill,
-            "targets": [
-                at_least("MLA decode attention, bare FlashInfer ÷ ours", decode["attention_to_bare"], 0.95),
-                at_least("MLA decode layer, bare FlashInfer and the maps ÷ ours", decode["layer_to_bare"], 0.95),
-            ],
-        }
-    )
+        if "decode" in options.parts:
+            results[f"decode of {options.rows} at {options.context}"] = measure_decode(options.rows, options.context)
+        if "prefill" in options.parts:
+            results[f"prefill of {options.prompt}"] = measure_prefill(options.prompt)
+    device = {"device": torch.cuda.get_device_name()}
+    print_result(device | results | {"targets": targets_of(results)}, options, gpus=1)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,26 @@ SHAPES = {
         "num_hidden_layers": 28,
         "tie_word_embeddings": True,
     },
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-14b": {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 40,
+        "tie_word_embeddings": False,
+    },
 }
+
+
+def shape_name(name: str) -> str:
+    """The name in SHAPES that is meant: 8b is qwen3-8b."""
+    return name if name in SHAPES else f"qwen3-{name}"
 
 
 def write_shape(name: str, folder: Path) -> Path:

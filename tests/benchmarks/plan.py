@@ -7,9 +7,8 @@ sequences step after step; spread: the same at unlike contexts, so that at every
 changed: other ones at each step, so that what they share is found anew.
 """
 
-import statistics
 import time
-from itertools import cycle
+from itertools import cycle, product
 
 import numpy as np
 import torch
@@ -26,6 +25,8 @@ from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.shared_prefixes import SharingRule
 from tandem.cache.plan.stored_layers import Stages
+from tests.benchmarks.measured import Measured, rounded
+from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_most, print_result
 
 BATCH, CONTEXT, COMMON, PAGE = 256, 1024, 512, 16
@@ -109,26 +110,29 @@ def measure(features: tuple[str, ...], batches: list[np.ndarray], *, spread: boo
         plan()
         times.append(time.thread_time() - began)
     return {
-        "least": round(min(times[WARM_UP:]) * 1e6, 1),
-        "median": round(statistics.median(times[WARM_UP:]) * 1e6, 1),
+        "least": rounded(min(times[WARM_UP:]) * 1e6),
+        "median": Measured.median(times[WARM_UP:], 1e6),
     }
 
 
 def main() -> None:
     everybody = np.arange(BATCH)
-    names = ["+".join(features) or "plain" for features in CASES]
-    kept = {name: measure(features, [everybody]) for name, features in zip(names, CASES, strict=True)}
-    spread = {name: measure(features, [everybody], spread=True) for name, features in zip(names, CASES, strict=True)}
     others = [everybody, everybody[::-1].copy()]
-    changed = {name: measure(features, others) for name, features in zip(names, CASES, strict=True)}
-    print_result(
-        {
-            "kept_us": kept,
-            "spread_us": spread,
-            "changed_us": changed,
-            "targets": [at_most(f"plan of {name}, µs", kept[name]["median"], 300) for name in names[-2:]],
-        }
-    )
+    kinds = {"kept": ([everybody], False), "spread": ([everybody], True), "changed": (others, False)}
+    cases = {"+".join(features) or "plain": features for features in CASES}
+    parser = benchmark_parser(__file__, __doc__)
+    add_list(parser, "--kinds", default=list(kinds), choices=list(kinds))
+    add_list(parser, "--cases", default=list(cases), choices=list(cases))
+    add_seconds(parser)
+    options = parser.parse_args()
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for kind, name in Budget(options.seconds).within(product(options.kinds, options.cases)):
+        batches, spread = kinds[kind]
+        found.setdefault(f"{kind}_us", {})[name] = measure(cases[name], batches, spread=spread)
+    kept = found.get("kept_us", {})
+    limited = [name for name in list(cases)[-2:] if name in kept]
+    targets = [at_most(f"plan of {name}, µs", kept[name]["median"], 300) for name in limited]
+    print_result({**found, "targets": targets}, options)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ With --puts the receiver's pages are not mapped, and kernels of ours issue puts:
 """
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,8 @@ from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
 from tests.benchmarks import nixl_writes
+from tests.benchmarks.measured import Measured, rounded
+from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.pes import run_pes
 from tests.benchmarks.results import at_least, print_result, print_skipped
 
@@ -57,7 +58,7 @@ def exchange(value: Any) -> list[Any]:
     return values
 
 
-def median_seconds(call: Callable[[int], object], rounds: int) -> float:
+def median_seconds(call: Callable[[int], object], rounds: int) -> Measured:
     """Of the rounds after the warm-up; call gets the number of the round."""
     seconds = []
     for number in range(rounds + WARM_UP):
@@ -65,7 +66,7 @@ def median_seconds(call: Callable[[int], object], rounds: int) -> float:
         began = time.perf_counter()
         call(number)
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[WARM_UP:])
+    return Measured.median(seconds[WARM_UP:])
 
 
 def slots_of(pages: Int32Array) -> Int32Array:
@@ -78,7 +79,7 @@ def random_pages(length: int, seed: int) -> tuple[Int32Array, Int32Array]:
     return source, target
 
 
-def roof_seconds(transport: Transport, rounds: int) -> float:
+def roof_seconds(transport: Transport, rounds: int) -> Measured:
     elements = (1 << 30) // 2
     source = transport.pools[0].view(-1)[:elements]
     target = torch.empty_like(source, device=torch.device("cuda", RECEIVER))
@@ -90,7 +91,7 @@ def roof_seconds(transport: Transport, rounds: int) -> float:
     return median_seconds(copy, rounds)
 
 
-def push_seconds(transport: Transport, length: int, rounds: int) -> tuple[float, float]:
+def push_seconds(transport: Transport, length: int, rounds: int) -> tuple[Measured, Measured]:
     tables = [tuple(map(slots_of, random_pages(length, seed))) for seed in range(rounds + WARM_UP)]
     issued = []
 
@@ -101,10 +102,10 @@ def push_seconds(transport: Transport, length: int, rounds: int) -> tuple[float,
         issued.append(time.perf_counter() - began)
         transport.quiet(RECEIVER)
 
-    return median_seconds(push, rounds), statistics.median(issued[WARM_UP:])
+    return median_seconds(push, rounds), Measured.median(issued[WARM_UP:])
 
 
-def nccl_seconds(pe: int, num_bytes: int, rounds: int) -> float:
+def nccl_seconds(pe: int, num_bytes: int, rounds: int) -> Measured:
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
 
     def send(_: int) -> None:
@@ -114,16 +115,16 @@ def nccl_seconds(pe: int, num_bytes: int, rounds: int) -> float:
     return median_seconds(send, rounds)
 
 
-def nixl_numbers(pe: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+def nixl_numbers(pe: int, lengths: Sequence[int], rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     """Per length in tokens and kind of block; the sender's are right."""
     pages = torch.empty(NUM_PAGES, LAYOUT.page_bytes(0), dtype=torch.uint8, device="cuda")
-    results: dict[str, dict[str, dict[str, float]]] = {str(length): {} for length in TARGETS}
+    results: dict[str, dict[str, dict[str, float]]] = {str(length): {} for length in lengths}
     for kind, blocks in NIXL_BLOCKS.items():
         for threads in NIXL_THREADS:
             pages.random_(generator=torch.Generator("cuda").manual_seed(pe))
             torch.cuda.synchronize()
             with nixl_writes.connected(pe, pages, blocks, threads, exchange) as side:
-                for length in TARGETS:
+                for length in lengths:
                     seconds, made = nixl_seconds(pe, side, length, rounds)
                     check_landed(pe, pages, length, rounds + WARM_UP - 1)
                     rate = round(length * LAYOUT.token_bytes / seconds / 1e9, 1)
@@ -146,7 +147,7 @@ def nixl_seconds(pe: int, side: nixl_writes.NixlPages, length: int, rounds: int)
             side.wait_for(note)
 
     seconds = median_seconds(write, rounds)
-    return seconds, statistics.median(made[WARM_UP:]) if made else 0.0
+    return seconds, Measured.median(made[WARM_UP:]) if made else 0.0
 
 
 def check_landed(pe: int, pool: torch.Tensor, length: int, seed: int) -> None:
@@ -167,59 +168,81 @@ def push_numbers(transport: Transport, length: int, rounds: int, roof: float) ->
     """Beside NCCL's; the sender's are right. roof: GB/s, 0 where it is not known."""
     pe, num_bytes = transport.pe, length * LAYOUT.token_bytes
     dist.barrier()
-    seconds, issue = push_seconds(transport, length, rounds) if pe == SENDER else (1.0, 0.0)
+    none = Measured.median([1.0])
+    seconds, issue = push_seconds(transport, length, rounds) if pe == SENDER else (none, none)
     dist.barrier()
     check_landed(pe, transport.pools[0], length, rounds + WARM_UP - 1)
     nccl = num_bytes / nccl_seconds(pe, num_bytes, rounds) / 1e9
     push = num_bytes / seconds / 1e9
     return {
-        "push_gb_s": round(push, 1),
-        "nccl_gb_s": round(nccl, 1),
-        "push_to_W": round(push / roof, 3) if roof else None,
-        "push_to_nccl": round(push / nccl, 3),
-        "push_us": round(seconds * 1e6, 1),
-        "issue_us": round(issue * 1e6, 1),
+        "push_gb_s": rounded(push),
+        "nccl_gb_s": rounded(nccl),
+        "push_to_W": rounded(push / roof) if roof else None,
+        "push_to_nccl": rounded(push / nccl),
+        "push_us": seconds.scaled(1e6),
+        "issue_us": issue.scaled(1e6),
     }
 
 
-def measure(transport: Transport, rounds: int) -> dict[str, Any]:
+def measure(transport: Transport, lengths: Sequence[int], rounds: int, budget: Budget) -> dict[str, Any]:
     pe = transport.pe
     transport.pools[0].normal_(generator=torch.Generator("cuda").manual_seed(pe))
     dist.barrier()
     roof = (1 << 30) / roof_seconds(transport, rounds) / 1e9 if pe == SENDER else 0.0
-    results: dict[str, Any] = {str(length): push_numbers(transport, length, rounds, roof) for length in TARGETS}
-    targets = [
+    results: dict[str, Any] = {}
+    for length in lengths:
+        if any(exchange(bool(results) and budget.is_spent)):  # both, or they would wait for each other
+            break
+        results[str(length)] = push_numbers(transport, length, rounds, roof)
+    found = {"W_gb_s": rounded(roof), "tokens": results, "targets": targets_of(transport, results)}
+    if not nixl_writes.is_installed():
+        return found | {"nixl": nixl_writes.NOT_INSTALLED}
+    if not any(exchange(budget.is_spent)):
+        for length, numbers in nixl_numbers(pe, [int(length) for length in results], min(rounds, NIXL_ROUNDS)).items():
+            results[length]["nixl"] = numbers
+    return found | {"peers": [peer for length, numbers in results.items() for peer in peers_of(length, numbers)]}
+
+
+def targets_of(transport: Transport, results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of pushes into mapped pages."""
+    if transport.peer_pool(RECEIVER, 0) is None:
+        return []
+    return [
         at_least(f"push of {length // 1024}K tokens ÷ W", results[str(length)]["push_to_W"] or 0.0, target)
         for length, target in TARGETS.items()
-        if transport.peer_pool(RECEIVER, 0) is not None
+        if str(length) in results
     ]
-    if not nixl_writes.is_installed():
-        return {"W_gb_s": round(roof, 1), "tokens": results, "nixl": nixl_writes.NOT_INSTALLED, "targets": targets}
-    for length, numbers in nixl_numbers(pe, min(rounds, NIXL_ROUNDS)).items():
-        results[length]["nixl"] = numbers
-    return {"W_gb_s": round(roof, 1), "tokens": results, "targets": targets}
 
 
-def run(pe: int, folder: str, rounds: int, puts: bool) -> None:
+def peers_of(length: str, numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    """What NCCL and NIXL reached in this run."""
+    reached = {"NCCL, contiguous": numbers["nccl_gb_s"]}
+    reached |= {f"NIXL, blocks of a {kind}": of["gb_s"] for kind, of in numbers.get("nixl", {}).items()}
+    return [{"number": f"tokens.{length}.push_gb_s", "peer": name, "value": value} for name, value in reached.items()]
+
+
+def run(pe: int, folder: str, options: argparse.Namespace) -> None:
     torch.cuda.set_device(pe)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=pe, world_size=2)
-    transport = join_island(pe, puts)
-    results = measure(transport, rounds)
+    transport = join_island(pe, options.puts)
+    results = measure(transport, options.tokens, options.rounds, Budget(options.seconds))
     if pe == SENDER:
-        print_result(results)
+        print_result(results | ({"case": "puts"} if options.puts else {}), options, gpus=2)
     transport.close()
     dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--puts", action="store_true", help="as if the GPUs were not peer to peer")
-    arguments = parser.parse_args()
+    add_list(parser, "--tokens", int, default=list(TARGETS), help=f"of a push, multiples of {PAGE}")
+    add_seconds(parser)
+    options = parser.parse_args()
     if torch.cuda.device_count() < 2:
         print_skipped("needs two CUDA devices of one host")
         return
-    run_pes(run, 2, arguments.rounds, arguments.puts)
+    run_pes(run, 2, options)
 
 
 if __name__ == "__main__":

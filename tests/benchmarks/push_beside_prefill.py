@@ -7,15 +7,15 @@ The prefill worker of a running 1P1D cluster computes new prompts, in turn with 
     gb_s       bytes landed ÷ seconds with push
 """
 
-import argparse
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.benchmarks.model_shapes import write_shape
+from tests.benchmarks.measured import Measured
+from tests.benchmarks.model_shapes import SHAPES, shape_name, write_shape
+from tests.benchmarks.options import Budget, add_seconds, benchmark_parser
 from tests.benchmarks.pair import Pair, running_cluster
 from tests.benchmarks.results import at_most, plot, print_result, print_skipped, rounded
 
@@ -23,9 +23,9 @@ MODEL, LENGTH = "qwen3-8b", 8192
 WARM_UP = 3
 
 
-def measure(pair: Pair, length: int, rounds: int) -> dict[str, Any]:
+def measure(pair: Pair, length: int, rounds: int, budget: Budget | None = None) -> dict[str, Any]:
     without, pushing, ratios = [], [], []
-    for number in range(rounds + WARM_UP):
+    for number in (budget or Budget(None)).within(range(rounds + WARM_UP), least=WARM_UP + 1):
         prompt = pair.prompt(length)
         alone, pushed = pair.prefill(prompt, push=False), pair.prefill(prompt, push=True)
         for run, positions in ((alone, 1), (pushed, length)):
@@ -35,12 +35,12 @@ def measure(pair: Pair, length: int, rounds: int) -> dict[str, Any]:
             without.append(alone.worker_seconds)
             pushing.append(pushed.worker_seconds)
             ratios.append(pushed.worker_seconds / alone.worker_seconds)
-    seconds = statistics.median(pushing)
+    seconds = Measured.median(pushing)
     return {
         "tokens": length,
-        "without_push_ms": rounded(statistics.median(without) * 1e3),
-        "with_push_ms": rounded(seconds * 1e3),
-        "slowdown": round(statistics.median(ratios), 4),
+        "without_push_ms": Measured.median(without, 1e3),
+        "with_push_ms": seconds.scaled(1e3),
+        "slowdown": Measured.median(ratios),
         "bytes_landed": length * pair.token_bytes,
         "gb_s": rounded(length * pair.token_bytes / seconds / 1e9),
     }
@@ -49,7 +49,6 @@ def measure(pair: Pair, length: int, rounds: int) -> dict[str, Any]:
 def result_of(numbers: dict[str, Any], rounds: int) -> dict[str, Any]:
     bars = {"prefill": [numbers["without_push_ms"], numbers["with_push_ms"]]}
     return {
-        "model": MODEL,
         "rounds": rounds,
         **numbers,
         "targets": [at_most("prefill of 8K with push ÷ without", numbers["slowdown"], 1.01)],
@@ -58,21 +57,27 @@ def result_of(numbers: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__file__, __doc__)
+    parser.add_argument("--model", type=shape_name, choices=list(SHAPES), default=MODEL)
+    parser.add_argument("--tokens", type=int, default=LENGTH, help="of the prompt")
     parser.add_argument("--rounds", type=int, default=30)
-    arguments = parser.parse_args()
+    add_seconds(parser)
+    options = parser.parse_args()
     if torch.cuda.device_count() < 2:
         print_skipped("needs two CUDA devices of one host")
         return
-    overrides = {"model.max_model_len": LENGTH + 16, "cache.prefix_sharing": False}
+    overrides = {"model.max_model_len": options.tokens + 16, "cache.prefix_sharing": False}
     with tempfile.TemporaryDirectory() as folder:
-        shape = write_shape(MODEL, Path(folder))
+        shape = write_shape(options.model, Path(folder))
         with (
             running_cluster("gpu-1p1d.yaml", shape, overrides) as cluster,
             Pair(cluster.grpc_address, cluster.worker_token) as pair,
         ):
-            numbers = measure(pair, LENGTH, arguments.rounds)
-    print_result(result_of(numbers, arguments.rounds))
+            numbers = measure(pair, options.tokens, options.rounds, Budget(options.seconds))
+    result = result_of(numbers, options.rounds) | {"model": options.model}
+    if (options.model, options.tokens) != (MODEL, LENGTH):
+        result |= {"case": f"{options.model}, {options.tokens} tokens", "targets": []}
+    print_result(result, options, gpus=2)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int32Array
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
+from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.pes import run_pes
 from tests.benchmarks.push import LAYOUT, NUM_PAGES, PAGE, page_sums, slots_of
 from tests.benchmarks.results import plot, print_result, print_skipped, rounded
@@ -107,7 +108,7 @@ def result_of(rates: dict[str, dict[int, float]]) -> dict[str, Any]:
     return {"patterns": patterns, "plots": [plot("all senders", "", "GB/s", list(patterns), {"GB/s": sums})]}
 
 
-def run(pe: int, folder: str, pushes: int) -> None:
+def run(pe: int, folder: str, options: argparse.Namespace) -> None:
     from tandem.transfer.nvshmem.transport import NvshmemTransport  # needs a GPU's packages
 
     torch.cuda.set_device(pe)
@@ -116,21 +117,27 @@ def run(pe: int, folder: str, pushes: int) -> None:
     handles: list[Any] = [None] * NUM_PES
     dist.all_gather_object(handles, transport.open())
     transport.join(handles)
-    rates = {name: measure(transport, senders, pushes) for name, senders in PATTERNS.items()}
+    rates = {name: measure(transport, PATTERNS[name], options.pushes) for name in patterns_of(options)}
     if pe == 0:
-        print_result(result_of(rates))
+        print_result(result_of(rates), options, gpus=NUM_PES)
     transport.close()
     dist.destroy_process_group()
 
 
+def patterns_of(options: argparse.Namespace) -> list[str]:
+    """The pair alone, which the others are compared to, first."""
+    return [ALONE, *(name for name in options.patterns if name != ALONE)]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__file__, __doc__)
+    add_list(parser, "--patterns", default=list(PATTERNS), choices=list(PATTERNS))
     parser.add_argument("--pushes", type=int, default=20, help="to each receiver")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     if torch.cuda.device_count() < NUM_PES:
         print_skipped(f"needs {NUM_PES} CUDA devices of one host")
         return
-    run_pes(run, NUM_PES, arguments.pushes)
+    run_pes(run, NUM_PES, options)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ bits, with as many as it asked for. On two GPUs the workers of a second island s
 A run that is interrupted prints what it has.
 """
 
-import argparse
 import itertools
 import logging
 import os
@@ -21,7 +20,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,8 @@ from tandem.cluster.errors import Unavailable
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2
-from tests.benchmarks.model_shapes import SHAPES, write_shape
+from tests.benchmarks.model_shapes import SHAPES, shape_name, write_shape
+from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.pair import DEPLOY
 from tests.benchmarks.results import at_most, print_result, print_skipped, rounded
 from tests.benchmarks.shared_gpus import SharingProcesses
@@ -227,7 +227,7 @@ def make_cases(model: Path, exact: bool) -> list[Case]:
 
 
 def measure(
-    cluster: Cluster, cases: Sequence[Case], order: Sequence[str], num_clients: int, found: dict[str, list[Recovery]]
+    cluster: Cluster, cases: Sequence[Case], order: Iterable[str], num_clients: int, found: dict[str, list[Recovery]]
 ) -> None:
     """order: what is to be killed, each time. Adds to found, by target, as kills come."""
     address = cluster.start()
@@ -287,12 +287,13 @@ def settings(folder: Path, shape: str | None, gpus: bool, islands: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS)
+    add_list(parser, "--targets", default=TARGETS, choices=TARGETS)
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--islands", type=int, nargs="+", default=[1, 2], choices=(1, 2))
-    parser.add_argument("--shape", choices=SHAPES)
+    add_list(parser, "--islands", int, default=[1, 2], choices=(1, 2))
+    parser.add_argument("--shape", type=shape_name, choices=list(SHAPES))
+    add_seconds(parser)
     options = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s")
     for name in (__name__, "tandem"):
@@ -310,11 +311,12 @@ def main() -> None:
         else:
             write_shape(options.shape, folder)
         cases = make_cases(folder / "model", options.shape is None)
-        for islands in options.islands:
+        budget = Budget(options.seconds)
+        for islands in budget.within(options.islands):
             processes = SharingProcesses(2 * islands) if 0 < num_gpus < 2 * islands else RayProcesses()
             cluster = Cluster(load_config(config, settings(folder, options.shape, num_gpus > 0, islands)), processes)
             kills = found.setdefault(f"islands {islands}", {})
-            measure(cluster, cases, list(options.targets) * options.rounds, options.clients, kills)
+            measure(cluster, cases, budget.within(list(options.targets) * options.rounds), options.clients, kills)
     result: dict[str, Any] = {
         islands: {role: summary(kills) for role, kills in roles.items()} for islands, roles in found.items()
     }
@@ -323,7 +325,8 @@ def main() -> None:
     targets = (
         [at_most("kill to admission stopped, worst, s", max(detected), DETECTION_TARGET_SECONDS)] if detected else []
     )
-    print_result(result | {"targets": targets})
+    result |= {"targets": targets} | ({"case": options.shape} if options.shape else {})
+    print_result(result, options, gpus=min(num_gpus, 2 * max(options.islands)))
 
 
 if __name__ == "__main__":

@@ -2,18 +2,24 @@
 
 import json
 import statistics
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-DIGITS = 4
+from tests.benchmarks.measured import Measured, rounded
+from tests.benchmarks.records import add_run
 
 
 def at_most(name: str, value: float, limit: float) -> dict[str, Any]:
-    return {"name": name, "value": rounded(value), "at_most": limit}
+    return {"name": name, "value": _shown(value), "at_most": limit}
 
 
 def at_least(name: str, value: float, limit: float) -> dict[str, Any]:
-    return {"name": name, "value": rounded(value), "at_least": limit}
+    return {"name": name, "value": _shown(value), "at_least": limit}
+
+
+def _shown(value: float) -> float:
+    return value if isinstance(value, Measured) else rounded(value)
 
 
 def plot(
@@ -23,11 +29,6 @@ def plot(
     return {"title": title, "x_label": x_label, "y_label": y_label, "x": list(x), "series": dict(series)}
 
 
-def rounded(value: float) -> float:
-    """To DIGITS digits that count."""
-    return float(f"{value:.{DIGITS}g}")
-
-
 def percentile(values: Sequence[float], percent: int) -> float:
     """By linear interpolation; the value itself where there is one."""
     if len(values) == 1:
@@ -35,8 +36,14 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def print_result(result: Mapping[str, Any]) -> None:
+def print_result(result: Mapping[str, Any], options: Namespace | None = None, *, gpus: int = 0) -> None:
+    """Prints the result as JSON, and records the run where --record asks for it.
+
+    options: what benchmark_parser() parsed. gpus: how many GPUs the benchmark uses.
+    """
     print(json.dumps(result, indent=2), flush=True)
+    if options is not None and options.record is not None:
+        add_run(options.benchmark, result, gpus=gpus, commit=options.commit, folder=options.record)
 
 
 def print_skipped(why: str) -> None:

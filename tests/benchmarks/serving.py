@@ -15,11 +15,9 @@ GPUs, a small Llama where there are none. Without --clients and --rate it tries 
 of LOADED times what the most of them reached.
 """
 
-import argparse
 import itertools
 import math
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -36,10 +34,13 @@ from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
 from tandem.cluster.gateway import Doors
 from tests.benchmarks.load import LoadProcesses, Outcome, Share, numbers_of
-from tests.benchmarks.model_shapes import write_shape
+from tests.benchmarks.measured import Measured
+from tests.benchmarks.model_shapes import SHAPES, shape_name, write_shape
+from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.pair import DEPLOY, running_cluster
 from tests.benchmarks.results import plot, print_result, rounded
 
+MODEL = "qwen3-8b"
 LOADED = 0.7
 WARM_UP_CLIENTS = 4
 CLIENTS_A_PROCESS = 16
@@ -100,18 +101,18 @@ def _split(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-def measure_all(load: Load, doors: Sequence[str], rounds: int, size: Size, rate: float | None) -> Loads:
+def measure_all(load: Load, doors: Sequence[str], rounds: int, size: Size, rate: float | None, budget: Budget) -> Loads:
     """Per load and door its numbers, medians over the rounds; rate None takes LOADED times that of the last closed
     loop."""
     results: Loads = {}
     for door in doors:
         load.closed_loop(door, WARM_UP_CLIENTS, WARM_UP_CLIENTS)
-    for clients in size.clients:
+    for clients in budget.within(size.clients):
         requests = min(size.requests, 16 * clients)
         closed = partial(load.closed_loop, clients=clients, requests=requests)
         results |= _in_turns(f"{clients} clients", doors, rounds, closed)
     reached = list(results.values())
-    if rate is None and reached:
+    if rate is None and reached and not budget.is_spent:
         rate = LOADED * reached[-1]["requests_s"]
     if rate is not None:
         opened = partial(load.open_loop, rate=rate, requests=size.requests)
@@ -126,7 +127,7 @@ def _in_turns(name: str, doors: Sequence[str], rounds: int, run: Callable[[str],
             row.append(numbers_of(run(door)))
             print(f"{name}, {door}: {row[-1]}", file=sys.stderr, flush=True)
     return {
-        f"{name}, {door}": {each: rounded(statistics.median(numbers[each] for numbers in row)) for each in row[0]}
+        f"{name}, {door}": {each: Measured.median(numbers[each] for numbers in row) for each in row[0]}
         for door, row in rows.items()
     }
 
@@ -162,11 +163,11 @@ def result_of(model: str, size: Size, loads: Loads) -> dict[str, Any]:
 
 
 @contextmanager
-def cluster_for(config: str, *, http: bool) -> Iterator[tuple[str, Doors]]:
+def cluster_for(config: str, shape: str, *, http: bool) -> Iterator[tuple[str, Doors]]:
     """Name of the model and doors of a cluster that lives as long. config: a file of deploy/; http: both doors."""
     with tempfile.TemporaryDirectory() as folder:
         if load_config(DEPLOY / config).island.device == "cuda":
-            name, overrides = "qwen3-8b", {"model.max_model_len": 8192}
+            name, overrides = shape, {"model.max_model_len": 8192}
             path = write_shape(name, Path(folder))
         else:
             name, overrides = "small Llama", {"model.load_format": "safetensors"}
@@ -177,6 +178,13 @@ def cluster_for(config: str, *, http: bool) -> Iterator[tuple[str, Doors]]:
             yield f"{name}, {config}", Doors(cluster.grpc_address, cluster.http_address)
 
 
+def gpus_of(config: str) -> int:
+    """How many a cluster of a file of deploy/ takes."""
+    loaded = load_config(DEPLOY / config)
+    workers = loaded.num_islands * (loaded.island.num_prefill + loaded.island.num_decode)
+    return workers if loaded.island.device == "cuda" else 0
+
+
 def doors_of(address: str) -> Doors:
     with Client(address) as client:
         return Doors(address, client.cluster_info().http_address or None)
@@ -185,17 +193,19 @@ def doors_of(address: str) -> Doors:
 def main() -> None:
     on_gpus = torch.cuda.device_count() >= 2
     default = GPU_SIZE if on_gpus else CPU_SIZE
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__file__, __doc__)
     parser.add_argument("--address", help="HOST:PORT of the gateway of a running cluster")
     parser.add_argument("--config", default="gpu-1p1d.yaml" if on_gpus else "local.yaml", help="a file of deploy/")
-    parser.add_argument("--door", nargs="+", choices=("grpc", "http"), default=["grpc"], help="in turns")
+    parser.add_argument("--model", type=shape_name, choices=list(SHAPES), default=MODEL, help="on GPUs")
+    add_list(parser, "--door", choices=("grpc", "http"), default=["grpc"], help="in turns")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--clients", type=int, nargs="*", help="numbers of clients, one closed loop each")
+    add_list(parser, "--clients", int, nargs="*", help="numbers of clients, one closed loop each")
     parser.add_argument("--rate", type=float, help="requests a second of the open loop")
     parser.add_argument("--requests", type=int, default=default.requests, help="most requests of one load")
     parser.add_argument("--prompt", type=int, default=default.prompt, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=default.output, help="mean tokens of an output")
     parser.add_argument("--seed", type=int, default=0)
+    add_seconds(parser)
     given = parser.parse_args()
     clients = given.clients if given.clients is not None else () if given.rate else default.clients
     size = Size(given.prompt, given.output, given.requests, tuple(clients))
@@ -203,13 +213,14 @@ def main() -> None:
     if given.address:
         running = nullcontext((given.address, doors_of(given.address)))
     else:
-        running = cluster_for(given.config, http=http)
+        running = cluster_for(given.config, given.model, http=http)
     with running as (model, doors), LoadProcesses(PROCESSES) as processes:
         if http and doors.http is None:
             parser.error(f"{given.address} has no HTTP door (gateway.http_port)")
         load = Load(processes, doors, size, given.seed)
-        loads = measure_all(load, given.door, given.rounds, size, given.rate)
-    print_result(result_of(model, size, loads))
+        loads = measure_all(load, given.door, given.rounds, size, given.rate, Budget(given.seconds))
+    case = f"{size.prompt} in, {size.output} out" + ("" if given.model == MODEL else f", {given.model}")
+    print_result({"case": case, **result_of(model, size, loads)}, given, gpus=gpus_of(given.config))
 
 
 if __name__ == "__main__":

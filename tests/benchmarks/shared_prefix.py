@@ -8,6 +8,7 @@ its own, as without prefix sharing. by_common: other lengths of what is common, 
 of Qwen3-8B with random weights.
 """
 
+import argparse
 import time
 from dataclasses import replace
 from functools import partial
@@ -23,12 +24,17 @@ from tandem.cache.plan.shared_prefixes import SharingRule, find_shared_prefixes
 from tandem.cache.plan.tables import lay_out_tokens, look_up_pages
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tests.benchmarks.measured import Measured
+from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_least, print_result, print_skipped, rounded
-from tests.benchmarks.steps import PAGE_SIZE, STEPS, Bench
+from tests.benchmarks.step_bench import PAGE_SIZE, STEPS, Bench
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAYERS, CALLS = 4, 36  # of the pool, and in a graph
-BATCH, COMMON, OWN = 64, 8192, 256
+ROWS, COMMON, OWN = 64, 8192, 256
+OTHERS = ((64, 512), (64, 1024), (8, 4096), (8, 8192), (2, 32768))  # rows, common
+PARTS = ("attention", "by_common", "step")
+MODEL = "qwen3-8b"
 DTYPE = torch.bfloat16
 ALWAYS = SharingRule(1, 1)
 
@@ -62,7 +68,7 @@ class Case:
         q = q.contiguous()
         return [self.kernels.attend(call % LAYERS, q, k, v, plan) for call in range(CALLS)][-1]
 
-    def seconds(self, shared: bool) -> tuple[float, Tensor]:
+    def seconds(self, shared: bool) -> tuple[Measured, Tensor]:
         """Of a layer's attention, and what it gives in the last one."""
         plan = self.kernels.plan(self.tokens, self.shared if shared else self.plain)
         output = self.attend(plan)  # FlashInfer plans here, outside the capture
@@ -77,26 +83,26 @@ class Case:
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / CALLS / 1e3)
-        return sorted(times)[len(times) // 2], output
+        return Measured.median(times), output
 
     def measure(self) -> dict[str, float]:
         plain, expected = self.seconds(shared=False)
         shared, actual = self.seconds(shared=True)
         return {
-            "plain_us": rounded(plain * 1e6),
-            "shared_us": rounded(shared * 1e6),
+            "plain_us": plain.scaled(1e6),
+            "shared_us": shared.scaled(1e6),
             "plain_to_shared": rounded(plain / shared),
             "largest_difference": float((actual.float() - expected.float()).abs().max()),
         }
 
 
-def step_seconds(bench: Bench, sequences: np.ndarray) -> float:
-    """Wall time of a decode step, run ahead; sequences have grown by OWN positions after what they share."""
+def step_seconds(bench: Bench, sequences: np.ndarray, common: int) -> float:
+    """Wall time of a decode step, as in steps.py; sequences have grown by OWN positions after what they share."""
     for sequence in sequences.tolist():
         bench.cache.prepare_receive(sequence, OWN)
         bench.cache.finish_receive(sequence)
     sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * sequences.size)
-    ones, positions = np.ones(sequences.size, np.int64), np.full(sequences.size, COMMON + OWN + 1)
+    ones, positions = np.ones(sequences.size, np.int64), np.full(sequences.size, common + OWN + 1)
     step = partial(bench.runner.step, tuple(sequences.tolist()), ones)
     flight = step(np.full(sequences.size, -1), sampling, positions)
     began = time.perf_counter()
@@ -111,18 +117,18 @@ def step_seconds(bench: Bench, sequences: np.ndarray) -> float:
     return seconds
 
 
-def steps() -> dict[str, float]:
-    bench = Bench("Qwen3-8B", BATCH + 1, (BATCH + 2) * (COMMON + 2 * OWN))
-    cache, sequences = bench.cache, np.arange(1, BATCH + 1)
+def measure_steps(rows: int, common: int) -> dict[str, float]:
+    bench = Bench(MODEL, rows + 1, (rows + 2) * (common + 2 * OWN))
+    cache, sequences = bench.cache, np.arange(1, rows + 1)
     cache.add_sequence(0)
-    cache.prepare_receive(0, COMMON)
+    cache.prepare_receive(0, common)
     cache.finish_receive(0)
     seconds: dict[str, float] = {}
     for way in ("shared", "plain", "copies"):
         for sequence in sequences.tolist():
             if way == "copies":
                 cache.add_sequence(sequence)
-                cache.prepare_receive(sequence, COMMON)
+                cache.prepare_receive(sequence, common)
                 cache.finish_receive(sequence)
             else:
                 cache.fork_sequence(0, sequence)
@@ -130,7 +136,7 @@ def steps() -> dict[str, float]:
         assert graphs is not None
         if way == "plain":
             graphs._sharing = []
-        seconds[way] = step_seconds(bench, sequences)
+        seconds[way] = step_seconds(bench, sequences, common)
         for sequence in sequences.tolist():
             cache.remove_sequence(sequence)
     return {
@@ -140,36 +146,56 @@ def steps() -> dict[str, float]:
     }
 
 
+def measure_attention(rows: int, common: int) -> dict[str, float]:
+    found = Case(rows, common, OWN).measure()
+    copies, _ = Case(rows, common, OWN, copies=True).seconds(shared=False)
+    return found | {"copies_us": copies.scaled(1e6), "copies_to_shared": rounded(copies * 1e6 / found["shared_us"])}
+
+
+def measure(options: argparse.Namespace, budget: Budget) -> dict[str, Any]:
+    rows, common, found = options.rows, options.common, dict[str, Any]()
+    with torch.inference_mode():
+        if "attention" in options.parts:
+            found[f"{rows} sequences, {common} common"] = measure_attention(rows, common)
+        if "by_common" in options.parts:
+            others = {
+                f"{batch} sequences, {length} common": Case(batch, length, OWN).measure()
+                for batch, length in budget.within(OTHERS)
+            }
+            if not budget.is_spent:
+                others["64 sequences, 4096 common, 2048 of each half"] = Case(64, 4096, OWN, halves=2048).measure()
+            found["by_common"] = others
+    torch.cuda.empty_cache()
+    if "step" in options.parts and not budget.is_spent:
+        found["step"] = measure_steps(rows, common)
+    return found
+
+
+def targets_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    targets = []
+    if (attention := found.get(f"{ROWS} sequences, {COMMON} common")) is not None:
+        targets.append(at_least("attention, plain ÷ shared", attention["plain_to_shared"], 3.0))
+    if (step := found.get("step")) is not None:
+        targets.append(at_least("decode step, copies ÷ shared", step["copies_to_shared"], 3.0))
+    return targets
+
+
 def main() -> None:
+    parser = benchmark_parser(__file__, __doc__)
+    parser.add_argument("--rows", type=int, default=ROWS, help="sequences")
+    parser.add_argument("--common", type=int, default=COMMON, help="positions that they have in common")
+    add_list(parser, "--parts", default=PARTS, choices=PARTS)
+    add_seconds(parser)
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print_skipped("needs a CUDA device")
         return
-    with torch.inference_mode():
-        main_case = Case(BATCH, COMMON, OWN).measure()
-        copies, _ = Case(BATCH, COMMON, OWN, copies=True).seconds(shared=False)
-        main_case |= {
-            "copies_us": rounded(copies * 1e6),
-            "copies_to_shared": rounded(copies * 1e6 / main_case["shared_us"]),
-        }
-        others = {
-            f"{batch} sequences, {common} common": Case(batch, common, OWN).measure()
-            for batch, common in ((64, 512), (64, 1024), (8, 4096), (8, 8192), (2, 32768))
-        }
-        others["64 sequences, 4096 common, 2048 of each half"] = Case(BATCH, 4096, OWN, halves=2048).measure()
-    torch.cuda.empty_cache()
-    whole = steps()
-    print_result(
-        {
-            "device": torch.cuda.get_device_name(),
-            f"{BATCH} sequences, {COMMON} common": main_case,
-            "by_common": others,
-            "step": whole,
-            "targets": [
-                at_least("attention, plain ÷ shared", main_case["plain_to_shared"], 3.0),
-                at_least("decode step, copies ÷ shared", whole["copies_to_shared"], 3.0),
-            ],
-        }
-    )
+    found = measure(options, Budget(options.seconds))
+    usual = (options.rows, options.common) == (ROWS, COMMON)
+    result = {"device": torch.cuda.get_device_name(), **found, "targets": targets_of(found) if usual else []}
+    if not usual:
+        result["case"] = f"{options.rows} rows, {options.common} common"
+    print_result(result, options, gpus=1)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from tandem.cluster.cli.runtime_dir import running_cluster
-from tests.benchmarks.model_shapes import write_shape
+from tests.benchmarks.model_shapes import SHAPES, shape_name, write_shape
+from tests.benchmarks.options import benchmark_parser
 from tests.benchmarks.pair import DEPLOY
 from tests.benchmarks.results import at_most, plot, print_result, print_skipped, rounded
 
@@ -72,13 +73,17 @@ def result_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = benchmark_parser(__file__, __doc__)
+    parser.add_argument("--model", type=shape_name, choices=list(SHAPES), default=MODEL)
+    options = parser.parse_args()
     if torch.cuda.device_count() < 2:
         print_skipped("needs two CUDA devices of one host")
         return
     with tempfile.TemporaryDirectory() as folder:
-        model = write_shape(MODEL, Path(folder))
+        model = write_shape(options.model, Path(folder))
         first, second = (start_once(DEPLOY / "gpu-1p1d.yaml", model, {"model.load_format": "dummy"}) for _ in range(2))
-    print_result(result_of(first, second))
+    result = result_of(first, second) | ({} if options.model == MODEL else {"case": options.model})
+    print_result(result, options, gpus=2)
 
 
 if __name__ == "__main__":

@@ -1,307 +1,163 @@
 """Prefill and decode steps of Qwen3 shapes on one GPU, no cluster, against roofs of the same run; prints JSON.
 
-C: a device copy, bytes read and written a second. F: FLOP a second of an 8192³ bf16 product. decode: wall time of a
-step, run ahead as a decode worker does; floor: (weights + KV bytes) / C; roof: the floor, where products take what is
-longer, weights / C or their FLOP / F; idle: of the profiler's timeline of some more steps, what lies between steps
-(idle_us) and between the kernels of a step (gaps_us), a step.
-prefill: chunks of 8192 up to the first token, as of a lone prompt on a prefill worker; FLOP, counted with half of the
-attention square, ÷ time ÷ F; floor: the FLOP at F or weights / C, what is longer; device: what all kernels and copies
-of a prompt take, one after another.
-Random weights and KV. Beside them vLLM 0.23.0 on the same kind of GPU, CUDA graphs, prefix cache off.
+C: a device copy, bytes read and written a second. F: FLOP a second of an 8192³ bf16 product.
+
+decode: wall time of a step, launched before the tokens of the one before are read, as a decode worker does.
+    to_floor    ÷ (weights + KV bytes) / C
+    to_roof     ÷ the floor, where products take the longer of weights / C and their FLOP / F
+    idle_us     of the profiler's timeline of some more steps: what lies between two steps
+    gaps_us     between the kernels of a step
+prefill: chunks of 8192 up to the first token, as of a lone prompt on a prefill worker.
+    to_product  FLOP, counted with half of the attention square, ÷ time ÷ F
+    to_floor    ÷ the FLOP at F or weights / C, what is longer
+    to_device   ÷ what all kernels and copies of a prompt take, one after another
+to_vllm: ÷ the peer's number in results/peers.json, of the same kind of GPU. Random weights and KV.
+
+Under a minute: --model 0.6b --rows 1,8,64 --parts decode. Unlike contexts: --rows 10,64 --contexts mix:one-long
 """
 
-import json
-import tempfile
+import argparse
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan.kv_scales import KVScales
-from tandem.cache.plan.layout import KVLayout, LayerGroup
-from tandem.workers.models.config import ModelConfig
-from tandem.workers.models.registry import load_config
-from tandem.workers.models.weights import load_decoder
-from tandem.workers.runner.model_runner import ModelRunner
-from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tests.benchmarks.contexts import MIXES, Contexts
+from tests.benchmarks.model_shapes import SHAPES, shape_name
+from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
+from tests.benchmarks.records import read_peer
 from tests.benchmarks.results import at_least, at_most, print_result, print_skipped, rounded
-from tests.benchmarks.timeline import Idle, idle, record
+from tests.benchmarks.roofs import Roofs, decode_floor, decode_roof, measure_roofs, prefill_floor, prefill_flops
+from tests.benchmarks.step_bench import CHUNK, MAX_LENGTH, PAGE_SIZE, STEPS, Bench
 
-COMMON: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "attention_bias": False,
-    "torch_dtype": "bfloat16",
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-8B": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-    "Qwen3-0.6B": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-}
-DECODES = (  # batch, context
-    (1, 1024), (2, 1024), (4, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024), (128, 1024), (256, 1024),
-    (1, 8192), (1, 32768),
-)  # fmt: skip
-PREFILLS = (1024, 8192, 32768)
-VLLM_DECODE_MS = {  # None: not measured
-    "Qwen3-8B": (5.15, None, None, None, 5.79, None, 7.91, 11.1, 18.6, 5.43, 6.28),
-    "Qwen3-0.6B": (1.64, None, None, None, 2.04, None, 3.67, 5.73, 9.95, 1.92, 2.56),
-}
-VLLM_PREFILL_MS = {"Qwen3-8B": (26.6, 216, 1244), "Qwen3-0.6B": (12.3, 32.1, 272)}
-CHUNK = 8192
-PAGE_SIZE = 16
-WARM_STEPS = 5
-STEPS = 40
-RECORDED_STEPS = 8
-FLOOR_TARGETS = {"Qwen3-8B": (1, 64, 256), "Qwen3-0.6B": (1,)}  # batches at the first context
-FLOOR_LIMITS = {"Qwen3-8B": 1.18, "Qwen3-0.6B": 1.6}
+MODELS = ("qwen3-8b", "qwen3-0.6b")
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXT = Contexts("1024")
+LONG = ((1, Contexts("8192")), (1, Contexts("32768")))  # beside ROWS at CONTEXT, where neither is chosen
+PROMPTS = (32, 128, 512, 1024, 2048, 8192, 32_768)
+PARTS = ("decode", "sampled", "prefill")
+SAMPLED_ROWS = 64
+FLOOR_TARGETS = {"qwen3-8b": (1.18, (1, 64, 256)), "qwen3-0.6b": (1.6, (1,))}  # at most, of so many rows at CONTEXT
 IDLE_LIMIT_US = 20.0
-PREFILL_LIMIT = 0.85
-SHORT_PREFILLS = (32, 128, 512, 2048)
-COPY_BYTES = 2 << 30
+PREFILL_TARGETS = {"qwen3-8b": (0.85, (8192, 32_768))}
+
+Decode = tuple[int, Contexts]
 
 
-@dataclass(frozen=True)
-class Roofs:
-    """copy: bytes a second; product: FLOP a second."""
-
-    copy: float
-    product: float
+def decodes_of(rows: Sequence[int] | None, contexts: Sequence[Contexts] | None) -> list[Decode]:
+    """What is chosen, each number of rows at each of the contexts."""
+    chosen = [(each, context) for context in contexts or (CONTEXT,) for each in rows or ROWS]
+    return chosen if rows or contexts else [*chosen, *LONG]
 
 
-def device_seconds(run: Callable[[], object]) -> float:
-    """Median on the device, caches flushed before each run."""
-    from triton.testing import do_bench
-
-    milliseconds: Any = do_bench(run, warmup=50, rep=300, return_mode="median")
-    return milliseconds / 1e3
-
-
-def measure_copy() -> float:
-    source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / device_seconds(lambda: target.copy_(source))
+def positions_needed(decodes: Sequence[Decode]) -> int:
+    """Of a cache that holds the largest of the decodes: 1,200 a row and one sequence of MAX_LENGTH, or more."""
+    ahead = 2 * STEPS + PAGE_SIZE  # warm, timed and recorded steps, and the rest of the last page
+    usual = 1200 * max(rows for rows, _ in decodes) + MAX_LENGTH
+    return max(usual, *(int((context.lengths(rows) + ahead).sum()) for rows, context in decodes))
 
 
-def measure_roofs() -> Roofs:
-    a, b = torch.randn((2, 8192, 8192), dtype=torch.bfloat16, device="cuda")
-    return Roofs(measure_copy(), 2 * 8192**3 / device_seconds(lambda: a @ b))
+def measure_decode(name: str, bench: Bench, decode: Decode, roofs: Roofs) -> dict[str, float | None]:
+    rows, context = decode
+    lengths = context.lengths(rows)
+    seconds, unused = bench.decode(lengths, SamplingParams(temperature=0))
+    theirs = read_peer("steps", f"{name}.{title(decode)}.ms")
+    return {
+        "ms": seconds.scaled(1e3),
+        "to_floor": seconds.scaled(1 / decode_floor(bench.config, lengths, roofs)),
+        "to_roof": seconds.scaled(1 / decode_roof(bench.config, lengths, roofs)),
+        "idle_us": round(unused.between, 1),
+        "gaps_us": round(unused.inside, 1),
+        "to_vllm": None if theirs is None else rounded(seconds * 1e3 / theirs),
+    }
 
 
-class Bench:
-    """One model with random weights, and a cache of random KV."""
-
-    def __init__(
-        self, name: str, max_batch: int, num_tokens: int | None = None, scales: KVScales | None = None
-    ) -> None:
-        """num_tokens: in all sequences together; None: as DECODES needs. scales: see KVLayout."""
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(COMMON | MODELS[name]))
-            self.config = load_config(Path(folder), "bfloat16")
-            decoder = load_decoder(Path(folder), self.config, load_format="dummy", device="cuda")
-        group = LayerGroup(tuple(range(self.config.num_layers)), self.config.num_kv_heads, self.config.head_dim)
-        layout = KVLayout((group,), PAGE_SIZE, self.config.dtype, scales)
-        num_pages = (num_tokens or max_batch * 1200 + 40960) // PAGE_SIZE
-        pool = random_pool((num_pages, *layout.page_shape(0)), layout.stored_dtype)
-        self.cache = PagedKVCache(
-            layout,
-            (pool,),
-            max_sequences=max_batch + 1,
-            max_sequence_length=40960,
-            rope=self.config.rope,
-            writer=None,
-        )
-        self.runner = ModelRunner(decoder, self.cache)
-        began = time.perf_counter()
-        self.runner.warm_up()
-        self.warm_up_seconds = time.perf_counter() - began
-        self.runner.capture_steps(max_batch)
-        torch.cuda.synchronize()
-        self.capture_seconds = time.perf_counter() - began - self.warm_up_seconds
-
-    def decode(self, batch: int, context: int, params: SamplingParams) -> tuple[float, Idle]:
-        """Seconds of a step, and the idle time of one; `context` positions are stored before the middle one timed."""
-        ids, stored = tuple(range(batch)), context - WARM_STEPS - STEPS // 2
-        for sequence in ids:
-            self.cache.add_sequence(sequence)
-            self.cache.prepare_receive(sequence, stored)
-            self.cache.finish_receive(sequence)
-        sampling = SampleBatch.from_params([params] * batch)
-
-        def run(steps: int) -> None:
-            tokens, positions = np.ones(batch, np.int64), np.full(batch, stored)
-            flight = self.runner.step(ids, tokens, np.full(batch, -1), sampling, positions)
-            for step in range(1, steps):
-                following = self.runner.step(ids, tokens, np.arange(batch), sampling, positions + step)
-                flight.wait()
-                flight = following
-            flight.wait()
-
-        run(WARM_STEPS)
-        began = time.perf_counter()
-        run(STEPS)
-        seconds = (time.perf_counter() - began) / STEPS
-        seen = idle(record(lambda: run(RECORDED_STEPS)))
-        for sequence in range(batch):
-            self.cache.remove_sequence(sequence)
-        return seconds, Idle(seen.between / (RECORDED_STEPS - 1), seen.inside / RECORDED_STEPS)
-
-    def prefill(self, length: int) -> tuple[float, float]:
-        """Seconds to the first token, median of three after one, and those that the device works for it."""
-        greedy = SampleBatch.from_params([SamplingParams(temperature=0)])
-        tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, length)
-
-        def run() -> None:
-            self.cache.add_sequence(0)
-            chunks = [tokens[begin : begin + CHUNK] for begin in range(0, length, CHUNK)]
-            *_, logits = (self.runner.prompts([0], [chunk], [length], push=False) for chunk in chunks)
-            self.runner.sample(logits, greedy, np.array([length]))
-            self.cache.remove_sequence(0)
-
-        times = []
-        for _ in range(4):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began)
-        return sorted(times[1:])[1], sum(span.end - span.begin for span in record(run)) / 1e6
+def title(decode: Decode) -> str:
+    rows, context = decode
+    return f"decode {rows} at {context}"
 
 
-def random_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Normal numbers; of 8 bits, page by page, for they cannot be drawn in place."""
-    pool = torch.empty(shape, dtype=dtype, device="cuda")
-    if dtype.itemsize > 1:
-        return pool.normal_()
-    some = torch.randn((min(64, shape[0]), *shape[1:]), device="cuda").to(dtype).view(torch.uint8)
-    for part in pool.view(torch.uint8).split(some.shape[0]):
-        part.copy_(some[: part.shape[0]])
-    return pool
+def measure_prefill(name: str, bench: Bench, length: int, roofs: Roofs) -> dict[str, float | None]:
+    seconds, on_device = bench.prefill(length)
+    theirs = read_peer("steps", f"{name}.prefill {length}.ms")
+    return {
+        "ms": seconds.scaled(1e3),
+        "to_floor": seconds.scaled(1 / prefill_floor(bench.config, length, roofs)),
+        "to_device": seconds.scaled(1 / on_device),
+        "to_product": rounded(prefill_flops(bench.config, length) / seconds / roofs.product),
+        "to_vllm": None if theirs is None else rounded(seconds * 1e3 / theirs),
+    }
 
 
-def layer_weights(config: ModelConfig) -> int:
-    """Elements of the products of all layers."""
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
-
-
-def product_weights(config: ModelConfig) -> int:
-    """Elements of all products of a decode step."""
-    return layer_weights(config) + config.vocab_size * config.hidden_size
-
-
-def kv_seconds(config: ModelConfig, batch: int, context: int, roofs: Roofs) -> float:
-    kv = batch * context * 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return kv * config.dtype.itemsize / roofs.copy
-
-
-def decode_floor(config: ModelConfig, batch: int, context: int, roofs: Roofs) -> float:
-    weights = product_weights(config) * config.dtype.itemsize / roofs.copy
-    return weights + kv_seconds(config, batch, context, roofs)
-
-
-def decode_roof(config: ModelConfig, batch: int, context: int, roofs: Roofs) -> float:
-    products = 2 * product_weights(config) * batch / roofs.product
-    return max(decode_floor(config, batch, context, roofs), products + kv_seconds(config, batch, context, roofs))
-
-
-def prefill_flops(config: ModelConfig, length: int) -> float:
-    attention = 2 * config.num_layers * config.num_heads * config.head_dim * length**2
-    return 2 * layer_weights(config) * length + attention + 2 * config.vocab_size * config.hidden_size
-
-
-def prefill_floor(config: ModelConfig, length: int, roofs: Roofs) -> float:
-    weights = product_weights(config) * config.dtype.itemsize / roofs.copy
-    return max(weights, prefill_flops(config, length) / roofs.product)
-
-
-def measure(name: str, roofs: Roofs, *, max_batch: int = 256) -> dict[str, Any]:
-    bench = Bench(name, max_batch)
+def measure(name: str, roofs: Roofs, options: argparse.Namespace, budget: Budget) -> dict[str, Any]:
+    """Of one model, as far as the budget goes."""
+    decodes = decodes_of(options.rows, options.contexts) if "decode" in options.parts else []
+    sampled = [(SAMPLED_ROWS, CONTEXT)] if "sampled" in options.parts else []
+    most_rows = max((rows for rows, _ in [*decodes, *sampled]), default=1)
+    bench = Bench(name, most_rows, positions_needed([*decodes, *sampled, (1, CONTEXT)]))
     result: dict[str, Any] = {
         "warm_up_s": round(bench.warm_up_seconds, 2),
         "capture_s": round(bench.capture_seconds, 2),
     }
-    greedy = SamplingParams(temperature=0)
-    for (batch, context), theirs in zip(DECODES, VLLM_DECODE_MS[name], strict=True):
-        seconds, unused = bench.decode(batch, context, greedy)
-        result[f"decode {batch} at {context}"] = {
-            "ms": round(seconds * 1e3, 3),
-            "to_floor": round(seconds / decode_floor(bench.config, batch, context, roofs), 3),
-            "to_roof": round(seconds / decode_roof(bench.config, batch, context, roofs), 3),
-            "idle_us": round(unused.between, 1),
-            "gaps_us": round(unused.inside, 1),
-            "to_vllm": None if theirs is None else round(seconds * 1e3 / theirs, 3),
-        }
-    drawn = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1)
-    result["decode 64 at 1024, drawn, ms"] = round(bench.decode(64, 1024, drawn)[0] * 1e3, 3)
-    began = time.perf_counter()
-    bench.runner.capture_prompts(CHUNK)
-    torch.cuda.synchronize()
-    result["capture_prompts_s"] = round(time.perf_counter() - began, 2)
-    theirs_by_length = dict(zip(PREFILLS, VLLM_PREFILL_MS[name], strict=True))
-    for length in sorted((*SHORT_PREFILLS, *PREFILLS)):
-        seconds, on_device = bench.prefill(length)
-        result[f"prefill {length}"] = {
-            "ms": round(seconds * 1e3, 2),
-            "to_floor": round(seconds / prefill_floor(bench.config, length, roofs), 3),
-            "to_device": round(seconds / on_device, 3),
-            "to_product": round(prefill_flops(bench.config, length) / seconds / roofs.product, 3),
-        }
-        if length in theirs_by_length:
-            result[f"prefill {length}"]["to_vllm"] = round(seconds * 1e3 / theirs_by_length[length], 3)
+    for decode in budget.within(decodes):
+        result[title(decode)] = measure_decode(name, bench, decode, roofs)
+    for rows, context in budget.within(sampled, least=0):
+        params = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1)
+        seconds, _ = bench.decode(context.lengths(rows), params)
+        result[f"decode {rows} at {context}, sampled, ms"] = seconds.scaled(1e3)
+    if "prefill" in options.parts and not budget.is_spent:
+        began = time.perf_counter()
+        bench.runner.capture_prompts(CHUNK)
+        torch.cuda.synchronize()
+        result["capture_prompts_s"] = round(time.perf_counter() - began, 2)
+        for length in budget.within(sorted(options.prompts)):
+            result[f"prefill {length}"] = measure_prefill(name, bench, length, roofs)
     return result
 
 
 def targets_of(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """What issue 3 asks of results, measure()'s by model."""
+    """Of results, measure()'s by model, as far as they have been measured."""
     targets = []
     for name, result in results.items():
-        for batch in FLOOR_TARGETS[name]:
-            numbers = result[f"decode {batch} at 1024"]
-            targets.append(at_most(f"{name}, decode of {batch} ÷ floor", numbers["to_floor"], FLOOR_LIMITS[name]))
-            targets.append(at_most(f"{name}, decode of {batch}, idle µs", numbers["idle_us"], IDLE_LIMIT_US))
-    for length in PREFILLS[1:] if "Qwen3-8B" in results else ():
-        reached = results["Qwen3-8B"][f"prefill {length}"]["to_product"]
-        targets.append(at_least(f"Qwen3-8B, prefill of {length} ÷ product", reached, PREFILL_LIMIT))
+        limit, batches = FLOOR_TARGETS.get(name, (0.0, ()))
+        for rows in batches:
+            if (numbers := result.get(title((rows, CONTEXT)))) is not None:
+                targets.append(at_most(f"{name}, decode of {rows} ÷ floor", numbers["to_floor"], limit))
+                targets.append(at_most(f"{name}, decode of {rows}, idle µs", numbers["idle_us"], IDLE_LIMIT_US))
+        least, lengths = PREFILL_TARGETS.get(name, (0.0, ()))
+        for length in lengths:
+            if (numbers := result.get(f"prefill {length}")) is not None:
+                targets.append(at_least(f"{name}, prefill of {length} ÷ product", numbers["to_product"], least))
     return targets
 
 
+def parse_options() -> argparse.Namespace:
+    parser = benchmark_parser(__file__, __doc__)
+    add_list(parser, "--model", shape_name, default=MODELS, choices=list(SHAPES), help="qwen3-8b or 8b, …")
+    add_list(parser, "--rows", int, help=f"of decode steps; default {','.join(map(str, ROWS))}")
+    add_list(parser, "--contexts", Contexts.parse, help=f"positions of a row, or {', '.join(MIXES)}; default {CONTEXT}")
+    add_list(parser, "--prompts", int, default=PROMPTS, help=f"in tokens; default {','.join(map(str, PROMPTS))}")
+    add_list(parser, "--parts", default=PARTS, choices=PARTS)
+    add_seconds(parser)
+    return parser.parse_args()
+
+
 def main() -> None:
+    options = parse_options()
     if not torch.cuda.is_available():
         print_skipped("needs a CUDA device")
         return
+    budget = Budget(options.seconds)
     roofs = measure_roofs()
     results: dict[str, Any] = {}
-    for name in MODELS:
-        results[name] = measure(name, roofs)
+    for name in budget.within(options.model):
+        results[name] = measure(name, roofs, options, budget)
         torch.cuda.empty_cache()
     roof_numbers = {"copy_gb_per_s": rounded(roofs.copy / 1e9), "product_tflops": rounded(roofs.product / 1e12)}
     device = {"device": torch.cuda.get_device_name()}
-    print_result(device | roof_numbers | results | {"targets": targets_of(results)})
+    print_result(device | roof_numbers | results | {"targets": targets_of(results)}, options, gpus=1)
 
 
 if __name__ == "__main__":

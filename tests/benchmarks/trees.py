@@ -2,14 +2,11 @@
 
 Through the cache, append and attention of one layer together: plain in Qwen3-8B's heads, in a window in gpt-oss-20b's,
 over latents in DeepSeek-V3's, with the maps between them and K and V. The chain is what verifies one guess of 64 tokens
-a sequence. Arguments name what is measured: plain, window, latents; all without any.
-"""
+a sequence."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +15,9 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
-from tests.benchmarks.results import at_most, print_result, print_skipped, rounded
+from tests.benchmarks.device_time import device_seconds
+from tests.benchmarks.options import Budget, add_seconds, benchmark_parser
+from tests.benchmarks.results import at_most, print_result, print_skipped
 
 PAGE_SIZE, LAYERS, LAYER = 16, 4, 1
 DTYPE = torch.bfloat16
@@ -45,14 +44,6 @@ class Shape:
 
 
 SHAPES = {"plain": Shape(32, 8), "window": Shape(64, 8, 64, 128), "latents": Shape(128, None)}
-
-
-def seconds(run: Callable[[], object]) -> float:
-    """Median on the device, caches flushed before each run."""
-    from triton.testing import do_bench
-
-    milliseconds: Any = do_bench(run, warmup=50, rep=400, return_mode="median")
-    return milliseconds / 1e3
 
 
 class Case:
@@ -104,19 +95,26 @@ def draw_trees(branching: int) -> list[list[int]]:
 def measure(shape: Shape) -> dict[str, float]:
     """Microseconds of the chain, before and after, and of the trees."""
     plain = Case(shape, None)
-    found = {"plain tokens": seconds(plain.layer)}
+    found = {"plain tokens": device_seconds(plain.layer, 400)}
     for name, branching in BRANCHING.items():
-        found[name] = seconds(Case(shape, draw_trees(branching)).layer)
-    found["plain tokens again"] = seconds(plain.layer)
-    return {name: rounded(value * 1e6) for name, value in found.items()}
+        found[name] = device_seconds(Case(shape, draw_trees(branching)).layer, 400)
+    found["plain tokens again"] = device_seconds(plain.layer, 400)
+    return {name: value.scaled(1e6) for name, value in found.items()}
 
 
 def main() -> None:
+    parser = benchmark_parser(__file__, __doc__)
+    parser.add_argument("shapes", nargs="*", default=list(SHAPES), metavar="SHAPE", help=f"of {', '.join(SHAPES)}; all")
+    add_seconds(parser)
+    options = parser.parse_args()
+    if wrong := set(options.shapes) - set(SHAPES):
+        parser.error(f"SHAPE is {', '.join(wrong)}; {', '.join(SHAPES)} are accepted")
+    budget = Budget(options.seconds)
     if not torch.cuda.is_available():
         print_skipped("needs a CUDA device")
         return
     with torch.inference_mode():
-        found = {name: measure(SHAPES[name]) for name in sys.argv[1:] or SHAPES}
+        found = {name: measure(SHAPES[name]) for name in budget.within(options.shapes)}
     print_result(
         {
             "device": torch.cuda.get_device_name(),
@@ -128,7 +126,9 @@ def main() -> None:
                 for name, of in found.items()
                 for tree in BRANCHING
             ],
-        }
+        },
+        options,
+        gpus=1,
     )
 
 

@@ -24,8 +24,6 @@ A decode step is the mean time between the tokens after the second. Where the fi
 Under a minute: --models qwen3-8b --lengths 1024 8192 --rounds 4
 """
 
-import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,9 +32,11 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.model_shapes import write_shape
+from tests.benchmarks.measured import Measured
+from tests.benchmarks.model_shapes import SHAPES, shape_name, write_shape
+from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.pair import Pair, Prefill, Request, running_cluster
-from tests.benchmarks.results import at_most, plot, print_result, print_skipped, rounded
+from tests.benchmarks.results import at_most, plot, print_result, print_skipped
 
 CASES = {"qwen3-8b": (1024, 8192, 32_768), "qwen3-0.6b": (8192,)}
 OUTPUT_TOKENS = 32
@@ -46,15 +46,15 @@ WARM_UP = 2
 REST_SECONDS = 0.2
 
 
-def measure(pair: Pair, length: int, rounds: int) -> dict[str, float]:
+def measure(pair: Pair, length: int, rounds: int, budget: Budget | None = None) -> dict[str, float]:
     """Milliseconds, and ratios of one round."""
     columns: dict[str, list[float]] = {}
-    for number in range(rounds + WARM_UP):
+    for number in (budget or Budget(None)).within(range(rounds + WARM_UP), least=WARM_UP + 1):
         local, pd = _both_ways(pair, length, pd_first=number % 2 == 1)
         if number >= WARM_UP:
             for name, value in one_round(local, pd).items():
                 columns.setdefault(name, []).append(value)
-    return {name: rounded(statistics.median(values)) for name, values in columns.items()}
+    return {name: Measured.median(values) for name, values in columns.items()}
 
 
 def one_round(local: Prefill, pd: Request) -> dict[str, float]:
@@ -111,9 +111,11 @@ def targets(model: str, length: int, numbers: dict[str, float]) -> list[dict[str
     ]
 
 
-def measure_model(address: str, worker_token: str, lengths: Sequence[int], rounds: int) -> dict[int, dict[str, float]]:
+def measure_model(
+    address: str, worker_token: str, lengths: Sequence[int], rounds: int, budget: Budget
+) -> dict[int, dict[str, float]]:
     with Pair(address, worker_token) as pair:
-        return {length: measure(pair, length, rounds) for length in lengths}
+        return {length: measure(pair, length, rounds, budget) for length in budget.within(lengths)}
 
 
 def result_of(found: dict[str, dict[int, dict[str, float]]], rounds: int) -> dict[str, Any]:
@@ -137,24 +139,24 @@ def result_of(found: dict[str, dict[int, dict[str, float]]], rounds: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--models", choices=list(CASES), nargs="+", default=list(CASES))
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", help="of prompts, up to 32768; by default each model has its own"
-    )
-    arguments = parser.parse_args()
+    add_list(parser, "--models", shape_name, default=list(CASES), choices=list(SHAPES))
+    add_list(parser, "--lengths", int, help="of prompts, up to 32768; by default each model has its own")
+    add_seconds(parser)
+    options = parser.parse_args()
     if torch.cuda.device_count() < 2:
         print_skipped("needs two CUDA devices of one host")
         return
-    found = {}
+    found, budget = {}, Budget(options.seconds)
     with tempfile.TemporaryDirectory() as folder:
-        for model in arguments.models:
-            lengths = arguments.lengths or CASES[model]
+        for model in budget.within(options.models):
+            lengths = options.lengths or CASES.get(model, (LONG,))
             overrides = {"model.max_model_len": MAX_LENGTH, "cache.prefix_sharing": False}
             with running_cluster("gpu-1p1d.yaml", write_shape(model, Path(folder)), overrides) as cluster:
-                found[model] = measure_model(cluster.grpc_address, cluster.worker_token, lengths, arguments.rounds)
-    print_result(result_of(found, arguments.rounds))
+                address, token = cluster.grpc_address, cluster.worker_token
+                found[model] = measure_model(address, token, lengths, options.rounds, budget)
+    print_result(result_of(found, options.rounds), options, gpus=2)
 
 
 if __name__ == "__main__":

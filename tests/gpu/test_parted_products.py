@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.workers.models import projection
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
-from tests.benchmarks.steps import COMMON, MODELS
+from tests.benchmarks.model_shapes import COMMON, SHAPES
 from tests.gpu.test_streamed_gemms import NoPages, error
 
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("rows", [129, 200, 256])
 def test_a_decoder_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    fields = COMMON | MODELS["Qwen3-8B"] | {"num_hidden_layers": 2, "vocab_size": 1024}
+    fields = COMMON | SHAPES["qwen3-8b"] | {"num_hidden_layers": 2, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model = load_decoder(tmp_path, load_config(tmp_path, "bfloat16"), load_format="dummy", device="cuda")
     tokens = torch.arange(rows, device="cuda")

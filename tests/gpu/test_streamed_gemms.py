@@ -14,7 +14,7 @@ from tandem.workers.models import feed_forward, projection
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.runner.memory_budget import WithoutPages
-from tests.benchmarks.steps import COMMON, MODELS
+from tests.benchmarks.model_shapes import COMMON, SHAPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,7 +109,7 @@ def test_a_chain_in_a_graph_repeats_itself(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [5, 16, 32, 40])
 def test_a_decoder_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    fields = COMMON | MODELS["Qwen3-8B"] | {"num_hidden_layers": 2, "vocab_size": 1024}
+    fields = COMMON | SHAPES["qwen3-8b"] | {"num_hidden_layers": 2, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     config = load_config(tmp_path, "bfloat16")
     tokens = torch.arange(rows, device="cuda")

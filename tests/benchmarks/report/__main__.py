@@ -1,0 +1,43 @@
+"""Writes RESULTS.md from the records of benchmarks, and the index of decision records.
+
+python -m tests.benchmarks.report          writes both
+python -m tests.benchmarks.report --check  fails where one is stale
+"""
+
+import argparse
+from pathlib import Path
+
+from tests.benchmarks.records import RESULTS
+from tests.benchmarks.report.decisions import index_of
+from tests.benchmarks.report.pages import results_page
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMAND = "python -m tests.benchmarks.report"
+
+
+def pages(results: Path, decisions: Path) -> dict[Path, str]:
+    """What each generated page should hold, by its path."""
+    return {
+        results.with_name("RESULTS.md"): results_page(results),
+        decisions / "README.md": index_of(decisions),
+    }
+
+
+def stale(results: Path, decisions: Path) -> list[Path]:
+    """Generated pages that do not hold what they should, or are missing."""
+    wanted = pages(results, decisions)
+    return [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+
+
+def main(results: Path = RESULTS, decisions: Path = ROOT / "docs" / "decisions") -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page is stale")
+    if not parser.parse_args().check:
+        for path, text in pages(results, decisions).items():
+            path.write_text(text, encoding="utf-8")
+    elif wrong := stale(results, decisions):
+        raise SystemExit(f"stale: {', '.join(map(str, wrong))}; run `{COMMAND}`")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,5 @@
-<<<<<<<< HEAD:tests/workers/kernels/emulated/resident.cpp
 // resident.cu on a CPU: a kernel, found by its name and the shared memory that it takes, is called as a function.
 #include "../../../../workers/kernels/skinny_gemm/resident.cu"
-========
-// narrow_product.cu on a CPU: a kernel, found by its name and the shared memory that it takes, is called as a function.
-#include "../../../../workers/kernels/skinny_gemm/narrow_product.cu"
->>>>>>>> main:tests/workers/kernels/emulated/narrow_product.cpp
 
 int emulated::threads = THREADS;
 

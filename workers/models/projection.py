@@ -8,7 +8,7 @@ from tandem.workers.kernels.choice import choose_fused_gemms, choose_streamed_ge
 from tandem.workers.kernels.native.layer import pack
 
 PARTS = 2
-PARTED_ROWS, LEAST_TO_PART = range(129, 257), 8192  # columns; by measurement, see LOG.md
+PARTED_ROWS, LEAST_TO_PART = range(129, 257), 8192  # columns; by measurement, see decision 0038
 
 
 class Projection:

@@ -1,6 +1,6 @@
 """A captured step's input tokens and its samples, in a kernel each.
 
-In torch these are many launches: a tenth of what a step of a small model takes (LOG.md).
+In torch these are many launches: a tenth of what a step of a small model takes (decision 0041).
 """
 
 from typing import Any

@@ -21,7 +21,7 @@ HOPPER = (9, 0)  # has the instructions, and no later one
 SLAB = 64  # columns at once
 ALIGNMENT = 1024  # of the ring in shared memory
 MAX_WASTE = 1.3  # of a tiling: rows of weights that the busiest multiprocessor has, to a fair share
-FEW = 32  # rows, at which a kernel that cannot start early, torch's, costs a layer more than ours bring: see decision 0036
+FEW = 32  # rows with which one GEMM of torch's, which cannot start early, costs more than ours gain: decision 0036
 MAPS = 1024  # of inputs, kept
 
 
@@ -62,8 +62,8 @@ class Tiling:
         return self.height / self.splits * multiprocessors / rows
 
 
-# By measurement, see decision 0036. Rooms of more than half a multiprocessor's: two blocks there while another has none cost
-# more than fetching ahead brings.
+# By measurement, see decision 0036. Each room is more than half a multiprocessor's: two blocks on one while another has
+# none cost more than fetching ahead gains.
 TILINGS = (
     Tiling(192, 2, 16, 1, 224, gated=True),
     Tiling(96, 2, 16, 2, 160, gated=False),

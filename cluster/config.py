@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from tandem.cluster.config_errors import cut, explain, explain_yaml, names, shown
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
+from tandem.transfer.factory import TRANSPORTS
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -109,8 +110,9 @@ class IslandSection(Section):
     device: Literal["cpu", "cuda"] = Field(
         default="cpu", description="where workers compute; on cuda each has a GPU of its own"
     )
-    transport: Literal["shared_memory", "nvshmem"] = Field(
+    transport: str = Field(
         default="shared_memory",
+        json_schema_extra={"enum": [*TRANSPORTS]},
         description="how workers write into each other's pages: shared_memory between CPUs, nvshmem between GPUs",
         validate_default=True,
     )
@@ -135,9 +137,11 @@ class IslandSection(Section):
     @field_validator("transport")
     @classmethod
     def _fit_device(cls, transport: str, info: ValidationInfo) -> str:
-        device = info.data.get("device")
-        fitting = {"cpu": "shared_memory", "cuda": "nvshmem"}.get(str(device), transport)
-        if transport != fitting:
+        if transport not in TRANSPORTS:
+            raise ValueError(f"must be {' or '.join(TRANSPORTS)}")
+        device = info.data.get("device", *TRANSPORTS[transport].devices[:1])  # an invalid device is named by itself
+        if device not in TRANSPORTS[transport].devices:
+            fitting = " or ".join(name for name, one in TRANSPORTS.items() if device in one.devices)
             raise ValueError(f"must be {fitting} where island.device is {device}")
         return transport
 

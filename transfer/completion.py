@@ -1,6 +1,6 @@
-"""How a receiver learns that a push has landed: one signal word and one payload word a reservation.
+"""How a receiver learns that all KV of a push is there: one signal word and one payload word a reservation.
 
-signal word   bits 62…40 generation of the slot (never 0) | bits 39…0 tokens landed in all layers
+signal word   bits 62…40 generation of the row (never 0) | bits 39…0 tokens landed in all layers
 payload word  bits 62…32 digest of the KV sent, 0 where none was asked for | bits 31…0 the first sampled token
 
 No word carries the epoch: each epoch has mailboxes of its own, and nobody maps an earlier one's.
@@ -25,9 +25,9 @@ MAX_TOKENS = 2**TOKEN_BITS - 1
 
 @dataclass(frozen=True)
 class Signal:
-    """A signal slot in one of its uses."""
+    """A mailbox row in one of its uses."""
 
-    slot: int
+    row: int
     generation: int
 
 
@@ -59,20 +59,20 @@ def unpack_payload(word: int) -> tuple[int, int]:
 
 
 def is_newer(generation: int, other: int) -> bool:
-    """Whether a use of a slot comes after another use of it; generations go round after MAX_GENERATION."""
+    """Whether a use of a row comes after another use of it; generations go round after MAX_GENERATION."""
     return 0 < (generation - other) % MAX_GENERATION <= MAX_GENERATION // 2
 
 
 class SignalBoard:
     """Which mailbox rows of a receiver are in use, and for the how-many-th time. Owned by its step thread.
 
-    Release a slot only when its writer is quiet, as with pages: a late post would overwrite the next user's row.
+    Release a row only when its writer is quiet, as with pages: a late post would overwrite the row of its next user.
     """
 
     def __init__(self, num_signals: int) -> None:
         self._generations = np.zeros(num_signals, np.int64)
         self._held = np.zeros(num_signals, np.bool_)
-        self._free = deque(range(num_signals))  # first in, first out: a slot rests as long as it can
+        self._free = deque(range(num_signals))  # first in, first out: a row rests as long as it can
         self._seen = np.zeros(num_signals, np.int64)
 
     @property
@@ -80,33 +80,33 @@ class SignalBoard:
         return len(self._free)
 
     def acquire(self) -> Signal:
-        """A slot under a generation that no signal in the mailbox carries; NoFreeSignal when all are held."""
+        """A row under a generation that no signal in the mailbox carries; NoFreeSignal when all are held."""
         if not self._free:
-            raise NoFreeSignal(f"all {self._held.size} signal slots are held; try again after a release")
-        slot = self._free.popleft()
-        generation = int(self._generations[slot]) % MAX_GENERATION + 1
-        self._generations[slot] = generation
-        self._held[slot] = True
-        return Signal(slot, generation)
+            raise NoFreeSignal(f"all {self._held.size} mailbox rows are held; try again after a release")
+        row = self._free.popleft()
+        generation = int(self._generations[row]) % MAX_GENERATION + 1
+        self._generations[row] = generation
+        self._held[row] = True
+        return Signal(row, generation)
 
     def release(self, signal: Signal) -> None:
-        """Gives the slot back; nothing happens when that use of the slot is over already."""
-        if self._held[signal.slot] and self._generations[signal.slot] == signal.generation:
-            self._held[signal.slot] = False
-            self._free.append(signal.slot)
+        """Gives the row back; nothing happens when that use of the row is over already."""
+        if self._held[signal.row] and self._generations[signal.row] == signal.generation:
+            self._held[signal.row] = False
+            self._free.append(signal.row)
 
     def count_stale(self, mailbox: Int64Array) -> int:
-        """How many slots got a signal of another use than their last one since the call before."""
+        """How many rows got a signal of another use than their last one since the call before."""
         words = mailbox[: self._seen.size, 0]
         stale = (words != self._seen) & (words >> TOKEN_BITS != self._generations)
         self._seen = words.copy()
         return int(np.count_nonzero(stale))
 
     @staticmethod
-    def landed(mailbox: Int64Array, slots: Int64Array, generations: Int64Array) -> Int64Array:
-        """int64 [n]: tokens landed for each waiting (slot, generation), 0 where the row speaks of another generation.
+    def landed(mailbox: Int64Array, rows: Int64Array, generations: Int64Array) -> Int64Array:
+        """int64 [n]: tokens landed for each waiting (row, generation), 0 where the row speaks of another generation.
 
         mailbox: int64 [≥ num_signals, 2], from Transport.mailbox().
         """
-        words = mailbox[slots, 0]
+        words = mailbox[rows, 0]
         return np.where(words >> TOKEN_BITS == generations, words & MAX_TOKENS, 0)

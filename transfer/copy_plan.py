@@ -13,7 +13,7 @@ from tandem.cache.kernels.build.native_build import load_short_calls
 from tandem.cache.plan.arrays import Int32Array, address_of
 from tandem.cache.plan.errors import InvalidArgument
 
-SOURCE = Path(__file__).parent / "kernels" / "page_runs.c"
+SOURCE = Path(__file__).with_name("page_runs.c")
 
 
 @dataclass(frozen=True, eq=False)

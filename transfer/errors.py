@@ -2,7 +2,7 @@
 
 TransferError
 ├── InvalidPositionMap   a map from the wire does not hold together; it fails one request
-├── NoFreeSignal         every signal slot is held by a reservation; try later
+├── NoFreeSignal         every mailbox row is held by a reservation; try later
 └── TransportError       the transport cannot do what was asked
     ├── MembershipRefused  a handle is of another island, epoch, layout or size
     ├── PeerGone           the process behind a handle has ended
@@ -20,7 +20,7 @@ class InvalidPositionMap(TransferError, ValueError):
 
 
 class NoFreeSignal(TransferError):
-    """Every signal slot is held by a reservation."""
+    """Every mailbox row is held by a reservation."""
 
 
 class TransportError(TransferError):

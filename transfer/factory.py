@@ -1,27 +1,54 @@
-"""Transports by name."""
+"""Transports by name. A new one is a module with its class, and a line in TRANSPORTS."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.transfer.errors import TransportError
-from tandem.transfer.membership import TransportConfig
-from tandem.transfer.shared_memory import SharedMemoryTransport
-from tandem.transfer.transport import Transport
 
-TRANSPORTS = ("shared_memory", "nvshmem")
+if TYPE_CHECKING:  # the configuration reads TRANSPORTS, and must not wait for torch
+    from tandem.transfer.membership import TransportConfig
+    from tandem.transfer.transport import Transport
 
 
-def create_transport(name: str, config: TransportConfig) -> Transport:
+@dataclass(frozen=True)
+class Registration:
+    """A transport, which nothing imports before it is created."""
+
+    module: str
+    class_name: str
+    devices: tuple[str, ...]  # "cpu", "cuda": where its workers may compute
+    install: str = ""  # what brings the packages that its module imports
+
+
+TRANSPORTS: Mapping[str, Registration] = MappingProxyType(
+    {
+        "shared_memory": Registration("tandem.transfer.shared_memory", "SharedMemoryTransport", ("cpu",)),
+        "nvshmem": Registration(
+            "tandem.transfer.nvshmem.transport",
+            "NvshmemTransport",
+            ("cuda",),
+            install="tandem[cuda12] or tandem[cuda13]",
+        ),
+    }
+)
+
+
+def create_transport(name: str, config: "TransportConfig") -> "Transport":
     """A transport that is not open yet.
 
     InvalidArgument when no transport has that name; TransportError when its packages are not installed.
     """
     if name not in TRANSPORTS:
         raise InvalidArgument(f"transport is {name!r}; it must be one of {', '.join(TRANSPORTS)}")
-    if name == "shared_memory":
-        return SharedMemoryTransport(config)
+    one = TRANSPORTS[name]
     try:
-        from tandem.transfer.nvshmem import NvshmemTransport
+        module = import_module(one.module)
     except ImportError as error:
         raise TransportError(
-            f"transport is {name!r}, which cannot be loaded: {error}; install tandem[cuda12] or tandem[cuda13]"
+            f"transport is {name!r}, which cannot be loaded: {error}; install {one.install}"
         ) from error
-    return NvshmemTransport(config)
+    return getattr(module, one.class_name)(config)

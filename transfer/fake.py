@@ -322,11 +322,11 @@ class FakeTransport(Transport):
         self._check_peer(pe)
         return FakeFence(self._fabric, self.pe, pe, self._fabric._fence(self.pe, pe))
 
-    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
+    def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
         self._check_peer(pe)
-        self._check_signal(slot)
+        self._check_row(row)
         mailbox = self._fabric._memories[pe].mailbox
-        self._fabric._post(self.pe, pe, partial(mailbox.__setitem__, slot, (signal, int(payload))))
+        self._fabric._post(self.pe, pe, partial(mailbox.__setitem__, row, (signal, int(payload))))
 
     def mailbox(self) -> Int64Array:
         self._check_peer(self.pe)

@@ -1,4 +1,4 @@
-"""Who belongs to an island: what each PE is configured with, and the handles by which they find each other."""
+"""The members of an island: how each PE is configured, and the handles by which PEs find each other."""
 
 import json
 from collections.abc import Sequence
@@ -16,16 +16,13 @@ Detail = dict[str, int | str]
 
 @dataclass(frozen=True)
 class TransportConfig:
-    """One PE's place in an island and the shape of the memory that all its PEs have alike.
-
-    num_pages: per layer group, pages in its pool. num_signals: rows in each mailbox.
-    """
+    """One PE of an island, and the shape of the memory that all its PEs have alike."""
 
     pe: int
     num_pes: int
     layout: KVLayout
-    num_pages: tuple[int, ...]
-    num_signals: int
+    num_pages: tuple[int, ...]  # per layer group, in its pool
+    num_signals: int  # rows in each mailbox
     island: str
     epoch: int
 

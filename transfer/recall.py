@@ -4,8 +4,8 @@ One-sided both ways: it needs no gateway and no RPC. Behind its signal rows ever
 that PE alone writes:
 
     receiver D                                   writer P
-    recall(slot, generation) ═══ lane D ═══►     refuses that use of the slot for good, writes no more for it, quiet
-    frees pages and slot     ◄═══ lane P ═══     the same word
+    recall(row, generation)  ═══ lane D ═══►     refuses that use of the row for good, writes no more for it, quiet
+    frees pages and row      ◄═══ lane P ═══     the same word
 
 A lane holds one recall at a time; the receiver posts the next when the answer to the last has come, or is not wanted
 any more because somebody else said that the writer is quiet.
@@ -30,14 +30,14 @@ def mailbox_rows(num_signals: int, num_pes: int) -> int:
     return num_signals + num_pes
 
 
-def num_slots(transport: Transport) -> int:
-    """Rows for reservations; lane i is row num_slots + i."""
+def num_request_rows(transport: Transport) -> int:
+    """Rows for reservations; lane i is row num_request_rows + i."""
     return transport.num_signals - transport.num_pes
 
 
 @dataclass(frozen=True)
 class Recall:
-    """At a writer: the receiver's PE; at a receiver: the writer's. signal: that use of a slot of the receiver's."""
+    """At a writer: the receiver's PE; at a receiver: the writer's. signal: that use of a row of the receiver's."""
 
     pe: int
     signal: Signal
@@ -48,7 +48,7 @@ class RecallDesk:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._lanes = num_slots(transport)
+        self._lanes = num_request_rows(transport)
         self._queues: dict[int, deque[Recall]] = {}  # by writer
         self._posted: dict[int, Recall] = {}  # what stands in each writer's lane
 
@@ -85,7 +85,7 @@ class RecallInbox:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._lanes = num_slots(transport)
+        self._lanes = num_request_rows(transport)
         self._answered = np.zeros(transport.num_pes, np.int64)
 
     def unanswered(self) -> list[Recall]:
@@ -102,9 +102,9 @@ class RecallInbox:
 
 
 def _word(recall: Recall) -> int:
-    return pack_signal(recall.signal.generation, recall.signal.slot)
+    return pack_signal(recall.signal.generation, recall.signal.row)
 
 
 def _signal(word: int) -> Signal:
-    generation, slot = unpack_signal(word)
-    return Signal(slot, generation)
+    generation, row = unpack_signal(word)
+    return Signal(row, generation)

@@ -14,7 +14,7 @@ from tandem.transfer.errors import TransportClosed, TransportError
 from tandem.transfer.membership import TransportConfig, make_handle, read_handles
 from tandem.transfer.page_pool import PagePool
 from tandem.transfer.segment import Segment, attach_segment, create_segment, segment_detail
-from tandem.transfer.transport import Fence, Int64Array, Landed, Transport
+from tandem.transfer.transport import Fence, Int64Array, QuietFence, Transport
 
 NAME = "shared_memory"
 
@@ -73,15 +73,15 @@ class SharedMemoryTransport(Transport):
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
         self._keep_order()
-        return Landed()
+        return QuietFence()
 
-    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
+    def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
         self._check_peer(pe)
-        self._check_signal(slot)
-        row = self._peers[pe].mailbox[slot]
-        row[1] = int(payload)
+        self._check_row(row)
+        target = self._peers[pe].mailbox[row]
+        target[1] = int(payload)
         self._keep_order()
-        row[0] = signal
+        target[0] = signal
 
     def mailbox(self) -> Int64Array:
         self._check_peer(self.pe)

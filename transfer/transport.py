@@ -5,7 +5,7 @@ control plane    open() → handle ───────┐       ┌───�
                  join([h0, h1]) ◄───────┴───────┴────► join([h0, h1])
 data             write_slots(1, …) ────────────────►   pools
                  write_tokens(1, …) ───────────────►   pools
-                 post(1, slot, signal, payload) ───►   mailbox(), read each step: all of it is there
+                 post(1, row, signal, payload)  ───►   mailbox(), read each step: all of it is there
                  fence(1).is_quiet()                   (the sender may reuse what it wrote from)
 """
 
@@ -32,8 +32,8 @@ class Fence(Protocol):
         ...
 
 
-class Landed:
-    """The fence of writes that are done when their call returns."""
+class QuietFence:
+    """The fence of a transport whose writes are done when their call returns."""
 
     def is_quiet(self) -> bool:
         return True
@@ -43,7 +43,7 @@ class Transport(ABC):
     """Base of all transports; a tandem.cache PageWriter. Owned by one thread, which makes every call.
 
     A PE writes to itself as to any other. Calls before join() or after close() raise TransportClosed; a PE, slot or
-    signal row outside its range raises InvalidArgument or, for slots in tensors, IndexError.
+    mailbox row outside its range raises InvalidArgument or, for slots in tensors, IndexError.
     """
 
     quiet_seconds = 30.0  # longest wait of quiet()
@@ -114,11 +114,12 @@ class Transport(ABC):
                 )
 
     @abstractmethod
-    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
-        """Writes row `slot` of the peer's mailbox, int64 each, behind all writes issued to that PE before.
+    def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
+        """Writes a row of the peer's mailbox, int64 each, behind all writes issued to that PE before.
 
-        Who sees the signal there sees the payload and what those writes wrote. payload: or an int64 tensor [] that has
-        it once what is launched so far is done. Never waits, but for that tensor where the peer's memory is not mapped.
+        A reader that sees the signal also sees the payload and what those writes wrote. payload: may be an int64 tensor
+        [] that gets its value from what is launched so far. Never waits, except for that tensor where the peer's memory
+        is not mapped.
         """
 
     @abstractmethod
@@ -127,7 +128,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of all memory; idempotent. The own memory goes with the last tensor over it and the last peer."""
+        """Releases all memory; idempotent. The own memory goes with the last tensor over it and the last peer."""
 
     def _check_peer(self, pe: int) -> None:
         if not self._joined:
@@ -138,6 +139,6 @@ class Transport(ABC):
     def _num_slots(self, group: int) -> int:
         return self.num_pages[group] * self.layout.page_size
 
-    def _check_signal(self, slot: int) -> None:
-        if not 0 <= slot < self.num_signals:
-            raise InvalidArgument(f"slot is {slot}; 0 … {self.num_signals - 1} are accepted")
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.num_signals:
+            raise InvalidArgument(f"row is {row}; 0 … {self.num_signals - 1} are accepted")

@@ -11,6 +11,7 @@ from torch import Tensor
 from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import FP8, KVScales
+from tandem.cache.plan.shard import WHOLE, Shard
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -53,6 +54,7 @@ class KVLayout:
     page_size: int
     dtype: torch.dtype
     scales: KVScales | None = None
+    shard: Shard = WHOLE  # whose KV heads the groups have
 
     def __post_init__(self) -> None:
         integer("page_size", self.page_size, least=1)
@@ -131,7 +133,7 @@ class KVLayout:
     def fingerprint(self) -> int:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
         groups = [(g.layers, g.num_kv_heads, g.head_dim, g.window, g.latent_rank) for g in self.groups]
-        text = repr((self.page_size, str(self.dtype), groups, self.scales))
+        text = repr((self.page_size, str(self.dtype), groups, self.scales, self.shard))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
-from tandem.transfer.kernels.device_build import find_nvshmem
+from tandem.transfer.nvshmem.kernels.device_build import find_nvshmem
 
 COMMAND_SECONDS = 20.0
 SHM_BYTES = 8 << 30  # of /dev/shm: Ray's object store and NCCL's buffers

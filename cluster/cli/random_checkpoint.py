@@ -17,7 +17,7 @@ from tandem.workers.checkpoint.errors import InvalidConfig
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.parameters import allocate_parameters
 from tandem.workers.models.registry import load_config
-from tandem.workers.models.weight_names import LM_HEAD, checkpoint_places
+from tandem.workers.models.weight_names import LM_HEAD, named_weights
 from tandem.workers.models.weights import INDEX
 
 BOS, EOS = "<|begin|>", "<|end|>"
@@ -156,7 +156,7 @@ def train_tokenizer(vocab_size: int) -> Tokenizer:
 
 def random_weights(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> dict[str, Tensor]:
     """Weights whose greedy output is varied and readable: only tokens that begin a word have logits apart from 0."""
-    places = checkpoint_places(config, allocate_parameters(config, torch.device("cpu")))
+    places = named_weights(config, allocate_parameters(config, torch.device("cpu")))
     generator = torch.Generator().manual_seed(seed)
     for name, place in places.items():
         if name.endswith("norm.weight"):

@@ -25,7 +25,7 @@ PROGRESS_SECONDS = 2.0
 MODULES = ("numpy.ma",)  # np.unique imports it when it is first called
 GPU_MODULES = (
     *MODULES,
-    "tandem.transfer.nvshmem",
+    "tandem.transfer.nvshmem.transport",
     "tandem.cache.kernels.flashinfer.preload:preload_flashinfer",
     "tandem.cache.kernels.triton.preload:preload_triton",
     "triton.compiler.code_generator",  # the first launch imports it

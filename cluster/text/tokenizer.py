@@ -7,7 +7,7 @@ import tokenizers
 
 from tandem.cluster.text.chat_template import ChatTemplate, ChatTemplateError
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidTokenizer
-from tandem.workers.models.fields import Fields
+from tandem.workers.checkpoint.fields import Fields
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 HELD_TOKENS = 16  # more than any character takes: whoever holds back longer is waiting for bytes that will not come

@@ -43,7 +43,7 @@ NIXL_BLOCKS = {"layer": 36, "page": 1}  # of a page
 
 
 def join_island(pe: int, puts: bool) -> Transport:
-    from tandem.transfer.nvshmem import NvshmemTransport  # needs a GPU's packages
+    from tandem.transfer.nvshmem.transport import NvshmemTransport  # needs a GPU's packages
 
     config = TransportConfig(pe, 2, LAYOUT, (NUM_PAGES,), 8, "bench-push", 1)
     transport = NvshmemTransport(config, peer_access=not puts)

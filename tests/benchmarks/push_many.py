@@ -109,7 +109,7 @@ def result_of(rates: dict[str, dict[int, float]]) -> dict[str, Any]:
 
 
 def run(pe: int, folder: str, options: argparse.Namespace) -> None:
-    from tandem.transfer.nvshmem import NvshmemTransport  # needs a GPU's packages
+    from tandem.transfer.nvshmem.transport import NvshmemTransport  # needs a GPU's packages
 
     torch.cuda.set_device(pe)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=pe, world_size=NUM_PES)

@@ -1,12 +1,13 @@
-"""The transports under contract. A new one joins by a line in ISLANDS."""
+"""The transports under contract: the fake one, and those registered that a CPU can run."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tandem.transfer.factory import create_transport
+from tandem.transfer.factory import TRANSPORTS, create_transport
 from tandem.transfer.fake import FakeFabric
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
@@ -16,8 +17,8 @@ NUM_PAGES = 12
 NUM_SLOTS = NUM_PAGES * PAGE_SIZE
 
 
-def shared_memory_island(config: TransportConfig) -> list[Transport]:
-    return [create_transport("shared_memory", replace(config, pe=pe)) for pe in range(config.num_pes)]
+def registered_island(name: str, config: TransportConfig) -> list[Transport]:
+    return [create_transport(name, replace(config, pe=pe)) for pe in range(config.num_pes)]
 
 
 def fake_island(config: TransportConfig) -> list[Transport]:
@@ -33,7 +34,7 @@ def fake_island(config: TransportConfig) -> list[Transport]:
 
 
 ISLANDS: dict[str, Callable[[TransportConfig], list[Transport]]] = {
-    "shared_memory": shared_memory_island,
+    **{name: partial(registered_island, name) for name, one in TRANSPORTS.items() if "cpu" in one.devices},
     "fake": fake_island,
 }
 

@@ -15,7 +15,7 @@ from tandem.cache.plan.kv_scales import KVScales
 from tandem.transfer.errors import MembershipRefused, TransportClosed
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.transport import Transport
-from tests.contracts.islands import ISLANDS, NUM_PAGES, random_tokens, shared_memory_island
+from tests.contracts.islands import ISLANDS, NUM_PAGES, random_tokens, registered_island
 from tests.transfer.layouts import PAGE_SIZE, two_groups
 
 
@@ -115,7 +115,7 @@ def test_another_layout_is_refused(
     if "scales" in change and config.layout.has_latents:
         pytest.skip("latents have no scales")
     layout = replace(config.layout, **change)
-    other = shared_memory_island(replace(config, layout=layout))[1]
+    other = registered_island("shared_memory", replace(config, layout=layout))[1]
     handles = [transport.open() for transport in unjoined]
     handle = json.loads(other.open()) | {"transport": json.loads(handles[1])["transport"]}
     with pytest.raises(MembershipRefused, match=f"PE 1's handle has {field}"):

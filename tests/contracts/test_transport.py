@@ -112,17 +112,17 @@ def test_writes_of_no_slots_change_nothing(island: list[Transport]) -> None:
 def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[Transport]) -> None:
     board = SignalBoard(4)
     waiting = [board.acquire() for _ in range(2)]
-    slots = np.array([signal.slot for signal in waiting])
+    slots = np.array([signal.row for signal in waiting])
     generations = np.array([signal.generation for signal in waiting])
     source = fill(island[0], 3)
     everything = np.arange(NUM_SLOTS, dtype=np.int32)
     for group in range(2):
         island[0].write_slots(1, group, everything, everything)
     assert SignalBoard.landed(island[1].mailbox(), slots, generations).tolist() == [0, 0]
-    island[0].post(1, waiting[1].slot, pack_signal(waiting[1].generation, NUM_SLOTS), 2**40 + 5)
+    island[0].post(1, waiting[1].row, pack_signal(waiting[1].generation, NUM_SLOTS), 2**40 + 5)
     mailbox = island[1].mailbox()
     assert SignalBoard.landed(mailbox, slots, generations).tolist() == [0, NUM_SLOTS]
-    assert int(mailbox[waiting[1].slot, 1]) == 2**40 + 5
+    assert int(mailbox[waiting[1].row, 1]) == 2**40 + 5
     assert same_bits(island[1].pools, source)
     assert not island[0].mailbox().any()
     assert not island[2].mailbox().any()
@@ -169,12 +169,12 @@ def test_a_mailbox_is_a_copy(island: list[Transport]) -> None:
 def test_a_signal_of_an_earlier_use_of_its_slot_counts_for_nothing(island: list[Transport]) -> None:
     board = SignalBoard(1)
     first = board.acquire()
-    island[0].post(1, first.slot, pack_signal(first.generation, 12), 1)
+    island[0].post(1, first.row, pack_signal(first.generation, 12), 1)
     board.release(first)
     second = board.acquire()
-    slots, generations = np.array([second.slot]), np.array([second.generation])
+    slots, generations = np.array([second.row]), np.array([second.generation])
     assert SignalBoard.landed(island[1].mailbox(), slots, generations).tolist() == [0]
-    island[0].post(1, second.slot, pack_signal(second.generation, 7), 2)
+    island[0].post(1, second.row, pack_signal(second.generation, 7), 2)
     assert SignalBoard.landed(island[1].mailbox(), slots, generations).tolist() == [7]
 
 
@@ -225,5 +225,5 @@ def test_pes_and_signal_rows_out_of_range_are_refused(island: list[Transport]) -
             with pytest.raises(InvalidArgument, match=f"pe is {pe}; 0 … 2 are accepted"):
                 call()
     for row in (-1, 4):
-        with pytest.raises(InvalidArgument, match=f"slot is {row}; 0 … 3 are accepted"):
+        with pytest.raises(InvalidArgument, match=f"row is {row}; 0 … 3 are accepted"):
             island[0].post(1, row, 1, 1)

@@ -40,7 +40,7 @@ class Pe:
         torch.cuda.set_device(self.device)
 
     def open(self, config: TransportConfig, peer_access: bool) -> bytes:
-        from tandem.transfer.nvshmem import NvshmemTransport
+        from tandem.transfer.nvshmem.transport import NvshmemTransport
 
         self.transport = NvshmemTransport(config, peer_access=peer_access)
         self.fences: list[Fence] = []

@@ -160,16 +160,16 @@ def test_a_signal_comes_with_its_payload_and_after_the_data(island: list[PeProce
         island[0].do("delay")
         for group in range(2):
             island[0].do("call", "write_slots", 1, group, everything, everything)
-        tokens = 100 + signal.slot
-        island[0].do("call", "post", 1, signal.slot, pack_signal(signal.generation, tokens), -(2**40) - signal.slot)
-        mail = wait_for_mail(island[1], signal.slot, pack_signal(signal.generation, tokens))
-        assert int(mail[signal.slot, 1]) == -(2**40) - signal.slot
+        tokens = 100 + signal.row
+        island[0].do("call", "post", 1, signal.row, pack_signal(signal.generation, tokens), -(2**40) - signal.row)
+        mail = wait_for_mail(island[1], signal.row, pack_signal(signal.generation, tokens))
+        assert int(mail[signal.row, 1]) == -(2**40) - signal.row
         check(island, [expected[0], expected[0]])
     assert SignalBoard.landed(mail, slots, generations).tolist() == [100, 101, 102, 103]
     assert not island[0].do("call", "mailbox").any()
     board.release(held[0])
     again = board.acquire()  # what stands in its row is of the earlier use
-    assert SignalBoard.landed(mail, np.array([again.slot]), np.array([again.generation])).tolist() == [0]
+    assert SignalBoard.landed(mail, np.array([again.row]), np.array([again.generation])).tolist() == [0]
     mail[:] = 7  # a copy
     assert int(island[1].do("call", "mailbox")[0, 0]) == pack_signal(held[0].generation, 100)
 
@@ -242,7 +242,7 @@ def test_what_is_out_of_range_is_refused(island: list[PeProcess]) -> None:
             island[0].do("push_tokens", 1, 0, 0, 0, [0, 1], bad)
     with pytest.raises(RuntimeError, match="InvalidArgument: pe is 2; 0 … 1"):
         island[0].do("call", "quiet", 2)
-    with pytest.raises(RuntimeError, match="InvalidArgument: slot is 4; 0 … 3"):
+    with pytest.raises(RuntimeError, match="InvalidArgument: row is 4; 0 … 3"):
         island[0].do("call", "post", 1, 4, 1, 1)
     check(island, expected)
 

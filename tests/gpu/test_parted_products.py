@@ -11,7 +11,7 @@ from tandem.workers.models import projection
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tests.benchmarks.model_shapes import COMMON, SHAPES
-from tests.gpu.test_step_products import NoPages, error
+from tests.gpu.test_streamed_gemms import NoPages, error
 
 pytestmark = [
     pytest.mark.gpu,

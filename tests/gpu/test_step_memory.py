@@ -8,8 +8,8 @@ import torch
 
 from tandem.cache.kernels.fetched_staging import FetchedStaging
 from tandem.cache.kernels.staging import FixedArrays
-from tandem.workers.kernels.base import RowDraws
-from tandem.workers.kernels.choice import choose_step_tokens
+from tandem.workers.kernels.base import SamplingInputs
+from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.sampling.posted_samples import PostBox
 
 pytestmark = [
@@ -59,17 +59,17 @@ def test_what_is_filled_and_never_fetched_holds_nobody_up() -> None:
 
 
 def test_posts_are_seen_while_later_work_runs() -> None:
-    rows, box, kernels = 5, PostBox(8, DEVICE), choose_step_tokens(8, DEVICE)
+    rows, box, sampler = 5, PostBox(8, DEVICE), choose_sampler(8, DEVICE)
     logits, last = torch.eye(rows, 40, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    greedy = RowDraws(*torch.zeros((5, rows), dtype=torch.float64, device=DEVICE))
+    greedy = SamplingInputs(*torch.zeros((5, rows), dtype=torch.float64, device=DEVICE))
     tickets = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    kernels.keep(logits, greedy, last, tickets, box.words)  # compiles it
+    sampler.sample(logits, greedy, last, tickets, box.words)  # compiles it
     torch.cuda.synchronize()
     for _ in range(3):
         ticket = box.next_ticket()
         tickets.fill_(ticket)
         torch.cuda._sleep(LONG)
-        kernels.keep(logits, greedy, last, tickets, box.words)
+        sampler.sample(logits, greedy, last, tickets, box.words)
         posted = box.expect(ticket, rows)
         assert not posted.is_done()
         torch.cuda._sleep(10 * LONG)

@@ -13,7 +13,7 @@ from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
-from tandem.workers.kernels.decode_megakernel.row_step import ROW_COUNTS, CudaLaunch, StepArguments
+from tandem.workers.kernels.decode_megakernel.megakernel import ROW_COUNTS, MegakernelArguments, MegakernelLaunch
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.runner.model_cache import kv_layout, make_cache
@@ -189,14 +189,14 @@ def test_few_rows_are_one_launch(
     make_model(
         family, **WIDE, head_dim=head_dim, intermediate_size=inner, max_position_embeddings=8192
     ).save_pretrained(tmp_path)
-    captured: set[CudaLaunch] = set()
-    launch = CudaLaunch.__call__
+    captured: set[MegakernelLaunch] = set()
+    launch = MegakernelLaunch.__call__
 
-    def count(kernel: CudaLaunch, arguments: StepArguments) -> None:
+    def count(kernel: MegakernelLaunch, arguments: MegakernelArguments) -> None:
         captured.add(kernel)
         launch(kernel, arguments)
 
-    monkeypatch.setattr(CudaLaunch, "__call__", count)
+    monkeypatch.setattr(MegakernelLaunch, "__call__", count)
     program = (1, 1, 1, 2, 1, 3, 8, 4, 2, 20, 5, 4, 7, 1, 1)
     assert_graphs_go_on(tmp_path, GREEDY, program, WIDE_LOGPROB, scales=scales, long=long)
     assert len(captured) == len(ROW_COUNTS)

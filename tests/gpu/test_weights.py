@@ -7,7 +7,7 @@ import torch
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.workers.models.registry import load_config
-from tandem.workers.models.weight_names import checkpoint_places
+from tandem.workers.models.weight_names import named_weights
 from tandem.workers.models.weights import load_parameters
 
 pytestmark = [
@@ -23,7 +23,7 @@ def test_they_are_those_that_a_cpu_reads(tmp_path: Path, monkeypatch: pytest.Mon
     make_checkpoint(tmp_path, arch="qwen3", size="tiny", seed=3, shard_bytes=100_000)
     config = load_config(tmp_path, dtype)
     here, there = (
-        checkpoint_places(config, load_parameters(tmp_path, config, device=device)) for device in ("cpu", "cuda")
+        named_weights(config, load_parameters(tmp_path, config, device=device)) for device in ("cpu", "cuda")
     )
     for name, place in here.items():
         assert torch.equal(there[name].cpu(), place), name

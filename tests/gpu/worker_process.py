@@ -97,6 +97,6 @@ class WorkerPe:
 
 
 def _create(name: str, config: TransportConfig, *, peer_access: bool) -> Transport:
-    from tandem.transfer.nvshmem import NvshmemTransport
+    from tandem.transfer.nvshmem.transport import NvshmemTransport
 
     return NvshmemTransport(config, peer_access=peer_access)

@@ -109,8 +109,8 @@ def generations_stay(patch: pytest.MonkeyPatch) -> None:
 
     def acquired(self: SignalBoard) -> Signal:
         signal = acquire(self)
-        self._generations[signal.slot] = 1
-        return Signal(signal.slot, 1)
+        self._generations[signal.row] = 1
+        return Signal(signal.row, 1)
 
     patch.setattr(SignalBoard, "acquire", acquired)
 

@@ -108,11 +108,11 @@ class WireTransport(Transport):
     def fence(self, pe: int) -> Fence:
         return self._other.mark()
 
-    def post(self, pe: int, slot: int, signal: int, payload: int | Tensor) -> None:
+    def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
         if self.posts_that_fail:
             self.posts_that_fail -= 1
             raise TransportError("a post was told to fail")
-        self._other.incoming.append(Post(slot, signal, int(payload)))
+        self._other.incoming.append(Post(row, signal, int(payload)))
 
     def mailbox(self) -> Int64Array:
         return self._own.mailbox.copy()

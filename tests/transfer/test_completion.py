@@ -32,15 +32,15 @@ def test_parts_that_do_not_fit_are_refused(generation: int, tokens: int) -> None
         pack_signal(generation, tokens)
 
 
-def test_slots_are_distinct_and_run_out() -> None:
+def test_rows_are_distinct_and_run_out() -> None:
     board = SignalBoard(3)
     held = [board.acquire() for _ in range(3)]
-    assert {signal.slot for signal in held} == {0, 1, 2}
+    assert {signal.row for signal in held} == {0, 1, 2}
     assert board.num_free == 0
-    with pytest.raises(NoFreeSignal, match="all 3 signal slots"):
+    with pytest.raises(NoFreeSignal, match="all 3 mailbox rows"):
         board.acquire()
     board.release(held[1])
-    assert board.acquire() == Signal(held[1].slot, held[1].generation + 1)
+    assert board.acquire() == Signal(held[1].row, held[1].generation + 1)
 
 
 def test_release_is_idempotent_and_spares_the_next_holder() -> None:
@@ -72,7 +72,7 @@ def test_landed_counts_only_signals_of_the_asked_generation() -> None:
     mailbox[2] = pack_signal(signals[2].generation, 99), 6  # late news of the use before
     mailbox[3] = pack_signal(signals[3].generation, MAX_TOKENS), 7
     asked = [signals[0], signals[1], again, signals[3]]
-    slots = np.array([signal.slot for signal in asked])
+    slots = np.array([signal.row for signal in asked])
     generations = np.array([signal.generation for signal in asked])
     assert SignalBoard.landed(mailbox, slots, generations).tolist() == [17, 0, 0, MAX_TOKENS]
     assert SignalBoard.landed(mailbox, slots[:0], generations[:0]).shape == (0,)

@@ -4,7 +4,7 @@ import pytest
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.transfer.errors import TransportError
-from tandem.transfer.factory import create_transport
+from tandem.transfer.factory import TRANSPORTS, create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.shared_memory import SharedMemoryTransport
 from tests.transfer.layouts import two_groups
@@ -14,7 +14,7 @@ CONFIG = TransportConfig(pe=0, num_pes=1, layout=two_groups(), num_pages=(1, 1),
 
 def test_transports_are_known_by_name() -> None:
     assert isinstance(create_transport("shared_memory", CONFIG), SharedMemoryTransport)
-    with pytest.raises(InvalidArgument, match="transport is 'pigeon'; it must be one of shared_memory, nvshmem"):
+    with pytest.raises(InvalidArgument, match=f"transport is 'pigeon'; it must be one of {', '.join(TRANSPORTS)}"):
         create_transport("pigeon", CONFIG)
 
 

@@ -5,6 +5,7 @@ Format: https://github.com/huggingface/safetensors#format
 """
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,23 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int
     num_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """What fills `target`: a stored tensor, or a slice of it along one dimension."""
+
+    target: Tensor  # contiguous, any device; of another dtype than the stored one it converts
+    dim: int = 0  # 0; or 1, of a tensor of two dimensions
+    begin: int = 0  # of the slice
+    extent: int | None = None  # of the stored tensor in dim; None: the target's
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        shape = list(self.target.shape)
+        if self.extent is not None:
+            shape[self.dim] = self.extent
+        return tuple(shape)
 
 
 class SafetensorsFile:
@@ -62,13 +80,22 @@ class SafetensorsFile:
             )
         return STORED_DTYPES[stored.dtype_name]
 
-    def parts(self, name: str, place: Tensor) -> list["TensorPart"]:
-        """What fills `place` (contiguous, of the stored shape, any device), and converts to its dtype where that
-        differs. Raises InvalidWeights as dtype_of()."""
-        dtype, begin = self.dtype_of(name), self.tensors[name].begin
+    def parts(self, name: str, one: Slice) -> list["TensorPart"]:
+        """What fills the target of a slice of the tensor. Raises InvalidWeights as dtype_of()."""
+        dtype, begin, target = self.dtype_of(name), self.tensors[name].begin, one.target
+        if one.dim == 1 and one.extent is not None:
+            pitch, columns = one.extent * dtype.itemsize, (one.begin, one.extent)
+            count = max(1, PART_BYTES // pitch)
+            return [
+                TensorPart(self, dtype, begin + i * count * pitch, t, columns)
+                for i, t in enumerate(target.split(count))
+            ]
+        begin += one.begin * math.prod(target.shape[1:]) * dtype.itemsize
         count = PART_BYTES // dtype.itemsize
-        targets = place.view(-1).split(count)
-        return [TensorPart(self, dtype, begin + i * count * dtype.itemsize, target) for i, target in enumerate(targets)]
+        return [
+            TensorPart(self, dtype, begin + i * count * dtype.itemsize, part)
+            for i, part in enumerate(target.view(-1).split(count))
+        ]
 
     def read(self, offset: int, target: Tensor) -> None:
         """Fills `target` (flat, on the CPU) with the bytes that stand there. From any thread."""
@@ -101,21 +128,26 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, eq=False)
 class TensorPart:
-    """Consecutive elements of a stored tensor. offset: in the file, in bytes; target: where they go, flat."""
+    """Consecutive elements of a stored tensor, or some columns of consecutive rows."""
 
     file: SafetensorsFile
-    dtype: torch.dtype
-    offset: int
-    target: Tensor
+    dtype: torch.dtype  # as stored
+    offset: int  # in the file, in bytes
+    target: Tensor  # flat; with columns [rows, n]
+    columns: tuple[int, int] | None = None  # the first of them, and how many a stored row has
 
     def read(self, staging: Tensor) -> int:
         """From any thread, which has new_staging() to itself. Returns the bytes that were filled."""
         target = self.target
-        if target.dtype == self.dtype and target.device.type == "cpu":
+        if target.dtype == self.dtype and target.device.type == "cpu" and self.columns is None:
             self.file.read(self.offset, target)
         else:
-            read = staging[: target.numel() * self.dtype.itemsize].view(self.dtype)
+            begin, width = self.columns or (0, 1)
+            elements = target.numel() if self.columns is None else target.shape[0] * width
+            read = staging[: elements * self.dtype.itemsize].view(self.dtype)
             self.file.read(self.offset, read)
+            if self.columns is not None:
+                read = read.view(-1, width).narrow(1, begin, target.shape[1])
             with torch.inference_mode(target.is_inference()):  # a mode of the thread that made it, not of this one
                 target.copy_(read)
         return target.nbytes

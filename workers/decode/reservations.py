@@ -17,7 +17,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import OutOfPages
 from tandem.transfer.completion import SignalBoard, unpack_payload
 from tandem.transfer.errors import NoFreeSignal
-from tandem.transfer.recall import Recall, RecallDesk, num_slots
+from tandem.transfer.recall import Recall, RecallDesk, num_request_rows
 from tandem.transfer.transport import Int64Array, Transport
 from tandem.transfer.wire_map import encode_map
 from tandem.workers.counters import Counters
@@ -55,7 +55,7 @@ class Reservations:
         self._verify = verify
         self._lease_seconds = lease_seconds
         self._clock = clock
-        self._signals = SignalBoard(num_slots(transport))
+        self._signals = SignalBoard(num_request_rows(transport))
         self._recalls = RecallDesk(transport)
         self._requests: dict[str, DecodeRequest] = {}
         self._offers: dict[str, Reservation] = {}
@@ -137,7 +137,7 @@ class Reservations:
 
     def land(self, request: DecodeRequest, mailbox: Int64Array) -> int:
         """The first token of a request whose KV has landed. CorruptKV: it must end."""
-        token, sent = unpack_payload(int(mailbox[request.signal.slot, 1]))
+        token, sent = unpack_payload(int(mailbox[request.signal.row, 1]))
         self._settle(request)
         if self._verify:
             end = len(request.prompt)
@@ -226,7 +226,7 @@ class Reservations:
             epoch=self._transport.epoch,
             target_pe=self._transport.pe,
             writer_pe=writer_pe,
-            signal_slot=request.signal.slot,
+            signal_slot=request.signal.row,
             generation=request.signal.generation,
             matched_tokens=len(request.prompt) - request.expected_tokens,
             wire_map=encode_map(
@@ -246,7 +246,7 @@ class Reservations:
 
 def landed_tokens(mailbox: Int64Array, requests: list[DecodeRequest]) -> Int64Array:
     """int64 [n]: tokens landed of each request, 0 before its signal."""
-    slots = np.array([request.signal.slot for request in requests], np.int64)
+    slots = np.array([request.signal.row for request in requests], np.int64)
     generations = np.array([request.signal.generation for request in requests], np.int64)
     return SignalBoard.landed(mailbox, slots, generations)
 

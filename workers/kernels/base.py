@@ -28,57 +28,62 @@ class LayerKernels(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class RowNorm:
-    """A row becomes itself / its root mean square · weight [in], in float32; of one row it is not rounded, of several
-    where LayerKernels' norm is."""
+class RmsNorm:
+    """The norm of a row before a GEMM: row / its root mean square · weight, in float32.
 
-    weight: Tensor
+    With one row the result is not rounded; with several it is rounded where LayerKernels' norm is.
+    """
+
+    weight: Tensor  # [in]
     eps: float
 
 
-class RowKernels(Protocol):
-    """Products of few rows x [T, in] and weight [out, in], contiguous and in the dtype of x, with what stands around
-    them in a layer. bias: [out]. norm: what x goes through before. Sums are in float32.
+class FusedGemms(Protocol):
+    """GEMMs of few rows with the operations around them in a layer: the norm before, silu or the residual behind.
+
+    x [T, in]; weight [out, in], contiguous and in the dtype of x; bias [out]; norm: of x, before. They accumulate in
+    float32.
     """
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None) -> Tensor:
         """x · weightᵀ + bias [T, out]."""
         ...
 
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm) -> Tensor:
         """silu(gate) · up [T, out / 2] of linear's halves, gate first; rounded where silu_mul rounds."""
         ...
 
-    def add_linear(self, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """total [T, out] += x · weightᵀ + bias."""
+    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """residual [T, out] += x · weightᵀ + bias."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
-class RowDraws:
-    """How each row's token is drawn, [at least n] each: float64, top_k int64; see torch_sampling, which rounds to
+class SamplingInputs:
+    """How each row's token is sampled: [at least n] each, float64 unless said; kernels/torch/sampling.py rounds them to
     float32."""
 
-    draws: Tensor
+    uniforms: Tensor  # in [0, 1)
     temperature: Tensor
     top_p: Tensor
     min_p: Tensor
-    top_k: Tensor
+    top_k: Tensor  # int64, at most 0 for all
 
 
-class StepTokens(Protocol):
-    """Token ids of a step's n rows, int64, from one step to the next without a word to the host."""
+class Sampler(Protocol):
+    """Samples the tokens of a step's n rows (int64) and hands them to the next step; the host takes no part."""
 
     def inputs(self, tokens: Tensor, sources: Tensor, last: Tensor) -> Tensor:
         """[n]: tokens [n] where sources [n] is negative, elsewhere last[sources]."""
         ...
 
-    def keep(self, logits: Tensor, draws: RowDraws, last: Tensor, tickets: Tensor, words: Tensor) -> None:
-        """Into last [at least n] what each row of logits [n, vocab], whose rows are contiguous, draws, or the first of
-        its best tokens where its temperature is below GREEDY_BELOW; some token where a row has NaN. And ticket | token
-        into the row's word, in pinned memory where the device is a GPU.
+    def sample(self, logits: Tensor, sampling: SamplingInputs, last: Tensor, tickets: Tensor, words: Tensor) -> None:
+        """Samples a token for each row of logits [n, vocab], whose rows are contiguous, into last [at least n].
 
-        tickets: [at least n], see posted_samples; 0: nothing is posted. words: [2, at least n], of which the ticket
-        says the half.
+        Below the temperature GREEDY_BELOW it is the first of the row's best tokens. A row with NaN gets some token.
+        ticket | token goes into the row's word, in pinned memory where the device is a GPU.
+
+        tickets: [at least n], see posted_samples; 0: nothing is posted. words: [2, at least n]; the ticket chooses the
+        half.
         """
         ...

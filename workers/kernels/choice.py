@@ -5,13 +5,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.base import LayerKernels, RowKernels, StepTokens
-from tandem.workers.kernels.decode_megakernel.row_step import Launch, RowStepShape, load_launches
+from tandem.workers.kernels.base import FusedGemms, LayerKernels, Sampler
+from tandem.workers.kernels.decode_megakernel.megakernel import Launch, MegakernelShape, load_megakernels
 from tandem.workers.kernels.native.layer import NativeLayerKernels, load_native_layer
-from tandem.workers.kernels.skinny_gemm.narrow_product import NarrowKernels, NarrowShape, load_narrow_kernels
-from tandem.workers.kernels.skinny_gemm.step_product import StepProduct, load_step_products
+from tandem.workers.kernels.skinny_gemm.resident import ResidentGemms, ResidentShape, load_resident_gemms
+from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm, load_streamed_gemms
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
-from tandem.workers.kernels.torch.step_tokens import TorchStepTokens
+from tandem.workers.kernels.torch.sampler import TorchSampler
 
 
 def choose_layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
@@ -28,37 +28,37 @@ def native_layer_kernels(device: torch.device, dtype: torch.dtype) -> NativeLaye
     return load_native_layer() if device.type == "cpu" and dtype == torch.float32 else None
 
 
-def choose_row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels | None:
+def choose_fused_gemms(device: torch.device, dtype: torch.dtype) -> FusedGemms | None:
     """For 16 bits on a GPU; None elsewhere."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    from tandem.workers.kernels.triton.gemv import TritonRowKernels  # triton may be missing elsewhere
+    from tandem.workers.kernels.triton.gemv import TritonGemv  # triton may be missing elsewhere
 
-    return TritonRowKernels()
-
-
-def choose_step_product(weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> StepProduct | None:
-    """What multiplies a weight [out, in] with the rows of a decode step faster than torch does; None: nothing."""
-    products = None if bias is not None else load_step_products(weight.device, weight.dtype)
-    return None if products is None else products.prepare(weight, gated=gated)
+    return TritonGemv()
 
 
-def choose_row_launches(shape: RowStepShape, device: torch.device) -> Mapping[int, Launch]:
-    """What computes whole steps of such a model, by their number of rows; for others kernels of each layer do."""
-    return load_launches(shape, device) if device.type == "cuda" else {}
+def choose_streamed_gemm(weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> StreamedGemm | None:
+    """A GEMM of weight [out, in] and the rows of a decode step that is faster than torch's; None: there is none."""
+    gemms = None if bias is not None else load_streamed_gemms(weight.device, weight.dtype)
+    return None if gemms is None else gemms.prepare(weight, gated=gated)
 
 
-def choose_narrow_kernels(shape: NarrowShape, device: torch.device) -> NarrowKernels | None:
-    """What multiplies few rows of such a model faster than any rows' kernels do; None: nothing."""
+def choose_megakernels(shape: MegakernelShape, device: torch.device) -> Mapping[int, Launch]:
+    """Kernels of whole steps of such a model, by number of rows; kernels of each layer compute other steps."""
+    return load_megakernels(shape, device) if device.type == "cuda" else {}
+
+
+def choose_resident_gemms(shape: ResidentShape, device: torch.device) -> ResidentGemms | None:
+    """GEMMs of few rows of such a model that are faster than those of any number of rows; None where there are none."""
     if device.type != "cuda":
         return None
-    return load_narrow_kernels(shape, device, choose_layer_kernels(device, shape.dtype))
+    return load_resident_gemms(shape, device, choose_layer_kernels(device, shape.dtype))
 
 
-def choose_step_tokens(num_rows: int, device: torch.device) -> StepTokens:
+def choose_sampler(num_rows: int, device: torch.device) -> Sampler:
     """For steps of up to num_rows rows: Triton's on a GPU, else torch's."""
     if device.type != "cuda":
-        return TorchStepTokens()
-    from tandem.workers.kernels.triton.step_tokens import TritonStepTokens  # triton may be missing elsewhere
+        return TorchSampler()
+    from tandem.workers.kernels.triton.sampler import TritonSampler  # triton may be missing elsewhere
 
-    return TritonStepTokens(num_rows, device)
+    return TritonSampler(num_rows, device)

@@ -12,22 +12,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class ExpertBlocks:
-    """Pair p stands for token p // top_k and the p % top_k-th of its experts.
+    """Pair p is token p // top_k with the p % top_k-th of its experts. The number of blocks is a bound."""
 
-    pairs: int32 [blocks, rows], the pairs of each block, num_pairs where a row is empty. experts: int32 [blocks], the
-    expert of each, or the number of experts for a block that is not needed: the number of blocks is a bound.
-    """
-
-    pairs: Tensor
-    experts: Tensor
+    pairs: Tensor  # int32 [blocks, rows]; num_pairs where a row is empty
+    experts: Tensor  # int32 [blocks]; the number of experts for a block that is not needed
     num_pairs: int
 
 
 GroupedLinear = Callable[[Tensor, Tensor, Tensor | None, ExpertBlocks, Tensor | None, int], Tensor]
-"""(x [num_pairs / share, K], weight [E, N, K], bias [E, N] or None, blocks, scale [num_pairs] or None, share) -> y.
+"""(x [num_pairs / fan_out, K], weight [E, N, K], bias [E, N] or None, blocks, scale [num_pairs] or None, fan_out) -> y.
 
-y [num_pairs, N], of x's dtype: y[p] = scale[p] · (weight[e] · x[p // share] + bias[e]), e the expert of pair p; summed
-and scaled in float32, which scale is. The strides of weight may be any.
+y [num_pairs, N], of x's dtype: y[p] = scale[p] · (weight[e] · x[p // fan_out] + bias[e]), e being the expert of pair p.
+It is accumulated and scaled in float32, the dtype of scale. The strides of weight may be any.
 """
 
 
@@ -45,14 +41,14 @@ def expert_blocks(experts: Tensor, num_experts: int, rows: int) -> ExpertBlocks:
     block_ends = blocks.cumsum(0)
     # Where an expert's pairs begin in the blocks, less where they begin among the sorted pairs.
     shift = (block_ends - blocks) * rows - (counts.cumsum(0) - counts)
-    places = torch.arange(num_pairs, device=device) + shift[chosen[order]]
+    indices = torch.arange(num_pairs, device=device) + shift[chosen[order]]
     pairs = torch.full((bound * rows,), num_pairs, dtype=torch.int32, device=device)
-    pairs.scatter_(0, places, order.int())
+    pairs.scatter_(0, indices, order.int())
     owners = torch.searchsorted(block_ends, torch.arange(bound, device=device), right=True, out_int32=True)
     return ExpertBlocks(pairs.view(bound, rows), owners, num_pairs)
 
 
 def block_rows(num_pairs: int, num_experts: int) -> int:
     """About what an expert gets of evenly spread pairs, 16 (a tensor core's least) to 128."""
-    share = num_pairs // num_experts
-    return 16 if share <= 16 else 32 if share <= 32 else 64 if share <= 128 else 128
+    each = num_pairs // num_experts
+    return 16 if each <= 16 else 32 if each <= 32 else 64 if each <= 128 else 128

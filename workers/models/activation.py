@@ -1,4 +1,4 @@
-"""What stands between the two products of a feed-forward."""
+"""The activations between the two GEMMs of a feed-forward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from functools import partial
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import UnsupportedFeature
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.kernels.base import LayerKernels
 from tandem.workers.kernels.torch.activations import clamped_swiglu, gelu_tanh_mul
-from tandem.workers.models.fields import Fields
 
 Activate = Callable[[Tensor], Tensor]
 """[n, 2·I], the gate and up projections, → [n, I]."""
@@ -33,7 +33,7 @@ class GeluTanh:
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """gpt_oss's: gate · sigmoid(alpha · gate) · (up + 1), gate and up alternate and are clamped at limit."""
+    """gate · sigmoid(alpha · gate) · (up + 1), of gpt_oss. Gate and up alternate, and are clamped at limit."""
 
     alpha: float
     limit: float

@@ -8,9 +8,10 @@ import torch
 from tandem.cache.kernels.base import GPU_HEAD_DIMS
 from tandem.cache.plan.layout import DTYPES
 from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.shard import WHOLE, Shard
 from tandem.workers.checkpoint.errors import UnsupportedFeature
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.activation import Activation, read_activation
-from tandem.workers.models.fields import Fields
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.rope_fields import read_rope
@@ -19,32 +20,18 @@ from tandem.workers.models.window_fields import NO_WINDOWS, Windows, read_layer_
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm decoder with grouped-query attention, RoPE and a gated feed-forward, or with experts.
-
-    qkv_bias, o_bias and mlp_bias say which projections carry a bias; qk_norm whether q and k are normalised per head;
-    fused_names whether the checkpoint stores q, k, v and gate, up as one tensor each. moe None: no layer has experts;
-    intermediate_size is that of the layers without. float32_norms: the norms multiply by their weights, plus
-    norm_offset, before they round. out_norms: attention and feed-forward have a norm behind them, too. embedding_scale:
-    what embeddings are multiplied with. final_softcap: c of c · tanh(logits / c), None where there is none.
-    attention_sinks: each layer has learned logits that take their share of the softmax.
-    tie_word_embeddings: the head is the embedding, unless the checkpoint has another.
-    layer_windows: for each layer how many positions a token sees, its own included, or None for all; None when no layer
-    has a window. attn_softcap, attn_scale: see PagedKVCache. local_rope: that of layers with a window, where theirs is
-    another. fp8_kv: the checkpoint asks for K and V in 8 bits. latent: every layer keeps latents; num_kv_heads,
-    head_dim, qkv_bias and qk_norm then mean nothing. num_extra_layers: layers behind the others that a checkpoint may
-    hold, and that are not served.
-    """
+    """A pre-norm decoder with grouped-query attention, RoPE and a gated feed-forward, or with experts."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of the layers without experts
     num_layers: int
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # means nothing with latents, like head_dim, qkv_bias and qk_norm
     head_dim: int
     rms_norm_eps: float
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool  # the head is the embedding, unless the checkpoint has another
     max_position_embeddings: int
     rope: RopeParameters
     dtype: torch.dtype
@@ -54,22 +41,28 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    fused_names: bool = False
-    moe: MoeConfig | None = None
-    float32_norms: bool = False
+    qk_norm: bool = False  # q and k are normalised per head
+    fused_names: bool = False  # the checkpoint stores q, k, v and gate, up as one tensor each
+    moe: MoeConfig | None = None  # None: no layer has experts
+    float32_norms: bool = False  # norms multiply by their weights, plus norm_offset, before they round
     norm_offset: float = 0.0
-    out_norms: bool = False
+    out_norms: bool = False  # attention and feed-forward have a norm behind them, too
     embedding_scale: float = 1.0
-    final_softcap: float | None = None
-    attention_sinks: bool = False
-    layer_windows: tuple[int | None, ...] | None = None
-    attn_softcap: float | None = None
+    final_softcap: float | None = None  # c of c · tanh(logits / c)
+    attention_sinks: bool = False  # each layer has learned logits that take part in the softmax
+    layer_windows: tuple[int | None, ...] | None = None  # positions that a layer's token sees, itself too; None: all
+    attn_softcap: float | None = None  # see PagedKVCache, like attn_scale
     attn_scale: float | None = None
-    local_rope: RopeParameters | None = None
-    fp8_kv: bool = False
-    latent: LatentConfig | None = None
-    num_extra_layers: int = 0
+    local_rope: RopeParameters | None = None  # of layers with a window, where theirs is another
+    fp8_kv: bool = False  # the checkpoint asks for K and V in 8 bits
+    latent: LatentConfig | None = None  # every layer keeps latents
+    num_extra_layers: int = 0  # layers behind the others that a checkpoint may hold, and that are not served
+    shard: Shard = WHOLE  # whose heads and columns the numbers above count, see shard_config
+
+    @property
+    def experts(self) -> range:
+        """The experts that the shard holds."""
+        return range(0) if self.moe is None else self.shard.part("num_experts", self.moe.num_experts)
 
     @property
     def max_length(self) -> int:

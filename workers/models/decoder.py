@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.workers.kernels.base import LayerKernels, RowKernels
-from tandem.workers.kernels.choice import choose_layer_kernels, choose_row_kernels
-from tandem.workers.kernels.skinny_gemm.step_product import StepProduct
+from tandem.workers.checkpoint.errors import UnsupportedFeature
+from tandem.workers.kernels.base import FusedGemms, LayerKernels
+from tandem.workers.kernels.choice import choose_fused_gemms, choose_layer_kernels
+from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
 from tandem.workers.models.attention import (
     AttentionBlock,
     CachedAttention,
@@ -20,21 +21,18 @@ from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.feed_forward import FeedForward, GatedFeedForward, prepare_feed_forward
 from tandem.workers.models.parameters import DecoderParameters, LayerParameters
 from tandem.workers.models.projection import Projection
-from tandem.workers.models.row_decoder import RowDecoder
+from tandem.workers.models.small_batch_decoder import SmallBatchDecoder
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer as it is run.
-
-    Offsets of norms are in their weights. post_norm stands before the feed-forward, as in LayerParameters.
-    """
+    """One layer as it is run. Offsets of norms are in their weights."""
 
     input_norm: Tensor
     attention: AttentionBlock
     o: Projection
     attention_out_norm: Tensor | None
-    post_norm: Tensor
+    post_norm: Tensor  # before the feed-forward
     feed_forward: FeedForward
     feed_forward_out_norm: Tensor | None
 
@@ -47,12 +45,17 @@ class DenseDecoder:
         config: ModelConfig,
         parameters: DecoderParameters,
         kernels: LayerKernels | None = None,
-        row_kernels: RowKernels | None = None,
+        fused_gemms: FusedGemms | None = None,
     ) -> None:
         """Takes over filled `parameters` and empties their list of layers, so that no weight is held twice.
 
-        kernels, row_kernels: None takes the fastest for the parameters' device.
+        kernels, fused_gemms: None takes the fastest for the parameters' device. Raises UnsupportedFeature for a shard.
         """
+        if config.shard.size != 1:
+            raise UnsupportedFeature(
+                f"the shard is rank {config.shard.rank} of {config.shard.size}; a worker must have the whole model: "
+                "layers do not add up what several ranks compute"
+            )
         self.config = config
         self._kernels = kernels or choose_layer_kernels(parameters.embedding.device, config.dtype)
         self._embedding = parameters.embedding
@@ -63,16 +66,16 @@ class DenseDecoder:
         # The embedding needs plain rows: a projection that repacks would hold the tied weight twice.
         tied = parameters.lm_head is parameters.embedding and self.device.type == "cpu"
         self._lm_head = partial(F.linear, weight=parameters.lm_head) if tied else Projection(parameters.lm_head, None)
-        self._row_decoder: RowDecoder | None = None
-        row_kernels = row_kernels or choose_row_kernels(self.device, config.dtype)
-        if row_kernels is not None and all(RowDecoder.fits(config, layer) for layer in parameters.layers):
-            self._row_decoder = RowDecoder(config, row_kernels, self._final_norm, parameters.lm_head)
+        self._small_batch_decoder: SmallBatchDecoder | None = None
+        fused_gemms = fused_gemms or choose_fused_gemms(self.device, config.dtype)
+        if fused_gemms is not None and all(SmallBatchDecoder.fits(config, layer) for layer in parameters.layers):
+            self._small_batch_decoder = SmallBatchDecoder(config, fused_gemms, self._final_norm, parameters.lm_head)
         self._layers: list[DecoderLayer] = []
         while parameters.layers:
             layer = parameters.layers.pop(0)
             self._layers.append(_prepare(config, layer, self._kernels))
-            if self._row_decoder is not None:
-                self._row_decoder.add_layer(layer, self._layers[-1].attention)
+            if self._small_batch_decoder is not None:
+                self._small_batch_decoder.add_layer(layer, self._layers[-1].attention)
 
     @property
     def device(self) -> torch.device:
@@ -86,8 +89,8 @@ class DenseDecoder:
         """
         kernels, eps = self._kernels, self.config.rms_norm_eps
         x, delta = self._embed(token_ids), None
-        if self._row_decoder is not None and last_rows is None:
-            logits = self._row_decoder.forward(x, cached)
+        if self._small_batch_decoder is not None and last_rows is None:
+            logits = self._small_batch_decoder.forward(x, cached)
             if logits is not None:
                 return self._cap(logits)
         for index, layer in enumerate(self._layers):
@@ -119,7 +122,7 @@ def _prepare(config: ModelConfig, layer: LayerParameters, kernels: LayerKernels)
     alone = layer.feed_forward_out_norm is None
     feed_forward = prepare_feed_forward(config, layer.feed_forward, kernels, in_parts=alone)
     if isinstance(attention, GroupedQueryAttention) and isinstance(feed_forward, GatedFeedForward):
-        StepProduct.chain([attention.qkv.step_product, o.step_product, *feed_forward.step_products])
+        StreamedGemm.chain([attention.qkv.streamed_gemm, o.streamed_gemm, *feed_forward.streamed_gemms])
     return DecoderLayer(
         input_norm=layer.input_norm,
         attention=attention,

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.workers.kernels.base import LayerKernels
-from tandem.workers.kernels.choice import choose_step_product
-from tandem.workers.kernels.skinny_gemm.step_product import StepProduct
+from tandem.workers.kernels.choice import choose_streamed_gemm
+from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
 from tandem.workers.models.activation import Activation, Silu
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.experts import Experts, prepare_experts
@@ -29,18 +29,18 @@ class GatedFeedForward:
         self._activate = activation.bind(kernels)
         self._down = Projection(parameters.down, parameters.down_bias)
         self._multiply_down = self._down.in_parts if in_parts else self._down
-        self._gated_product: StepProduct | None = None
+        self._gated_gemm: StreamedGemm | None = None
         if isinstance(activation, Silu):
-            self._gated_product = choose_step_product(parameters.gate_up, parameters.gate_up_bias, gated=True)
+            self._gated_gemm = choose_streamed_gemm(parameters.gate_up, parameters.gate_up_bias, gated=True)
 
     @property
-    def step_products(self) -> tuple[StepProduct | None, StepProduct | None]:
+    def streamed_gemms(self) -> tuple[StreamedGemm | None, StreamedGemm | None]:
         """What multiplies the rows of a decode step: gate and up, and down."""
-        return self._gated_product, self._down.step_product
+        return self._gated_gemm, self._down.streamed_gemm
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._gated_product is not None and self._gated_product.takes(x):
-            return self._multiply_down(self._gated_product(x))
+        if self._gated_gemm is not None and self._gated_gemm.takes(x):
+            return self._multiply_down(self._gated_gemm(x))
         return self._multiply_down(self._activate(self._gate_up(x)))
 
 

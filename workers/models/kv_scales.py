@@ -1,4 +1,4 @@
-"""Whether a worker stores K and V in 8 bits, and by which scales."""
+"""The choice of a worker to store K and V in 8 bits, and of their scales."""
 
 from pathlib import Path
 
@@ -26,8 +26,8 @@ def stores_fp8(kv_cache_dtype: str, model: ModelConfig) -> bool:
 
 
 def choose_scales(config: WorkerConfig, model: ModelConfig) -> KVScales | None:
-    """None where K and V are stored as they are computed. What `config` gives takes the place of the checkpoint's
-    scales; 1 where neither has any."""
+    """None where K and V are stored as they are computed. Scales in `config` go before the
+    checkpoint's; 1 where neither has any."""
     if not stores_fp8(config.kv_cache_dtype, model):
         return None
     stored = None

@@ -1,25 +1,21 @@
-"""What latent attention (DeepSeek-V2's) is to its decoder: sizes, and how config.json gives them."""
+"""The sizes of latent attention (DeepSeek-V2), and how config.json gives them."""
 
 from dataclasses import dataclass
 
 from tandem.cache.plan.latent import LatentHeads
-from tandem.workers.models.fields import Fields
+from tandem.workers.checkpoint.fields import Fields
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """See tandem.cache.plan.latent; rank and rotated are the sizes of an entry's two parts.
+    """See tandem.cache.plan.latent."""
 
-    q_rank: q is made by two maps with a norm between them, over that many numbers; None: by one. interleaved: the
-    checkpoint's RoPE rotates neighbours, not halves. bias: of the maps from the hidden state.
-    """
-
-    rank: int
-    rotated: int
+    rank: int  # of an entry: the latent
+    rotated: int  # of an entry: the key that heads share
     heads: LatentHeads
-    q_rank: int | None
-    interleaved: bool
-    bias: bool
+    q_rank: int | None  # numbers between the two maps that make q; None: one map makes q
+    interleaved: bool  # the checkpoint's RoPE rotates neighbours, not halves
+    bias: bool  # of the maps from the hidden state
 
     @property
     def query_dim(self) -> int:

@@ -1,42 +1,36 @@
-"""What a mixture of experts is to its decoder: which layers route, where to, and what the checkpoint calls it."""
+"""The sizes of a mixture of experts, its routing, and its names in a checkpoint."""
 
 from dataclasses import dataclass
 
-from tandem.workers.models.fields import Fields
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.routing import Routing
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Where a checkpoint keeps a layer's experts: `block` is the submodule of the layer, `router` is within it.
+    """Where a checkpoint keeps a layer's experts: a tensor for each expert, or one for all.
 
-    projections: gate, up and down of one expert, `experts.<n>.<name>.weight`; None where no such layout exists. The
-    other layout has one tensor for all experts, `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`.
-    transposed: that the latter have rows of inputs, not of outputs.
+    The second layout has `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`.
     """
 
-    block: str
-    router: str
-    projections: tuple[str, str, str] | None
-    transposed: bool = False
+    block: str  # the submodule of the layer
+    router: str  # within the block
+    projections: tuple[str, str, str] | None  # gate, up and down in `experts.<n>.<name>.weight`; None: no such layout
+    transposed: bool = False  # in the second layout, rows are of inputs, not of outputs
 
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Each token of a layer in `layers` goes to some of num_experts experts of intermediate_size each, by `routing`.
+    """Each token of some layers goes to some experts."""
 
-    bias: the router and the experts have biases. shared_size: the intermediate size of a feed-forward that every token
-    takes besides; 0: there is none. float32_router: logits are computed in float32.
-    """
-
-    num_experts: int
+    num_experts: int  # of all shards
     routing: Routing
-    intermediate_size: int
-    layers: frozenset[int]
+    intermediate_size: int  # of each expert
+    layers: frozenset[int]  # those with experts
     names: ExpertNames
-    bias: bool = False
-    shared_size: int = 0
-    float32_router: bool = False
+    bias: bool = False  # the router and the experts have biases
+    shared_size: int = 0  # intermediate size of a feed-forward that every token takes besides; 0: there is none
+    float32_router: bool = False  # logits are computed in float32
 
 
 def read_moe(

@@ -12,76 +12,70 @@ from tandem.workers.models.moe import MoeConfig
 
 @dataclass(frozen=True, slots=True)
 class GatedParameters:
-    """A dense feed-forward: gate_up [2·I, H], gate, then up; down [H, I]; a bias is None where there is none."""
+    """A dense feed-forward; a bias is None where there is none."""
 
-    gate_up: Tensor
+    gate_up: Tensor  # [2·I, H]: gate, then up
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Tensor  # [H, I]
     down_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class MoeParameters:
-    """E experts: router [E, H], router_bias [E]; gate_up [E, 2·I, H], down [E, H, I], their biases [E, rows].
+    """E experts, of which the shard holds L.
 
-    correction: float32 [E], see Routing. shared: a feed-forward that every token takes besides. gate_up and down are
-    views that are transposed when the checkpoint's layout is: rows of the last dimension then lie apart.
+    gate_up and down are transposed views when the checkpoint's layout is transposed: rows of the last dimension then
+    lie apart.
     """
 
-    router: Tensor
-    router_bias: Tensor | None
-    correction: Tensor | None
-    shared: GatedParameters | None
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    router: Tensor  # [E, H]
+    router_bias: Tensor | None  # [E]
+    correction: Tensor | None  # float32 [E], see Routing
+    shared: GatedParameters | None  # a feed-forward that every token takes besides
+    gate_up: Tensor  # [L, 2·I, H]
+    gate_up_bias: Tensor | None  # [L, 2·I]
+    down: Tensor  # [L, H, I]
+    down_bias: Tensor | None  # [L, H]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParameters:
-    """Hq heads of q and Hkv of k and v, of D. qkv [(Hq + 2·Hkv)·D, H]: the rows of q, then k, then v. q_norm, k_norm
-    [D]. sinks [Hq].
-    """
+    """Hq heads of q and Hkv heads of k and v, of D."""
 
-    qkv: Tensor
+    qkv: Tensor  # [(Hq + 2·Hkv)·D, H]: the rows of q, then k, then v
     qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    sinks: Tensor | None
-    o: Tensor
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    sinks: Tensor | None  # [Hq]
+    o: Tensor  # [H, Hq·D]
     o_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LatentParameters:
-    """Hq heads that read latents. down [Q + rank + rotated, H]: the rows of q's first map, or of q, then the latent's,
-    then those of the key that heads share. q_norm [Q] and q_up [Hq · (key_dim + rotated), Q]: None where q has one map.
-    latent_norm [rank]. up [Hq, key_dim + value_dim, rank]: see UpProjections.
-    """
+    """Hq heads that read latents."""
 
-    down: Tensor
+    down: Tensor  # [Q + rank + rotated, H]: q's first map, or q; the latent; the key that heads share
     down_bias: Tensor | None
-    q_norm: Tensor | None
-    q_up: Tensor | None
-    latent_norm: Tensor
-    up: Tensor
-    o: Tensor
+    q_norm: Tensor | None  # [Q]; None where q has one map
+    q_up: Tensor | None  # [Hq · (key_dim + rotated), Q]; None where q has one map
+    latent_norm: Tensor  # [rank]
+    up: Tensor  # [Hq, key_dim + value_dim, rank]: see UpProjections
+    o: Tensor  # [H, Hq · value_dim]
     o_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParameters:
-    """One layer. I intermediate, H hidden. Rows are outputs, as in torch.nn.functional.linear.
+    """One layer. I intermediate, H hidden; rows are outputs, as in torch.nn.functional.linear.
 
-    post_norm stands before the feed-forward, the out_norms behind attention and feed-forward. None where the model has
-    no such tensor.
+    A tensor is None where the model has none.
     """
 
     input_norm: Tensor
     attention: AttentionParameters | LatentParameters
     attention_out_norm: Tensor | None
-    post_norm: Tensor
+    post_norm: Tensor  # before the feed-forward
     feed_forward: GatedParameters | MoeParameters
     feed_forward_out_norm: Tensor | None
 
@@ -211,12 +205,12 @@ def _allocate_gated(config: ModelConfig, intermediate: int, new: Allocator) -> G
 
 
 def _allocate_moe(config: ModelConfig, moe: MoeConfig, new: Allocator) -> MoeParameters:
-    hidden, in_float32 = config.hidden_size, Allocator(torch.float32, new.device)
+    hidden, in_float32, held = config.hidden_size, Allocator(torch.float32, new.device), len(config.experts)
 
     def experts(rows: int, columns: int) -> Tensor:
         if moe.names.transposed:
-            return new(moe.num_experts, columns, rows).transpose(1, 2)
-        return new(moe.num_experts, rows, columns)
+            return new(held, columns, rows).transpose(1, 2)
+        return new(held, rows, columns)
 
     return MoeParameters(
         router=(in_float32 if moe.float32_router else new)(moe.num_experts, hidden),
@@ -224,7 +218,7 @@ def _allocate_moe(config: ModelConfig, moe: MoeConfig, new: Allocator) -> MoePar
         correction=in_float32.when(moe.routing.corrected, moe.num_experts),
         shared=_allocate_gated(config, moe.shared_size, new) if moe.shared_size else None,
         gate_up=experts(2 * moe.intermediate_size, hidden),
-        gate_up_bias=new.when(moe.bias, moe.num_experts, 2 * moe.intermediate_size),
+        gate_up_bias=new.when(moe.bias, held, 2 * moe.intermediate_size),
         down=experts(hidden, moe.intermediate_size),
-        down_bias=new.when(moe.bias, moe.num_experts, hidden),
+        down_bias=new.when(moe.bias, held, hidden),
     )

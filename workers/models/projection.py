@@ -4,19 +4,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.workers.kernels.choice import choose_row_kernels, choose_step_product, native_layer_kernels
+from tandem.workers.kernels.choice import choose_fused_gemms, choose_streamed_gemm, native_layer_kernels
 from tandem.workers.kernels.native.layer import pack
 
 PARTS = 2
-PARTED_ROWS, LEAST_TO_PART = range(129, 257), 8192  # columns; by measurement, see LOG.md
+PARTED_ROWS, LEAST_TO_PART = range(129, 257), 8192  # columns; by measurement, see decision 0038
 
 
 class Projection:
     """x [T, in] → x · weightᵀ + bias [T, out]; weight [out, in], bias [out] or None.
 
-    A float32 weight on a CPU is kept in the panels of native_layer.c, and nowhere else, where that can be built. On a
-    GPU one row of 16 bits, and the few of a decode step where that wins, are multiplied by kernels of ours: the latter
-    by step_product, if the weight has one.
+    A float32 weight on a CPU is kept in the panels of native_layer.c where that can be built, and nowhere else. On a
+    GPU in 16 bits, FusedGemms multiply one row, and streamed_gemm the few rows of a decode step, if it is faster.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -24,16 +23,16 @@ class Projection:
         self._outputs = weight.shape[0]
         self._native = native_layer_kernels(weight.device, weight.dtype)
         self._weight = weight if self._native is None else pack(weight)
-        self._row_kernels = choose_row_kernels(weight.device, weight.dtype)
-        self.step_product = choose_step_product(weight, bias)
+        self._fused_gemms = choose_fused_gemms(weight.device, weight.dtype)
+        self.streamed_gemm = choose_streamed_gemm(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._native is not None:
             return self._native.linear(x, self._weight, self._outputs, self._bias)
-        if self._row_kernels is not None and x.shape[0] == 1:
-            return self._row_kernels.linear(x, self._weight, self._bias)
-        if self.step_product is not None and self.step_product.takes(x):
-            return self.step_product(x)
+        if self._fused_gemms is not None and x.shape[0] == 1:
+            return self._fused_gemms.linear(x, self._weight, self._bias)
+        if self.streamed_gemm is not None and self.streamed_gemm.takes(x):
+            return self.streamed_gemm(x)
         return F.linear(x, self._weight, self._bias)
 
     def in_parts(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from tandem.cache.plan.layout import DTYPES
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.families import (
     deepseek_v2,
@@ -23,7 +24,6 @@ from tandem.workers.models.families import (
     qwen3,
     qwen3_moe,
 )
-from tandem.workers.models.fields import Fields
 
 FAMILIES: Mapping[str, Callable[[Fields, str], ModelConfig]] = MappingProxyType(
     {

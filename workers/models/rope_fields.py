@@ -5,7 +5,7 @@ from typing import Any
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.rope import RopeParameters
 from tandem.workers.checkpoint.errors import InvalidConfig, UnsupportedFeature
-from tandem.workers.models.fields import Fields
+from tandem.workers.checkpoint.fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DEFAULT_THETA = 10_000.0
@@ -23,11 +23,15 @@ def read_rope(
 ) -> RopeParameters:
     """`rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (transformers 4).
 
-    As there, rope_scaling goes before rope_parameters unless it is empty, what the object says before what stands
-    beside it, and `type` is an old name of rope_type. partial_rotary: whether the family heeds partial_rotary_factor.
-    original_length: its original_max_position_embeddings where none stands beside the object, whatever that says.
-    theta_field: what the base is called beside the object. layer_type: the layers meant where rope_parameters has an
-    object for each kind; then rope_scaling is that of full_attention.
+    As in transformers, a rope_scaling that is not empty goes before rope_parameters, and a field in the object before
+    the same field beside it. `type` is an old name of rope_type.
+
+    - partial_rotary: whether the family reads partial_rotary_factor.
+    - original_length: original_max_position_embeddings where none is given beside the object.
+    - theta_field: the name of the base beside the object.
+    - layer_type: the layers meant where rope_parameters has an object for each kind; rope_scaling is that of
+      full_attention then.
+
     Raises UnsupportedFeature for a type not in ROPE_TYPES, and for partial rotation of a family that has none.
     """
     scaling = _scaling(fields, layer_type)
@@ -38,7 +42,7 @@ def read_rope(
     try:
         return RopeParameters(
             rope_type=rope_type,
-            rotary_dim=int(head_dim * _rotated_share(fields, scaling, partial_rotary)),
+            rotary_dim=int(head_dim * _rotated_fraction(fields, scaling, partial_rotary)),
             theta=scaling.number("rope_theta", fields.number(theta_field, default_theta)),
             factor=_factor(scaling, rope_type, max_position_embeddings / original),
             max_position_embeddings=max_position_embeddings,
@@ -80,11 +84,11 @@ def _refuse_unsupported(scaling: Fields, rope_type: str) -> None:
         )
 
 
-def _rotated_share(fields: Fields, scaling: Fields, partial_rotary: bool) -> float:
-    share = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if share != 1 and not partial_rotary:
-        raise UnsupportedFeature(f"{fields.source}: partial_rotary_factor is {share}; this family takes only 1")
-    return share
+def _rotated_fraction(fields: Fields, scaling: Fields, partial_rotary: bool) -> float:
+    fraction = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if fraction != 1 and not partial_rotary:
+        raise UnsupportedFeature(f"{fields.source}: partial_rotary_factor is {fraction}; this family takes only 1")
+    return fraction
 
 
 def _needed_by(rope_type: str, scaling: Fields) -> dict[str, Any]:

@@ -10,12 +10,11 @@ TINY = 1e-20  # as in transformers: sigmoids may all be 0
 
 @dataclass(frozen=True)
 class GroupLimit:
-    """Only the `kept` best of num_groups groups of neighbouring experts can be chosen from; a group is as good as the
-    sum of its `counted` best scores."""
+    """Limits the choice to the best groups of neighbouring experts."""
 
     num_groups: int
-    kept: int
-    counted: int
+    kept: int  # groups that can be chosen from
+    counted: int  # best scores of a group, whose sum is the group's score
 
     def apply(self, scores: Tensor) -> Tensor:
         """scores [T, E] with -inf in the groups that are out."""
@@ -27,17 +26,13 @@ class GroupLimit:
 
 @dataclass(frozen=True)
 class Routing:
-    """A token's scores are the softmax over all experts, or the sigmoid of each (sigmoid), in float32; it goes to the
-    top_k best. Its weights are their scores, divided by their sum (normalize), times scale.
-
-    groups: which can be chosen, None all. corrected: choices, not weights, see scores with a learned correction added.
-    """
+    """A token goes to the experts with the best scores, in float32. Its weights are their scores times scale."""
 
     top_k: int
-    normalize: bool
-    sigmoid: bool = False
-    groups: GroupLimit | None = None
-    corrected: bool = False
+    normalize: bool  # weights are divided by their sum
+    sigmoid: bool = False  # scores are the sigmoid of each expert's logit, else the softmax over all experts
+    groups: GroupLimit | None = None  # that can be chosen from; None: all
+    corrected: bool = False  # the choice, not the weights, adds a learned correction to the scores
     scale: float = 1.0
 
 

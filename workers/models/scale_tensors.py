@@ -14,7 +14,7 @@ import torch
 
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.workers.checkpoint.errors import InvalidWeights
-from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, new_staging
+from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice, new_staging
 from tandem.workers.models.config import ModelConfig
 
 _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|([qkv])_proj\.)?([qkv])_scale")
@@ -32,7 +32,7 @@ def read_scales(paths: Iterable[Path], config: ModelConfig) -> KVScales | None:
             for name in file.tensors:
                 match = _NAME.fullmatch(name)
                 if match is not None and match[3] != "q":
-                    found[match[3], int(match[1])] = _read(file, name, config.num_kv_heads)
+                    found[match[3], int(match[1])] = _read(file, name, config)
     if not found:
         return None
     layers = range(config.num_layers)
@@ -45,13 +45,17 @@ def read_scales(paths: Iterable[Path], config: ModelConfig) -> KVScales | None:
     return KVScales(tuple(found["k", layer] for layer in layers), tuple(found["v", layer] for layer in layers))
 
 
-def _read(file: SafetensorsFile, name: str, num_kv_heads: int) -> tuple[float, ...]:
-    scales = torch.empty(file.tensors[name].shape)
+def _read(file: SafetensorsFile, name: str, config: ModelConfig) -> tuple[float, ...]:
+    """The scale of the layer, or those of the shard's KV heads."""
+    scales, num_kv_heads = torch.empty(file.tensors[name].shape), config.num_kv_heads * config.shard.size
     if scales.numel() not in (1, num_kv_heads):
         raise InvalidWeights(
             f"{file.path}: tensor {name} has {scales.numel()} numbers; "
             f"1 for the layer or {num_kv_heads}, one a KV head, are accepted"
         )
-    for part in file.parts(name, scales):
+    for part in file.parts(name, Slice(scales)):
         part.read(new_staging("cpu"))
+    if scales.numel() > 1:
+        heads = config.shard.part("num_kv_heads", num_kv_heads)
+        scales = scales.view(-1)[heads.start : heads.stop]
     return tuple(scales.view(-1).tolist())

@@ -21,36 +21,36 @@ Parts = tuple[tuple[str, int], ...]
 """Names and numbers of rows of the tensors that one fused tensor takes."""
 
 
-def checkpoint_places(
+def named_weights(
     config: ModelConfig, parameters: DecoderParameters, stored: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """Hugging Face's tensor names and, for each, the contiguous view of `parameters` that it fills.
 
     stored: the names that the checkpoint has; they decide where there is more than one layout of a family.
     """
-    places = {"model.embed_tokens.weight": parameters.embedding, "model.norm.weight": parameters.final_norm}
+    weights = {"model.embed_tokens.weight": parameters.embedding, "model.norm.weight": parameters.final_norm}
     if parameters.lm_head is not parameters.embedding:
-        places[LM_HEAD] = parameters.lm_head
+        weights[LM_HEAD] = parameters.lm_head
     joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
     for index, layer in enumerate(parameters.layers):
         prefix = f"model.layers.{index}"
-        places.update(_norm_places(config, layer, prefix))
+        weights.update(_norm_weights(config, layer, prefix))
         attention = f"{prefix}.self_attn"
         if isinstance(layer.attention, AttentionParameters):
-            places.update(_attention_places(config, layer.attention, attention))
+            weights.update(_attention_weights(config, layer.attention, attention))
         else:
             assert config.latent is not None  # else the layer had no latents
-            places.update(_latent_places(config.latent, layer.attention, attention))
+            weights.update(_latent_weights(config.latent, layer.attention, attention))
         feed_forward = layer.feed_forward
         if isinstance(feed_forward, GatedParameters):
-            places.update(_gated_places(config, feed_forward, f"{prefix}.mlp"))
+            weights.update(_gated_weights(config, feed_forward, f"{prefix}.mlp"))
         else:
             assert config.moe is not None  # else the layer had no experts
-            places.update(_moe_places(config, config.moe, feed_forward, prefix, joined))
-    return places
+            weights.update(_moe_weights(config, config.moe, feed_forward, prefix, joined))
+    return weights
 
 
-def _norm_places(config: ModelConfig, layer: LayerParameters, prefix: str) -> dict[str, Tensor]:
+def _norm_weights(config: ModelConfig, layer: LayerParameters, prefix: str) -> dict[str, Tensor]:
     post_norm = "pre_feedforward_layernorm" if config.out_norms else "post_attention_layernorm"
     return _existing(
         {
@@ -62,8 +62,8 @@ def _norm_places(config: ModelConfig, layer: LayerParameters, prefix: str) -> di
     )
 
 
-def _attention_places(config: ModelConfig, parameters: AttentionParameters, prefix: str) -> dict[str, Tensor]:
-    places = _existing(
+def _attention_weights(config: ModelConfig, parameters: AttentionParameters, prefix: str) -> dict[str, Tensor]:
+    weights = _existing(
         {
             f"{prefix}.q_norm.weight": parameters.q_norm,
             f"{prefix}.k_norm.weight": parameters.k_norm,
@@ -76,16 +76,16 @@ def _attention_places(config: ModelConfig, parameters: AttentionParameters, pref
     separate = (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))
     parts = (("qkv_proj", q_rows + 2 * kv_rows),) if config.fused_names else separate
     return (
-        places
+        weights
         | _split_rows(prefix, "weight", parameters.qkv, parts)
         | _split_rows(prefix, "bias", parameters.qkv_bias, parts)
     )
 
 
-def _latent_places(latent: LatentConfig, parameters: LatentParameters, prefix: str) -> dict[str, Tensor]:
+def _latent_weights(latent: LatentConfig, parameters: LatentParameters, prefix: str) -> dict[str, Tensor]:
     entry_rows = latent.rank + latent.rotated
     q_rows = parameters.down.shape[0] - entry_rows
-    places = _existing(
+    weights = _existing(
         {
             f"{prefix}.q_a_layernorm.weight": parameters.q_norm,
             f"{prefix}.q_b_proj.weight": parameters.q_up,
@@ -97,39 +97,39 @@ def _latent_places(latent: LatentConfig, parameters: LatentParameters, prefix: s
     )
     entry = ("kv_a_proj_with_mqa", entry_rows)
     parts = (("q_proj" if latent.q_rank is None else "q_a_proj", q_rows), entry)
-    places |= _split_rows(prefix, "weight", parameters.down, parts)
+    weights |= _split_rows(prefix, "weight", parameters.down, parts)
     if parameters.down_bias is not None and latent.q_rank is None:  # q's only map has none
-        return places | {f"{prefix}.{entry[0]}.bias": parameters.down_bias[q_rows:]}
-    return places | _split_rows(prefix, "bias", parameters.down_bias, parts)
+        return weights | {f"{prefix}.{entry[0]}.bias": parameters.down_bias[q_rows:]}
+    return weights | _split_rows(prefix, "bias", parameters.down_bias, parts)
 
 
-def _gated_places(config: ModelConfig, gated: GatedParameters, prefix: str) -> dict[str, Tensor]:
+def _gated_weights(config: ModelConfig, gated: GatedParameters, prefix: str) -> dict[str, Tensor]:
     rows = gated.down.shape[1]
     parts = (("gate_up_proj", 2 * rows),) if config.fused_names else (("gate_proj", rows), ("up_proj", rows))
-    places = _existing({f"{prefix}.down_proj.weight": gated.down, f"{prefix}.down_proj.bias": gated.down_bias})
+    weights = _existing({f"{prefix}.down_proj.weight": gated.down, f"{prefix}.down_proj.bias": gated.down_bias})
     return (
-        places
+        weights
         | _split_rows(prefix, "weight", gated.gate_up, parts)
         | _split_rows(prefix, "bias", gated.gate_up_bias, parts)
     )
 
 
-def _moe_places(
+def _moe_weights(
     config: ModelConfig, moe: MoeConfig, parameters: MoeParameters, prefix: str, joined: bool
 ) -> dict[str, Tensor]:
     """joined: one tensor for all experts of a layer."""
     names = moe.names
     block = f"{prefix}.mlp" if joined or names.projections is None else f"{prefix}.{names.block}"
     router, experts = f"{block}.{names.router}", f"{block}.experts"
-    places = _existing(
+    weights = _existing(
         {f"{router}.weight": parameters.router, f"{router}.e_score_correction_bias": parameters.correction}
     )
     if parameters.shared is not None:
-        places |= _gated_places(config, parameters.shared, f"{block}.shared_experts")
+        weights |= _gated_weights(config, parameters.shared, f"{block}.shared_experts")
     if names.projections is None or joined:
-        weights = {f"{experts}.gate_up_proj": parameters.gate_up, f"{experts}.down_proj": parameters.down}
-        places |= {name: weight.transpose(1, 2) if names.transposed else weight for name, weight in weights.items()}
-        return places | _existing(
+        of_all = {f"{experts}.gate_up_proj": parameters.gate_up, f"{experts}.down_proj": parameters.down}
+        weights |= {name: weight.transpose(1, 2) if names.transposed else weight for name, weight in of_all.items()}
+        return weights | _existing(
             {
                 f"{router}.bias": parameters.router_bias,
                 f"{experts}.gate_up_proj_bias": parameters.gate_up_bias,
@@ -138,14 +138,14 @@ def _moe_places(
         )
     gate, up, down = names.projections
     parts = ((gate, moe.intermediate_size), (up, moe.intermediate_size))
-    for expert in range(moe.num_experts):
-        places |= _split_rows(f"{experts}.{expert}", "weight", parameters.gate_up[expert], parts)
-        places[f"{experts}.{expert}.{down}.weight"] = parameters.down[expert]
-    return places
+    for index, expert in enumerate(config.experts):
+        weights |= _split_rows(f"{experts}.{expert}", "weight", parameters.gate_up[index], parts)
+        weights[f"{experts}.{expert}.{down}.weight"] = parameters.down[index]
+    return weights
 
 
-def _existing(places: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in places.items() if tensor is not None}
+def _existing(weights: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in weights.items() if tensor is not None}
 
 
 def _split_rows(prefix: str, kind: str, fused: Tensor | None, parts: Parts) -> dict[str, Tensor]:

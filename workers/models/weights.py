@@ -1,6 +1,7 @@
-"""From a checkpoint folder to filled parameters: safetensors only, in parallel reads, straight into their places."""
+"""From a checkpoint folder to filled parameters: safetensors only, in parallel reads, straight into the parameters."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,19 +12,21 @@ import torch
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, InvalidWeights
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.progress import ReportBytes, ignore_progress
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, TensorPart, new_staging
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.models.fields import Fields
 from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
 from tandem.workers.models.scale_tensors import is_scale
-from tandem.workers.models.weight_names import LM_HEAD, checkpoint_places
+from tandem.workers.models.sharding import slices_of
+from tandem.workers.models.weight_names import LM_HEAD, named_weights
 
 INDEX = "model.safetensors.index.json"
 LOAD_FORMATS = ("safetensors", "dummy")
 DUMMY_STD = 0.02
 LISTED = 5  # names in an error
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 READERS = 8  # threads: one copies from the page cache at a fraction of what memory, and a GPU's link, can take
 
 
@@ -56,12 +59,12 @@ def load_parameters(
         raise InvalidConfig(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
     if load_format == "dummy":
         parameters = allocate_parameters(config, torch.device(device))
-        fill_randomly(config, checkpoint_places(config, parameters))
+        fill_randomly(config, named_weights(config, parameters))
         return parameters
     with ExitStack() as stack:
         files = _open(stack, folder)
-        parameters, places = _allocate(files, config, torch.device(device))
-        _fill(files, places, torch.device(device), report)
+        parameters, weights = _allocate(files, config, torch.device(device))
+        _fill(files, weights, config, torch.device(device), report)
     if config.tie_word_embeddings and torch.equal(parameters.lm_head, parameters.embedding):
         return dataclasses.replace(parameters, lm_head=parameters.embedding)
     return parameters
@@ -99,12 +102,17 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
 
 
 def _fill(
-    files: Sequence[SafetensorsFile], places: Mapping[str, Tensor], device: torch.device, report: ReportBytes
+    files: Sequence[SafetensorsFile],
+    weights: Mapping[str, Tensor],
+    config: ModelConfig,
+    device: torch.device,
+    report: ReportBytes,
 ) -> None:
-    total, done = sum(place.nbytes for place in places.values()), 0
+    total, done = sum(weight.nbytes for weight in weights.values()), 0
     report(done, total)
-    wanted = [(file, name) for file in files for name in file.tensors if name in places]
-    parts = [part for file, name in wanted for part in file.parts(name, places[name])]
+    wanted = [(file, name) for file in files for name in file.tensors if name in weights]
+    slices = [(file, name, one) for file, name in wanted for one in slices_of(name, weights[name], config)]
+    parts = [part for file, name, one in slices for part in file.parts(name, one)]
     parts.sort(key=lambda part: (part.file.path, part.offset))  # as a disk likes to read
     for filled in _read(parts, device):
         done += filled
@@ -136,33 +144,31 @@ def _open(stack: ExitStack, folder: Path) -> list[SafetensorsFile]:
 def _allocate(
     files: Sequence[SafetensorsFile], config: ModelConfig, device: torch.device
 ) -> tuple[DecoderParameters, dict[str, Tensor]]:
-    """Parameters and the places of the files' tensors, both checked. InvalidWeights names what is missing, unknown or
-    misshapen.
+    """Parameters, and the views of them that the files' tensors fill, by name; both checked.
 
-    A head that the files have gets a place even where embeddings are to be tied: it may be another, and transformers
-    then serves it.
+    InvalidWeights names what is missing, unknown or misshapen. A head that the files have gets a weight of its own even
+    where embeddings are to be tied: it may be another, and transformers then serves it.
     """
     names = {name for file in files for name in file.tensors}
     if LM_HEAD in names:
         config = dataclasses.replace(config, tie_word_embeddings=False)
     parameters = allocate_parameters(config, device)
-    places = checkpoint_places(config, parameters, names)
-    check_tensors(files, places, config)
-    return parameters, places
+    weights = named_weights(config, parameters, names)
+    check_tensors(files, weights, config)
+    return parameters, weights
 
 
-def check_tensors(files: Iterable[SafetensorsFile], places: Mapping[str, Tensor], config: ModelConfig) -> None:
+def check_tensors(files: Iterable[SafetensorsFile], weights: Mapping[str, Tensor], config: ModelConfig) -> None:
     """The files hold each tensor of the model, in its shape and of a type that can be read, and nothing unknown."""
-    missing, unknown = dict(places), list[str]()
+    missing, unknown = dict(weights), list[str]()
     for file in files:
         for name, stored in file.tensors.items():
-            place = places.get(name)
-            if place is None:
+            weight = weights.get(name)
+            if weight is None:
                 unknown += [] if _is_ignored(name, config) else [name]
-            elif stored.shape != tuple(place.shape):
+            elif stored.shape != (shape := slices_of(name, weight, config)[0].stored_shape):
                 raise InvalidWeights(
-                    f"{file.path}: tensor {name} has shape {list(stored.shape)}; "
-                    f"config.json asks for {list(place.shape)}"
+                    f"{file.path}: tensor {name} has shape {list(stored.shape)}; config.json asks for {list(shape)}"
                 )
             else:
                 file.dtype_of(name)  # raises where it is none that can be read
@@ -171,31 +177,33 @@ def check_tensors(files: Iterable[SafetensorsFile], places: Mapping[str, Tensor]
             missing.pop(name, None)
     if missing:
         raise InvalidWeights(
-            f"the checkpoint lacks {_listing(missing)}, of {len(places)} tensors of {config.architecture}"
+            f"the checkpoint lacks {_listing(missing)}, of {len(weights)} tensors of {config.architecture}"
         )
     if unknown:
         raise InvalidWeights(f"the checkpoint has {_listing(unknown)}, which {config.architecture} does not use")
 
 
-def fill_randomly(config: ModelConfig, places: Mapping[str, Tensor]) -> None:
+def fill_randomly(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
     """Norms 1, biases 0, the rest normal with standard deviation DUMMY_STD, the same for the same device."""
-    for index, (name, place) in enumerate(places.items()):
+    for index, (name, weight) in enumerate(weights.items()):
         if name.endswith("norm.weight"):
-            place.fill_(1 - config.norm_offset)
+            weight.fill_(1 - config.norm_offset)
         elif name.endswith(".bias"):
-            place.zero_()
+            weight.zero_()
         else:
-            generator = torch.Generator(place.device).manual_seed(index)
-            place.normal_(0, DUMMY_STD, generator=generator)
+            generator = torch.Generator(weight.device).manual_seed(index)
+            weight.normal_(0, DUMMY_STD, generator=generator)
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry though they follow from others, or are none of the layers that are served."""
+    """Whether the tensor follows from others, or belongs to a layer or an expert that is not held here."""
     extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
+    elsewhere = set(range(0 if config.moe is None else config.moe.num_experts)) - set(config.experts)
     return (
         is_scale(name)
         or name.endswith("rotary_emb.inv_freq")
         or any(name.startswith(f"model.layers.{layer}.") for layer in extra)
+        or ((match := EXPERT.search(name)) is not None and int(match[1]) in elsewhere)
     )
 
 

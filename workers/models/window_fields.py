@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tandem.workers.checkpoint.errors import UnsupportedFeature
-from tandem.workers.models.fields import Fields
+from tandem.workers.checkpoint.fields import Fields
 
 DEFAULT_SIZE = 4096  # of a config that has a window but does not say which, as in transformers
 FIRST_LAYER = 28  # of a config that does not give max_window_layers, as in transformers
@@ -12,14 +12,12 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True)
 class Windows:
-    """size: of the window, in positions; None: there is none. What a family has where layer_types is absent: a window
-    in the layers from `first` on, but for each full_every-th where that is given. typed: layer_types counts where it is
-    there; in transformers some families do not read it."""
+    """The windows of a family's layers."""
 
-    size: int | None
-    first: int = 0
-    full_every: int | None = None
-    typed: bool = True
+    size: int | None  # positions; None: no layer has a window
+    first: int = 0  # the first layer with a window, where layer_types is absent
+    full_every: int | None = None  # each so-many-th layer has none, where layer_types is absent
+    typed: bool = True  # layer_types counts where it is given; in transformers some families do not read it
 
 
 NO_WINDOWS = Windows(None)

@@ -4,7 +4,7 @@ import math
 
 from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.completion import Signal, is_newer
-from tandem.transfer.recall import Recall, RecallInbox, num_slots
+from tandem.transfer.recall import Recall, RecallInbox, num_request_rows
 from tandem.transfer.transport import Transport
 from tandem.transfer.wire_map import decode_map
 from tandem.workers.counters import Counters
@@ -32,7 +32,7 @@ class Grants:
         if reservation.epoch != transport.epoch:
             self._counters.stale_calls += 1
             raise StaleEpoch(reservation.epoch, transport.epoch)
-        for name, limit in (("target_pe", transport.num_pes), ("signal_slot", num_slots(transport))):
+        for name, limit in (("target_pe", transport.num_pes), ("signal_slot", num_request_rows(transport))):
             value = getattr(reservation, name)
             if value >= limit:
                 raise InvalidCall(f"{name} is {value}; 0 … {limit - 1} are accepted")
@@ -70,7 +70,7 @@ class Grants:
         """Recalls to be answered; check() refuses those reservations from now on."""
         recalls = self._inbox.unanswered()
         for recall in recalls:
-            place, generation = (recall.pe, recall.signal.slot), recall.signal.generation
+            place, generation = (recall.pe, recall.signal.row), recall.signal.generation
             if place not in self._latest or is_newer(generation, self._latest[place]):
                 self._latest[place] = generation
         return recalls

@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.cache.attention.fixed_batch import FixedBatch
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.kernels.choice import choose_step_tokens
+from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE, bucket_of
 from tandem.workers.runner.graph_capture import Capture, Replay
@@ -41,7 +41,7 @@ class DecodeGraphs:
         self._sharing = [batch for batch in batches if batch.sharing]
         self._sizes = [batch.size for batch in self._batches]
         self._sharing_sizes = [batch.size for batch in self._sharing]
-        self._tokens = choose_step_tokens(self._sizes[-1], model.device)
+        self._sampler = choose_sampler(self._sizes[-1], model.device)
         self._posts = PostBox(self._sizes[-1], model.device)
         self._last = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)  # what the last step drew
         self._foreseen: FixedBatch | None = None
@@ -97,7 +97,7 @@ class DecodeGraphs:
     def _compute(self, batch: FixedBatch) -> Tensor:
         attention = batch.attention()
         tokens, sources, tickets, draws = unpack_inputs(batch.inputs)
-        inputs = self._tokens.inputs(tokens, sources, self._last)
+        inputs = self._sampler.inputs(tokens, sources, self._last)
         logits = self._model.forward(inputs, attention, None)
-        self._tokens.keep(logits, draws, self._last[: batch.size], tickets, self._posts.words)
+        self._sampler.sample(logits, draws, self._last[: batch.size], tickets, self._posts.words)
         return logits

@@ -21,7 +21,7 @@ def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None
     if model.latent is not None:
         rank, width = model.latent.rank, model.latent.rank + model.latent.rotated
         latents = LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)
-        return KVLayout((latents,), page_size, model.dtype, scales)
+        return KVLayout((latents,), page_size, model.dtype, scales, model.shard)
     layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
         layers_of.setdefault(window, []).append(layer)
@@ -29,7 +29,7 @@ def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None
         LayerGroup(tuple(layers), model.num_kv_heads, model.stored_head_dim, window)
         for window, layers in layers_of.items()
     )
-    return KVLayout(tuple(groups), page_size, model.dtype, scales)
+    return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard)
 
 
 def make_cache(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.kernels.choice import choose_step_tokens
+from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.runner.step_inputs import NUM_DRAWS, pack_draws, unpack_draws
 from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox, half_of
@@ -35,7 +35,7 @@ class PostedDraws:
         ticket = self._posts.next_ticket()
         inputs, tickets, draws = self._halves[half_of(ticket)]
         inputs[:, :rows] = pack_draws(ticket, sampling, positions)
-        self._tokens.keep(logits, draws, self._last, tickets, self._posts.words)
+        self._sampler.sample(logits, draws, self._last, tickets, self._posts.words)
         posted = self._posts.expect(ticket, rows)
         logprobs = logprobs_of(logits, self._last, sampling.num_logprobs)
         return posted if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
@@ -47,7 +47,7 @@ class PostedDraws:
 
     def _make_room(self, num_rows: int) -> None:
         on_gpu = self._device.type == "cuda"
-        self._tokens = choose_step_tokens(num_rows, self._device)
+        self._sampler = choose_sampler(num_rows, self._device)
         self._posts = PostBox(num_rows, self._device, seconds=PROMPT_SECONDS)
         inputs = torch.zeros((2, NUM_DRAWS, num_rows), dtype=torch.int64, pin_memory=on_gpu)
         self._halves = [(half.numpy(), *unpack_draws(half)) for half in inputs]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.kernels.base import RowDraws
+from tandem.workers.kernels.base import SamplingInputs
 from tandem.workers.sampling.random import uniform
 from tandem.workers.sampling.sample_batch import GREEDY_BELOW, SampleBatch
 
@@ -23,7 +23,7 @@ def pack_inputs(
     return [tokens, sources, *pack_draws(ticket, sampling, positions)]
 
 
-def unpack_inputs(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, RowDraws]:
+def unpack_inputs(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, SamplingInputs]:
     """Tokens, sources, tickets and draws of what pack_inputs() gave, in tensors int64 [n] each."""
     tokens, sources, *rest = inputs
     return tokens, sources, *unpack_draws(rest)
@@ -38,8 +38,8 @@ def pack_draws(ticket: int, sampling: SampleBatch, positions: Int64Array) -> lis
     return [tickets, *(array.astype(np.float64).view(np.int64) for array in floats), sampling.top_k]
 
 
-def unpack_draws(inputs: Iterable[Tensor]) -> tuple[Tensor, RowDraws]:
+def unpack_draws(inputs: Iterable[Tensor]) -> tuple[Tensor, SamplingInputs]:
     """Tickets and draws of what pack_draws() gave, in tensors int64 [n] each."""
     tickets, *floats, top_k = inputs
-    draws, temperature, top_p, min_p = (tensor.view(torch.float64) for tensor in floats)
-    return tickets, RowDraws(draws, temperature, top_p, min_p, top_k)
+    uniforms, temperature, top_p, min_p = (tensor.view(torch.float64) for tensor in floats)
+    return tickets, SamplingInputs(uniforms, temperature, top_p, min_p, top_k)

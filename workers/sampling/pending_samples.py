@@ -14,14 +14,14 @@ from tandem.workers.sampling.token_logprobs import TokenLogprobs, split_logprobs
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """token_ids int64 [n]; logprobs has n entries, None where a row did not ask."""
+    """The tokens of n rows."""
 
-    token_ids: NDArray[np.int64]
-    logprobs: list[TokenLogprobs | None]
+    token_ids: NDArray[np.int64]  # [n]
+    logprobs: list[TokenLogprobs | None]  # [n], None where a row did not ask
 
 
 class PendingSamples(Protocol):
-    """What one step draws."""
+    """The tokens that one step samples."""
 
     def is_done(self) -> bool:
         """Whether wait() returns at once; raises what the device reports."""
@@ -33,7 +33,7 @@ class PendingSamples(Protocol):
 
 
 class CopiedSamples:
-    """Copied when made, behind the work on the current stream; wait() is for the copies' end."""
+    """Samples whose copies are queued when this is made, behind the work on the current stream. wait() awaits them."""
 
     def __init__(self, tokens: Tensor, logprobs: Logprobs | None) -> None:
         """tokens int64 [n] and logprobs, on the device: free to change once later work is queued on the stream."""

@@ -2,9 +2,9 @@
 
 word of a row   bits 62…24 turn, a number that each step has to itself, from 1 | bits 23…0 token id
 
-The turn without a token is the row's ticket. A word is stored at once, so who finds the turn in it has the token, as
-with a signal (tandem.transfer.completion). Steps alternate between two halves of the memory: one is read while the next
-step runs.
+The turn without a token is the row's ticket. A word is stored at once, so a reader that finds the turn in it has the
+token, too, as with a signal (tandem.transfer.completion). Steps alternate between two halves of the memory: the host
+reads one while the next step writes the other.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""The numbers that tokens are drawn with, and the log-probabilities that go with tokens."""
+"""The uniform numbers that tokens are sampled with, and the log-probabilities that go with tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,15 +17,14 @@ GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 class Logprobs:
     """Log-probabilities of the m rows that asked for them, from the raw logits (before temperature and filters).
 
-    rows int64 [m]: which of the batch. chosen float32 [m]. top_ids int64 and top_logprobs float32 [m, most asked for],
-    best first; row i asked for the first counts[i] (int64 [m]) of them. The tensors are on the logits' device.
+    The tensors are on the logits' device.
     """
 
-    rows: NDArray[np.int64]
-    chosen: Tensor
-    counts: NDArray[np.int64]
-    top_ids: Tensor
-    top_logprobs: Tensor
+    rows: NDArray[np.int64]  # [m], of the batch
+    chosen: Tensor  # float32 [m]
+    counts: NDArray[np.int64]  # [m]: how many of its best tokens each row asked for
+    top_ids: Tensor  # int64 [m, largest count], best first
+    top_logprobs: Tensor  # float32, as top_ids
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Logprobs":
         """The same with each tensor replaced by what `function` makes of it."""

@@ -14,18 +14,18 @@ NO_LOGPROBS = -1
 
 @dataclass(frozen=True, eq=False)
 class SampleBatch:
-    """Parameters of n rows, arrays [n]; top_k at most 0 takes all, num_logprobs NO_LOGPROBS reports none."""
+    """Parameters of n rows, arrays [n]."""
 
     temperature: NDArray[np.float32]
     top_p: NDArray[np.float32]
-    top_k: NDArray[np.int64]
+    top_k: NDArray[np.int64]  # at most 0 takes all
     min_p: NDArray[np.float32]
     seed: NDArray[np.uint64]
-    num_logprobs: NDArray[np.int64]
+    num_logprobs: NDArray[np.int64]  # NO_LOGPROBS reports none
 
     @classmethod
     def from_params(cls, params: Sequence[SamplingParams]) -> "SampleBatch":
-        """ValueError when a row that is not greedy has no seed: whoever admits a request draws one."""
+        """ValueError when a row that is not greedy has no seed: the gateway draws one."""
         for row, one in enumerate(params):
             if one.seed is None and one.temperature >= GREEDY_BELOW:
                 raise ValueError(f"seed of row {row} is None; it must be drawn before the request reaches a worker")

@@ -1,4 +1,4 @@
-"""How tokens are drawn and when a request ends: vLLM's names and defaults, and one validator for every door."""
+"""How tokens are sampled and when a request ends: vLLM's names and defaults, and one validator for every frontend."""
 
 from dataclasses import dataclass
 
@@ -16,15 +16,15 @@ class InvalidSamplingParams(ValueError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy; top_k 0 or -1 takes all; logprobs None reports none, else the chosen and the n best."""
+    """What one request asks for."""
 
     max_tokens: int = 16
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0 or -1 takes all
     min_p: float = 0.0
     seed: int | None = None
-    logprobs: int | None = None
+    logprobs: int | None = None  # None reports none, else the chosen token's and those of the n best
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

@@ -9,7 +9,7 @@ import pytest
 from tandem.cluster.cli import commands as cli
 from tandem.cluster.cli import doctor
 from tandem.cluster.cli.doctor import Finding, examine
-from tandem.transfer.kernels import device_build
+from tandem.transfer.nvshmem.kernels import device_build
 
 SMI = """
 case "$*" in

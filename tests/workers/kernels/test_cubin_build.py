@@ -1,10 +1,12 @@
-"""How cubins are compiled and kept, by a compiler that only writes down its orders; which models row_step.cu serves.
+"""How cubins are compiled and kept, by a compiler that only writes down its orders; which models megakernel.cu serves.
 
 Where there is an nvcc, no GPU needed, this checkout's own files are compiled too.
 """
 
+import re
 import shutil
 from collections.abc import Sequence
+from ctypes import Structure
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +15,22 @@ import torch
 
 from tandem.cache.plan.kv_scales import FP8
 from tandem.workers.kernels.cuda.cubin_build import build_cubin, load_cubin
-from tandem.workers.kernels.decode_megakernel.row_step import ROW_COUNTS, SOURCE, WARPS, RowStepShape
-from tandem.workers.kernels.skinny_gemm.narrow_product import SOURCE as NARROW
-from tandem.workers.kernels.skinny_gemm.narrow_product import NarrowShape
-from tandem.workers.kernels.skinny_gemm.step_product import SOURCE as PRODUCTS
-from tandem.workers.kernels.skinny_gemm.step_product import TILINGS
+from tandem.workers.kernels.decode_megakernel.megakernel import (
+    ROW_COUNTS,
+    SOURCE,
+    WARPS,
+    MegakernelArguments,
+    MegakernelShape,
+)
+from tandem.workers.kernels.skinny_gemm.resident import SOURCE as RESIDENT
+from tandem.workers.kernels.skinny_gemm.resident import ResidentArguments, ResidentShape
+from tandem.workers.kernels.skinny_gemm.streamed import SOURCE as STREAMED
+from tandem.workers.kernels.skinny_gemm.streamed import TILINGS, streamed_defines
 
-QWEN3 = RowStepShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16, stored=torch.bfloat16)
+QWEN3 = MegakernelShape(1024, 3072, 16, 8, 128, 151936, torch.bfloat16, stored=torch.bfloat16)
 BLOCKS = 132
-NARROW_DEFINES = NarrowShape(1024, 3072, 2048, 4096, torch.bfloat16).defines(BLOCKS)
-NARROW_KERNELS = [f"{name}_{tiles}" for name in ("qkv", "o", "gate_up", "down") for tiles in (1, 2)]
+RESIDENT_DEFINES = ResidentShape(1024, 3072, 2048, 4096, torch.bfloat16).defines(BLOCKS)
+RESIDENT_KERNELS = [f"{name}_{tiles}" for name in ("qkv", "o", "gate_up", "down") for tiles in (1, 2)]
 # Its arguments end with `-o FILE`.
 NVCC = """#!/bin/sh
 if [ "$1" = --version ]; then echo 13.0; exit; fi
@@ -58,13 +66,13 @@ def test_each_shape_is_compiled_once(nvcc: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "defines", "arch", "kernels"),
     [
-        (SOURCE, QWEN3.defines(BLOCKS, WARPS, 1), "90", ["row_step"]),
-        (SOURCE, QWEN3.defines(BLOCKS, WARPS, 8), "90", ["row_step"]),
-        (SOURCE, replace(QWEN3, stored=FP8).defines(BLOCKS, WARPS, 2), "90", ["row_step"]),
-        (PRODUCTS, ("-DHALF=1",), "90a", [tiling.kernel for tiling in TILINGS]),
-        (NARROW, NARROW_DEFINES, "90", NARROW_KERNELS),
+        (SOURCE, QWEN3.defines(BLOCKS, WARPS, 1), "90", ["decode_megakernel"]),
+        (SOURCE, QWEN3.defines(BLOCKS, WARPS, 8), "90", ["decode_megakernel"]),
+        (SOURCE, replace(QWEN3, stored=FP8).defines(BLOCKS, WARPS, 2), "90", ["decode_megakernel"]),
+        (STREAMED, streamed_defines(torch.float16), "90a", [tiling.kernel for tiling in TILINGS]),
+        (RESIDENT, RESIDENT_DEFINES, "90", RESIDENT_KERNELS),
     ],
-    ids=["row-bfloat16", "rows-bfloat16", "rows-8-bits", "products-float16", "narrow-bfloat16"],
+    ids=["one-row-bfloat16", "rows-bfloat16", "rows-8-bits", "streamed-float16", "resident-bfloat16"],
 )
 def test_a_compiler_takes_them(
     tmp_path: Path, source: Path, defines: Sequence[str], arch: str, kernels: list[str]
@@ -100,7 +108,7 @@ def test_without_it_there_is_a_warning(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert load_cubin(SOURCE, QWEN3.defines(BLOCKS, 16, 1), "90", "others serve") is None
     reason = "nvcc is not on the PATH" if fault == "missing" else "no such thing"
-    assert f"row_step.cu is not there, others serve: {reason}" in caplog.text
+    assert f"megakernel.cu is not there, others serve: {reason}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -111,7 +119,7 @@ def test_without_it_there_is_a_warning(
         {"head_dim": 80},
         {"kv_heads": 1},
         {"hidden": 1028},
-        {"inner": 3076},
+        {"intermediate": 3076},
         {"vocab": 151937},
         {"hidden": 256},
         {"vocab": 260},
@@ -131,7 +139,7 @@ def test_what_does_not_fit(change: dict[str, int]) -> None:
         ({"hidden": 512}, 1),
         ({"vocab": 151938}, 1),
         ({"kv_heads": 32, "q_heads": 32}, 4),
-        ({"hidden": 4096, "inner": 12288, "q_heads": 32}, 8),
+        ({"hidden": 4096, "intermediate": 12288, "q_heads": 32}, 8),
         ({"hidden": 8192}, 4),
     ],
     ids=str,
@@ -139,3 +147,15 @@ def test_what_does_not_fit(change: dict[str, int]) -> None:
 def test_how_many_rows_fit(change: dict[str, int], most: int) -> None:
     shape = replace(QWEN3, **change)
     assert [rows for rows in ROW_COUNTS if shape.fits(BLOCKS, rows)] == [rows for rows in ROW_COUNTS if rows <= most]
+
+
+@pytest.mark.parametrize(
+    ("header", "arguments"),
+    [(SOURCE.with_name("shape.cuh"), MegakernelArguments), (RESIDENT, ResidentArguments)],
+    ids=["megakernel", "resident"],
+)
+def test_host_and_device_pass_the_same_fields_in_the_same_order(header: Path, arguments: type[Structure]) -> None:
+    struct = header.read_text().split("struct Arguments {")[1].split("};")[0]
+    declarations = [line.partition("//")[0].strip().rstrip(";") for line in struct.splitlines()]
+    fields = [re.split(r"[ *]", name.strip())[-1] for line in declarations if line for name in line.split(",")]
+    assert fields == [field[0] for field in arguments._fields_]

@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.base import RowNorm
+from tandem.workers.kernels.base import RmsNorm
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
 from tests.support.tolerances import assert_close
 
 pytest.importorskip("triton")
 
-from tandem.workers.kernels.triton.gemv import TritonRowKernels
+from tandem.workers.kernels.triton.gemv import TritonGemv
 from tandem.workers.kernels.triton.layer import TritonLayerKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-REFERENCE, TRITON, ROW = TorchLayerKernels(), TritonLayerKernels(), TritonRowKernels()
+REFERENCE, TRITON, ROW = TorchLayerKernels(), TritonLayerKernels(), TritonGemv()
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -84,7 +84,7 @@ def test_silu_mul(dtype: torch.dtype, width: int) -> None:
     assert_one_rounding(TRITON.silu_mul(gate_up), REFERENCE.silu_mul(gate_up.clone()))
 
 
-def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm | None) -> Tensor:
+def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None) -> Tensor:
     row = x.double()
     if norm is not None:
         row = row / (row.square().mean() + norm.eps).sqrt() * norm.weight.double()
@@ -97,7 +97,7 @@ def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm 
 def test_products_of_one_row(dtype: torch.dtype, rows: int, columns: int, biased: bool) -> None:
     weight, x = draw(rows, columns, dtype=dtype) / columns**0.5, draw(1, columns, dtype=dtype, seed=1)
     bias = draw(rows, dtype=dtype, seed=2) if biased else None
-    norm = RowNorm(draw(columns, dtype=dtype, seed=3), 0.1)
+    norm = RmsNorm(draw(columns, dtype=dtype, seed=3), 0.1)
     actual = ROW.linear(x, weight, bias)
     assert actual.dtype == dtype
     assert_close(actual, exact_product(x, weight, bias, None))

@@ -17,7 +17,7 @@ from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, I
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
 from tandem.workers.models.parameters import allocate_parameters
 from tandem.workers.models.registry import load_config
-from tandem.workers.models.weight_names import LM_HEAD, checkpoint_places
+from tandem.workers.models.weight_names import LM_HEAD, named_weights
 from tandem.workers.models.weights import INDEX, check_weights, load_parameters, weight_files
 from tests.support.checkpoints import make_model, save_checkpoint
 from tests.support.oracle import load_oracle
@@ -46,7 +46,7 @@ def load_places(folder: Path, dtype: str = "auto", load_format: str = "safetenso
             refused = _refusal(lambda: check_weights(folder, config))
         loaded = _refusal(lambda: load_parameters(folder, config))
         assert repr(refused) == repr(loaded)
-    return checkpoint_places(config, load_parameters(folder, config, load_format=load_format))
+    return named_weights(config, load_parameters(folder, config, load_format=load_format))
 
 
 def _refusal(act: Callable[[], object]) -> ModelError | None:
@@ -116,7 +116,7 @@ def test_parts_are_read_side_by_side(folder: Path, monkeypatch: pytest.MonkeyPat
         read(self, offset, target)
 
     monkeypatch.setattr(SafetensorsFile, "read", reading)
-    places = checkpoint_places(config := load_config(folder), load_parameters(folder, config))
+    places = named_weights(config := load_config(folder), load_parameters(folder, config))
     assert all(torch.equal(places[name], tensor) for name, tensor in load_file(folder / SINGLE).items())
 
 
@@ -143,7 +143,7 @@ def test_dummy_weights_need_only_a_config_and_repeat(folder: Path) -> None:
 def test_progress_counts_all_bytes(sharded: Path) -> None:
     seen: list[tuple[int, int]] = []
     config = load_config(sharded)
-    places = checkpoint_places(
+    places = named_weights(
         config, load_parameters(sharded, config, report=lambda done, total: seen.append((done, total)))
     )
     total = sum(place.nbytes for place in places.values())
@@ -192,7 +192,7 @@ def test_experts_in_one_tensor_load_as_those_of_their_own(case: str, tmp_path: P
     parameters = dict(make_model(case).named_parameters())
     save_file({name: tensor.detach().contiguous() for name, tensor in parameters.items()}, tmp_path / SINGLE)
     joined = load_parameters(tmp_path, load_config(tmp_path))
-    places = checkpoint_places(load_config(tmp_path), joined)
+    places = named_weights(load_config(tmp_path), joined)
     assert places.keys() == separate.keys()
     assert all(torch.equal(places[name], separate[name]) for name in places)
 
@@ -312,7 +312,7 @@ def save_large(folder: Path, arch: str) -> Path:
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, **LARGE[arch]}))
     config = load_config(folder)
-    places = checkpoint_places(config, allocate_parameters(config, torch.device("cpu")))
+    places = named_weights(config, allocate_parameters(config, torch.device("cpu")))
     save_file({name: torch.zeros_like(place) for name, place in places.items()}, folder / SINGLE)
     return folder
 

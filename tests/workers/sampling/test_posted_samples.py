@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.workers.kernels.base import RowDraws
-from tandem.workers.kernels.torch.step_tokens import TorchStepTokens
+from tandem.workers.kernels.base import SamplingInputs
+from tandem.workers.kernels.torch.sampler import TorchSampler
 from tandem.workers.sampling.posted_samples import TOKEN_BITS, PostBox, PostedSamples
 
-GREEDY = RowDraws(*torch.zeros((5, 4)))
+GREEDY = SamplingInputs(*torch.zeros((5, 4)))
 TICKET = 5 << TOKEN_BITS
 
 
@@ -55,13 +55,13 @@ def test_what_the_device_reports_is_raised() -> None:
 
 def test_a_half_is_read_before_it_is_posted_to_again() -> None:
     """Steps launched without anybody reading, of fewer and more rows; rows without a ticket post nothing."""
-    box, kernels = PostBox(4, torch.device("cpu")), TorchStepTokens()
+    box, sampler = PostBox(4, torch.device("cpu")), TorchSampler()
     samples, sizes = [], (4, 1, 3, 2, 4, 1)
     for step, count in enumerate(sizes):
         ticket = box.next_ticket()
         logits = torch.eye(10)[torch.arange(4) + step]
         tickets = torch.tensor([ticket] * count + [0] * (4 - count))
-        kernels.keep(logits, GREEDY, torch.zeros(4, dtype=torch.int64), tickets, box.words)
+        sampler.sample(logits, GREEDY, torch.zeros(4, dtype=torch.int64), tickets, box.words)
         samples.append(box.expect(ticket, count))
     for step, count in enumerate(sizes):
         assert samples[step].wait().token_ids.tolist() == [step + row for row in range(count)]

@@ -12,8 +12,8 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 
 pytest.importorskip("triton")
 
-from tandem.workers.kernels.triton import step_tokens as triton_step_tokens
-from tandem.workers.kernels.triton.step_tokens import TritonStepTokens
+from tandem.workers.kernels.triton import sampler as triton_sampler
+from tandem.workers.kernels.triton.sampler import TritonSampler
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 200
@@ -38,7 +38,7 @@ def both(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[list[int],
     batch, positions = SampleBatch.from_params(params), np.arange(len(params))
     expected = PostedDraws(torch.device("cpu")).draw(logits, batch, positions).wait()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tandem.workers.runner.posted_draws.choose_step_tokens", TritonStepTokens)
+        patch.setattr("tandem.workers.runner.posted_draws.choose_sampler", TritonSampler)
         actual = PostedDraws(torch.device(DEVICE)).draw(logits.to(DEVICE), batch, positions).wait()
     return expected.token_ids.tolist(), actual.token_ids.tolist()
 
@@ -49,7 +49,7 @@ def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
 
 @pytest.mark.parametrize(("seed", "block"), [(0, 512), (1, 128)])
 def test_draws_equal_those_of_torch(seed: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", block)
+    monkeypatch.setattr(triton_sampler, "SAMPLE_BLOCK", block)
     params = [SamplingParams(**options, seed=10 * seed + row) for row, options in enumerate(PARAMS)]
     params[4] = SamplingParams(temperature=0)
     expected, actual = both(random_logits(len(params), seed), params)
@@ -59,14 +59,14 @@ def test_draws_equal_those_of_torch(seed: int, block: int, monkeypatch: pytest.M
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_gets_a_token_of_the_vocabulary(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", 128)
+    monkeypatch.setattr(triton_sampler, "SAMPLE_BLOCK", 128)
     logits = random_logits(len(PARAMS), seed=3).fill_(bad)
     _, actual = both(logits, [SamplingParams(**options, seed=row) for row, options in enumerate(PARAMS)])
     assert all(0 <= token < VOCAB for token in actual)
 
 
 def test_logits_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", 128)
+    monkeypatch.setattr(triton_sampler, "SAMPLE_BLOCK", 128)
     params = [SamplingParams(**options, seed=row) for row, options in enumerate(PARAMS[5:])]
     expected, actual = both(random_logits(len(params), seed=2).half(), params)
     assert actual == expected
@@ -74,7 +74,7 @@ def test_logits_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.5}, {"top_p": 0.999}])
 def test_equals_and_impossible_tokens(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", 32)
+    monkeypatch.setattr(triton_sampler, "SAMPLE_BLOCK", 32)
     row = torch.tensor([-torch.inf, 1.0, 3.0, 1.0, 1.0, -torch.inf, -0.0, 0.0, -2.0] + [-torch.inf] * 20)
     params = [SamplingParams(**options, temperature=4.0, seed=seed) for seed in range(4)]
     expected, actual = both(row.repeat(4, 1), params)
@@ -82,7 +82,7 @@ def test_equals_and_impossible_tokens(options: dict[str, Any], monkeypatch: pyte
 
 
 def test_more_equals_than_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", 32)
+    monkeypatch.setattr(triton_sampler, "SAMPLE_BLOCK", 32)
     row = torch.cat((torch.zeros(20), torch.ones(90), -torch.ones(10)))
     expected, actual = both(row.repeat(6, 1), [SamplingParams(top_k=20, seed=seed) for seed in range(6)])
     assert actual == expected
@@ -93,7 +93,7 @@ def test_the_extreme_draws(number: float, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         "tandem.workers.runner.step_inputs.uniform", lambda seeds, positions: np.full(seeds.size, number)
     )
-    monkeypatch.setattr(triton_step_tokens, "DRAW_BLOCK", 64)
+    monkeypatch.setattr(triton_sampler, "SAMPLE_BLOCK", 64)
     params = [SamplingParams(seed=0, top_p=top_p) for top_p in (1.0, 0.9, 0.3)]
     expected, actual = both(random_logits(3, seed=5), params)
     assert actual == expected

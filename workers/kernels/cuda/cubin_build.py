@@ -15,6 +15,14 @@ from tandem.cache.kernels.build.build_once import (
 FLAGS = ("-std=c++17", "-O3")
 
 
+def defines(**values: int | str) -> tuple[str, ...]:
+    """Options that set a kernel's constants. Commas in a text are escaped, for nvcc divides options at them."""
+    texts = {
+        name: value.replace(",", "\\,") if isinstance(value, str) else int(value) for name, value in values.items()
+    }
+    return tuple(f"-D{name}={text}" for name, text in texts.items())
+
+
 def load_cubin(source: Path, defines: Sequence[str], arch: str, instead: str) -> bytes | None:
     """build_cubin() in the user's cache folder; None after a warning in the log, which says what happens instead."""
     return built_or_none(source.name, instead, lambda: build_cubin(source, cache_folder(), defines, arch))

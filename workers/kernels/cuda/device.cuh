@@ -1,6 +1,10 @@
-// What kernels ask of a Hopper GPU that C++ has no word for. Nothing waits without bound: a wait that outlasts
-// PATIENCE ends the kernel with a trap, which the host gets as an error of its next call.
+// Instructions of a Hopper GPU for which C++ has no words. Nothing waits without bound: a wait that outlasts PATIENCE
+// ends the kernel with a trap, and the host's next call fails. EMULATED_DEVICE: a header with the same functions for a
+// CPU, in which tests run the kernels.
 #pragma once
+#ifdef EMULATED_DEVICE
+#include EMULATED_DEVICE
+#else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -13,33 +17,33 @@ __device__ inline void check_patience(long long began) {
 }
 
 // Words of 32 bits that blocks write and read at the same time.
-__device__ inline void write_word(unsigned* place, unsigned word) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(word) : "memory");
+__device__ inline void write_word(unsigned* target, unsigned word) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(target), "r"(word) : "memory");
 }
 
-__device__ inline void write_words(unsigned* place, uint4 words) {
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(words.x), "r"(words.y),
+__device__ inline void write_words(unsigned* target, uint4 words) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words.x), "r"(words.y),
                  "r"(words.z), "r"(words.w)
                  : "memory");
 }
 
-__device__ inline unsigned read_word(const unsigned* place) {
+__device__ inline unsigned read_word(const unsigned* source) {
     unsigned word;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(place) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(source) : "memory");
     return word;
 }
 
-__device__ inline uint4 read_words(const unsigned* place) {
+__device__ inline uint4 read_words(const unsigned* source) {
     uint4 words;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "l"(place)
+                 : "l"(source)
                  : "memory");
     return words;
 }
 
 // Copies to shared memory that a barrier there counts the bytes of.
-__device__ inline unsigned shared_address(const void* place) { return (unsigned)__cvta_generic_to_shared(place); }
+__device__ inline unsigned shared_address(const void* pointer) { return (unsigned)__cvta_generic_to_shared(pointer); }
 
 __device__ inline void make_arrival(unsigned long long* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
@@ -87,13 +91,13 @@ __device__ inline void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Two numbers at a place in shared memory, of block `rank` of the cluster.
-__device__ inline float2 read_pair(const float2* place, unsigned rank) {
+// Two numbers in shared memory, at this address, of block `rank` of the cluster.
+__device__ inline float2 read_pair(const float2* source, unsigned rank) {
     float2 numbers;
     asm volatile(
         "{ .reg .u32 there; mapa.shared::cluster.u32 there, %2, %3; ld.shared::cluster.v2.f32 {%0, %1}, [there]; }"
         : "=f"(numbers.x), "=f"(numbers.y)
-        : "r"(shared_address(place)), "r"(rank)
+        : "r"(shared_address(source)), "r"(rank)
         : "memory");
     return numbers;
 }
@@ -146,7 +150,7 @@ __device__ inline unsigned multiply_pairs(unsigned one, unsigned other) {
 #endif
 __device__ inline float2 rounded(float2 both) { return unpack(pack(both.x, both.y)); }
 
-// Adds a product of tiles to the sums, by the whole warp: 16 rows of `a` and 8 of `b`, of 16 columns (mma.m16n8k16: a
+// Adds a product of tiles to acc, by the whole warp: 16 rows of `a` and 8 of `b`, of 16 columns (mma.m16n8k16: a
 // lane has columns 2 * (lane % 4) and the one behind, here and 8 further on, of rows lane / 4, and of `a` 8 further
 // down), or of 8 (mma.m16n8k8).
 struct TileA {
@@ -156,17 +160,17 @@ struct TileB {
     unsigned left, right;
 };
 #define MULTIPLY_TILES(name, type)                                                                             \
-    __device__ inline void name(float (&sums)[4], TileA a, TileB b) {                                          \
+    __device__ inline void name(float (&acc)[4], TileA a, TileB b) {                                           \
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                    \
                      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                    \
-                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                              \
+                     : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                                  \
                      : "r"(a.upper), "r"(a.lower), "r"(a.upper_right), "r"(a.lower_right), "r"(b.left),        \
                        "r"(b.right));                                                                          \
     }                                                                                                          \
-    __device__ inline void name(float (&sums)[4], uint2 a, unsigned b) {                                       \
+    __device__ inline void name(float (&acc)[4], uint2 a, unsigned b) {                                        \
         asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." type "." type                                     \
                      ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                                \
-                     : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                              \
+                     : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                                  \
                      : "r"(a.x), "r"(a.y), "r"(b));                                                            \
     }
 MULTIPLY_TILES(multiply_half_tiles, "f16")
@@ -175,3 +179,4 @@ MULTIPLY_TILES(multiply_tiles, "f16")
 #else
 MULTIPLY_TILES(multiply_tiles, "bf16")
 #endif
+#endif  // EMULATED_DEVICE

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-CLUSTER_DIMENSION, DEPENDENT_LAUNCH = 4, 6  # CU_LAUNCH_ATTRIBUTE_…
+COOPERATIVE, CLUSTER_DIMENSION, DEPENDENT_LAUNCH = 2, 4, 6  # CU_LAUNCH_ATTRIBUTE_…
 FLOAT16, BFLOAT16 = 6, 9  # CU_TENSOR_MAP_DATA_TYPE_…
 SWIZZLE_128, PROMOTE_TO_256 = 3, 3
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
@@ -30,21 +30,43 @@ class TensorMap(ctypes.Structure):
 
 
 class Function:
-    """A kernel of a module; shared_bytes: what each of its blocks takes besides what it declares."""
+    """A kernel of a module, and how its blocks are launched."""
 
-    def __init__(self, module: "Module", name: str, threads: int, shared_bytes: int, cluster: int) -> None:
+    def __init__(
+        self,
+        module: "Module",
+        name: str,
+        *,
+        threads: int,
+        shared_bytes: int,
+        cluster: int = 1,
+        cooperative: bool = False,
+    ) -> None:
+        """threads: of a block. shared_bytes: what a block takes besides what it declares. cluster: blocks of one.
+
+        cooperative: all blocks run at once, behind what is queued before. Other kernels may start earlier, see
+        dependent_launch.py.
+        """
         self._module = module
         self._handle = module.function(name, shared_bytes)
         self._threads, self._shared_bytes = threads, shared_bytes
-        self._attributes = (_Attribute * 2)(
-            _Attribute(CLUSTER_DIMENSION, 0, (cluster, 1, 1)), _Attribute(DEPENDENT_LAUNCH, 0, (1,))
+        attributes = (
+            [_Attribute(id=COOPERATIVE, value=(1,))]
+            if cooperative
+            else [_Attribute(id=CLUSTER_DIMENSION, value=(cluster, 1, 1)), _Attribute(id=DEPENDENT_LAUNCH, value=(1,))]
         )
+        self._attributes = (_Attribute * len(attributes))(*attributes)
 
     def launch(self, blocks: int, arguments: Sequence[ctypes.Structure | ctypes._SimpleCData]) -> None:
-        """On the current stream; it may start before what is queued there has ended, see dependent_launch.py."""
-        stream = torch.cuda.current_stream().cuda_stream
-        grid, block = (blocks, 1, 1), (self._threads, 1, 1)
-        launch = _Launch(grid, block, self._shared_bytes, stream, self._attributes, len(self._attributes))
+        """On the current stream. arguments: in the order of the kernel's parameters."""
+        launch = _Launch(
+            grid=(blocks, 1, 1),
+            block=(self._threads, 1, 1),
+            shared_bytes=self._shared_bytes,
+            stream=torch.cuda.current_stream().cuda_stream,
+            attributes=self._attributes,
+            count=len(self._attributes),
+        )
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         self._module.check("cuLaunchKernelEx", ctypes.byref(launch), self._handle, pointers, None)
 
@@ -71,16 +93,24 @@ class Module:
         the first, which has none. What a box has outside is 0.
         """
         room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
-        place = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+        aligned = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
         rank = len(sizes)
-        self.check(
-            "cuTensorMapEncodeTiled",
-            *(ctypes.c_void_p(place), FLOAT16 if dtype == torch.float16 else BFLOAT16, rank, ctypes.c_void_p(address)),
-            *((ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides)),
-            *((ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank)),
-            *(0, SWIZZLE_128, PROMOTE_TO_256, 0),
-        )
-        return TensorMap.from_buffer_copy((ctypes.c_char * MAP_BYTES).from_address(place))
+        encode = {
+            "tensor_map": ctypes.c_void_p(aligned),
+            "data_type": FLOAT16 if dtype == torch.float16 else BFLOAT16,
+            "rank": rank,
+            "address": ctypes.c_void_p(address),
+            "sizes": (ctypes.c_uint64 * rank)(*sizes),
+            "strides": (ctypes.c_uint64 * (rank - 1))(*strides),
+            "box": (ctypes.c_uint32 * rank)(*box),
+            "element_strides": (ctypes.c_uint32 * rank)(*[1] * rank),
+            "interleave": 0,
+            "swizzle": SWIZZLE_128,
+            "l2_promotion": PROMOTE_TO_256,
+            "out_of_bounds_fill": 0,
+        }
+        self.check("cuTensorMapEncodeTiled", *encode.values())  # in the order of its parameters
+        return TensorMap.from_buffer_copy((ctypes.c_char * MAP_BYTES).from_address(aligned))
 
     def check(self, function: str, *arguments: object) -> None:
         status = getattr(self._driver, function)(*arguments)

@@ -1,8 +1,10 @@
 """Kernels of native_layer.c for float32 on a CPU."""
 
 import ctypes
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +13,18 @@ from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.kernels.native.crew import Crew, load_crew
 
 SOURCE = Path(__file__).with_name("native_layer.c")
-PANEL = 16  # as in native_layer.c
+PANEL = 16  # outputs that native_layer.c multiplies at once; checked when it is loaded
 POINTER, INT32, INT64, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+# The functions of native_layer.c: their parameters, in order.
+LINEAR = {
+    **{"crew": POINTER, "x": POINTER, "x_stride": INT64, "rows": INT32, "inputs": INT32, "packed": POINTER},
+    **{"outputs": INT32, "bias": POINTER, "y": POINTER},
+}
+RMS_NORM = {
+    **{"crew": POINTER, "x": POINTER, "stride": INT64, "delta": POINTER, "weight": POINTER, "weight_stride": INT64},
+    **{"rows": INT32, "heads": INT32, "width": INT32, "eps": FLOAT, "out": POINTER},
+}
+SILU_MUL = {"crew": POINTER, "gate_up": POINTER, "rows": INT32, "width": INT32, "out": POINTER}
 
 
 class NativeLayerKernels:
@@ -20,14 +32,9 @@ class NativeLayerKernels:
 
     def __init__(self, library: ctypes.CDLL, crew: Crew) -> None:
         self._crew = crew.address
-        self._linear = library.linear
-        self._linear.argtypes = (POINTER, POINTER, INT64, INT32, INT32, POINTER, INT32, POINTER, POINTER)
-        self._rms_norm = library.rms_norm
-        self._rms_norm.argtypes = (*(POINTER, POINTER, INT64, POINTER, POINTER, INT64), *3 * (INT32,), FLOAT, POINTER)
-        self._silu_mul = library.silu_mul
-        self._silu_mul.argtypes = (POINTER, POINTER, INT32, INT32, POINTER)
-        for function in (self._linear, self._rms_norm, self._silu_mul):
-            function.restype = None
+        self._linear = _function(library, "linear", LINEAR)
+        self._rms_norm = _function(library, "rms_norm", RMS_NORM)
+        self._silu_mul = _function(library, "silu_mul", SILU_MUL)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         rows, width = x.shape
@@ -36,8 +43,17 @@ class NativeLayerKernels:
         delta = None if delta is None else delta.contiguous()
         out = torch.empty_like(x)
         self._rms_norm(
-            *(self._crew, x.data_ptr(), width, None if delta is None else delta.data_ptr(), weight.data_ptr(), 0),
-            *(rows, 1, width, eps, out.data_ptr()),
+            crew=self._crew,
+            x=x.data_ptr(),
+            stride=width,
+            delta=None if delta is None else delta.data_ptr(),
+            weight=weight.data_ptr(),
+            weight_stride=0,
+            rows=rows,
+            heads=1,
+            width=width,
+            eps=eps,
+            out=out.data_ptr(),
         )
         return out
 
@@ -46,8 +62,17 @@ class NativeLayerKernels:
         heads = heads if heads.stride()[1:] == (width, 1) else heads.contiguous()
         out = torch.empty_like(heads, memory_format=torch.contiguous_format)
         self._rms_norm(
-            *(self._crew, heads.data_ptr(), heads.stride(0), None, weight.data_ptr(), width),
-            *(rows, count, width, eps, out.data_ptr()),
+            crew=self._crew,
+            x=heads.data_ptr(),
+            stride=heads.stride(0),
+            delta=None,
+            weight=weight.data_ptr(),
+            weight_stride=width,
+            rows=rows,
+            heads=count,
+            width=width,
+            eps=eps,
+            out=out.data_ptr(),
         )
         return out
 
@@ -55,7 +80,7 @@ class NativeLayerKernels:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         gate_up = gate_up.contiguous()
         out = torch.empty((rows, width))
-        self._silu_mul(self._crew, gate_up.data_ptr(), rows, width, out.data_ptr())
+        self._silu_mul(crew=self._crew, gate_up=gate_up.data_ptr(), rows=rows, width=width, out=out.data_ptr())
         return out
 
     def linear(self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -71,10 +96,23 @@ class NativeLayerKernels:
         x = x if x.stride(1) == 1 else x.contiguous()
         y = torch.empty((rows, outputs))
         self._linear(
-            *(self._crew, x.data_ptr(), x.stride(0), rows, inputs, packed.data_ptr()),
-            *(outputs, None if bias is None else bias.data_ptr(), y.data_ptr()),
+            crew=self._crew,
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            rows=rows,
+            inputs=inputs,
+            packed=packed.data_ptr(),
+            outputs=outputs,
+            bias=None if bias is None else bias.data_ptr(),
+            y=y.data_ptr(),
         )
         return y
+
+
+def _function(library: ctypes.CDLL, name: str, parameters: Mapping[str, Any]) -> Callable[..., None]:
+    """A function of the library that takes its arguments by name."""
+    prototype = ctypes.CFUNCTYPE(None, *parameters.values())
+    return prototype((name, library), tuple((1, parameter) for parameter in parameters))
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -90,4 +128,8 @@ def pack(weight: Tensor) -> Tensor:
 def load_native_layer() -> NativeLayerKernels | None:
     """Once in a process; None where they cannot be built."""
     library, crew = load_library(SOURCE), load_crew()
-    return None if library is None or crew is None else NativeLayerKernels(library, crew)
+    if library is None or crew is None:
+        return None
+    if (panel := ctypes.c_int32.in_dll(library, "panel").value) != PANEL:
+        raise RuntimeError(f"{SOURCE.name} has panels of {panel} outputs, native/layer.py of {PANEL}")
+    return NativeLayerKernels(library, crew)

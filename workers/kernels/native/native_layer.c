@@ -12,6 +12,7 @@
 #include <math.h>
 
 enum { PANEL = 2 * LANES, MAX_ROWS = 6, ROW_BLOCK = 16 * MAX_ROWS, DEPTH = 1024 };
+const int32_t panel = PANEL; /* native/layer.py reads it when it loads this */
 enum { AHEAD = 16 }; /* inputs, whose weights are fetched before they are needed */
 /* A piece of a crew's work takes some 10 µs; the products of one row of a small model are less. */
 enum { PRODUCTS_APIECE = 400000 };
@@ -131,13 +132,13 @@ static void norm_piece(const void *job, int32_t index) {
     const int first = index * n->rows_apiece, end = first + n->rows_apiece;
     for (int row = first; row < end && row < n->rows; row++)
         for (int head = 0; head < n->heads; head++) {
-            const int64_t place = ((int64_t)row * n->heads + head) * n->width;
-            add_and_normalise((float *)n->x + row * n->stride + head * n->width, n->delta ? n->delta + place : 0,
-                              n->weight + head * n->weight_stride, n->width, n->eps, n->out + place);
+            const int64_t offset = ((int64_t)row * n->heads + head) * n->width;
+            add_and_normalise((float *)n->x + row * n->stride + head * n->width, n->delta ? n->delta + offset : 0,
+                              n->weight + head * n->weight_stride, n->width, n->eps, n->out + offset);
         }
 }
 
-/* Each of `heads` parts of a row of x, after += delta (NULL: none) in place, / its rms · its row of weight. out and
+/* Each of `heads` parts of a row of x, after += delta (NULL: none) in offset, / its rms · its row of weight. out and
  * delta are [rows, heads, width]; x is only written with delta. */
 void rms_norm(Crew *crew, float *x, int64_t stride, const float *delta, const float *weight, int64_t weight_stride,
               int32_t rows, int32_t heads, int32_t width, float eps, float *out) {

@@ -6,7 +6,8 @@
 #include "../cuda/device.cuh"
 #include <cuda.h>
 
-constexpr int SLAB = 64, SLAB_BYTES = 128;  // columns at once: what a row of an operand has
+constexpr int SLAB_BYTES = 2 * SLAB;  // of a row of an operand; SLAB is set by streamed.py
+static_assert(SLAB_BYTES == 128, "the swizzle's");
 
 __device__ inline void make_turnstile(unsigned long long* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -16,7 +17,7 @@ __device__ inline void pass(unsigned long long* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// See step_product.py for the dimensions of both maps.
+// See streamed.py for the dimensions of both maps.
 __device__ inline void fetch_weights(unsigned target, const CUtensorMap& map, int column, int block,
                                      unsigned long long* barrier, unsigned long long policy) {
     asm volatile(
@@ -49,14 +50,14 @@ __device__ inline unsigned long long matrix(unsigned address) {
 #define TEN(t) \
     "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
 #define FIRST_TEN "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
-#define SUMS(a, b, c, d) "+f"(sums[a]), "+f"(sums[b]), "+f"(sums[c]), "+f"(sums[d])
+#define SUMS(a, b, c, d) "+f"(acc[a]), "+f"(acc[b]), "+f"(acc[c]), "+f"(acc[d])
 #define SUMS_16(n) \
     SUMS(n, n + 1, n + 2, n + 3), SUMS(n + 4, n + 5, n + 6, n + 7), SUMS(n + 8, n + 9, n + 10, n + 11), \
         SUMS(n + 12, n + 13, n + 14, n + 15)
 
-// sums += a · bᵀ, asynchronously: a [64, 16], b [N, 16].
+// acc += a · bᵀ, asynchronously: a [64, 16], b [N, 16].
 template <int N>
-__device__ inline void multiply(float (&sums)[N / 2], unsigned long long a, unsigned long long b) {
+__device__ inline void multiply(float (&acc)[N / 2], unsigned long long a, unsigned long long b) {
     if constexpr (N == 64)
         asm volatile(WGMMA(64) FIRST_TEN TEN(1) TEN(2) "%30, %31}, %32, %33, 1, 1, 1, 0, 0;"
                      : SUMS_16(0), SUMS_16(16)
@@ -75,9 +76,9 @@ __device__ inline void multiply(float (&sums)[N / 2], unsigned long long a, unsi
 
 // The compiler is not to move what touches these across this point.
 template <int N>
-__device__ inline void hold(float (&sums)[N]) {
+__device__ inline void hold(float (&acc)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i])::"memory");
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
 __device__ inline void start_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -91,14 +92,14 @@ __device__ inline void await_products() {
 
 __device__ inline void sync_threads(int count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
 
-// Four numbers at a place in shared memory of block `rank` of the cluster.
-__device__ inline float4 read_block(unsigned place, unsigned rank) {
+// Four numbers in shared memory, at this address, of block `rank` of the cluster.
+__device__ inline float4 read_block(unsigned address, unsigned rank) {
     float4 numbers;
     asm volatile(
         "{ .reg .u32 there; mapa.shared::cluster.u32 there, %4, %5;"
         " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
         : "=f"(numbers.x), "=f"(numbers.y), "=f"(numbers.z), "=f"(numbers.w)
-        : "r"(place), "r"(rank)
+        : "r"(address), "r"(rank)
         : "memory");
     return numbers;
 }

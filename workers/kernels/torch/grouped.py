@@ -7,14 +7,14 @@ from tandem.workers.kernels.expert_blocks import ExpertBlocks
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, blocks: ExpertBlocks, scale: Tensor | None, share: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int
 ) -> Tensor:
     """See GroupedLinear. For tests: it reads the blocks on the host."""
     y = torch.empty(blocks.num_pairs, weight.shape[1], dtype=torch.float32, device=x.device)
     for pairs, expert in zip(blocks.pairs.long(), blocks.experts.tolist(), strict=True):
         rows = pairs[pairs < blocks.num_pairs]
         if expert < weight.shape[0]:
-            y[rows] = x[rows // share].float() @ weight[expert].float().T
+            y[rows] = x[rows // fan_out].float() @ weight[expert].float().T
             if bias is not None:
                 y[rows] += bias[expert].float()
     if scale is not None:

@@ -1,27 +1,34 @@
-"""The reference of drawing: plain torch, on any device."""
+"""The reference of sampling: plain torch, on any device."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def draw(
-    logits: Tensor, rows: Tensor, draws: Tensor, temperature: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor
+def sample(
+    logits: Tensor,
+    rows: Tensor,
+    *,
+    uniforms: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    top_k: Tensor,
 ) -> Tensor:
-    """Token ids int64 [m], one for each of `rows` of logits [n, vocab], which are contiguous.
+    """Token ids int64 [m], one for each of `rows` (int64 [m], m ≤ n) of logits [n, vocab], which are contiguous.
 
-    The others [m], where m may be less than n: rows int64, draws float64 in [0, 1); temperature, top_p and min_p
-    float32, or float64 that were; top_k int64, at most 0 for all.
+    The others are [m]: uniforms float64 in [0, 1); temperature, top_p and min_p float32, or float64 that were; top_k
+    int64, at most 0 for all.
     """
-    heat, share, least = (column.float()[:, None] for column in (temperature, top_p, min_p))
-    weights = _filtered(logits[rows].float() / heat, share, least, top_k[:, None])
-    return _invert(weights, draws[:, None])
+    heat, mass, floor = (column.float()[:, None] for column in (temperature, top_p, min_p))
+    weights = _filtered(logits[rows].float() / heat, mass, floor, top_k[:, None])
+    return _invert(weights, uniforms[:, None])
 
 
 def _filtered(scaled: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor) -> Tensor:
     """Probabilities [m, vocab], 0 below the threshold that each filter sets; rows need not sum to 1. Others: [m, 1].
 
-    Equals of a kept token are all kept. A filter that a row does not use changes nothing in it, so that a draw does
+    Equals of a kept token are all kept. A filter that a row does not use changes nothing in it, so a sample does
     not depend on what else is in the batch.
     """
     probabilities = scaled.softmax(dim=-1)
@@ -56,15 +63,15 @@ def _sort(values: Tensor) -> Tensor:
     return values.sort(dim=-1).values
 
 
-def _invert(weights: Tensor, draws: Tensor) -> Tensor:
-    """The first index at which the running sum of a row exceeds draws · total, [m]. Weight 0 is never drawn, where
-    all are finite.
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first index at which the running sum of a row exceeds uniforms · total, [m]. Where all are finite, weight 0
+    is never sampled.
 
-    In the order of token ids, not of probability: rounding that swaps near-equals then does not change a draw.
+    In the order of token ids, not of probability: rounding that swaps near-equals then changes no sample.
     """
     sums = weights.cumsum(dim=-1, dtype=torch.float64)
-    index = torch.searchsorted(sums, draws * sums[:, -1:], right=True)
-    # draws · total may round up to the total itself: then the last index that carries weight
+    index = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)
+    # uniforms · total may round up to the total itself: then the last index that carries weight
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
     # Of a row that is not finite both are behind its end: such a token would fail the whole batch's next forward.
     return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1).squeeze(1)

@@ -1,7 +1,7 @@
-"""Products of a weight and one row: a decode step of one sequence reads every weight once, and no more counts.
+"""FusedGemms of one row: a GEMV takes as long as reading its weight.
 
-What stands before and after a product in a decoder layer rides along: the norm of the row, the gate of a feed-forward
-and the sum with the residual. So a layer is five kernels, and each fetches its first weights while the one before ends.
+The operations around a GEMV in a decoder layer are in its kernel: the norm of the row, the gate of a feed-forward and
+the sum with the residual. So a layer is five kernels. Each fetches its first weights while the one before ends.
 """
 
 from typing import Any
@@ -13,31 +13,31 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.triton.dependent_launch import launch_options
-from tandem.workers.kernels.base import RowNorm
+from tandem.workers.kernels.base import RmsNorm
 
 WHOLE_ROW = 4096  # columns that a program multiplies at once, at most
 
 
-class TritonRowKernels:
-    """See RowKernels. What cuBLAS reaches here is 0.6 to 0.9 of the memory's rate, this 0.75 to 1 (LOG.md)."""
+class TritonGemv:
+    """See FusedGemms. This reads memory at 0.75 to 1 of its rate, cuBLAS at 0.6 to 0.9 (decision 0039)."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None) -> Tensor:
         output = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device)
         return _launch(x, weight, bias, norm, output)
 
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RowNorm) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm) -> Tensor:
         output = torch.empty((1, weight.shape[0] // 2), dtype=x.dtype, device=x.device)
         return _launch(x, weight, bias, norm, output, gated=True)
 
-    def add_linear(self, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        _launch(x, weight, bias, None, total, add=True)
+    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        _launch(x, weight, bias, None, residual, add=True)
 
 
 def _launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm: RowNorm | None,
+    norm: RmsNorm | None,
     output: Tensor,
     *,
     gated: bool = False,
@@ -47,8 +47,13 @@ def _launch(
     per_program, block, warps, stages = _tiling(columns, gated)
     kernel: Any = _gemv[(triton.cdiv(rows, per_program),)]
     kernel(
-        *(x, weight, x if bias is None else bias, x if norm is None else norm.weight, output, rows),
-        0.0 if norm is None else norm.eps,
+        x=x,
+        weight=weight,
+        bias=x if bias is None else bias,
+        gain=x if norm is None else norm.weight,
+        output=output,
+        num_rows=rows,
+        eps=0.0 if norm is None else norm.eps,
         COLUMNS=columns,
         ROWS=per_program,
         BLOCK=block,
@@ -65,7 +70,7 @@ def _launch(
 
 
 def _tiling(columns: int, gated: bool) -> tuple[int, int, int, int]:
-    """Outputs of a program, columns at once, warps and stages; by measurement, see LOG.md.
+    """Outputs of a program, columns at once, warps and stages; by measurement, see decision 0039.
 
     Whole rows where they are short: then nearly all of a program's weights are on their way before x is there.
     """

@@ -11,7 +11,7 @@ from tandem.workers.kernels.expert_blocks import ExpertBlocks
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, blocks: ExpertBlocks, scale: Tensor | None, share: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int
 ) -> Tensor:
     """See GroupedLinear. Rows of x lie at any distance, their elements next to each other."""
     num_experts, columns, depth = weight.shape
@@ -22,9 +22,22 @@ def grouped_linear(
     depth_block = min(128 if few else 64, max(16, triton.next_power_of_2(depth)))
     kernel: Any = _grouped_linear[(num_blocks, triton.cdiv(columns, column_block))]
     kernel(
-        *(x, weight, bias, scale, y, blocks.pairs, blocks.experts),
-        *(blocks.num_pairs, num_experts, columns, depth, x.stride(0), *weight.stride()),
-        SHARE=share,
+        x=x,
+        weight=weight,
+        bias=bias,
+        scale=scale,
+        y=y,
+        pairs=blocks.pairs,
+        experts=blocks.experts,
+        num_pairs=blocks.num_pairs,
+        num_experts=num_experts,
+        columns=columns,
+        depth=depth,
+        x_row=x.stride(0),
+        weight_expert=weight.stride(0),
+        weight_row=weight.stride(1),
+        weight_column=weight.stride(2),
+        FAN_OUT=fan_out,
         ROWS=rows,
         COLUMNS=column_block,
         DEPTH=depth_block,
@@ -41,7 +54,7 @@ def grouped_linear(
 def _grouped_linear(
     x, weight, bias, scale, y, pairs, experts,
     num_pairs, num_experts, columns, depth, x_row, weight_expert, weight_row, weight_column,
-    SHARE: tl.constexpr,
+    FAN_OUT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -59,20 +72,20 @@ def _grouped_linear(
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         in_row = column < columns
         step = tl.arange(0, DEPTH)
-        x_at = x + (pair // SHARE)[:, None] * x_row + step[None, :]
+        x_at = x + (pair // FAN_OUT)[:, None] * x_row + step[None, :]
         weight_at = weight + expert * weight_expert + column[None, :].to(tl.int64) * weight_row
         weight_at += step[:, None].to(tl.int64) * weight_column
-        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for begin in range(0, depth, DEPTH):
             inside = step < depth - begin
             a = tl.load(x_at, mask=there[:, None] & inside[None, :], other=0.0)
             b = tl.load(weight_at, mask=inside[:, None] & in_row[None, :], other=0.0)
-            total = tl.dot(a, b, total, input_precision=PRECISION)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
             x_at += DEPTH
             weight_at += DEPTH * weight_column
         if HAS_BIAS:
-            total += tl.load(bias + expert * columns + column, mask=in_row, other=0.0).to(tl.float32)[None, :]
+            acc += tl.load(bias + expert * columns + column, mask=in_row, other=0.0).to(tl.float32)[None, :]
         if HAS_SCALE:
-            total *= tl.load(scale + pair, mask=there, other=0.0)[:, None]
+            acc *= tl.load(scale + pair, mask=there, other=0.0)[:, None]
         y_at = y + pair[:, None] * columns + column[None, :]
-        tl.store(y_at, total.to(y.dtype.element_ty), mask=there[:, None] & in_row[None, :])
+        tl.store(y_at, acc.to(y.dtype.element_ty), mask=there[:, None] & in_row[None, :])

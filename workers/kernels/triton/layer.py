@@ -26,7 +26,12 @@ class TritonLayerKernels:
         block = triton.next_power_of_2(hidden)
         kernel: Any = _add_rms_norm[(tokens,)]
         kernel(
-            *(x, x if delta is None else delta, weight, output, tokens * hidden, eps),
+            x=x,
+            delta=x if delta is None else delta,
+            weight=weight,
+            output=output,
+            size=tokens * hidden,
+            eps=eps,
             HIDDEN=hidden,
             BLOCK=block,
             PARTS=0 if delta is None else delta.shape[0] if delta.dim() == 3 else 1,
@@ -44,7 +49,12 @@ class TritonLayerKernels:
         parts = triton.cdiv(num_heads, heads_each)
         kernel: Any = _norm_heads[(tokens * parts,)]
         kernel(
-            *(heads, weight, output, heads.stride(0), num_heads, eps),
+            heads=heads,
+            weight=weight,
+            output=output,
+            token_stride=heads.stride(0),
+            num_heads=num_heads,
+            eps=eps,
             PARTS=parts,
             HEADS=heads_each,
             HEAD_DIM=head_dim,
@@ -59,7 +69,14 @@ class TritonLayerKernels:
         output = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
         parts = triton.cdiv(width // 2, SILU_BLOCK)
         kernel: Any = _silu_mul[(tokens * parts,)]
-        kernel(gate_up, output, PARTS=parts, WIDTH=width // 2, BLOCK=SILU_BLOCK, **launch_options(gate_up.device))
+        kernel(
+            gate_up=gate_up,
+            output=output,
+            PARTS=parts,
+            WIDTH=width // 2,
+            BLOCK=SILU_BLOCK,
+            **launch_options(gate_up.device),
+        )
         return output
 
 

@@ -1,15 +1,15 @@
-"""Drawing of tokens in one kernel, without a sort: thresholds are found by narrowing an interval.
+"""Sampling of tokens in one kernel, without a sort: thresholds are found by narrowing an interval.
 
-Top_k and top_p keep what is not below some logit, so they ask for the largest logit at which a sum over what lies below
-is small enough. Floats are ordered as the integers that their bits make; each pass over a row cuts an interval of these
-to a quarter, and ends early when a single token is left in it.
+Top_k and top_p keep the tokens from some logit on: the largest logit at which a sum over the tokens below is small
+enough. Floats are ordered as the integers that their bits make. Each pass over a row cuts an interval of these to a
+quarter. The search ends early when a single token is left in the interval.
 
-Those passes are short where few tokens matter, for these are gathered first:
-- top_k: each lane's best token is known from the first pass, and the k-th best of these is at most the k-th best of
-  all. What is not below it is gathered, a few hundred tokens, and the rest forgotten.
-- top_p: what is less likely than a share of the mass that is dropped, divided by the vocabulary, is dropped. From there
-  to the best, a few passes quarter an interval of logits by sums in float32 that leave room for their rounding. What
-  is left of it is gathered, and searched with the exact sum of what lies below.
+The passes are short where few tokens matter, for these are gathered first:
+- top_k: the first pass finds each lane's best token. The k-th best of these is at most the k-th best of all. The tokens
+  from there on are gathered, a few hundred, and the rest is ignored.
+- top_p: tokens less likely than the dropped mass, divided by the vocabulary, are dropped. A few passes then quarter the
+  interval of logits from there to the best, by sums in float32 that leave room for their rounding. The tokens in the
+  interval that is left are gathered, and searched with the exact sum of what lies below.
 """
 
 import triton
@@ -22,38 +22,38 @@ ROUNDING = tl.constexpr(1e-4)  # of a sum of a vocabulary's weights, far more th
 
 
 @triton.jit
-def draw_token(
-    row, one, draws, temperature, top_p, min_p, top_k, gathered, places, vocab, BLOCK: tl.constexpr
+def sample_token(
+    row, one, uniforms, temperature, top_p, min_p, top_k, gathered, indices, vocab, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The token, int64, that a program draws from the logits at `row`, with entry `one` of the others. A token's weight
-    is its probability ÷ that of the best. cold: 1 ÷ temperature."""
-    cold, least, share, k = (
+    """Samples a token, int64, from the logits at `row`, with entry `one` of the others. A token's weight is its
+    probability ÷ that of the best. cold: 1 ÷ temperature."""
+    cold, least, mass, k = (
         1 / tl.load(temperature + one).to(tl.float32), tl.load(min_p + one).to(tl.float32),
         tl.load(top_p + one).to(tl.float32), tl.load(top_k + one)
     )  # fmt: skip
-    most = tl.full((BLOCK,), float("-inf"), tl.float32)
+    row_max = tl.full((BLOCK,), float("-inf"), tl.float32)
     for begin in range(0, vocab, BLOCKS * BLOCK):
-        most = tl.maximum(most, tl.max(_load_blocks(row, begin, vocab, 1.0, BLOCK), 0))
-    most *= cold
-    best = tl.max(most, 0)
+        row_max = tl.maximum(row_max, tl.max(_load_blocks(row, begin, vocab, 1.0, BLOCK), 0))
+    row_max *= cold
+    best = tl.max(row_max, 0)
     above = order_of(best).to(tl.int64) + 1  # nothing has an order this high
     low = tl.full((), -(1 << 31), tl.int64)
     gathered += one * BLOCK
-    places += one * BLOCK
+    indices += one * BLOCK
     few = False
     if k > 0 and k < tl.minimum(vocab, BLOCK):
         last = tl.full((), 0x7FFFFFFF, tl.int32)  # NaN is gathered
-        few = _gather(row, vocab, cold, _best(order_of(most), k), last, gathered, places, BLOCK)
+        few = _gather(row, vocab, cold, _best(order_of(row_max), k), last, gathered, indices, BLOCK)
     # Not by an `if`: the compiler is to know that both are multiples of 16, or it loads number by number.
     row, vocab = tl.where(few, gathered, row), tl.where(few, BLOCK, vocab)
     if k > 0 and k < vocab:
         low = _search(row, vocab, cold, best, 0.0, low, above, (vocab - k).to(tl.float64), tl.constexpr(False), BLOCK)
-    if share < 1:
-        low = _nucleus(row, vocab, cold, best, least, low, above, 1 - share.to(tl.float64), gathered, places, BLOCK)
-    total = _total(row, vocab, cold, best, least, low, BLOCK)
-    token = _invert(row, vocab, cold, best, least, low, tl.load(draws + one) * total, BLOCK)
+    if mass < 1:
+        low = _nucleus(row, vocab, cold, best, least, low, above, 1 - mass.to(tl.float64), gathered, indices, BLOCK)
+    row_sum = _row_sum(row, vocab, cold, best, least, low, BLOCK)
+    token = _invert(row, vocab, cold, best, least, low, tl.load(uniforms + one) * row_sum, BLOCK)
     if few:
-        token = tl.load(places + token).to(tl.int64)
+        token = tl.load(indices + token).to(tl.int64)
     return token
 
 
@@ -69,8 +69,8 @@ def _best(orders, k):
 
 
 @triton.jit
-def _gather(row, vocab, cold, first, last, gathered, places, BLOCK: tl.constexpr):
-    """Whether at most BLOCK tokens have an order from `first` to `last`, int32. If so, `places` has them in ascending
+def _gather(row, vocab, cold, first, last, gathered, indices, BLOCK: tl.constexpr):
+    """Whether at most BLOCK tokens have an order from `first` to `last`, int32. If so, `indices` has them in ascending
     order, and `gathered` their logits and -inf behind them."""
     count = tl.full((), 0, tl.int32)
     for begin in range(0, vocab, BLOCK):
@@ -79,10 +79,10 @@ def _gather(row, vocab, cold, first, last, gathered, places, BLOCK: tl.constexpr
         here = (order >= first) & (order <= last) & (token < vocab)
         number = tl.sum(here.to(tl.int32), 0)
         if number != 0:
-            place = count + tl.cumsum(here.to(tl.int32), 0) - 1
-            fits = here & (place < BLOCK)
-            tl.store(gathered + place, tl.load(row + token, mask=fits), mask=fits)
-            tl.store(places + place, token, mask=fits)
+            index = count + tl.cumsum(here.to(tl.int32), 0) - 1
+            fits = here & (index < BLOCK)
+            tl.store(gathered + index, tl.load(row + token, mask=fits), mask=fits)
+            tl.store(indices + index, token, mask=fits)
         count += number
     lane = tl.arange(0, BLOCK)
     tl.store(gathered + lane, float("-inf"), mask=lane >= count)
@@ -121,7 +121,7 @@ def _weights(scaled, best, least, low):
 
 
 @triton.jit
-def _total(row, vocab, cold, best, least, low, BLOCK: tl.constexpr):
+def _row_sum(row, vocab, cold, best, least, low, BLOCK: tl.constexpr):
     sums = tl.zeros((BLOCK,), tl.float64)
     for begin in range(0, vocab, BLOCKS * BLOCK):
         sums += tl.sum(_weights(_load_blocks(row, begin, vocab, cold, BLOCK), best, least, low), 0).to(tl.float64)
@@ -141,31 +141,31 @@ def _sums(row, vocab, cold, best, least, low, middle, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _nucleus(row, vocab, cold, best, least, low, above, dropped, gathered, places, BLOCK: tl.constexpr):
+def _nucleus(row, vocab, cold, best, least, low, above, dropped, gathered, indices, BLOCK: tl.constexpr):
     """The largest order, from `low` to below `above`, below which tokens from `low` on have at most a share `dropped`
-    of their weights. Where vocab is more than BLOCK, `gathered` and `places` are written."""
+    of their weights. Where vocab is more than BLOCK, `gathered` and `indices` are written."""
     left, right, few = low, above, False
     if vocab > BLOCK:
         left, right, few = _narrow(row, vocab, cold, best, least, low, above, dropped.to(tl.float32), BLOCK)
     total, below = _sums(row, vocab, cold, best, least, low, left, BLOCK)
     limit = dropped * total - below
     if few:
-        _gather(row, vocab, cold, left.to(tl.int32), (right - 1).to(tl.int32), gathered, places, BLOCK)
+        _gather(row, vocab, cold, left.to(tl.int32), (right - 1).to(tl.int32), gathered, indices, BLOCK)
     row, vocab = tl.where(few, gathered, row), tl.where(few, BLOCK, vocab)
     return _search(row, vocab, cold, best, least, left, right, limit, tl.constexpr(True), BLOCK)
 
 
 @triton.jit
 def _narrow(row, vocab, cold, best, least, low, above, dropped, BLOCK: tl.constexpr):
-    """Orders between which surely is what _nucleus looks for, and whether at most BLOCK tokens are."""
-    worst, most = best - tl.log(vocab.to(tl.float32) / dropped) - 0.01, best
-    left, right = tl.maximum(low, order_of(worst).to(tl.int64)), above
+    """Orders between which surely is what _nucleus looks for, and whether at upper BLOCK tokens are."""
+    lower, upper = best - tl.log(vocab.to(tl.float32) / dropped) - 0.01, best
+    left, right = tl.maximum(low, order_of(lower).to(tl.int64)), above
     under_left = tl.full((), 0, tl.int32)
     under_right = tl.cdiv(vocab, BLOCKS * BLOCK) * (BLOCKS * BLOCK)  # what stands behind the vocabulary, too
     rounds = tl.full((), 0, tl.int32)
     while (under_right - under_left > BLOCK) & (rounds < ROUNDS):
-        step = (most - worst) / 4
-        a, b, c = worst + step, worst + 2 * step, worst + 3 * step
+        step = (upper - lower) / 4
+        a, b, c = lower + step, lower + 2 * step, lower + 3 * step
         total, sum_a, sum_b, sum_c, count_a, count_b, count_c = _under(
             row, vocab, cold, best, least, low, a, b, c, BLOCK
         )
@@ -177,11 +177,11 @@ def _narrow(row, vocab, cold, best, least, low, above, dropped, BLOCK: tl.conste
         under_right = tl.where(
             sum_a > more, count_a, tl.where(sum_b > more, count_b, tl.where(sum_c > more, count_c, under_right))
         )
-        worst = tl.where(sum_c < less, c, tl.where(sum_b < less, b, tl.where(sum_a < less, a, worst)))
-        most = tl.where(sum_a > more, a, tl.where(sum_b > more, b, tl.where(sum_c > more, c, most)))
-        right = tl.where(sum_c > more, order_of(most).to(tl.int64), right)
+        lower = tl.where(sum_c < less, c, tl.where(sum_b < less, b, tl.where(sum_a < less, a, lower)))
+        upper = tl.where(sum_a > more, a, tl.where(sum_b > more, b, tl.where(sum_c > more, c, upper)))
+        right = tl.where(sum_c > more, order_of(upper).to(tl.int64), right)
         rounds += 1
-    left = tl.maximum(left, order_of(worst).to(tl.int64))
+    left = tl.maximum(left, order_of(lower).to(tl.int64))
     return left, right, under_right - under_left <= BLOCK
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from tandem.cache.plan.rope import yarn_magnitude
 from tandem.workers.checkpoint.errors import UnsupportedFeature
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig, read_dense_config
-from tandem.workers.models.fields import Fields
 from tandem.workers.models.latent import LatentConfig, read_latent
 from tandem.workers.models.moe import ExpertNames, MoeConfig, read_moe
 from tandem.workers.models.rope_fields import read_rope

@@ -5,9 +5,9 @@ Layers for multi-token prediction, which follow the others in a checkpoint, are 
 
 import dataclasses
 
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.families.deepseek_v2 import read_deepseek, read_group_limit, refuse_others
-from tandem.workers.models.fields import Fields
 from tandem.workers.models.latent import read_latent
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.routing import Routing

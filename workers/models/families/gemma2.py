@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from tandem.cache.plan.rope import RopeParameters
 from tandem.workers.checkpoint.errors import UnsupportedFeature
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig, read_dense_config
-from tandem.workers.models.fields import Fields
 from tandem.workers.models.rope_fields import read_rope
 from tandem.workers.models.window_fields import Windows, read_size
 

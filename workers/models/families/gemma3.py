@@ -4,9 +4,9 @@ import dataclasses
 from functools import partial
 
 from tandem.workers.checkpoint.errors import UnsupportedFeature
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.families.gemma2 import read_gemma
-from tandem.workers.models.fields import Fields
 from tandem.workers.models.rope_fields import read_rope
 
 FULL_EVERY = 6

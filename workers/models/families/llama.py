@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig, read_dense_config
-from tandem.workers.models.fields import Fields
 
 
 def read_config(fields: Fields, architecture: str) -> ModelConfig:

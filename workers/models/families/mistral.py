@@ -1,7 +1,7 @@
 """Mistral: Llama without biases; the first releases slide a window of 4096 in every layer."""
 
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig, read_dense_config
-from tandem.workers.models.fields import Fields
 from tandem.workers.models.window_fields import Windows, read_size
 
 

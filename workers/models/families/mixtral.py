@@ -3,8 +3,8 @@
 import dataclasses
 from functools import partial
 
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig, read_dense_config
-from tandem.workers.models.fields import Fields
 from tandem.workers.models.moe import ExpertNames, read_moe
 from tandem.workers.models.rope_fields import read_rope
 from tandem.workers.models.window_fields import Windows, read_optional_size

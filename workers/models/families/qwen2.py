@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig, read_dense_config
-from tandem.workers.models.fields import Fields
 from tandem.workers.models.window_fields import read_late_windows
 
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig, read_dense_config
-from tandem.workers.models.fields import Fields
 from tandem.workers.models.window_fields import read_late_windows
 
 HEAD_DIM = 128  # of a config that does not give it, as in transformers

@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig, read_dense_config
-from tandem.workers.models.fields import Fields
 from tandem.workers.models.moe import ExpertNames, read_moe
 from tandem.workers.models.window_fields import Windows, read_size
 

@@ -1,0 +1,90 @@
+"""The push kernels against their torch references, bit for bit: on a GPU, else in Triton's interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.plan.layout import LayerGroup
+from tandem.transfer.nvshmem.kernels import torch_push
+from tests.cache.far_pages import far_pages
+
+triton_push = pytest.importorskip(
+    "tandem.transfer.nvshmem.kernels.triton_push", reason="needs triton", exc_type=ImportError
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NUM_PAGES = 7
+# num_kv_heads and head_dim that are no powers of two, pages of one and of many tiles
+SHAPES = {
+    "small": (LayerGroup((0, 1, 2), 2, 8), 4, torch.float32),
+    "odd": (LayerGroup((0, 1, 2), 3, 12), 4, torch.bfloat16),
+    "large": (LayerGroup((0, 1, 2), 8, 128), 16, torch.bfloat16),
+    "latents": (LayerGroup((0, 1, 2), 1, 576, latent_rank=512), 4, torch.bfloat16),
+}
+
+
+@pytest.fixture(params=SHAPES.values(), ids=list(SHAPES))
+def pools(request: pytest.FixtureRequest) -> list[Tensor]:
+    """Two pools of random bits."""
+    group, page_size, dtype = request.param
+    shape = group.page_shape(page_size)
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(NUM_PAGES, *shape, generator=generator).to(DEVICE, dtype) for _ in range(2)]
+
+
+def draw(count: int, below: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Distinct numbers."""
+    return torch.randperm(below, generator=torch.Generator().manual_seed(seed))[:count].to(DEVICE, dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("count", [1, 5, 27])
+def test_tokens(pools: list[Tensor], count: int, slot_dtype: torch.dtype) -> None:
+    pool, (_, _, planes, heads, page_size, head_dim) = pools[0], pools[0].shape
+    expected = pool.clone()
+    qkv = torch.randn(30, 4 * heads * head_dim, device=DEVICE).to(pool.dtype)
+    k, v = (part.view(30, heads, head_dim) for part in qkv.split(heads * head_dim, 1)[2:])  # strided by token
+    v = v if planes == 2 else None
+    tokens, slots = draw(count, 30, 2, torch.int64), draw(count, NUM_PAGES * page_size, 3, slot_dtype)
+    triton_push.push_tokens(pool, 1, k, v, tokens, slots)
+    torch_push.push_tokens(expected, 1, k, v, tokens, slots)
+    assert same_bits(pool, expected)
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_slots(pools: list[Tensor], count: int) -> None:
+    source, target = pools
+    expected = target.clone()
+    slots = [draw(count, NUM_PAGES * source.shape[4], seed, torch.int32) for seed in (4, 5)]
+    triton_push.push_slots(source, target, *slots)
+    torch_push.push_slots(source, expected, *slots)
+    assert same_bits(target, expected)
+
+
+@pytest.mark.parametrize("pools", [SHAPES["odd"], SHAPES["latents"]], indirect=True, ids=["odd", "latents"])
+def test_far_pages(pools: list[Tensor]) -> None:
+    near, source = pools
+    (far, first), (far_source, first_source) = far_pages(near), far_pages(source)
+    _, _, planes, heads, page_size, head_dim = near.shape
+    tokens, slots = draw(4, 30, 2, torch.int64), draw(8, NUM_PAGES * page_size, 3, torch.int32)
+    k, v = torch.randn(2, 30, heads, head_dim, device=DEVICE).to(near.dtype)
+    for pool, begin in ((near, 0), (far, first)):
+        own = slots + begin * page_size
+        triton_push.push_tokens(pool, 1, k, v if planes == 2 else None, tokens, own[:4])
+    triton_push.push_slots(source, near, slots[:4], slots[4:])
+    triton_push.push_slots(far_source, far, slots[:4] + first_source * page_size, slots[4:] + first * page_size)
+    assert same_bits(far[first:], near)
+
+
+@pytest.mark.parametrize(("signal", "payload"), [(0, 0), (1, -1), (2**62 + 1, 16), (5, -(2**40))])
+def test_rows(signal: int, payload: int) -> None:
+    mailbox = torch.arange(8, device=DEVICE).view(2, 4)
+    expected = mailbox.clone()
+    word = torch.tensor(payload, device=DEVICE)
+    triton_push.post_row(mailbox, 2, signal, word)
+    torch_push.post_row(expected, 2, signal, word)
+    assert torch.equal(mailbox, expected)

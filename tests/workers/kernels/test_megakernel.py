@@ -1,0 +1,193 @@
+"""megakernel.cu on this machine's CPU (see emulated/device.h), through the decoder, against plain forwards by torch."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.base import DeviceTables, StepPages
+from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.cache.plan.kv_scales import FP8, KVScales
+from tandem.cache.plan.layout import KVLayout, LayerGroup
+from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.tables import PageTables
+from tandem.workers.kernels.decode_megakernel.megakernel import DecodeMegakernel, Launch, MegakernelShape
+from tandem.workers.kernels.torch.fused_gemms import TorchFusedGemms
+from tandem.workers.models import small_batch_decoder
+from tandem.workers.models.decoder import DenseDecoder
+from tandem.workers.models.registry import load_config
+from tandem.workers.models.weights import load_parameters
+from tandem.workers.runner.planned_attention import PlannedAttention
+from tests.support.checkpoints import make_model
+
+COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+SOURCE = Path(__file__).parent / "emulated" / "megakernel.cpp"
+WARPS = 8
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+@dataclass(frozen=True)
+class Case:
+    """changes: of the configuration. lengths: of the prompts; `active` are stepped at a time, in steps of `rows`.
+    fp8: K and V are stored in 8 bits, by scales that differ.
+    """
+
+    family: str
+    changes: dict[str, int]
+    blocks: int
+    page_size: int
+    dtype: str
+    lengths: tuple[int, ...]
+    rows: int = 1
+    active: int = 1
+    defines: tuple[str, ...] = ()
+    fp8: bool = False
+
+    @property
+    def tolerance(self) -> float:
+        """What is rounded a little differently may become the neighbouring entry of 8 bits."""
+        return 0.02 if self.dtype == "bfloat16" else 0.01 if self.fp8 else 0.003
+
+    def scales(self, num_layers: int, num_kv_heads: int) -> KVScales | None:
+        layers = [tuple(0.01 + 0.004 * ((one + head) % 3) for head in range(num_kv_heads)) for one in range(num_layers)]
+        return KVScales(tuple(layers), tuple(reversed(layers))) if self.fp8 else None
+
+
+ONE_KV_HEAD = {"hidden_size": 96, "head_dim": 128, "num_attention_heads": 6, "num_key_value_heads": 1}
+THREE_HEADS = ONE_KV_HEAD | {"num_attention_heads": 3}
+TWO_KV_HEADS = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL_PIECES = ("-DINPUT_LIMIT=8192", "-DMANY_POSITIONS=20")
+CASES = {
+    "norms": Case("qwen3", {"hidden_size": 64, "head_dim": 64, "intermediate_size": 72}, 4, 16, "float16", (1, 100)),
+    "biases": Case("qwen2", {"hidden_size": 64, "head_dim": 64, "intermediate_size": 1032}, 2, 8, "bfloat16", (40,)),
+    "many heads": Case("llama", ONE_KV_HEAD, 3, 32, "float16", (90,)),
+    "two rows": Case("qwen3", THREE_HEADS | {"intermediate_size": 72}, 3, 8, "float16", (100, 1, 30), 2, 2),
+    "padding": Case("qwen3", TWO_KV_HEADS | {"intermediate_size": 1032}, 9, 16, "float16", (120, 9, 50), 4, 3),
+    "pieces": Case(
+        "qwen2", TWO_KV_HEADS | {"intermediate_size": 1096}, 8, 16, "bfloat16", (30, 9, 1, 100), 4, 4, SMALL_PIECES
+    ),
+    "8 bits": Case("qwen3", TWO_KV_HEADS | {"intermediate_size": 72}, 4, 16, "bfloat16", (1, 100), fp8=True),
+    "8 bits, two rows": Case(
+        "llama", THREE_HEADS, 3, 16, "float16", (100, 1, 30), 2, 2, ("-DMANY_POSITIONS=20",), fp8=True
+    ),
+    "eight rows": Case(
+        "llama", TWO_KV_HEADS | {"num_attention_heads": 8}, 16, 32, "float16", (90, 1, 8, 9, 20, 120), 8, 6
+    ),
+}
+
+
+class OpenKernels(TorchKernels):
+    """Forwards by torch, and steps by nobody but a kernel of all layers."""
+
+    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DeviceTables:
+        return tables
+
+    def refill(self, plan: DeviceTables, tables: PageTables) -> None:
+        """The kernel reads all that it needs from the arrays."""
+
+    def step(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        plan: DeviceTables,
+        sinks: Tensor | None,
+        norm: HeadNorm | None,
+    ) -> Tensor:
+        raise AssertionError(f"layer {layer} is attended to by itself")
+
+    def step_pages(self, plan: DeviceTables, rotation: Rotation | None) -> StepPages | None:
+        assert rotation is not None
+        scales = None if self._fp8 is None else self._fp8.scales
+        return StepPages(self._pool, plan, rotation, self.scoring.scale, scales)
+
+
+def emulate(folder: Path, case: Case) -> Callable[[MegakernelShape, torch.device], dict[int, Launch]]:
+    """What choose_megakernels gives, on a CPU of few multiprocessors, for the case's number of rows."""
+
+    def choose(shape: MegakernelShape, device: torch.device) -> dict[int, Launch]:
+        assert shape.fits(case.blocks, case.rows)
+        library = folder / "megakernel.so"
+        device_header = f'-DEMULATED_DEVICE="{SOURCE.with_name("device.h")}"'
+        options = (*shape.defines(case.blocks, WARPS, case.rows), *case.defines, device_header)
+        command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *options, str(SOURCE)]
+        subprocess.run([*command, "-o", str(library)], check=True, timeout=120)
+        run = ctypes.CDLL(str(library)).run_megakernel
+        return {case.rows: lambda arguments: run(ctypes.byref(arguments))}
+
+    return choose
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    make_model(case.family, vocab_size=200, **case.changes).save_pretrained(tmp_path)
+    config = load_config(tmp_path, case.dtype)
+    monkeypatch.setattr(small_batch_decoder, "choose_megakernels", emulate(tmp_path, case))
+    model = DenseDecoder(config, load_parameters(tmp_path, config), fused_gemms=TorchFusedGemms())
+    group = LayerGroup(tuple(range(config.num_layers)), config.num_kv_heads, config.head_dim)
+    scales = case.scales(config.num_layers, config.num_kv_heads)
+    layout = KVLayout((group,), case.page_size, config.dtype, scales)
+    pools = [torch.full((40, *layout.page_shape(0)), torch.nan).to(layout.stored_dtype) for _ in range(2)]
+    caches = []
+    for pool in pools:
+        cache = PagedKVCache(
+            layout,
+            (pool,),
+            max_sequences=8,
+            max_sequence_length=128,
+            rope=config.rope,
+            writer=None,
+            kernels=OpenKernels,
+        )
+        for sequence, length in enumerate(case.lengths):
+            cache.add_sequence(sequence)
+            plan = cache.begin_forward([sequence], [length])
+            model.forward(torch.arange(length) + sequence, PlannedAttention(cache, plan), torch.tensor([0]))
+        caches.append(cache)
+    fixed, plain = caches
+    (batch,) = fixed.fixed_batches([case.rows], config.num_heads, num_inputs=1)
+    for step in range(2 * len(case.lengths) // case.active):
+        sequences = (np.arange(case.active) + step * case.active) % len(case.lengths)
+        tokens = 3 + step + sequences
+        plan = plain.begin_forward(sequences.tolist(), [1] * case.active)
+        every = torch.arange(case.active)  # not None: a step by nobody but torch
+        expected = model.forward(torch.from_numpy(tokens), PlannedAttention(plain, plan), every)
+        fixed.begin_fixed(batch, sequences, [tokens])
+        actual = model.forward(batch.inputs[0], batch.attention(), None)[: case.active]
+        errors = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+        assert errors.max() < case.tolerance
+    assert torch.equal(*(pool.float().isfinite() for pool in pools))  # padding has stored nothing
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "fp8", "expected"),
+    [(1, 128, True, (8, 16, 32)), (2, 128, True, (16, 32)), (8, 128, False, (8, 16, 32)), (4, 64, False, (16, 32))],
+)
+def test_positions_that_are_fetched_at_once_lie_on_a_page(
+    rows: int, head_dim: int, fp8: bool, expected: tuple[int, ...]
+) -> None:
+    stored = FP8 if fp8 else torch.float16
+    shape = MegakernelShape(64, 64, 2, 1, head_dim, 64, torch.float16, stored)
+    one = torch.zeros(1)
+    step = DecodeMegakernel(shape, rows, (), final_norm=one, lm_head=one, eps=1e-6, launch=lambda _: None)
+    tables = DeviceTables(*torch.zeros(4, rows, dtype=torch.int32))
+
+    def takes(page_size: int) -> bool:
+        pool = torch.empty(1, 0, 2, 1, page_size, head_dim, dtype=stored)
+        return step.takes(StepPages(pool, tables, Rotation(torch.zeros(rows, 2, head_dim)), 1.0, one if fp8 else None))
+
+    assert tuple(filter(takes, (4, 8, 12, 16, 32))) == expected

@@ -1,0 +1,132 @@
+"""KV into pages of a mapped peer, and a row into its mailbox, in Triton kernels; elements are moved, never computed.
+
+Pools are [num_pages, layers, planes, num_kv_heads, page_size, head_dim], contiguous; a peer's stores like an own one.
+What each function does, torch_push does too. All of them queue on the current stream.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS_PER_PROGRAM = 4096
+
+
+def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: Tensor, slots: Tensor) -> None:
+    """Rows tokens (int64 [n]) of k and v [num_tokens, num_kv_heads, head_dim] to slots (int32 or int64 [n]) of a layer.
+
+    k and v: any stride of the tokens, each token contiguous; v is None exactly where the pool has one plane. The slots
+    lie inside the pool.
+    """
+    _, layers, planes, heads, page_size, head_dim = pool.shape
+    head_pad, dim_pad = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim)
+    block = max(1, ELEMENTS_PER_PROGRAM // (head_pad * dim_pad))
+    _launch(
+        _push_tokens,
+        (triton.cdiv(slots.shape[0], block), planes),
+        pool=pool,
+        k=k,
+        v=k if v is None else v,
+        tokens=tokens,
+        slots=slots,
+        num_tokens=slots.shape[0],
+        k_stride=k.stride(0),
+        v_stride=k.stride(0) if v is None else v.stride(0),
+        page_elements=layers * planes * heads * page_size * head_dim,
+        layer_elements=layer * planes * heads * page_size * head_dim,
+        HEADS=heads,
+        PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad,
+        DIM_PAD=dim_pad,
+        BLOCK=block,
+    )
+
+
+def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    """All layers of source_slots (int32 [n]) of one pool to target_slots of another; both inside."""
+    _, layers, planes, heads, page_size, head_dim = source.shape
+    rows, dim_pad = layers * planes * heads, triton.next_power_of_2(head_dim)
+    block = min(max(1, ELEMENTS_PER_PROGRAM // dim_pad), triton.next_power_of_2(rows))
+    _launch(
+        _push_slots,
+        (source_slots.shape[0], triton.cdiv(rows, block)),
+        source=source,
+        target=target,
+        source_slots=source_slots,
+        target_slots=target_slots,
+        num_rows=rows,
+        PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        DIM_PAD=dim_pad,
+        BLOCK=block,
+    )
+
+
+def post_row(mailbox: Tensor, row: int, signal: int, payload: Tensor) -> None:
+    """Into a mapped mailbox (int64 [2, num_signals]) the payload (int64 []), then the signal.
+
+    Whoever reads the signal afterwards reads the payload and all that this stream wrote before.
+    """
+    _launch(
+        _post_row,
+        (1,),
+        mailbox=mailbox,
+        num_signals=mailbox.shape[1],
+        row=row,
+        signal=signal,
+        payload=payload,
+        num_warps=1,
+    )
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+    """kernel[grid](…), which type checkers take for a call of the function under the decorator."""
+    kernel[grid](**arguments)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _push_tokens(
+    pool, k, v, tokens, slots, num_tokens, k_stride, v_stride, page_elements, layer_elements,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wanted = token < num_tokens
+    slot = tl.load(slots + token, mask=wanted, other=0).to(tl.int64)
+    row = tl.load(tokens + token, mask=wanted, other=0)
+    head, dim = tl.arange(0, HEAD_PAD)[None, :, None], tl.arange(0, DIM_PAD)[None, None, :]
+    mask = wanted[:, None, None] & (head < HEADS) & (dim < HEAD_DIM)
+    within = head * HEAD_DIM + dim
+    target = slot // PAGE_SIZE * page_elements + layer_elements + slot % PAGE_SIZE * HEAD_DIM
+    offset = target[:, None, None] + head * (PAGE_SIZE * HEAD_DIM) + dim
+    if tl.program_id(1) == 0:
+        tl.store(pool + offset, tl.load(k + row[:, None, None] * k_stride + within, mask=mask), mask=mask)
+    else:
+        offset += HEADS * PAGE_SIZE * HEAD_DIM
+        tl.store(pool + offset, tl.load(v + row[:, None, None] * v_stride + within, mask=mask), mask=mask)
+
+
+@triton.jit
+def _push_slots(
+    source, target, source_slots, target_slots, num_rows,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    begin = tl.load(source_slots + tl.program_id(0)).to(tl.int64)
+    end = tl.load(target_slots + tl.program_id(0)).to(tl.int64)
+    row = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    dim = tl.arange(0, DIM_PAD)[None, :]
+    mask = (row < num_rows) & (dim < HEAD_DIM)
+    within = row * (PAGE_SIZE * HEAD_DIM) + dim
+    page_elements = num_rows * (PAGE_SIZE * HEAD_DIM)
+    begin = begin // PAGE_SIZE * page_elements + begin % PAGE_SIZE * HEAD_DIM
+    end = end // PAGE_SIZE * page_elements + end % PAGE_SIZE * HEAD_DIM
+    tl.store(target + end + within, tl.load(source + begin + within, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["row", "signal"])
+# Typed, since Triton would take small numbers for int32.
+def _post_row(mailbox, num_signals, row, signal: tl.int64, payload):  # pyright: ignore[reportInvalidTypeForm]
+    tl.atomic_xchg(mailbox + num_signals + row, tl.load(payload), sem="relaxed", scope="sys")
+    tl.atomic_xchg(mailbox + row, signal, sem="release", scope="sys")

@@ -1,0 +1,253 @@
+"""A decode step of few rows, from their embeddings to their logits, in one launch: megakernel.cu.
+
+This file is the home of the constants that host and device share. MegakernelShape.defines() gives them to the compiler,
+and shape.cuh asserts what follows from them.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.base import StepPages
+from tandem.cache.plan.kv_scales import FP8
+from tandem.workers.kernels.cuda.cubin_build import defines, load_cubin
+from tandem.workers.kernels.cuda.driver import Function, Module
+
+SOURCE = Path(__file__).with_name("megakernel.cu")
+WARPS = 16
+SHARED_BYTES = 227 * 1024
+STAGE_BYTES = 4096  # of a warp's ring
+MAX_GROUP = 8  # q heads of a KV head: their accumulators must fit into registers
+STATS = 4  # words beside a head's accumulator: row_max, then row_sum thrice
+MAX_SPLITS = 16  # of a KV head's positions
+ROW_COUNTS = (1, 2, 4, 8)
+INPUT_LIMIT = 64 * 1024  # bytes that a block gathers of several rows for a product; other kernels are faster beyond
+
+POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MegakernelLayer:
+    """A layer's tensors, in the order of the pointers in shape.cuh; see LayerParameters."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    input_norm: Tensor
+    post_norm: Tensor
+    head_norms: Tensor | None  # [Hq + Hkv, D]
+
+    def addresses(self) -> list[int]:
+        return [_address(getattr(self, field.name)) for field in fields(self)]
+
+
+@dataclass(frozen=True, slots=True)
+class MegakernelShape:
+    """The sizes of a model whose layers have K and V and a gated feed-forward with silu."""
+
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    dtype: torch.dtype  # of all tensors
+    stored: torch.dtype  # of K and V in their pages: dtype or float8_e4m3fn
+
+    def fits(self, blocks: int, rows: int) -> bool:
+        """Whether `blocks` blocks should compute a step of `rows` rows.
+
+        Rows must be of whole 16 bytes. Each block needs outputs in every phase, and each row and KV head needs a block.
+        Inputs of several rows must be small enough to be gathered fast.
+        """
+        sizes, tile = (self.hidden, self.intermediate, self.q_heads * self.head_dim), _tile(rows)
+        widest = max(self.hidden, self.q_heads * self.head_dim)  # `down` gathers its input in pieces
+        return (
+            self.dtype in (torch.float16, torch.bfloat16)
+            and self.stored in (self.dtype, FP8)
+            and self.head_dim in (64, 128)
+            and self.q_heads // self.kv_heads <= MAX_GROUP
+            and all(size % 8 == 0 for size in sizes)
+            and self.vocab % tile == 0
+            and min(*sizes, self.vocab) >= tile * blocks
+            and blocks >= rows * self.kv_heads
+            and (rows == 1 or rows * widest * 2 <= INPUT_LIMIT)
+        )
+
+    def item_positions(self, rows: int) -> int:
+        """The most positions that a warp fetches at once; they lie on one page."""
+        return 8 if rows == 1 else min(STAGE_BYTES // (2 * self.head_dim * self.stored.itemsize), 16)
+
+    def defines(self, blocks: int, warps: int, rows: int) -> tuple[str, ...]:
+        """Options for the compiler; shape.cuh explains them."""
+        return defines(
+            ROWS=rows,
+            HIDDEN=self.hidden,
+            INTERMEDIATE=self.intermediate,
+            Q_HEADS=self.q_heads,
+            KV_HEADS=self.kv_heads,
+            HEAD_DIM=self.head_dim,
+            HALF=self.dtype == torch.float16,
+            FP8=self.stored == FP8,
+            BLOCKS=blocks,
+            WARPS=warps,
+            SHARED_BYTES=SHARED_BYTES,
+            TILE=_tile(rows),
+            STAGE_BYTES=STAGE_BYTES,
+            MAX_GROUP=MAX_GROUP,
+            INPUT_LIMIT=INPUT_LIMIT,
+            ITEM_POSITIONS=self.item_positions(rows),
+            MAX_SPLITS=MAX_SPLITS,
+            STATS=STATS,
+            HOST_WORDS=self.num_words(rows),
+            HOST_ARGUMENT_BYTES=ctypes.sizeof(MegakernelArguments),
+            HOST_LAYER_POINTERS=len(fields(MegakernelLayer)),
+        )
+
+    def num_words(self, rows: int) -> int:
+        """Words of 32 bits that two layers publish, at most; most of them are pairs of numbers."""
+        heads = self.q_heads * self.head_dim
+        parts = MAX_SPLITS * self.q_heads * (self.head_dim + STATS)
+        published = 2 * self.hidden + 2 * heads + 2 * self.kv_heads * self.head_dim + self.intermediate
+        return rows * published + 2 * parts
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _tile(rows: int) -> int:
+    """Outputs of a product that a warp computes at once."""
+    return 2 if rows == 1 else 4
+
+
+class MegakernelArguments(ctypes.Structure):
+    """struct Arguments of shape.cuh: the same fields in the same order."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("layers", "x", "final_norm", "lm_head", "cos", "sin", "scales", "logits")),
+        *((name, POINTER) for name in ("pool", "slots", "kv_indptr", "kv_indices", "kv_last_page_len")),
+        *((name, POINTER) for name in ("published", "epoch")),
+        *(("page_elements", INT64), ("layer_elements", INT64)),
+        *(("num_layers", INT32), ("vocab", INT32), ("page_size", INT32)),
+        *(("eps", FLOAT), ("head_eps", FLOAT), ("scale", FLOAT)),
+    )
+
+
+Launch = Callable[[MegakernelArguments], None]
+"""Runs the kernel on the current stream with what the arguments are when it is called."""
+
+
+class DecodeMegakernel:
+    """The weights of a model in the form that the kernel reads, and the activations that its blocks publish.
+
+    One step at a time: calls must queue on one stream. A kernel that waits nine seconds for another block ends with an
+    error of the device.
+    """
+
+    def __init__(
+        self,
+        shape: MegakernelShape,
+        rows: int,
+        layers: Sequence[MegakernelLayer],
+        *,
+        final_norm: Tensor,
+        lm_head: Tensor,
+        eps: float,
+        launch: Launch,
+    ) -> None:
+        """rows: of each step. All tensors are contiguous, of the shape's dtype and on one device. eps: of all norms."""
+        self._shape = shape
+        self._rows = rows
+        self._layers = layers  # keeps alive what the table points to
+        self._final_norm = final_norm
+        self._lm_head = lm_head
+        self._eps = eps
+        self._launch = launch
+        device = lm_head.device
+        self._table = torch.tensor([layer.addresses() for layer in layers], dtype=torch.int64, device=device)
+        self._published = torch.full((shape.num_words(rows),), -1, dtype=torch.int32, device=device)  # NONE
+        self._epoch = torch.zeros(2, dtype=torch.int32, device=device)  # layers before; blocks done
+
+    def __call__(self, x: Tensor, pages: StepPages) -> Tensor:
+        """Logits [rows, vocab] that follow the tokens with embeddings x [rows, hidden]. Stores their K and V.
+
+        pages: of as many sequences, a pool of all layers and a rotation of whole heads; see takes().
+        """
+        logits = torch.empty((self._rows, self._shape.vocab), dtype=x.dtype, device=x.device)
+        tables, rotation, pool = pages.tables, pages.rotation, pages.pool
+        arguments = MegakernelArguments(
+            layers=_address(self._table),
+            x=_address(x),
+            final_norm=_address(self._final_norm),
+            lm_head=_address(self._lm_head),
+            cos=_address(rotation.cos),
+            sin=_address(rotation.signed_sin),
+            scales=_address(pages.scales),
+            logits=_address(logits),
+            pool=_address(pool),
+            slots=_address(tables.slots),
+            kv_indptr=_address(tables.kv_indptr),
+            kv_indices=_address(tables.kv_indices),
+            kv_last_page_len=_address(tables.kv_last_page_len),
+            published=_address(self._published),
+            epoch=_address(self._epoch),
+            page_elements=pool.stride(0),
+            layer_elements=pool.stride(1),
+            num_layers=len(self._layers),
+            vocab=self._shape.vocab,
+            page_size=pool.shape[4],
+            eps=self._eps,
+            head_eps=self._eps,
+            scale=pages.scale,
+        )
+        self._launch(arguments)
+        return logits
+
+    def takes(self, pages: StepPages) -> bool:
+        """Whether it attends to such pages."""
+        rotary_dim, page_size = pages.rotation.cos.shape[-1], pages.pool.shape[4]
+        return (
+            pages.tables.slots.shape[0] == self._rows
+            and pages.pool.dtype == self._shape.stored
+            and pages.pool.shape[1] == len(self._layers)
+            and rotary_dim == self._shape.head_dim
+            and page_size % self._shape.item_positions(self._rows) == 0
+        )
+
+
+class MegakernelLaunch:
+    """The kernel on a GPU: a block on each multiprocessor, all of them at once."""
+
+    def __init__(self, cubin: bytes, blocks: int, warps: int) -> None:
+        """For the current device, whose context exists."""
+        self._blocks = blocks
+        self._kernel = Function(
+            Module(cubin), "decode_megakernel", threads=32 * warps, shared_bytes=SHARED_BYTES, cooperative=True
+        )
+
+    def __call__(self, arguments: MegakernelArguments) -> None:
+        self._kernel.launch(self._blocks, (arguments,))
+
+
+def load_megakernels(shape: MegakernelShape, device: torch.device) -> dict[int, MegakernelLaunch]:
+    """By number of rows: those that device and shape suit, and that can be compiled, which takes seconds once, all at
+    the same time."""
+    properties = torch.cuda.get_device_properties(device)
+    capability, blocks = (properties.major, properties.minor), properties.multi_processor_count
+    counts = [rows for rows in ROW_COUNTS if capability >= (9, 0) and shape.fits(blocks, rows)]
+    arch = "".join(map(str, capability))
+
+    def load(rows: int) -> bytes | None:
+        return load_cubin(SOURCE, shape.defines(blocks, WARPS, rows), arch, f"steps of {rows} rows take more kernels")
+
+    with ThreadPoolExecutor(len(ROW_COUNTS)) as compilers:
+        cubins = zip(counts, compilers.map(load, counts), strict=True)
+    return {rows: MegakernelLaunch(cubin, blocks, WARPS) for rows, cubin in cubins if cubin is not None}

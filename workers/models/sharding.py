@@ -1,0 +1,71 @@
+"""What a shard holds of a model: sizes in its config, and slices of the checkpoint's tensors."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from tandem.cache.plan.shard import Shard
+from tandem.workers.checkpoint.safetensors_file import Slice
+from tandem.workers.models.config import ModelConfig
+
+# By the last name before `.weight` or `.bias`: the dimension of the weight that the ranks divide.
+DIVIDED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "sinks"), 0),  # heads
+    **dict.fromkeys(("gate_proj", "up_proj"), 0),  # intermediate size
+    **dict.fromkeys(("o_proj", "down_proj"), 1),  # the inputs of the layer's second GEMMs
+}
+
+
+def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """The config of one shard of a whole model. InvalidArgument when the ranks cannot divide its sizes.
+
+    num_heads, num_kv_heads, intermediate_size and moe.shared_size become those of the shard. num_experts stays, since
+    each rank routes to all experts; ModelConfig.experts is the range that the shard holds.
+    """
+    moe, whole = config.moe, config.latent is not None  # all ranks keep the whole latents
+    if moe is not None:
+        shard.part("num_experts", moe.num_experts)
+        moe = dataclasses.replace(moe, shared_size=len(shard.part("shared_size", moe.shared_size)))
+    return dataclasses.replace(
+        config,
+        shard=shard,
+        num_heads=len(shard.part("num_heads", config.num_heads)),
+        num_kv_heads=config.num_kv_heads if whole else len(shard.part("num_kv_heads", config.num_kv_heads)),
+        intermediate_size=len(shard.part("intermediate_size", config.intermediate_size)),
+        moe=moe,
+    )
+
+
+def slices_of(name: str, weight: Tensor, config: ModelConfig) -> list[Slice]:
+    """The slices of the stored tensor `name` that fill `weight`, which the shard holds of it."""
+    if config.shard.size == 1:
+        return [Slice(weight)]
+    *module, last = name.removesuffix(".weight").removesuffix(".bias").split(".")
+    if module[-1:] == ["experts"] and config.moe is not None:  # one tensor for all experts of a layer
+        return [Slice(weight, 0, config.experts.start, config.moe.num_experts)]
+    if "experts" in module:  # an expert's, whole
+        return [Slice(weight)]
+    if last in ("qkv_proj", "gate_up_proj"):
+        return list(_fused(weight, _extents(last, config), config.shard))
+    dim = DIVIDED.get(last)
+    if dim is None or dim >= weight.dim():
+        return [Slice(weight)]
+    extent = weight.shape[dim]
+    return [Slice(weight, dim, config.shard.rank * extent, config.shard.size * extent)]
+
+
+def _extents(last: str, config: ModelConfig) -> tuple[int, ...]:
+    """Rows that the shard holds of each tensor in a fused one."""
+    if last == "gate_up_proj":
+        return config.intermediate_size, config.intermediate_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return q_rows, kv_rows, kv_rows
+
+
+def _fused(weight: Tensor, extents: tuple[int, ...], shard: Shard) -> Iterator[Slice]:
+    total = shard.size * sum(extents)
+    begin = 0
+    for part, extent in zip(weight.split(extents), extents, strict=True):
+        yield Slice(part, 0, begin + shard.rank * extent, total)
+        begin += shard.size * extent

@@ -1,0 +1,169 @@
+"""The decoder for few rows, where all that takes time is to read the weights."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.workers.kernels.base import FusedGemms, RmsNorm
+from tandem.workers.kernels.choice import choose_megakernels, choose_resident_gemms
+from tandem.workers.kernels.decode_megakernel.megakernel import DecodeMegakernel, MegakernelLayer, MegakernelShape
+from tandem.workers.kernels.skinny_gemm.resident import MAX_ROWS, ResidentGemms, ResidentShape
+from tandem.workers.models.activation import Silu
+from tandem.workers.models.attention import AttentionBlock, CachedAttention, GroupedQueryAttention, split_heads
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.parameters import AttentionParameters, GatedParameters, LayerParameters
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """The parameters of one layer; the weights are those that the other rows' decoder has."""
+
+    input_norm: RmsNorm
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: HeadNorm | None
+    sinks: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: RmsNorm
+    feed_forward: GatedParameters
+
+
+class SmallBatchDecoder:
+    """The DecodeMegakernel computes all layers in one launch where model, device and the step's pages allow it.
+
+    Other steps of one row, or of some rows of a narrow model (ResidentGemms), take four GEMMs and attention a layer.
+    The norms are in the GEMMs behind them, the sums with the residual in those before: see FusedGemms.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: FusedGemms, final_norm: Tensor, lm_head: Tensor) -> None:
+        self._config = config
+        self._kernels = kernels
+        self._final_norm = RmsNorm(final_norm, config.rms_norm_eps)
+        self._lm_head = lm_head
+        self._layers: list[FusedLayer] = []
+        self._megakernels_over: dict[torch.dtype, dict[int, DecodeMegakernel]] = {}
+
+    @staticmethod
+    def fits(config: ModelConfig, layer: LayerParameters) -> bool:
+        """Whether it can compute a layer: K and V as wide as they are stored, a dense feed-forward with silu, and no
+        norm behind a product."""
+        return (
+            isinstance(layer.attention, AttentionParameters)
+            and config.stored_head_dim == config.head_dim
+            and isinstance(layer.feed_forward, GatedParameters)
+            and isinstance(config.activation, Silu)
+            and layer.attention_out_norm is None
+            and layer.feed_forward_out_norm is None
+        )
+
+    def add_layer(self, layer: LayerParameters, block: AttentionBlock) -> None:
+        """The next layer, one that fits; block: its attention for other rows."""
+        attention = layer.attention
+        assert isinstance(attention, AttentionParameters)
+        assert isinstance(block, GroupedQueryAttention)
+        assert isinstance(layer.feed_forward, GatedParameters)
+        eps = self._config.rms_norm_eps
+        self._layers.append(
+            FusedLayer(
+                input_norm=RmsNorm(layer.input_norm, eps),
+                qkv=attention.qkv,
+                qkv_bias=attention.qkv_bias,
+                qk_norm=block.qk_norm,
+                sinks=attention.sinks,
+                o=attention.o,
+                o_bias=attention.o_bias,
+                post_norm=RmsNorm(layer.post_norm, eps),
+                feed_forward=layer.feed_forward,
+            )
+        )
+
+    def forward(self, x: Tensor, cached: CachedAttention) -> Tensor | None:
+        """Logits [n, vocab_size] that follow the tokens with embeddings x [n, H], in its dtype; x is overwritten. None,
+        and x as it was, where the decoder of any number of rows is to be taken."""
+        rows, pages = x.shape[0], cached.step_pages()
+        megakernel = None if pages is None else self._megakernels(pages.pool.dtype).get(rows)
+        if pages is not None and megakernel is not None and megakernel.takes(pages):
+            return megakernel(x, pages)
+        kernels = self._kernels if rows == 1 else self._resident if rows <= MAX_ROWS else None
+        return None if kernels is None else self._forward_layers(kernels, x, cached)
+
+    def _forward_layers(self, kernels: FusedGemms, x: Tensor, cached: CachedAttention) -> Tensor:
+        for index, layer in enumerate(self._layers):
+            qkv = kernels.linear(x, layer.qkv, layer.qkv_bias, layer.input_norm)
+            o = cached.attend(index, *split_heads(self._config, qkv), layer.sinks, layer.qk_norm)
+            kernels.add_linear(x, o.flatten(1), layer.o, layer.o_bias)
+            gated = layer.feed_forward
+            intermediate = kernels.linear_silu_mul(x, gated.gate_up, gated.gate_up_bias, layer.post_norm)
+            kernels.add_linear(x, intermediate, gated.down, gated.down_bias)
+        return kernels.linear(x, self._lm_head, None, self._final_norm)
+
+    def _megakernels(self, stored: torch.dtype) -> dict[int, DecodeMegakernel]:
+        """By number of rows, over a pool of such elements; made when first asked for, with all layers; may compile."""
+        if stored not in self._megakernels_over:
+            self._megakernels_over[stored] = self._make_megakernels(stored)
+        return self._megakernels_over[stored]
+
+    def _make_megakernels(self, stored: torch.dtype) -> dict[int, DecodeMegakernel]:
+        config, layers = self._config, [_megakernel_layer(layer) for layer in self._layers]
+        shape = MegakernelShape(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            q_heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab=self._lm_head.shape[0],
+            dtype=config.dtype,
+            stored=stored,
+        )
+        fitting = [layer for layer in layers if layer is not None]
+        if len(fitting) < len(layers) or self._final_norm.weight.dtype != config.dtype:
+            return {}
+        return {
+            rows: DecodeMegakernel(
+                shape,
+                rows,
+                fitting,
+                final_norm=self._final_norm.weight,
+                lm_head=self._lm_head,
+                eps=config.rms_norm_eps,
+                launch=launch,
+            )
+            for rows, launch in choose_megakernels(shape, self._lm_head.device).items()
+        }
+
+    @cached_property
+    def _resident(self) -> ResidentGemms | None:
+        """Made when first asked for, with all layers; may compile."""
+        config, (hidden, head_width) = self._config, self._layers[0].o.shape
+        shape = ResidentShape(
+            hidden=hidden,
+            intermediate=config.intermediate_size,
+            heads=head_width,
+            qkv=self._layers[0].qkv.shape[0],
+            dtype=config.dtype,
+        )
+        plain = [_megakernel_layer(layer) is not None and layer.qkv_bias is None for layer in self._layers]
+        return choose_resident_gemms(shape, self._lm_head.device) if all(plain) else None
+
+
+def _megakernel_layer(layer: FusedLayer) -> MegakernelLayer | None:
+    """None where it has what DecodeMegakernel has not: biases behind attention, sinks, norms in float32."""
+    feed_forward, norm = layer.feed_forward, layer.qk_norm
+    others = (layer.sinks, layer.o_bias, feed_forward.gate_up_bias, feed_forward.down_bias)
+    norms = (layer.input_norm.weight, layer.post_norm.weight, *(() if norm is None else (norm.weight,)))
+    if any(other is not None for other in others) or any(one.dtype != layer.qkv.dtype for one in norms):
+        return None
+    return MegakernelLayer(
+        qkv=layer.qkv,
+        qkv_bias=layer.qkv_bias,
+        o=layer.o,
+        gate_up=feed_forward.gate_up,
+        down=feed_forward.down,
+        input_norm=layer.input_norm.weight,
+        post_norm=layer.post_norm.weight,
+        head_norms=None if norm is None else norm.weight,
+    )

@@ -17,7 +17,7 @@ from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.prompt_programs import run_in_place
 from tests.workers import loop_pair
 from tests.workers.loop_pair import CHUNK, DECODE, PAGE, PREFILL, LoopPair
-from tests.workers.prefill.test_head_start import announce
+from tests.workers.prefill.test_speculative_prefill import announce
 
 OUTPUT = 4
 
@@ -80,7 +80,7 @@ def test_a_lone_prompt_goes_page_to_page_chunk_by_chunk(folder: Path, announced:
 def test_who_is_no_longer_alone_is_sent_with_the_forwards(pair: LoopPair, folder: Path) -> None:
     prompts = {"alone": random_prompt(3 * CHUNK - 5, 0), "comes": random_prompt(CHUNK, 1)}
     submit(pair, "alone", prompts["alone"])
-    pair.prefill.step()
+    pair.step_prefill()
     assert pair.tokens_written == 0
     submit(pair, "comes", prompts["comes"])
     sent_before = SentBefore(pair)
@@ -98,7 +98,7 @@ def test_who_shares_a_graph_is_sent_page_to_page(folder: Path, monkeypatch: pyte
     announce(pair, "announced", prompts["announced"])
     for name, prompt in prompts.items():
         submit(pair, name, prompt)
-    pair.prefill.step()
+    pair.step_prefill()
     assert positions_sent(pair) == 2 * CHUNK  # what came ahead, and a forward of all three
     finish(pair, folder, prompts)
     assert positions_sent(pair) == sum(map(len, prompts.values()))
@@ -112,7 +112,7 @@ def test_seconds_of_calls_that_write_are_shared_out_by_bytes(pair: LoopPair) -> 
     prompts = {"long": random_prompt(3 * CHUNK - 5, 0), "short": random_prompt(CHUNK - 2, 1)}
     for name, prompt in prompts.items():
         submit(pair, name, prompt)
-    requests = list(pair.prefill._by_id.values())
+    requests = list(pair.prefill._handoff._requests.values())
     pair.run_prefill()
     for request in requests:
         assert request.bytes_pushed == request.num_tokens * pair.transports[PREFILL].layout.token_bytes
@@ -136,7 +136,7 @@ def test_the_signal_is_posted_before_the_first_token_is_waited_for(
     monkeypatch.setattr(transport, "post", lambda *row: (told.append((pending.wait.called, drawn.done())), post(*row)))
     prompt = random_prompt(2 * CHUNK + 5, 0)
     pair.send("a", prompt, pair.prepare("a", prompt))
-    drawn = pair.prefill._by_id["a"].drawn
+    drawn = pair.prefill._handoff._requests["a"].first_token
     pair.run_prefill()
     assert told == [(False, False)]
     assert drawn.done()

@@ -34,8 +34,8 @@ class CountedForwards:
 
 
 def announce(pair: LoopPair, request_id: str, prompt: list[int]) -> None:
-    pair.prefill.announce(request_id, np.array(prompt))
-    pair.prefill.step()
+    pair.prefill.speculate(request_id, np.array(prompt))
+    pair.step_prefill()
 
 
 def pages_in_use(pair: LoopPair) -> int:
@@ -113,7 +113,7 @@ def release(pair: LoopPair) -> None:
 
 def expire(pair: LoopPair) -> None:
     pair.clock.now += LEASE
-    pair.prefill.step()
+    pair.step_prefill()
 
 
 @pytest.mark.parametrize("end", [abort, release, expire])
@@ -145,7 +145,7 @@ def test_its_pages_come_back_though_it_cannot_become_a_prefix(folder: Path, monk
 
     monkeypatch.setattr(pair.caches[PREFILL], "publish_prefix", fail)
     with pytest.raises(MemoryError):
-        pair.prefill._head_start.drop()
+        pair.prefill._speculative.drop()
     assert not pages_in_use(pair)
 
 

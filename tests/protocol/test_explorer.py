@@ -177,7 +177,7 @@ def every_signal_is_complete(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tandem.workers.decode.decodes.received_tokens", received)
 
 
-def an_announcement_is_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
+def a_speculative_prompt_is_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SpeculativePrefill, "expire", lambda self: None)
 
 
@@ -205,9 +205,9 @@ PROTECTIONS: dict[str, tuple[str, Patch, str]] = {
     "a request has one stream": ("twice", streams_may_be_two, ""),
     "only what has landed is decoded": ("plain", every_signal_is_complete, "wrong KV"),
     "only what has landed is shared": ("sharing", a_prefix_is_shared_before_it_landed, "wrong KV"),
-    "what was announced is forgotten": ("speculative", an_announcement_is_kept_for_ever, "no end"),
-    "what was computed before its place was known is sent": ("speculative", a_speculative_prompt_stays, "wrong KV"),
-    "who leaves is taken out": ("cancel", aborts_do_nothing, "no end"),
+    "a speculative prompt expires": ("speculative", a_speculative_prompt_is_kept_for_ever, "no end"),
+    "a speculative prompt is sent": ("speculative", a_speculative_prompt_stays, "wrong KV"),
+    "a request that leaves is taken out": ("cancel", aborts_do_nothing, "no end"),
 }  # fmt: skip
 
 

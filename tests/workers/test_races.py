@@ -381,7 +381,7 @@ def test_the_gateways_word_frees_pages_while_their_recall_is_under_way(
     pair.assert_free()
 
 
-def test_prompts_wait_for_a_place_among_sequences(folder: Path, oracle: dict[int, list[int]]) -> None:
+def test_prompts_wait_while_the_cache_has_its_most_sequences(folder: Path, oracle: dict[int, list[int]]) -> None:
     """There are pages for all of them; several decode workers can offer room to more than a prefill worker keeps."""
     pair = LoopPair(folder, num_pages=64, max_sequences=(2, 64))
     prompts = {name: (PROMPT, OTHER)[number % 2] for number, name in enumerate("abcde")}

@@ -46,13 +46,11 @@ class DecodeRows:
     """
 
     def __init__(self) -> None:
-        self.requests: list[DecodeRequest] = []
-        self.sequence_ids: tuple[int, ...] = ()
-        self._steps_left = 0  # until a request has all the tokens that it may
         self.tokens, self.lengths, self.ends = np.zeros((3, 0), np.int64)
         self.sources = np.zeros(0, np.int64)
         self.stop_ids = np.zeros((0, 0), np.int64)
         self.sampling = SampleBatch.from_params([])
+        self._set_requests([])
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -84,10 +82,10 @@ class DecodeRows:
     def launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
         """`step`, which next_step() gave since the last change, was launched. Rows with their last token leave."""
         self.lengths = step.positions
-        self.sources = np.arange(len(self))
+        self.sources = self._every_row
         self._steps_left -= 1
         if self._steps_left > 0:
-            return StepInFlight(self.requests, np.zeros(len(self), np.int64), self.stop_ids, pending)
+            return StepInFlight(self.requests, self._no_limits, self.stop_ids, pending)
         last = self.lengths >= self.ends
         limits = np.where(last, int(FinishReason.LENGTH), int(FinishReason.RUNNING))
         in_flight = StepInFlight(self.requests, limits, self.stop_ids, pending)
@@ -97,7 +95,7 @@ class DecodeRows:
     def learn(self, sampled: Int64Array) -> None:
         """The last launched step has sampled these tokens, int64 [n], one for each row. None has joined since."""
         self.tokens = sampled[self.sources]
-        self.sources = np.full(len(self), ON_HOST)
+        self.sources = self._on_host
 
     def _append(self, name: str, values: Int64Array) -> None:
         setattr(self, name, np.concatenate((getattr(self, name), values)))
@@ -115,7 +113,11 @@ class DecodeRows:
         """These are the rows of the arrays now."""
         self.requests = requests
         self.sequence_ids = tuple(request.sequence_id for request in requests)
+        # Steps without a request that has all the tokens that it may have, and what they use again each time.
         self._steps_left = int((self.ends - self.lengths).min()) if requests else 0
+        self._every_row = np.arange(len(requests))
+        self._on_host = np.full(len(requests), ON_HOST)
+        self._no_limits = np.full(len(requests), int(FinishReason.RUNNING))
 
 
 def _stack(stop_ids: Int64Array, rules: Sequence[FinishRule]) -> Int64Array:

@@ -46,5 +46,5 @@ def test_decode_has_all_cores_only_while_no_prompt_is_on_its_way(tmp_path: Path)
     crew.threads = 1
 
 
-def test_without_native_kernels_there_is_nothing_to_share() -> None:
+def test_without_native_kernels_nothing_is_set() -> None:
     KernelThreads(None, own=2, alone=4).use(alone=True)

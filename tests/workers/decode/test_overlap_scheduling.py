@@ -189,7 +189,7 @@ def test_a_row_that_ends_by_length_is_not_stepped_again() -> None:
     assert bench.cache.num_free_pages == NUM_PAGES
 
 
-def test_a_stop_while_the_next_step_flies_keeps_the_pages_until_it_has_landed() -> None:
+def test_a_stop_keeps_the_pages_until_the_step_in_flight_is_done() -> None:
     bench = Bench()
     stop = token_at(1, PROMPT + 2)
     _, stopped = bench.start("stopped", max_tokens=9, stop_ids=(stop,))

@@ -70,7 +70,9 @@ def test_one_request_fails(folder: Path, pe: int, name: str, output: int, monkey
 
 
 @pytest.mark.parametrize("name", ["add_sequence", "match_prefix", "reserve", "begin_forward"])
-def test_a_head_start_that_fails_fails_nobody(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_speculative_prefill_that_fails_fails_no_request(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair, prompt = LoopPair(folder, sharing=True), PROMPTS[0]
     with monkeypatch.context() as patch:
         raise_once(pair, PREFILL, name, patch, call=1)

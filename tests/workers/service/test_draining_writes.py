@@ -1,4 +1,4 @@
-"""Writes that are slow to land, through the service of a worker: who is told what, and when pages come back."""
+"""Draining writes, through the service of a worker: what its callers hear, and when pages come back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,7 +80,9 @@ def test_a_chunk_does_not_wait_for_the_push_of_the_one_before(pair: FakePair) ->
     assert len(pair.calls.generate("r", reservation)) == 3
 
 
-def test_a_push_that_does_not_land_in_time_is_not_called_quiet(pair: FakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_does_not_drain_in_time_is_not_called_quiet(
+    pair: FakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(draining, "QUIET_SECONDS", 0)
     pair.fabric.hold(DECODE)
     reservation = pair.calls.prepare("r")
@@ -113,7 +115,7 @@ def test_a_forward_that_fails_ends_its_request_once_its_writes_are_quiet(
     assert code_of(caught) == (grpc.StatusCode.UNAVAILABLE if held else grpc.StatusCode.INTERNAL)
 
 
-def test_an_abort_is_answered_once_what_was_written_has_landed(pair: FakePair) -> None:
+def test_an_abort_is_answered_once_all_writes_have_drained(pair: FakePair) -> None:
     pair.fabric.hold(DECODE)
     sending = pair.remote_send("r", pair.calls.prepare("r"))
     until(lambda: pair.fabric.num_in_flight(DECODE) > 0)

@@ -137,12 +137,11 @@ class StepLoop:
             return decodes.read()
         if prefills is not None:
             prefills.upkeep()
-        if decodes is not None:
-            decodes.upkeep()
+        upkeep_again = None if decodes is None else decodes.upkeep()
         batch = self._scheduler.next_batch()
         if decodes is None:
             return None if prefills is None else prefills.compute(batch)
-        wait = decodes.compute(batch.decodes)  # launched first: prompts wait for their first tokens
+        wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts wait for their first tokens
         if prefills is not None:
             prefill_wait = prefills.compute(batch)
             wait = prefill_wait if wait is None else min(wait, prefill_wait)

@@ -65,7 +65,6 @@ class Decodes:
         self._next: StepInFlight | None = None
         self._reading: StepInFlight | None = None
         self._unpublished: list[DecodeRequest] = []
-        self._reap_again: float | None = None
 
     # Commands
 
@@ -118,18 +117,19 @@ class Decodes:
         """Whether tokens of a launched step have to be read before anything else is launched."""
         return self._reading is not None
 
-    def upkeep(self) -> None:
-        """What comes before a batch: leases, recalls, and requests whose KV has come."""
-        self._reap_again = self._reservations.reap()
+    def upkeep(self) -> float | None:
+        """What comes before a batch: leases, recalls, and requests whose KV has come. When it has to come again."""
+        reap_again = self._reservations.reap()
         if self._awaiting:
             self._take_received()
         self._threads.use(alone=self.num_waiting == 0)
+        return reap_again
 
-    def compute(self, step: DecodeStep | None) -> float | None:
-        """Launches a step of all rows, and reads one that is done. How long to wait then: see StepThread."""
+    def compute(self, step: DecodeStep | None, upkeep_again: float | None) -> float | None:
+        """Launches a step of all rows, and reads one that is done. How long to wait then: see Steps."""
         if step is None and self._next is None:
             poll = IDLE_POLL_SECONDS if self._runner.runs_ahead else KV_POLL_SECONDS
-            return poll if self._awaiting else self._reap_again
+            return poll if self._awaiting else upkeep_again
         try:
             launched = None if step is None else self._launch(step)
             self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it

@@ -2,14 +2,14 @@
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.transfer.transport import Transport
+from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
 from tandem.workers.decode.decodes import Decodes
 from tandem.workers.decode.kernel_threads import KernelThreads
-from tandem.workers.handoff.handoff import LEASE_FRACTION, Handoff, settled
+from tandem.workers.handoff.handoff import Handoff, settled
 from tandem.workers.handoff.reservations import Reservations
 from tandem.workers.prefill.prefills import Prefills
 from tandem.workers.prefill.push_meter import PushMeter
@@ -19,18 +19,6 @@ from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.lease import Clock
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """What both sides of a handoff are told."""
-
-    lease_seconds: float  # how long a reservation and a speculative prompt are kept
-    sharing: bool  # whether prompts with the same beginning share its pages
-    verify: bool = False  # whether a digest of the pushed KV goes with the signal and is compared
-    max_batch_tokens: int = 1024  # new tokens of a step
-    max_sequences: int = 256  # between reservation and last token
-    eos_token_ids: tuple[int, ...] = ()
 
 
 class StepLoop:
@@ -60,53 +48,17 @@ class StepLoop:
 
     def give_prefills(self, meter: PushMeter) -> Prefills:
         """From now on this loop computes prompts, too. meter: what the cache writes through."""
-        settings, cache, clock = self._settings, self._cache, self._clock
-        speculative = SpeculativePrefill(
-            self._runner,
-            cache,
-            self._ids,
-            max_batch_tokens=settings.max_batch_tokens,
-            sharing=settings.sharing,
-            lease_seconds=settings.lease_seconds * LEASE_FRACTION,
-            clock=clock,
-        )
-        self.prefills = Prefills(
-            self._runner,
-            cache,
-            self._scheduler,
-            Handoff(cache, self._transport, self.counters, verify=settings.verify, clock=clock),
-            speculative,
-            meter,
-            self._ids,
-            max_batch_tokens=settings.max_batch_tokens,
-            sharing=settings.sharing,
-        )
+        runner, cache, settings, clock = self._runner, self._cache, self._settings, self._clock
+        handoff = Handoff(cache, self._transport, self.counters, settings, clock)
+        speculative = SpeculativePrefill(runner, cache, self._ids, settings, clock)
+        self.prefills = Prefills(runner, cache, self._scheduler, handoff, speculative, meter, self._ids, settings)
         return self.prefills
 
     def give_decodes(self, fanout: TokenFanout, threads: KernelThreads) -> Decodes:
         """From now on this loop decodes sequences, too; their tokens go to `fanout`."""
-        settings = self._settings
-        reservations = Reservations(
-            self._cache,
-            self._transport,
-            self.counters,
-            self._ids,
-            max_sequences=settings.max_sequences,
-            sharing=settings.sharing,
-            verify=settings.verify,
-            lease_seconds=settings.lease_seconds,
-            clock=self._clock,
-        )
-        self.decodes = Decodes(
-            self._runner,
-            self._cache,
-            self._scheduler.rows,
-            reservations,
-            fanout,
-            threads,
-            eos_token_ids=settings.eos_token_ids,
-            sharing=settings.sharing,
-        )
+        runner, cache, settings, rows = self._runner, self._cache, self._settings, self._scheduler.rows
+        reservations = Reservations(cache, self._transport, self.counters, self._ids, settings, self._clock)
+        self.decodes = Decodes(runner, cache, rows, reservations, fanout, threads, settings)
         return self.decodes
 
     def abort(self, request_id: str, writer_quiet: bool) -> "list[Future[bool]]":

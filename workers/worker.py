@@ -19,7 +19,7 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
 from tandem.workers.authentication import TokenRequired
-from tandem.workers.config import Role, WorkerConfig, max_message_bytes
+from tandem.workers.config import LoopSettings, Role, WorkerConfig, max_message_bytes
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.handoff.reservations import LONGEST_APPEND
@@ -33,7 +33,7 @@ from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.service.services import WorkerService
 from tandem.workers.service.well_formed import WellFormedRequired
-from tandem.workers.step_loop import LoopSettings, StepLoop
+from tandem.workers.step_loop import StepLoop
 from tandem.workers.step_thread import StepThread
 
 T = TypeVar("T")

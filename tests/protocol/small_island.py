@@ -13,13 +13,14 @@ from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Int64Array
+from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
 from tandem.workers.requests.token_stream import TokenUpdate
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import Samples
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.step_loop import LoopSettings, StepLoop
+from tandem.workers.step_loop import StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.protocol.token_memory import LABELS, TokenMemory
 from tests.protocol.wires import Endpoint, WireTransport

@@ -12,6 +12,7 @@ from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
+from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
@@ -23,7 +24,7 @@ from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.step_loop import LoopSettings, StepLoop
+from tandem.workers.step_loop import StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.support.poison import poison_free_pages
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import CorruptKV, ForwardFailed
 from tandem.workers.handoff.reservations import Reservations, received_tokens
@@ -49,9 +50,7 @@ class Decodes:
         reservations: Reservations,
         fanout: TokenFanout,
         threads: KernelThreads,
-        *,
-        eos_token_ids: tuple[int, ...],
-        sharing: bool,
+        settings: LoopSettings,
     ) -> None:
         self._runner = runner
         self._cache = cache
@@ -59,8 +58,8 @@ class Decodes:
         self._reservations = reservations
         self._fanout = fanout
         self._threads = threads
-        self._eos_token_ids = eos_token_ids
-        self._sharing = sharing
+        self._eos_token_ids = settings.eos_token_ids
+        self._sharing = settings.sharing
         self._awaiting: list[DecodeRequest] = []
         self._next: StepInFlight | None = None
         self._reading: StepInFlight | None = None

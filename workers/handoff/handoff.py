@@ -20,19 +20,19 @@ from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.errors import TransportError
 from tandem.transfer.recall import Recall
 from tandem.transfer.transport import Transport
+from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
 from tandem.workers.errors import Aborted, LeaseExpired
 from tandem.workers.handoff.draining import DrainingWrites
 from tandem.workers.handoff.ended_requests import EndedRequests
 from tandem.workers.handoff.grants import Grants, signal_of
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult
-from tandem.workers.wire.lease import Clock, Lease
+from tandem.workers.wire.lease import WRITER_FRACTION, Clock, Lease
 from tandem.workers.wire.reservation import Reservation
 
 log = logging.getLogger(__name__)
 
 RECALL_POLL_SECONDS = 0.02
-LEASE_FRACTION = 0.8  # of the receiver's lease: the writer stops before it is over
 # A push is nearly always through when its last token is sampled: its answer should not wait for another's forward.
 PATIENCE_SECONDS = 0.002
 QUIET_POLL_SECONDS = 0.00002  # meanwhile the event loop has the interpreter, for the first token
@@ -48,13 +48,12 @@ class Handoff:
     """
 
     def __init__(
-        self, cache: PagedKVCache, transport: Transport, counters: Counters, *, verify: bool, clock: Clock
+        self, cache: PagedKVCache, transport: Transport, counters: Counters, settings: LoopSettings, clock: Clock
     ) -> None:
-        """verify: whether a digest of what was sent goes with the signal, for the receiver to compare."""
         self._cache = cache
         self._transport = transport
         self._counters = counters
-        self._verify = verify
+        self._verify = settings.verify
         self._clock = clock
         self._grants = Grants(transport, counters)
         self._requests: dict[str, PrefillRequest] = {}  # by id, until their writes are quiet
@@ -82,7 +81,7 @@ class Handoff:
 
     def lease(self, reservation: Reservation) -> Lease:
         """That of a request; it runs until attend()."""
-        return Lease(reservation.lease_seconds * LEASE_FRACTION, self._clock)
+        return Lease(reservation.lease_seconds * WRITER_FRACTION, self._clock)
 
     def begin(self, request: PrefillRequest) -> None:
         """This worker writes for the request from now on; check() came first."""

@@ -8,8 +8,6 @@ reserved ──────────► awaiting KV ────────�
            draining ──────────────────────────────┘
 """
 
-import time
-
 import numpy as np
 
 from tandem.cache.digest import digest_kv
@@ -20,6 +18,7 @@ from tandem.transfer.errors import NoFreeSignal
 from tandem.transfer.recall import Recall, RecallDesk, num_slots
 from tandem.transfer.transport import Int64Array, Transport
 from tandem.transfer.wire_map import encode_map
+from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
 from tandem.workers.errors import CorruptKV, InvalidCall, NoRoom, StaleReservation
 from tandem.workers.requests.decode_request import DecodeRequest
@@ -44,22 +43,17 @@ class Reservations:
         transport: Transport,
         counters: Counters,
         ids: SequenceIds,
-        *,
-        max_sequences: int,
-        sharing: bool,
-        verify: bool,
-        lease_seconds: float,
-        clock: Clock = time.monotonic,
+        settings: LoopSettings,
+        clock: Clock,
     ) -> None:
-        """sharing: whether prompts are matched. verify: whether digests of received KV are compared."""
         self._cache = cache
         self._transport = transport
         self._counters = counters
         self._ids = ids
-        self._max_sequences = max_sequences
-        self._sharing = sharing
-        self._verify = verify
-        self._lease_seconds = lease_seconds
+        self._max_sequences = settings.max_sequences
+        self._sharing = settings.sharing
+        self._verify = settings.verify
+        self._lease_seconds = settings.lease_seconds
         self._clock = clock
         self._signals = SignalBoard(num_slots(transport))
         self._recalls = RecallDesk(transport)

@@ -11,6 +11,7 @@ from torch import Tensor
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.position_map import PositionMap
+from tandem.workers.config import LoopSettings
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.prefill.forwards import PromptForwards
@@ -48,9 +49,7 @@ class Prefills:
         speculative: SpeculativePrefill,
         meter: PushMeter,
         ids: SequenceIds,
-        *,
-        max_batch_tokens: int,
-        sharing: bool,
+        settings: LoopSettings,
     ) -> None:
         self._runner = runner
         self._cache = cache
@@ -59,8 +58,8 @@ class Prefills:
         self._speculative = speculative
         self._forwards = PromptForwards(runner, cache, meter)
         self._ids = ids
-        self._max_batch_tokens = max_batch_tokens
-        self._sharing = sharing
+        self._max_batch_tokens = settings.max_batch_tokens
+        self._sharing = settings.sharing
 
     # Commands
 

@@ -7,11 +7,12 @@ import numpy as np
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.config import LoopSettings
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.prefill_request import SpeculativePrompt
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.runner.model_runner import ModelRunner
-from tandem.workers.wire.lease import Clock, Lease
+from tandem.workers.wire.lease import WRITER_FRACTION, Clock, Lease
 
 log = logging.getLogger(__name__)
 
@@ -24,23 +25,14 @@ class SpeculativePrefill:
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        cache: PagedKVCache,
-        ids: SequenceIds,
-        *,
-        max_batch_tokens: int,
-        sharing: bool,
-        lease_seconds: float,
-        clock: Clock,
+        self, runner: ModelRunner, cache: PagedKVCache, ids: SequenceIds, settings: LoopSettings, clock: Clock
     ) -> None:
-        """lease_seconds: how long the prompt is kept."""
         self._runner = runner
         self._cache = cache
         self._ids = ids
-        self._max_batch_tokens = max_batch_tokens
-        self._sharing = sharing
-        self._lease_seconds = lease_seconds
+        self._max_batch_tokens = settings.max_batch_tokens
+        self._sharing = settings.sharing
+        self._lease_seconds = settings.lease_seconds * WRITER_FRACTION
         self._clock = clock
         self._prompt: SpeculativePrompt | None = None
 

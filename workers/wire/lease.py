@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+WRITER_FRACTION = 0.8  # of the receiver's lease: the writer stops before it is over
+
 Clock = Callable[[], float]
 """Seconds that only go forward, as time.monotonic."""
 

@@ -16,6 +16,7 @@ from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.fake import FakeFabric, FakeTransport
 from tandem.transfer.recall import mailbox_rows
+from tandem.workers.config import LoopSettings
 from tandem.workers.decode.decodes import DELIVERY_SECONDS
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
@@ -26,7 +27,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.step_loop import LoopSettings, StepLoop
+from tandem.workers.step_loop import StepLoop
 from tandem.workers.wire.reservation import Reservation
 
 PAGE_SIZE, NUM_PAGES, PROMPT = 4, 24, 5

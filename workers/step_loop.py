@@ -24,7 +24,8 @@ from tandem.workers.wire.lease import Clock
 class StepLoop:
     """Owned by the step thread. Its role is what its scheduler is given: prompts by `prefills`, rows by `decodes`.
 
-    give_prefills() and give_decodes() say which of them there are: one today, both once a worker may do both.
+    give_prefills() and give_decodes() say which of them there are. No worker has both yet: recalls of both directions
+    would meet in one lane of the mailbox (transfer/recall.py).
     """
 
     def __init__(

@@ -50,6 +50,18 @@ class WorkerConfig:
     max_stream_messages_per_second: float = math.inf
 
 
+@dataclass(frozen=True)
+class LoopSettings:
+    """What a worker's step loop needs of it."""
+
+    lease_seconds: float  # how long a reservation and a speculative prompt are kept
+    sharing: bool  # whether prompts with the same beginning share its pages
+    verify: bool = False  # whether a digest of the pushed KV goes with the signal and is compared
+    max_batch_tokens: int = 1024  # new tokens of a step
+    max_sequences: int = 256  # between reservation and last token
+    eos_token_ids: tuple[int, ...] = ()
+
+
 def max_message_bytes(max_model_len: int) -> int:
     """Of a message between gateway and worker, which carries a prompt as 4 bytes a token, whatever a client sent."""
     return MESSAGE_BYTES + 4 * max_model_len

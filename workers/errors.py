@@ -1,4 +1,14 @@
-"""What a worker answers when it does not do what it was asked."""
+"""What a worker answers when it does not do what it was asked. service/status.py has the gRPC status of each.
+
+WorkerError
+├── InvalidCall        the call cannot be right
+├── NoRoom             try again later
+├── Stale              the call is too late
+│   ├── StaleReservation
+│   └── StaleEpoch
+├── Aborted, LeaseExpired, CorruptKV, ForwardFailed, WriterNotQuiet    the request ended without its result
+└── GpuTooSmall        the worker cannot start
+"""
 
 
 class WorkerError(Exception):
@@ -10,7 +20,7 @@ class InvalidCall(WorkerError, ValueError):
 
 
 class NoRoom(WorkerError):
-    """Pages, signal slots or places in the batch are taken; the same call may succeed later."""
+    """Pages, signal slots or sequences are taken; the same call may succeed later."""
 
 
 class Stale(WorkerError):
@@ -33,11 +43,11 @@ class Aborted(WorkerError):
 
 
 class LeaseExpired(WorkerError):
-    """Nobody has waited for the request for as long as its lease; it was stopped."""
+    """No call waited for the request for as long as its lease; it was stopped."""
 
 
 class CorruptKV(WorkerError):
-    """What landed is not what was sent; the request ends, the worker goes on."""
+    """The KV that arrived is not the KV that was sent; the request ends, the worker goes on."""
 
 
 class ForwardFailed(WorkerError):

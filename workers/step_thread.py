@@ -17,7 +17,7 @@ PR_SET_TIMERSLACK = 29
 LEAST_COMMAND_SECONDS = 0.001
 
 
-class StepLoop(Protocol):
+class Steps(Protocol):
     def step(self) -> float | None:
         """Do one step of work. How long the thread may then wait for a command: 0 when there is more work now,
         seconds when something is polled for, None when only a command can bring work."""
@@ -25,15 +25,15 @@ class StepLoop(Protocol):
 
 
 class StepThread:
-    """Runs a StepLoop, and between its steps the commands that other threads post: for as long as the last step took,
+    """Runs steps, and between its steps the commands that other threads post: for as long as the last step took,
     or a millisecond, so that many at once do not hold a step up. The rest comes behind the next one.
 
     call() may be used from any thread; the command runs on the step thread, in the order posted, and its result or
     exception is in the future. After stop() every command not yet run fails with RuntimeError.
     """
 
-    def __init__(self, loop: StepLoop, name: str) -> None:
-        self._loop = loop
+    def __init__(self, steps: Steps, name: str) -> None:
+        self._steps = steps
         self._inbox: queue.SimpleQueue[tuple[Callable[[], object], Future] | None] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -69,7 +69,7 @@ class StepThread:
                 return
             began = time.monotonic()
             try:
-                wait = self._loop.step()
+                wait = self._steps.step()
             except Exception:
                 # A loop answers for its requests itself; what reaches this line is a defect, and must not spin.
                 log.exception("step failed")

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,22 +19,21 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
 from tandem.workers.authentication import TokenRequired
-from tandem.workers.config import Role, WorkerConfig, max_message_bytes
-from tandem.workers.decode.core_share import CoreShare
-from tandem.workers.decode.loop import DecodeLoop
-from tandem.workers.decode.reservations import LONGEST_APPEND
-from tandem.workers.decode.token_stream import StreamFanout
+from tandem.workers.config import LoopSettings, Role, WorkerConfig, max_message_bytes
+from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.handoff.reservations import LONGEST_APPEND
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
-from tandem.workers.prefill.loop import PrefillLoop
 from tandem.workers.prefill.push_meter import PushMeter
+from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.memory_budget import measure_budget
 from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
-from tandem.workers.service.services import DecodeService, PrefillService
+from tandem.workers.service.services import WorkerService
 from tandem.workers.service.well_formed import WellFormedRequired
+from tandem.workers.step_loop import StepLoop
 from tandem.workers.step_thread import StepThread
 
 T = TypeVar("T")
@@ -67,7 +65,7 @@ class Worker:
         """transports: makes the transport of that name."""
         self.config = config
         self._transports = transports
-        self._share_cores()
+        self._set_threads()
         self.model_config = load_config(Path(config.model_path), config.dtype)
         self._layout = kv_layout(self.model_config, config.page_size, choose_scales(config, self.model_config))
         self.loaded_bytes = 0
@@ -77,7 +75,7 @@ class Worker:
         self._opened: Transport | None = None
         self._events = EventLoopThread("grpc")
         self._cache: PagedKVCache | None = None
-        self._loop: PrefillLoop | DecodeLoop | None = None
+        self._loop: StepLoop | None = None
         self._step_thread: StepThread | None = None
         self._server: grpc.aio.Server | None = None
 
@@ -176,10 +174,8 @@ class Worker:
         of them; WriterNotQuiet when that cannot be said in time.
         """
         loop = self._loop
-        if isinstance(loop, DecodeLoop):
-            self.on_step_thread(lambda: loop.release(prefix, writer_quiet))
-        elif loop is not None:
-            for quiet in self.on_step_thread(lambda: loop.release(prefix)):
+        if loop is not None:
+            for quiet in self.on_step_thread(lambda: loop.release(prefix, writer_quiet)):
                 quiet.result(RELEASE_SECONDS)
 
     def leave(self) -> None:
@@ -202,7 +198,7 @@ class Worker:
         """After leave(): what this process is in its island's next epoch; open() comes next."""
         gc.collect()  # what cycles of the epoch before still hold of its pools: the next ones need that memory
         self.config = config
-        self._share_cores()
+        self._set_threads()
 
     def stop(self) -> None:
         """leave(), and nothing comes after it."""
@@ -211,12 +207,12 @@ class Worker:
         finally:
             self._events.stop()
 
-    def _share_cores(self) -> None:
+    def _set_threads(self) -> None:
         config = self.config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         crew = load_crew() if config.device == "cpu" else None
-        self._cores = CoreShare(crew, config.threads, config.threads_alone)
+        self._threads = KernelThreads(crew, config.threads, config.threads_alone)
 
     @property
     def _transport(self) -> Transport:
@@ -236,19 +232,15 @@ class Worker:
         runner = ModelRunner(self._model, cache)
         loop = self._loop = self._make_loop(runner, cache)
         self._step_thread = StepThread(loop, "step")
-        parts = (config, self.model_config.vocab_size, self._step_thread)
-        service = (
-            DecodeService(*parts, loop, cache) if isinstance(loop, DecodeLoop) else PrefillService(*parts, loop, cache)
-        )
+        service = WorkerService(config, self.model_config.vocab_size, self._step_thread, loop, cache)
         self._step_thread.start()
         self._prepared += 1
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
         self._prepared += 1
-        if config.role == Role.DECODE:
-            capture = partial(runner.capture_steps, config.max_sequences)
-        else:
-            capture = partial(runner.capture_prompts, config.max_batch_tokens)
-        await asyncio.wrap_future(self._step_thread.call(capture))
+        if loop.decodes is not None:
+            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
+        if loop.prefills is not None:
+            await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_prompts(config.max_batch_tokens)))
         self._server = grpc.aio.server(
             options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
         )
@@ -257,32 +249,24 @@ class Worker:
         await self._server.start()
         return f"{HOST}:{port}"
 
-    def _make_loop(self, runner: ModelRunner, cache: PagedKVCache) -> PrefillLoop | DecodeLoop:
+    def _make_loop(self, runner: ModelRunner, cache: PagedKVCache) -> StepLoop:
         """On the event loop, which a decode worker's tokens go through."""
         config = self.config
-        if config.role == Role.PREFILL:
-            return PrefillLoop(
-                runner,
-                cache,
-                self._transport,
-                self._meter,
-                max_batch_tokens=config.max_batch_tokens,
-                sharing=self._sharing,
-                verify=config.verify_kv,
-                lease_seconds=config.lease_seconds,
-            )
-        return DecodeLoop(
-            runner,
-            cache,
-            self._transport,
-            StreamFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second),
-            self._cores,
-            eos_token_ids=self.model_config.eos_token_ids,
+        settings = LoopSettings(
+            max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
             sharing=self._sharing,
             verify=config.verify_kv,
             lease_seconds=config.lease_seconds,
+            eos_token_ids=self.model_config.eos_token_ids,
         )
+        loop = StepLoop(runner, cache, self._transport, settings)
+        if config.role == Role.PREFILL:
+            loop.give_prefills(self._meter)
+        if config.role == Role.DECODE:
+            fanout = TokenFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second)
+            loop.give_decodes(fanout, self._threads)
+        return loop
 
     @property
     def _sharing(self) -> bool:

@@ -36,11 +36,12 @@ from tandem.transfer.completion import Signal
 from tandem.transfer.wire_map import WireMap, decode_map, encode_map
 from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import Role
-from tandem.workers.decode.batch import DecodeBatch, DecodeRequest
-from tandem.workers.decode.token_stream import TokenStream
+from tandem.workers.requests.decode_request import DecodeRequest
+from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.pending_samples import CopiedSamples
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.messages import prompt_to_bytes, reservation_to_proto
 from tandem.workers.wire.reservation import Reservation
 from tests.benchmarks.measured import Measured
@@ -109,7 +110,8 @@ def decode_step_us(batch_size: int, context: int, *, spread: bool = False) -> Me
         writer=None,
     )
     params = SamplingParams(max_tokens=1_000_000, temperature=0)
-    batch = DecodeBatch()
+    scheduler = Scheduler(batch_size)
+    rows = scheduler.rows
     requests = []
     for sequence in range(batch_size):
         cache.add_sequence(sequence)
@@ -119,19 +121,21 @@ def decode_step_us(batch_size: int, context: int, *, spread: bool = False) -> Me
         cache.reserve(sequence, context + 8 * PAGE)
         prompt = np.ones(length, np.int64)
         request = DecodeRequest(str(sequence), sequence, prompt, Signal(0, 1), length, params.max_tokens)
-        request.params, request.rule, request.stream = params, FinishRule.of(params, (2,)), TokenStream()
+        request.params, request.rule, request.token_stream = params, FinishRule.of(params, (2,)), TokenStream()
         request.output.append(5)
         requests.append(request)
-    batch.join(requests)
+    rows.join(requests)
     drawn = torch.full((batch_size,), 5)
 
     def step() -> None:
-        plan = cache.begin_forward(batch.sequence_ids, np.ones(batch_size, np.int64))
+        decodes = scheduler.next_batch().decodes
+        assert decodes is not None
+        plan = cache.begin_forward(decodes.sequence_ids, np.ones(batch_size, np.int64))
         cache.end_forward(plan)
-        flight = batch.launched(CopiedSamples(drawn, None))
-        sampled = flight.pending.wait().token_ids
-        batch.learn(sampled)
-        flight.reasons(sampled)
+        in_flight = rows.launched(decodes, CopiedSamples(drawn, None))
+        sampled = in_flight.pending.wait().token_ids
+        rows.learn(sampled)
+        in_flight.reasons(sampled)
 
     return median_us(step, rounds=100)
 

@@ -12,7 +12,7 @@ from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role
-from tandem.workers.decode.feed import Feeds
+from tandem.workers.requests.feed import Feeds
 from tandem.workers.wire.messages import prompt_from_bytes
 
 Say = Callable[[list[int]], int]  # the next token after these

@@ -12,7 +12,6 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Transport
 from tandem.workers.config import WorkerConfig
-from tandem.workers.prefill.loop import PrefillLoop
 from tandem.workers.runner.prompt_graphs import PromptGraphs
 from tandem.workers.worker import Worker
 from tests.gpu.pe_process import as_array, gpu_of, name_of_gpu
@@ -86,7 +85,7 @@ class WorkerPe:
     def swap_prompt_graphs(self) -> None:
         """Without them from now on, or with them again."""
         loop = self.worker._loop
-        assert isinstance(loop, PrefillLoop)
+        assert loop is not None
         runner = loop._runner
         self._swapped, runner._prompt_graphs = runner._prompt_graphs, self._swapped
 

@@ -81,8 +81,8 @@ def _no_waiting() -> Iterator[None]:
     gc.freeze()  # worlds come and go by the thousand: what was there before need not be looked through each time
     try:
         with (
-            patch("tandem.workers.prefill.loop.RECALL_POLL_SECONDS", 0.0),
-            patch("tandem.workers.prefill.loop.PATIENCE_SECONDS", 0.0),
+            patch("tandem.workers.handoff.handoff.RECALL_POLL_SECONDS", 0.0),
+            patch("tandem.workers.handoff.handoff.PATIENCE_SECONDS", 0.0),
         ):
             yield
     finally:

@@ -13,14 +13,14 @@ from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Int64Array
-from tandem.workers.decode.core_share import CoreShare
-from tandem.workers.decode.loop import DecodeLoop
-from tandem.workers.decode.token_stream import StreamUpdate
+from tandem.workers.config import LoopSettings
+from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
-from tandem.workers.prefill.loop import PrefillLoop
+from tandem.workers.requests.token_stream import TokenUpdate
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import Samples
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.step_loop import StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.protocol.token_memory import LABELS, TokenMemory
 from tests.protocol.wires import Endpoint, WireTransport
@@ -39,7 +39,7 @@ class Shape:
     max_tokens: int = 2
     max_batch_tokens: int = 1  # of the prefill worker
     sharing: bool = False
-    runs_ahead: bool = False  # as decode workers with CUDA graphs do
+    overlapped: bool = False  # as on decode workers with CUDA graphs
 
 
 @dataclass(eq=False)
@@ -67,9 +67,9 @@ class Fanout:
     def __init__(self, findings: list[str]) -> None:
         self._findings = findings
 
-    def publish(self, updates: list[StreamUpdate]) -> None:
+    def publish(self, updates: list[TokenUpdate]) -> None:
         for update in updates:
-            stream: Stream = update.stream  # type: ignore[assignment]
+            stream: Stream = update.token_stream  # type: ignore[assignment]
             if update.token_id is not None:
                 stream.tokens.append(update.token_id)
                 due = LABELS * stream.label + stream.prompt_tokens + len(stream.tokens)
@@ -108,7 +108,7 @@ class Known:
 class CountingModel:
     """A model whose next token is its input plus one, behind the interface of ModelRunner.
 
-    Where it runs ahead, steps are computed one by one in compute_next(), or when somebody waits for them.
+    With overlap scheduling steps are computed one by one in compute_next(), or when somebody waits for them.
     """
 
     def __init__(self, cache: PagedKVCache, runs_ahead: bool) -> None:
@@ -209,30 +209,15 @@ class SmallIsland:
             )
             for transport, memory in zip(self.transports, memories, strict=True)
         ]
-        models = [CountingModel(cache, shape.runs_ahead) for cache in self.caches]
+        models = [CountingModel(cache, shape.overlapped) for cache in self.caches]
         self.device = models[DECODE]
-        self.prefill = PrefillLoop(
-            models[PREFILL],  # type: ignore[arg-type]
-            self.caches[PREFILL],
-            self.transports[PREFILL],
-            Unmetered(),  # type: ignore[arg-type]
-            max_batch_tokens=shape.max_batch_tokens,
-            sharing=shape.sharing,
-            lease_seconds=lease_seconds,
-            clock=clock,
-        )
-        self.decode = DecodeLoop(
-            models[DECODE],  # type: ignore[arg-type]
-            self.caches[DECODE],
-            self.transports[DECODE],
-            Fanout(findings),  # type: ignore[arg-type]
-            CoreShare(None, 1),
-            eos_token_ids=(),
-            max_sequences=4,
-            sharing=shape.sharing,
-            lease_seconds=lease_seconds,
-            clock=clock,
-        )
+        settings = LoopSettings(lease_seconds, shape.sharing, max_batch_tokens=shape.max_batch_tokens, max_sequences=4)
+        self.loops = [
+            StepLoop(model, cache, transport, settings, clock)  # type: ignore[arg-type]
+            for model, cache, transport in zip(models, self.caches, self.transports, strict=True)
+        ]
+        self.prefill = self.loops[PREFILL].give_prefills(Unmetered())  # type: ignore[arg-type]
+        self.decode = self.loops[DECODE].give_decodes(Fanout(findings), KernelThreads(None, 1))  # type: ignore[arg-type]
 
     def start(self, request_id: str, reservation: Reservation, stream: Stream) -> None:
         """StartGenerate."""
@@ -260,12 +245,12 @@ class SmallIsland:
         )
         reservations = self.decode._reservations
         signals = reservations._signals
-        known = self.prefill._by_id or len(reservations) or reservations._draining
+        known = self.prefill._handoff._requests or len(reservations) or reservations._draining
         return free and signals.num_free == len(signals._held) and not known
 
     def state(self) -> str:
         counts = [(cache.num_free_pages, cache.num_draining_pages) for cache in self.caches]
-        return f"(free, draining) pages {counts}, at prefill {list(self.prefill._by_id)}, " + (
+        return f"(free, draining) pages {counts}, at prefill {list(self.prefill._handoff._requests)}, " + (
             f"at decode {self.decode._reservations.request_ids()}"
         )
 

@@ -17,12 +17,11 @@ from tandem.cache.attention.page_look_up import PageLookUp
 from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.plan.layout import KVLayout
 from tandem.workers.counters import Counters
-from tandem.workers.prefill.request import PrefillRequest, PrefillResult
-from tandem.workers.prefill.speculative_prefill import Head
+from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult, SpeculativePrompt
 from tests.protocol.small_island import LAYOUT
 from tests.protocol.world import World
 
-TIMES: dict[str, float] = dict.fromkeys(("arrived", "started", "sampled", "push_seconds"), 0.0)
+TIMES: dict[str, float] = dict.fromkeys(("arrived", "started", "sampled_at", "push_seconds"), 0.0)
 
 
 def save(world: World) -> bytes:
@@ -61,7 +60,7 @@ def _reduce_result(result: PrefillResult) -> tuple[Any, ...]:
     return PrefillResult, (result.first_token, None, result.cached_tokens, 0.0, 0.0, 0.0, 0)
 
 
-def _reduce_timed(timed: PrefillRequest | Head) -> tuple[Any, ...]:
+def _reduce_timed(timed: PrefillRequest | SpeculativePrompt) -> tuple[Any, ...]:
     state = {field.name: TIMES.get(field.name, getattr(timed, field.name)) for field in fields(timed)}
     return copyreg.__newobj__, (type(timed),), state  # type: ignore[attr-defined]
 
@@ -103,6 +102,6 @@ _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     np.ndarray: _reduce_array,
     Tensor: _reduce_pool,
     PrefillRequest: _reduce_timed,
-    Head: _reduce_timed,
+    SpeculativePrompt: _reduce_timed,
     PrefillResult: _reduce_result,
 }

@@ -11,13 +11,14 @@ from tandem.cache.operations.receptions import Receptions
 from tandem.cache.operations.transmissions import Transmissions
 from tandem.transfer.completion import Signal, SignalBoard
 from tandem.transfer.recall import RecallDesk, RecallInbox
-from tandem.workers.decode import reservations
-from tandem.workers.decode.loop import DecodeLoop
-from tandem.workers.decode.reservations import Reservations
-from tandem.workers.prefill.completion import Landing
-from tandem.workers.prefill.grants import Grants
-from tandem.workers.prefill.loop import PrefillLoop
-from tandem.workers.prefill.speculative_prefill import HeadStart
+from tandem.workers.decode.decodes import Decodes
+from tandem.workers.handoff import reservations
+from tandem.workers.handoff.draining import DrainingWrites
+from tandem.workers.handoff.grants import Grants
+from tandem.workers.handoff.handoff import Handoff
+from tandem.workers.handoff.reservations import Reservations
+from tandem.workers.prefill.prefills import Prefills
+from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.wire.lease import Lease
 from tests.protocol.explorer import explore
 from tests.protocol.worlds import WORLDS
@@ -56,7 +57,7 @@ def a_lease_frees_pages(patch: pytest.MonkeyPatch) -> None:
 
 
 def any_generation_is_granted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("tandem.workers.prefill.grants.is_newer", lambda generation, other: True)
+    patch.setattr("tandem.workers.handoff.grants.is_newer", lambda generation, other: True)
 
 
 def any_epoch_is_granted(patch: pytest.MonkeyPatch) -> None:
@@ -71,23 +72,23 @@ def any_epoch_is_granted(patch: pytest.MonkeyPatch) -> None:
 
 
 def aborts_are_answered_at_once(patch: pytest.MonkeyPatch) -> None:
-    def abort(self: Landing) -> "Future[bool]":
+    def abort(self: DrainingWrites) -> "Future[bool]":
         answer: Future[bool] = Future()
         answer.set_result(True)
         return answer
 
-    patch.setattr(Landing, "abort", abort)
+    patch.setattr(DrainingWrites, "abort", abort)
 
 
 def an_abort_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    abort = PrefillLoop.abort
+    abort = Prefills.abort
 
-    def forgetful(self: PrefillLoop, request_id: str) -> "Future[bool]":
+    def forgetful(self: Prefills, request_id: str) -> "Future[bool]":
         answer = abort(self, request_id)
-        self._ended._aborted.clear()
+        self._handoff._ended._aborted.clear()
         return answer
 
-    patch.setattr(PrefillLoop, "abort", forgetful)
+    patch.setattr(Prefills, "abort", forgetful)
 
 
 def a_recalled_slot_may_be_used(patch: pytest.MonkeyPatch) -> None:
@@ -95,7 +96,7 @@ def a_recalled_slot_may_be_used(patch: pytest.MonkeyPatch) -> None:
 
 
 def aborts_do_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DecodeLoop, "abort", lambda self, request_id, writer_quiet: False)
+    patch.setattr(Decodes, "abort", lambda self, request_id, writer_quiet: False)
 
 
 def any_answer_is_the_answer(patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def streams_may_be_two(patch: pytest.MonkeyPatch) -> None:
 
     def started(self: Reservations, request_id: str, reservation_id: int, max_tokens: int) -> Any:
         request = self._requests.get(request_id)
-        if request is not None and request.stream is not None:
+        if request is not None and request.token_stream is not None:
             return request
         return start(self, request_id, reservation_id, max_tokens)
 
@@ -169,18 +170,18 @@ def a_prefix_is_shared_before_it_landed(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_signal_is_complete(patch: pytest.MonkeyPatch) -> None:
-    def landed(mailbox: Any, requests: list[Any]) -> Any:
+    def received(mailbox: Any, requests: list[Any]) -> Any:
         return reservations.np.array([request.expected_tokens for request in requests])
 
-    patch.setattr(reservations, "landed_tokens", landed)
-    patch.setattr("tandem.workers.decode.loop.landed_tokens", landed)
+    patch.setattr(reservations, "received_tokens", received)
+    patch.setattr("tandem.workers.decode.decodes.received_tokens", received)
 
 
-def an_announcement_is_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HeadStart, "expire", lambda self: None)
+def a_speculative_prompt_is_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SpeculativePrefill, "expire", lambda self: None)
 
 
-def a_head_stays(patch: pytest.MonkeyPatch) -> None:
+def a_speculative_prompt_stays(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transmissions, "send_cached", lambda *_: None)
 
 
@@ -192,7 +193,7 @@ PROTECTIONS: dict[str, tuple[str, Patch, str]] = {
     "a reservation is of its epoch": ("epoch", any_epoch_is_granted, "may land in page"),
     "a recalled reservation is refused": ("recall", a_recalled_slot_may_be_used, "may land in page"),
     "a recall is answered when all is quiet": (
-        "recall", replaced(PrefillLoop, "_recalled", lambda self, recall: []), "may land in page",
+        "recall", replaced(Handoff, "_recalled", lambda self, recall: []), "may land in page",
     ),
     "a recall is answered": ("recall", replaced(RecallInbox, "answer", lambda self, recall: None), "no end"),
     "an answer is for its recall": ("turns", any_answer_is_the_answer, "may land in page"),
@@ -204,9 +205,9 @@ PROTECTIONS: dict[str, tuple[str, Patch, str]] = {
     "a request has one stream": ("twice", streams_may_be_two, ""),
     "only what has landed is decoded": ("plain", every_signal_is_complete, "wrong KV"),
     "only what has landed is shared": ("sharing", a_prefix_is_shared_before_it_landed, "wrong KV"),
-    "what was announced is forgotten": ("head", an_announcement_is_kept_for_ever, "no end"),
-    "what was computed before its place was known is sent": ("head", a_head_stays, "wrong KV"),
-    "who leaves is taken out": ("cancel", aborts_do_nothing, "no end"),
+    "a speculative prompt expires": ("speculative", a_speculative_prompt_is_kept_for_ever, "no end"),
+    "a speculative prompt is sent": ("speculative", a_speculative_prompt_stays, "wrong KV"),
+    "a request that leaves is taken out": ("cancel", aborts_do_nothing, "no end"),
 }  # fmt: skip
 
 

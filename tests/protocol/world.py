@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall, NoRoom, Stale
-from tandem.workers.prefill.request import PrefillResult
+from tandem.workers.requests.prefill_request import PrefillResult
 from tandem.workers.wire.lease import Lease
 from tandem.workers.wire.reservation import Reservation
 from tests.protocol.small_island import (
@@ -151,8 +151,8 @@ class World:
     def _does(self, name: str, number: int) -> Callable[[], object]:
         island, known = self.island, self.known[min(number, len(self.known) - 1)]
         return {
-            "prefill steps": island.prefill.step,
-            "decode steps": island.decode.step,
+            "prefill steps": island.loops[PREFILL].step,
+            "decode steps": island.loops[DECODE].step,
             "device computes": island.device.compute_next,
             "deliver": lambda: island.endpoints[number].deliver(),
             "tick": self._tick,
@@ -186,7 +186,7 @@ class World:
 
     def _announce(self, known: Known) -> None:
         known.announced += 1
-        self.island.prefill.announce(known.request_id, np.array(prompt_of(known.label)))
+        self.island.prefill.speculate(known.request_id, np.array(prompt_of(known.label)))
 
     def _prepare(self, known: Known) -> None:
         known.prepared += 1
@@ -262,7 +262,8 @@ class World:
             if island.is_idle:
                 break
             self.clock.now += LEASE_SECONDS
-            for step in (island.decode.step, island.device.drain, island.decode.step, island.prefill.step):
+            decode, prefill = island.loops[DECODE].step, island.loops[PREFILL].step
+            for step in (decode, island.device.drain, decode, prefill):
                 step()
                 for endpoint in island.endpoints:
                     while endpoint.incoming:

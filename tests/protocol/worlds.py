@@ -5,16 +5,16 @@ from tests.protocol.world import Limits
 
 WORLDS: dict[str, tuple[Limits, Shape]] = {
     "plain": (Limits(), Shape()),
-    "head": (Limits(announces=1), Shape(max_batch_tokens=2)),
+    "speculative": (Limits(announces=1), Shape(max_batch_tokens=2)),
     "announced": (Limits(announces=2, sends=2, aborts=1, hang_ups=True, ticks=1), Shape(max_batch_tokens=2)),
-    "head in the way": (Limits(requests=2, announces=1), Shape(max_batch_tokens=2)),
+    "speculative in the way": (Limits(requests=2, announces=1), Shape(max_batch_tokens=2)),
     "cancel": (Limits(aborts=2, hang_ups=True, streams_end=True), Shape()),
     "twice": (Limits(prepares=2, sends=2, starts=2), Shape()),
     "recall": (Limits(streams_end=True, failed_posts=1), Shape()),
     "expire": (Limits(ticks=2, hang_ups=True), Shape()),
     "turns": (Limits(requests=2, streams_end=True), Shape(num_pages=6, num_signals=1)),
     "reuse": (Limits(requests=2, sends=2, streams_end=True, ticks=1), Shape(num_signals=1)),
-    "ahead": (Limits(streams_end=True), Shape(num_pages=5, max_tokens=3, runs_ahead=True)),
+    "overlapped": (Limits(streams_end=True), Shape(num_pages=5, max_tokens=3, overlapped=True)),
     "epoch": (Limits(requests=2, deaths=1), Shape()),
     "sharing": (Limits(requests=2, alike=True), Shape(num_pages=6, sharing=True)),
 }

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from functools import partial
 from threading import Event
 
-from tandem.workers.prefill.loop import PrefillLoop
 from tests.support.island import Island
 
 POLL_SECONDS = 0.005
@@ -15,20 +14,25 @@ POLL_SECONDS = 0.005
 def prefill_held(island: Island, requests: int) -> Iterator[None]:
     """No prefill worker computes anything, ahead of a reservation neither, before so many requests have come to all of
     them together."""
-    loops = [worker._loop for worker in island.workers if isinstance(worker._loop, PrefillLoop)]
+    all_loops = [worker._loop for worker in island.workers if worker._loop is not None]
+    loops = [loop for loop in all_loops if loop.prefills is not None]
+    all_prefills = [loop.prefills for loop in loops if loop.prefills is not None]
     all_there = Event()
 
     def held(step: Callable[[], float | None]) -> float | None:
-        if not all_there.is_set() and sum(len(loop._by_id) for loop in loops) < requests:
+        if not all_there.is_set() and sum(len(prefills._handoff._requests) for prefills in all_prefills) < requests:
             return POLL_SECONDS
         all_there.set()
         return step()
 
     for loop in loops:
         loop.step = partial(held, loop.step)  # type: ignore[method-assign]
-        loop.announce = lambda request_id, token_ids: None  # type: ignore[method-assign]
+    for prefills in all_prefills:
+        prefills.speculate = lambda request_id, token_ids: None  # type: ignore[method-assign]
     try:
         yield
     finally:
         for loop in loops:
-            del loop.step, loop.announce
+            del loop.step
+        for prefills in all_prefills:
+            del prefills.speculate

@@ -12,18 +12,19 @@ from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.fake import FakeFabric
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
-from tandem.workers.decode.core_share import CoreShare
-from tandem.workers.decode.loop import DecodeLoop
-from tandem.workers.decode.token_stream import StreamFanout, StreamUpdate, TokenStream
+from tandem.workers.config import LoopSettings
+from tandem.workers.counters import Counters
+from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
-from tandem.workers.prefill.loop import PrefillLoop
 from tandem.workers.prefill.push_meter import PushMeter
+from tandem.workers.requests.token_stream import TokenFanout, TokenStream, TokenUpdate
 from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.step_loop import StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.support.poison import poison_free_pages
 
@@ -40,22 +41,22 @@ class Clock:
         return self.now
 
 
-class Collected(StreamFanout):
+class Collected(TokenFanout):
     """Keeps what the streams get."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, FinishReason | WorkerError] = {}
 
-    def publish(self, updates: list[StreamUpdate]) -> None:
+    def publish(self, updates: list[TokenUpdate]) -> None:
         for update in updates:
             if update.token_id is not None:
-                self.tokens.setdefault(id(update.stream), []).append(update.token_id)
+                self.tokens.setdefault(id(update.token_stream), []).append(update.token_id)
             if update.finish_reason != FinishReason.RUNNING:
-                self.ended[id(update.stream)] = update.finish_reason
+                self.ended[id(update.token_stream)] = update.finish_reason
 
-    def fail(self, stream: TokenStream, error: WorkerError) -> None:
-        self.ended[id(stream)] = error
+    def fail(self, token_stream: TokenStream, error: WorkerError) -> None:
+        self.ended[id(token_stream)] = error
 
 
 class CountedWrites(PageWriter):
@@ -113,32 +114,29 @@ class LoopPair:
             return cache
 
         self.caches = [cache_over(*ends) for ends in zip(self.transports, self._writes, max_sequences, strict=True)]
-        self.prefill = PrefillLoop(
-            ModelRunner(model, self.caches[PREFILL]),
-            self.caches[PREFILL],
-            self.transports[PREFILL],
-            PushMeter(self._writes[PREFILL]),
-            max_batch_tokens=CHUNK,
-            sharing=sharing,
-            verify=verify,
-            lease_seconds=LEASE,
-            clock=self.clock,
-        )
+        settings = LoopSettings(LEASE, sharing, verify, max_batch_tokens=CHUNK, max_sequences=16)
+        self.loops = [
+            StepLoop(ModelRunner(model, cache), cache, transport, settings, self.clock)
+            for cache, transport in zip(self.caches, self.transports, strict=True)
+        ]
         self.fanout = Collected()
-        self.decode = DecodeLoop(
-            ModelRunner(model, self.caches[DECODE]),
-            self.caches[DECODE],
-            self.transports[DECODE],
-            self.fanout,
-            CoreShare(None, 1),
-            eos_token_ids=(),
-            max_sequences=16,
-            sharing=sharing,
-            verify=verify,
-            lease_seconds=LEASE,
-            clock=self.clock,
-        )
+        self.prefill = self.loops[PREFILL].give_prefills(PushMeter(self._writes[PREFILL]))
+        self.decode = self.loops[DECODE].give_decodes(self.fanout, KernelThreads(None, 1))
         self._streams: dict[str, TokenStream] = {}
+
+    def step_prefill(self) -> float | None:
+        return self.loops[PREFILL].step()
+
+    def step_decode(self) -> float | None:
+        return self.loops[DECODE].step()
+
+    @property
+    def prefill_counters(self) -> Counters:
+        return self.loops[PREFILL].counters
+
+    @property
+    def decode_counters(self) -> Counters:
+        return self.loops[DECODE].counters
 
     @staticmethod
     def params(num_tokens: int) -> SamplingParams:
@@ -160,17 +158,17 @@ class LoopPair:
     def run_prefill(self) -> None:
         """Steps until nothing is left to compute."""
         for _ in range(NEVER_BUSY):
-            if self.prefill.step() != 0:
+            if self.step_prefill() != 0:
                 return
         raise AssertionError("the prefill loop does not come to an end")
 
     def run_decode(self) -> None:
         """Steps until every started request whose KV landed has ended."""
-        self.decode.step()
+        self.step_decode()
         for _ in range(NEVER_BUSY):
             if not self.decode.num_running:
                 return
-            self.decode.step()
+            self.step_decode()
         raise AssertionError("the decode loop does not come to an end")
 
     def complete(self, request_id: str, prompt: Sequence[int], num_tokens: int = 4) -> list[int]:
@@ -198,10 +196,10 @@ class LoopPair:
 
     def heed_recalls(self) -> None:
         """The receiver asks, the writer answers, the receiver takes the answer."""
-        self.decode.step()
+        self.step_decode()
         self.clock.now += 1
-        self.prefill.step()
-        self.decode.step()
+        self.step_prefill()
+        self.step_decode()
 
     @property
     def bytes_written(self) -> int:

@@ -20,13 +20,13 @@ def test_one_wrong_bit_fails_the_request(pair: LoopPair, expected: list[int]) ->
     reservation = pair.prepare("a", PROMPT)
     pair.send("a", PROMPT, reservation)
     pair.start("a", reservation)
-    pair.prefill.step()
+    pair.step_prefill()
     pair.fabric.corrupt_next(DECODE)
     pair.run_prefill()
     pair.run_decode()
     assert isinstance(pair.ended("a"), CorruptKV)
     assert pair.tokens("a") == []
-    assert pair.decode.counters.corrupt == 1
+    assert pair.decode_counters.corrupt == 1
     pair.assert_free()
     assert pair.complete("b", PROMPT) == expected
 

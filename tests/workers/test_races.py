@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.workers.decode.token_stream import TokenStream
 from tandem.workers.errors import (
     Aborted,
     InvalidCall,
@@ -15,6 +14,7 @@ from tandem.workers.errors import (
     StaleEpoch,
     StaleReservation,
 )
+from tandem.workers.requests.token_stream import TokenStream
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.workers.loop_pair import CHUNK, DECODE, LEASE, PREFILL, LoopPair
 
@@ -36,7 +36,7 @@ def test_the_pair_serves(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
     assert pair.complete("a", PROMPT) == expected(oracle, PROMPT)
     assert pair.complete("b", OTHER) == expected(oracle, OTHER)
     pair.assert_free()
-    assert pair.decode.counters == pair.prefill.counters  # nothing to count
+    assert pair.decode_counters == pair.prefill_counters  # nothing to count
 
 
 def test_late_writes_after_a_cancel_hit_nobody(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
@@ -58,16 +58,16 @@ def test_late_writes_after_a_cancel_hit_nobody(pair: LoopPair, oracle: dict[int,
 def test_pages_of_a_cancelled_reservation_never_return_by_time(folder: Path) -> None:
     pair = LoopPair(folder, num_pages=8)
     pair.send("a", PROMPT, pair.prepare("a", PROMPT))
-    pair.prefill.step()
+    pair.step_prefill()
     pair.decode.abort("a", writer_quiet=False)
     for _ in range(20):
         pair.clock.now += 1e6
-        pair.decode.step()
+        pair.step_decode()
         with pytest.raises(NoRoom):
             pair.prepare("b", OTHER)
     assert pair.caches[DECODE].num_draining_pages == 5
-    pair.prefill.step()
-    pair.decode.step()
+    pair.step_prefill()
+    pair.step_decode()
     pair.assert_free()
 
 
@@ -77,7 +77,7 @@ def test_a_map_of_another_epoch_is_not_written_to(pair: LoopPair) -> None:
         pair.send("a", PROMPT, reservation)
     pair.run_prefill()
     assert pair.bytes_written == 0
-    assert pair.prefill.counters.stale_calls == 1
+    assert pair.prefill_counters.stale_calls == 1
 
 
 def test_a_reservation_for_another_writer_is_not_written_to(pair: LoopPair) -> None:
@@ -93,9 +93,9 @@ def test_a_prefix_is_not_shared_before_it_has_landed(folder: Path, oracle: dict[
     pair = LoopPair(folder, sharing=True)
     first = pair.prepare("a", PROMPT)
     pair.send("a", PROMPT, first)
-    pair.prefill.step()
+    pair.step_prefill()
     pair.start("a", first)
-    pair.decode.step()
+    pair.step_decode()
     second = pair.prepare("b", PROMPT)
     assert second.matched_tokens == 0
     pair.run_prefill()
@@ -112,7 +112,7 @@ def test_a_prefix_is_not_shared_before_it_has_landed(folder: Path, oracle: dict[
 def test_a_prefix_that_did_not_land_is_never_shared(folder: Path) -> None:
     pair = LoopPair(folder, sharing=True)
     pair.send("a", PROMPT, pair.prepare("a", PROMPT))
-    pair.prefill.step()
+    pair.step_prefill()
     pair.decode.abort("a", writer_quiet=False)
     pair.heed_recalls()
     assert pair.prepare("b", PROMPT).matched_tokens == 0
@@ -122,14 +122,14 @@ def test_a_late_completion_is_not_lost_nor_taken_for_the_next(folder: Path, orac
     """One slot: its next use must wait until the earlier writer cannot post any more."""
     pair = LoopPair(folder, num_signals=1)
     pair.send("a", PROMPT, pair.prepare("a", PROMPT))
-    pair.prefill.step()
+    pair.step_prefill()
     pair.decode.abort("a", writer_quiet=False)
     with pytest.raises(NoRoom, match="signal slots"):
         pair.prepare("b", OTHER)
     pair.run_prefill()  # a completes all the same
-    pair.decode.step()
+    pair.step_decode()
     assert pair.complete("b", OTHER) == expected(oracle, OTHER)
-    assert pair.decode.counters.stale_signals == 0
+    assert pair.decode_counters.stale_signals == 0
     pair.assert_free()
 
 
@@ -137,7 +137,7 @@ def test_a_completion_that_comes_before_its_stream_is_not_lost(pair: LoopPair, o
     reservation = pair.prepare("a", PROMPT)
     pair.send("a", PROMPT, reservation)
     pair.run_prefill()
-    pair.decode.step()
+    pair.step_decode()
     pair.start("a", reservation)
     pair.run_decode()
     assert pair.tokens("a") == expected(oracle, PROMPT)[1:]
@@ -149,9 +149,9 @@ def test_a_signal_of_another_use_is_counted_and_lands_nothing(folder: Path) -> N
     pair.start("a", reservation)
     other_use = reservation.generation + 1 << 40 | 37
     pair.transports[PREFILL].post(DECODE, reservation.signal_slot, other_use, 5)
-    pair.decode.step()
+    pair.step_decode()
     assert pair.decode.num_running == 0
-    assert pair.decode.counters.stale_signals == 1
+    assert pair.decode_counters.stale_signals == 1
 
 
 def test_a_doubled_send_writes_nothing_into_the_next_owners_pages(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
@@ -167,7 +167,7 @@ def test_a_doubled_send_writes_nothing_into_the_next_owners_pages(pair: LoopPair
     pair.run_prefill()
     assert pair.bytes_written == written
     assert pair.finish("b", OTHER, other) == expected(oracle, OTHER)
-    assert pair.prefill.counters.stale_calls == 1
+    assert pair.prefill_counters.stale_calls == 1
 
 
 def test_a_send_that_comes_after_its_abort_writes_nothing(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
@@ -197,12 +197,12 @@ def test_a_second_stream_is_refused(pair: LoopPair, oracle: dict[int, list[int]]
 
 def test_an_abort_between_chunks_leaves_nothing_in_flight(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
     pair.send("a", PROMPT, pair.prepare("a", PROMPT))
-    pair.prefill.step()
+    pair.step_prefill()
     written = pair.bytes_written
     assert written == CHUNK * pair.caches[0].layout.token_bytes
     assert pair.in_flight > 0
     answer = pair.prefill.abort("a")
-    pair.prefill.step()
+    pair.step_prefill()
     assert answer.result(0)
     assert pair.in_flight == 0
     pair.decode.abort("a", writer_quiet=True)
@@ -215,19 +215,19 @@ def test_an_abort_between_chunks_leaves_nothing_in_flight(pair: LoopPair, oracle
 def test_a_lease_that_ends_while_pushing_stops_the_writer_before_the_receiver(pair: LoopPair) -> None:
     reservation = pair.prepare("a", PROMPT)
     result = pair.prefill.submit("a", PROMPT, pair.params(4), reservation)
-    pair.prefill.step()
+    pair.step_prefill()
     written = pair.bytes_written
     pair.clock.now += 0.9 * LEASE
-    pair.prefill.step()
+    pair.step_prefill()
     assert isinstance(result.exception(0), LeaseExpired)
     assert pair.bytes_written == written
     assert pair.in_flight == 0
-    assert pair.prefill.counters.expired_leases == 1
-    pair.decode.step()
-    assert pair.decode.counters.expired_leases == 0
+    assert pair.prefill_counters.expired_leases == 1
+    pair.step_decode()
+    assert pair.decode_counters.expired_leases == 0
     pair.clock.now += 0.2 * LEASE
     pair.heed_recalls()
-    assert pair.decode.counters.expired_leases == 1
+    assert pair.decode_counters.expired_leases == 1
     pair.assert_free()
 
 
@@ -235,7 +235,7 @@ def test_a_lease_does_not_run_while_a_call_waits(pair: LoopPair, oracle: dict[in
     reservation = pair.prepare("a", PROMPT)
     pair.start("a", reservation)
     pair.send("a", PROMPT, reservation)
-    pair.prefill.step()
+    pair.step_prefill()
     pair.clock.now += 100 * LEASE
     pair.run_prefill()
     pair.run_decode()
@@ -248,10 +248,10 @@ def test_a_call_that_leaves_lets_the_lease_run_again(pair: LoopPair) -> None:
     assert lease is not None
     pair.clock.now += 100 * LEASE
     lease.leave()
-    pair.prefill.step()
+    pair.step_prefill()
     assert not result.done()
     pair.clock.now += LEASE
-    pair.prefill.step()
+    pair.step_prefill()
     assert isinstance(result.exception(0), LeaseExpired)
 
 
@@ -259,7 +259,7 @@ def test_an_expired_reservation_is_not_written_to_by_a_send_that_comes_late(pair
     """The gateway died after PrepareReceive, its RemoteSend is under way: no one but the writer can end that."""
     reservation = pair.prepare("a", PROMPT)
     pair.clock.now += LEASE
-    pair.decode.step()
+    pair.step_decode()
     assert pair.caches[DECODE].num_draining_pages == 5
     pair.heed_recalls()
     pair.assert_free()
@@ -275,7 +275,7 @@ def test_a_recall_stops_a_push_between_its_chunks(pair: LoopPair) -> None:
     reservation = pair.prepare("a", PROMPT)
     result = pair.prefill.submit("a", PROMPT, pair.params(4), reservation)
     pair.start("a", reservation)
-    pair.prefill.step()
+    pair.step_prefill()
     written = pair.bytes_written
     pair.decode.abort("a", writer_quiet=False)
     pair.heed_recalls()
@@ -286,18 +286,18 @@ def test_a_recall_stops_a_push_between_its_chunks(pair: LoopPair) -> None:
 
 def test_a_recall_is_answered_only_when_the_writer_is_quiet(pair: LoopPair) -> None:
     pair.send("a", PROMPT, pair.prepare("a", PROMPT))
-    pair.prefill.step()
+    pair.step_prefill()
     assert pair.in_flight > 0
     pair.decode.abort("a", writer_quiet=False)
     for _ in range(MORE_THAN_A_STEP_ASKS):
         pair.fabric.fail_next("is_quiet", DECODE)
     pair.heed_recalls()
     assert pair.caches[DECODE].num_draining_pages == 5
-    assert pair.prefill.counters.recalled == 0
+    assert pair.prefill_counters.recalled == 0
     for _ in range(MORE_THAN_A_STEP_ASKS):
         pair.heed_recalls()
     pair.assert_free()
-    assert pair.prefill.counters.recalled == 1
+    assert pair.prefill_counters.recalled == 1
 
 
 def test_an_abort_is_answered_only_when_the_writer_is_quiet(pair: LoopPair) -> None:
@@ -307,13 +307,13 @@ def test_an_abort_is_answered_only_when_the_writer_is_quiet(pair: LoopPair) -> N
         pair.send(f"a{steps}", PROMPT, reservation)
         pair.fabric.hold(DECODE)
         for _ in range(steps):
-            pair.prefill.step()
+            pair.step_prefill()
         answer = pair.prefill.abort(f"a{steps}")
-        pair.prefill.step()
+        pair.step_prefill()
         assert pair.in_flight > 0
         assert not answer.done()
         pair.fabric.release(DECODE)
-        pair.prefill.step()
+        pair.step_prefill()
         assert answer.result(0)
         assert pair.in_flight == 0
         pair.decode.abort(f"a{steps}", writer_quiet=True)
@@ -323,17 +323,17 @@ def test_an_abort_is_answered_only_when_the_writer_is_quiet(pair: LoopPair) -> N
 def test_a_lease_that_ends_lets_nothing_go_that_may_still_be_written(pair: LoopPair) -> None:
     """The writer stops at once; pages on both sides stay until what it had written has landed."""
     result = pair.prefill.submit("a", PROMPT, pair.params(4), pair.prepare("a", PROMPT))
-    pair.prefill.step()
+    pair.step_prefill()
     pair.fabric.hold(DECODE)
     pair.clock.now += 0.9 * LEASE
     for _ in range(3):
-        pair.prefill.step()
+        pair.step_prefill()
     assert pair.bytes_written == CHUNK * pair.caches[0].layout.token_bytes
-    assert pair.prefill.counters.expired_leases == 1
+    assert pair.prefill_counters.expired_leases == 1
     assert not result.done()
     assert pair.caches[PREFILL].num_free_pages < pair.caches[PREFILL].num_pages
     pair.fabric.release(DECODE)
-    pair.prefill.step()
+    pair.step_prefill()
     assert isinstance(result.exception(0), LeaseExpired)
     pair.clock.now += 0.2 * LEASE
     pair.heed_recalls()
@@ -358,7 +358,7 @@ def test_many_recalls_take_turns_in_one_lane(pair: LoopPair) -> None:
         pair.heed_recalls()
         assert pair.caches[DECODE].num_draining_pages == 2 * left
     pair.assert_free()
-    assert pair.decode.counters.recalled == pair.prefill.counters.recalled == 5
+    assert pair.decode_counters.recalled == pair.prefill_counters.recalled == 5
 
 
 def test_the_gateways_word_frees_pages_while_their_recall_is_under_way(
@@ -368,7 +368,7 @@ def test_the_gateways_word_frees_pages_while_their_recall_is_under_way(
     for request_id in ("a", "b"):
         pair.prepare(request_id, PROMPT)
         pair.decode.abort(request_id, writer_quiet=False)
-    pair.decode.step()  # a's recall is posted, b's waits
+    pair.step_decode()  # a's recall is posted, b's waits
     assert pair.decode.abort("a", writer_quiet=True)
     assert pair.decode.abort("b", writer_quiet=True)
     assert not pair.decode.abort("b", writer_quiet=True)
@@ -381,12 +381,12 @@ def test_the_gateways_word_frees_pages_while_their_recall_is_under_way(
     pair.assert_free()
 
 
-def test_prompts_wait_for_a_place_among_sequences(folder: Path, oracle: dict[int, list[int]]) -> None:
+def test_prompts_wait_while_the_cache_has_its_most_sequences(folder: Path, oracle: dict[int, list[int]]) -> None:
     """There are pages for all of them; several decode workers can offer room to more than a prefill worker keeps."""
     pair = LoopPair(folder, num_pages=64, max_sequences=(2, 64))
     prompts = {name: (PROMPT, OTHER)[number % 2] for number, name in enumerate("abcde")}
     for name, prompt in prompts.items():
-        pair.prefill.announce(name, np.array(prompt))
+        pair.prefill.speculate(name, np.array(prompt))
         reservation = pair.prepare(name, prompt)
         pair.send(name, prompt, reservation)
         pair.start(name, reservation)

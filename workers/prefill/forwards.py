@@ -6,20 +6,20 @@ from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.prefill.push_meter import PushMeter
-from tandem.workers.prefill.request import PrefillRequest
+from tandem.workers.requests.prefill_request import PrefillRequest
 from tandem.workers.runner.model_runner import ModelRunner
-
-Chunks = list[tuple[PrefillRequest, int]]
-"""Requests, and how many tokens of each come next."""
+from tandem.workers.scheduling.batch import Chunk
 
 
 class PromptForwards:
-    """Used by the owner of the cache.
+    """Chooses how the KV of each forward is sent. Used by the owner of the cache.
 
-    Requests that share a forward send what it computes token by token, as it is appended. A request that is alone goes
-    page to page, each chunk behind its forward, beside the next: stores to a peer slow a forward more than copies do.
-    So do requests that share a CUDA graph, which stores to no peer. Where the transport can, the last chunk goes while
-    it is computed, layers as they are stored.
+    - Requests that share a forward send each token as it is appended.
+    - A request that is alone goes page to page, each chunk behind its forward and beside the next. Stores to a peer
+      slow a forward more than copies do.
+    - Requests that share a CUDA graph go page to page, too: the graph stores to no peer.
+
+    Where the transport can, the last chunk goes while it is computed, layers as they are stored.
     """
 
     def __init__(self, runner: ModelRunner, cache: PagedKVCache, meter: PushMeter) -> None:
@@ -27,16 +27,16 @@ class PromptForwards:
         self._cache = cache
         self._meter = meter
 
-    def launch(self, chunks: Chunks, *, alone: bool) -> tuple[list[PrefillRequest], Tensor]:
+    def launch(self, chunks: Sequence[Chunk], *, alone: bool) -> tuple[list[PrefillRequest], Tensor]:
         """Computes, or at least launches, one chunk of each request, and sends it; those that have come to their end,
-        and their logits [n, vocab]. alone: nobody else runs or waits."""
+        and their logits [n, vocab]. alone: no other prompt runs or waits."""
         requests = [request for request, _ in chunks]
         by_pages = alone or self._runner.has_prompt_graph(len(chunks), sum(length for _, length in chunks))
         begun = [request for request in requests if request.computed and not request.marked]
         for request in requests:
             self._mark(request)
         for request in begun if by_pages else ():
-            self._send(request)  # what was computed before it was known where to
+            self._send(request)  # what was computed before its receiver was known
         seconds_before = self._meter.seconds
         logits = self._runner.prompts(
             [request.sequence_id for request in requests],
@@ -51,8 +51,8 @@ class PromptForwards:
             self._send(request)
         return [request for request in requests if request.computed == request.num_tokens], logits
 
-    def send_head(self, request: PrefillRequest) -> None:
-        """Sends a prompt that was launched as a whole before it was known where to."""
+    def send_launched(self, request: PrefillRequest) -> None:
+        """Sends a prompt that was launched as a whole before its receiver was known."""
         self._mark(request)
         self._send(request)
 
@@ -68,7 +68,7 @@ class PromptForwards:
         self._count_pushed([request], self._meter.seconds - seconds_before)
 
     def _count_pushed(self, requests: Sequence[PrefillRequest], seconds: float) -> None:
-        """Shares out the seconds of calls that wrote for them, by the bytes that were sent since."""
+        """Divides the seconds of calls that wrote for them, by the bytes that were sent since."""
         sent = [self._cache.bytes_sent(request.sequence_id) for request in requests]
         pushed = sum(sent) - sum(request.bytes_pushed for request in requests)
         for request, total in zip(requests, sent, strict=True):

@@ -1,124 +1,100 @@
-"""A prompt that is begun while a decode worker is still being asked for room."""
+"""Speculative prefill: a prompt's first forward, launched while a decode worker is still asked for room."""
 
 import logging
-import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.prefill.first_token import FirstToken
+from tandem.workers.config import LoopSettings
+from tandem.workers.requests.first_token import FirstToken
+from tandem.workers.requests.prefill_request import SpeculativePrompt
+from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.runner.model_runner import ModelRunner
-from tandem.workers.wire.lease import Clock, Lease
+from tandem.workers.wire.lease import WRITER_FRACTION, Clock, Lease
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class Head:
-    """A prompt without a place to land, of which cached_tokens were found in the prefix index.
+class SpeculativePrefill:
+    """At most one prompt, whose KV is written to nobody. Owned by the step thread.
 
-    computed: positions whose KV is in the cache once its forward is done, 0 before it is launched. logits: [1, vocab],
-    behind the last token, where that forward reaches so far. drawn: never ends where the prompt is dropped.
-    """
-
-    request_id: str
-    sequence_id: int
-    token_ids: Int64Array
-    lease: Lease
-    cached_tokens: int = 0
-    computed: int = 0
-    logits: Tensor | None = None
-    drawn: "Future[FirstToken]" = field(default_factory=Future)
-    started: float = field(default_factory=time.perf_counter)
-
-
-class HeadStart:
-    """At most one prompt, whose first forward is computed and written to nobody. Owned by the step thread.
-
-    Its pages are for whoever has a place to land, should that one need them: drop() is right at any time, for work of
-    this device that still uses them comes before all that is launched later.
+    A prompt with a reservation may need its pages: drop() is right at any time, because work that still uses them comes
+    before all that is launched later on the device.
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        cache: PagedKVCache,
-        *,
-        max_batch_tokens: int,
-        sharing: bool,
-        lease_seconds: float,
-        clock: Clock,
+        self, runner: ModelRunner, cache: PagedKVCache, ids: SequenceIds, settings: LoopSettings, clock: Clock
     ) -> None:
         self._runner = runner
         self._cache = cache
-        self._max_batch_tokens = max_batch_tokens
-        self._sharing = sharing
-        self._lease_seconds = lease_seconds
+        self._ids = ids
+        self._max_batch_tokens = settings.max_batch_tokens
+        self._sharing = settings.sharing
+        self._lease_seconds = settings.lease_seconds * WRITER_FRACTION
         self._clock = clock
-        self._head: Head | None = None
+        self._prompt: SpeculativePrompt | None = None
 
     @property
     def request_id(self) -> str | None:
-        """Whose prompt it is; None without one."""
-        return None if self._head is None else self._head.request_id
+        """That of the prompt; None without one."""
+        return None if self._prompt is None else self._prompt.request_id
 
-    def take(self, request_id: str, sequence_id: int, token_ids: Int64Array) -> "Future[FirstToken] | None":
-        """Launches the prompt's first forward; what is drawn behind the prompt, once it is claimed and that far.
+    def take(self, request_id: str, token_ids: Int64Array) -> "Future[FirstToken] | None":
+        """Launches the prompt's first forward; the token sampled behind the prompt, once it is claimed and that far.
 
-        None, and nothing happens, when there is a prompt already, or no room. Where that fails, the prompt is computed
-        with its place known.
+        None, and nothing happens, when there is a prompt already, or no room. Where the launch fails, the prompt is
+        computed once it has its reservation.
         """
         cache = self._cache
-        if self._head is not None or not cache.has_room(len(token_ids), self._max_batch_tokens):
+        if self._prompt is not None or not cache.has_room(len(token_ids), self._max_batch_tokens):
             return None
-        head = self._head = Head(request_id, sequence_id, token_ids, Lease(self._lease_seconds, self._clock))
+        lease = Lease(self._lease_seconds, self._clock)
+        prompt = self._prompt = SpeculativePrompt(request_id, self._ids.take(), token_ids, lease)
         try:
-            cache.add_sequence(sequence_id)
+            cache.add_sequence(prompt.sequence_id)
             if self._sharing:
-                head.cached_tokens = cache.match_prefix(sequence_id, token_ids)
-            cache.reserve(sequence_id, len(token_ids), self._max_batch_tokens)
-            self._compute(head)
+                prompt.cached_tokens = cache.match_prefix(prompt.sequence_id, token_ids)
+            cache.reserve(prompt.sequence_id, len(token_ids), self._max_batch_tokens)
+            self._compute(prompt)
         except Exception:
-            log.exception("computing the prompt of %r ahead of its reservation failed", head.request_id)
+            log.exception("the speculative prefill of %r failed", prompt.request_id)
             self.drop()
-        return head.drawn
+        return prompt.first_token
 
-    def claim(self, request_id: str, token_ids: Int64Array) -> Head | None:
+    def claim(self, request_id: str, token_ids: Int64Array) -> SpeculativePrompt | None:
         """The prompt, whose sequence is the caller's from now on; None where it is another."""
-        head = self._head
-        if head is None or head.request_id != request_id:
+        prompt = self._prompt
+        if prompt is None or prompt.request_id != request_id:
             return None
-        if not np.array_equal(head.token_ids, token_ids):
+        if not np.array_equal(prompt.token_ids, token_ids):
             self.drop()
             return None
-        self._head = None
-        return head
+        self._prompt = None
+        return prompt
 
     def expire(self) -> None:
-        if self._head is not None and self._head.lease.is_over:
+        if self._prompt is not None and self._prompt.lease.is_over:
             self.drop()
 
     def drop(self) -> bool:
-        """Forgets the prompt and lets go of its pages, which are in the prefix index then; whether there was one."""
-        head, self._head = self._head, None
-        if head is None:
+        """Lets go of the prompt's pages, which may become a prefix; whether there was a prompt."""
+        prompt, self._prompt = self._prompt, None
+        if prompt is None:
             return False
         try:
-            if self._sharing and head.computed:  # it may be asked for again, once there is room for it
-                self._cache.publish_prefix(head.sequence_id, head.token_ids[: head.computed])
+            if self._sharing and prompt.computed:  # it may be asked for again, once there is room for it
+                self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids[: prompt.computed])
         finally:
-            self._cache.remove_sequence(head.sequence_id)
+            self._cache.remove_sequence(prompt.sequence_id)
         return True
 
-    def _compute(self, head: Head) -> None:
-        whole = len(head.token_ids)
-        end = min(whole, head.cached_tokens + self._max_batch_tokens)
-        tokens = head.token_ids[head.cached_tokens : end]
-        logits = self._runner.prompts([head.sequence_id], [tokens], [whole], push=False)
-        head.computed = end
+    def _compute(self, prompt: SpeculativePrompt) -> None:
+        whole = len(prompt.token_ids)
+        end = min(whole, prompt.cached_tokens + self._max_batch_tokens)
+        tokens = prompt.token_ids[prompt.cached_tokens : end]
+        logits = self._runner.prompts([prompt.sequence_id], [tokens], [whole], push=False)
+        prompt.computed = end
         if end == whole:
-            head.logits = logits
+            prompt.logits = logits

@@ -1,8 +1,10 @@
-"""How long work goes on that nobody waits for."""
+"""How long work continues while no call waits for it."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+WRITER_FRACTION = 0.8  # of the receiver's lease: the writer stops before it is over
 
 Clock = Callable[[], float]
 """Seconds that only go forward, as time.monotonic."""
@@ -12,8 +14,8 @@ Clock = Callable[[], float]
 class Lease:
     """Runs out `seconds` after the last call that waited for the work has gone, and not while one waits.
 
-    It bounds how long pages are kept and prompts are computed for a gateway that died. No page is ever reused because
-    of it: that takes the writer's word, whatever clocks say.
+    It bounds how long pages are kept and prompts are computed for a gateway that died. No lease makes a page free: that
+    takes the writer's word, whatever clocks say.
     """
 
     seconds: float

@@ -7,22 +7,21 @@ from tandem.transfer.wire_map import WireMap
 
 @dataclass(frozen=True)
 class Reservation:
-    """Where the KV of positions matched_tokens … of one prompt goes, and how to say that it has landed.
+    """Where the KV of one prompt goes, and how the sender signals that it is complete.
 
-    The sender owns nothing here: the pages stay the receiver's, and are not reused while this sender may write.
-    Only writer_pe may write, and signals under (signal_slot, generation). pages counts those held for the request, its
-    growth and what it shares included. lease_seconds: the pages are asked back when no StartGenerate comes within it,
-    and the writer stops when no RemoteSend has waited for so long. authentic: whether it is as its receiver made it.
+    The pages stay the receiver's. They are not reused while this sender may write.
     """
 
     reservation_id: int
     epoch: int
-    target_pe: int
-    writer_pe: int
+    target_pe: int  # the receiver
+    writer_pe: int  # the only PE that may write
     signal_slot: int
-    generation: int
-    matched_tokens: int
+    generation: int  # which use of the slot this is
+    matched_tokens: int  # positions that the receiver has already; the sender writes those behind
     wire_map: WireMap
-    pages: int
+    pages: int  # held for the request, with its growth and the pages of a shared prefix
+    # The receiver asks its pages back when no StartGenerate comes within it. The writer stops when no RemoteSend has
+    # waited for so long.
     lease_seconds: float
-    authentic: bool = True
+    authentic: bool = True  # whether it is as its receiver made it

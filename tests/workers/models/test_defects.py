@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tandem.workers.errors import ForwardFailed
-from tandem.workers.prefill.request import PrefillResult
+from tandem.workers.requests.prefill_request import PrefillResult
 from tandem.workers.sampling.finish import FinishReason
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.workers.loop_pair import DECODE, PREFILL, LoopPair
@@ -70,11 +70,13 @@ def test_one_request_fails(folder: Path, pe: int, name: str, output: int, monkey
 
 
 @pytest.mark.parametrize("name", ["add_sequence", "match_prefix", "reserve", "begin_forward"])
-def test_a_head_start_that_fails_fails_nobody(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_speculative_prefill_that_fails_fails_no_request(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair, prompt = LoopPair(folder, sharing=True), PROMPTS[0]
     with monkeypatch.context() as patch:
         raise_once(pair, PREFILL, name, patch, call=1)
-        pair.prefill.announce("r", np.array(prompt))
+        pair.prefill.speculate("r", np.array(prompt))
     assert pair.prefill.num_waiting == 0
     assert pair.complete("r", prompt, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
     for cache in pair.caches:

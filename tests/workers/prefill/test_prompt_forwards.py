@@ -1,4 +1,4 @@
-"""How the KV of prompts goes to its receiver: page to page where one is alone, with its forwards where it is not."""
+"""How the KV of prompts goes to its receiver: page to page for a lone prompt, else with its forwards."""
 
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.prompt_programs import run_in_place
 from tests.workers import loop_pair
 from tests.workers.loop_pair import CHUNK, DECODE, PAGE, PREFILL, LoopPair
-from tests.workers.prefill.test_head_start import announce
+from tests.workers.prefill.test_speculative_prefill import speculate
 
 OUTPUT = 4
 
@@ -67,7 +67,7 @@ def test_a_lone_prompt_goes_page_to_page_chunk_by_chunk(folder: Path, announced:
     sent_already = positions_sent(pair)
     sent_before = SentBefore(pair)
     if announced:
-        announce(pair, "r", prompt)
+        speculate(pair, "r", prompt)
     submit(pair, "r", prompt)
     finish(pair, folder, {"r": prompt})
     assert [sent - sent_already for sent in sent_before.positions] == [
@@ -77,10 +77,10 @@ def test_a_lone_prompt_goes_page_to_page_chunk_by_chunk(folder: Path, announced:
     assert positions_sent(pair) - sent_already == len(prompt) - matched
 
 
-def test_who_is_no_longer_alone_is_sent_with_the_forwards(pair: LoopPair, folder: Path) -> None:
+def test_a_prompt_that_is_no_longer_alone_is_sent_with_its_forwards(pair: LoopPair, folder: Path) -> None:
     prompts = {"alone": random_prompt(3 * CHUNK - 5, 0), "comes": random_prompt(CHUNK, 1)}
     submit(pair, "alone", prompts["alone"])
-    pair.prefill.step()
+    pair.step_prefill()
     assert pair.tokens_written == 0
     submit(pair, "comes", prompts["comes"])
     sent_before = SentBefore(pair)
@@ -90,29 +90,29 @@ def test_who_is_no_longer_alone_is_sent_with_the_forwards(pair: LoopPair, folder
     assert positions_sent(pair) == 4 * CHUNK - 5
 
 
-def test_who_shares_a_graph_is_sent_page_to_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_share_a_graph_are_sent_page_to_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_pair, "make_cache", partial(make_cache, kernels=TableKernels))
     pair = LoopPair(folder)
     pair.prefill._runner.capture_prompts(CHUNK, run_in_place)
     prompts = {"announced": random_prompt(CHUNK + 7, 0), "comes": random_prompt(5, 1), "waits": random_prompt(9, 2)}
-    announce(pair, "announced", prompts["announced"])
+    speculate(pair, "announced", prompts["announced"])
     for name, prompt in prompts.items():
         submit(pair, name, prompt)
-    pair.prefill.step()
-    assert positions_sent(pair) == 2 * CHUNK  # what came ahead, and a forward of all three
+    pair.step_prefill()
+    assert positions_sent(pair) == 2 * CHUNK  # the speculative forward, and a forward of all three
     finish(pair, folder, prompts)
     assert positions_sent(pair) == sum(map(len, prompts.values()))
     assert pair.tokens_written == 0
 
 
-def test_seconds_of_calls_that_write_are_shared_out_by_bytes(pair: LoopPair) -> None:
+def test_seconds_of_calls_that_write_are_divided_by_bytes(pair: LoopPair) -> None:
     meter: Any = MagicMock()
     type(meter).seconds = PropertyMock(side_effect=lambda: float(pair.bytes_written))
     pair.prefill._forwards._meter = meter
     prompts = {"long": random_prompt(3 * CHUNK - 5, 0), "short": random_prompt(CHUNK - 2, 1)}
     for name, prompt in prompts.items():
         submit(pair, name, prompt)
-    requests = list(pair.prefill._by_id.values())
+    requests = list(pair.prefill._handoff._requests.values())
     pair.run_prefill()
     for request in requests:
         assert request.bytes_pushed == request.num_tokens * pair.transports[PREFILL].layout.token_bytes
@@ -122,7 +122,7 @@ def test_seconds_of_calls_that_write_are_shared_out_by_bytes(pair: LoopPair) -> 
 def test_the_signal_is_posted_before_the_first_token_is_waited_for(
     pair: LoopPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It follows the draw on the device; the receiver does not wait for the host."""
+    """It follows the sampling on the device; the receiver does not wait for the host."""
     transport, told = pair.transports[PREFILL], []
     post, runner = transport.post, pair.prefill._runner
     draw, pending = runner.draw, MagicMock()
@@ -136,15 +136,17 @@ def test_the_signal_is_posted_before_the_first_token_is_waited_for(
     monkeypatch.setattr(transport, "post", lambda *row: (told.append((pending.wait.called, drawn.done())), post(*row)))
     prompt = random_prompt(2 * CHUNK + 5, 0)
     pair.send("a", prompt, pair.prepare("a", prompt))
-    drawn = pair.prefill._by_id["a"].drawn
+    drawn = pair.prefill._handoff._requests["a"].first_token
     pair.run_prefill()
     assert told == [(False, False)]
     assert drawn.done()
     assert pending.wait.called
 
 
-def test_a_landing_is_told_while_the_next_forward_computes(pair: LoopPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was too late for the patience behind its own forward."""
+def test_a_quiet_push_is_answered_while_the_next_forward_computes(
+    pair: LoopPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drained too late for the wait behind its own forward."""
     prompt = random_prompt(37, 0)
     reservations = {name: pair.prepare(name, prompt) for name in "ab"}
     pair.fabric.hold(DECODE)

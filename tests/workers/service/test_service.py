@@ -17,8 +17,8 @@ from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.transfer.factory import create_transport
 from tandem.workers import worker
 from tandem.workers.authentication import authorized
-from tandem.workers.prefill.loop import PrefillLoop
-from tandem.workers.service.services import PrefillService
+from tandem.workers.service.services import WorkerService
+from tandem.workers.step_loop import StepLoop
 from tandem.workers.wire.messages import prompt_to_bytes
 from tests.support.checkpoints import save_checkpoint
 from tests.support.island import FakeIsland, running_island
@@ -242,7 +242,7 @@ def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(
 ) -> None:
     transports = FakeIsland()
     passed, gone = [0.0], threading.Event()
-    remote_send = PrefillService.RemoteSend
+    remote_send = WorkerService.RemoteSend
 
     async def noted(*arguments: Any) -> worker_pb2.RemoteSendResponse:
         try:
@@ -250,8 +250,8 @@ def test_a_send_that_nobody_waits_for_stops_when_its_lease_is_over(
         finally:
             gone.set()
 
-    monkeypatch.setattr(PrefillService, "RemoteSend", noted)
-    monkeypatch.setattr(worker, "PrefillLoop", partial(PrefillLoop, clock=lambda: time.monotonic() + passed[0]))
+    monkeypatch.setattr(WorkerService, "RemoteSend", noted)
+    monkeypatch.setattr(worker, "StepLoop", partial(StepLoop, clock=lambda: time.monotonic() + passed[0]))
     lease = 100.0  # so that it is over when the test says so, and no sooner
     settings = {"island.lease_seconds": lease, "scheduler.max_batch_tokens": 8}
     with running_pair(folder, settings, transports) as pair:

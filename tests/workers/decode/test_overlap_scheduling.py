@@ -1,4 +1,4 @@
-"""A decode loop whose runner runs ahead: what is launched before the tokens of the step before are known.
+"""Overlap scheduling: what is launched before the tokens of the step before are known.
 
 The runner here draws scripted tokens from the positions, and says when each step was launched and when it was read.
 """
@@ -16,16 +16,18 @@ from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.completion import pack_payload, pack_signal
 from tandem.transfer.fake import FakeFabric, FakeTransport
 from tandem.transfer.recall import mailbox_rows
-from tandem.workers.decode.batch import ON_HOST
-from tandem.workers.decode.core_share import CoreShare
-from tandem.workers.decode.loop import DELIVERY_SECONDS, DecodeLoop
-from tandem.workers.decode.token_stream import StreamFanout, StreamUpdate, TokenStream
+from tandem.workers.config import LoopSettings
+from tandem.workers.decode.decodes import DELIVERY_SECONDS
+from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
+from tandem.workers.requests.token_stream import TokenFanout, TokenStream, TokenUpdate
 from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.step_loop import StepLoop
 from tandem.workers.wire.reservation import Reservation
 
 PAGE_SIZE, NUM_PAGES, PROMPT = 4, 24, 5
@@ -103,22 +105,22 @@ class ScriptedSamples:
 
 
 class Collector:
-    """Stands for StreamFanout."""
+    """Stands for TokenFanout."""
 
     def __init__(self) -> None:
         self.tokens: dict[TokenStream, list[int]] = {}
         self.ends: dict[TokenStream, FinishReason | str] = {}
 
-    def publish(self, updates: list[StreamUpdate]) -> None:
+    def publish(self, updates: list[TokenUpdate]) -> None:
         for update in updates:
-            assert update.stream not in self.ends
+            assert update.token_stream not in self.ends
             if update.token_id is not None:
-                self.tokens.setdefault(update.stream, []).append(update.token_id)
+                self.tokens.setdefault(update.token_stream, []).append(update.token_id)
             if update.finish_reason != FinishReason.RUNNING:
-                self.ends[update.stream] = update.finish_reason
+                self.ends[update.token_stream] = update.finish_reason
 
-    def fail(self, stream: TokenStream, error: WorkerError) -> None:
-        self.ends[stream] = str(error)
+    def fail(self, token_stream: TokenStream, error: WorkerError) -> None:
+        self.ends[token_stream] = str(error)
 
 
 class Bench:
@@ -137,26 +139,18 @@ class Bench:
             writer=None,
         )
         self.runner, self.collector = ScriptedRunner(self.cache), Collector()
-        self.loop = DecodeLoop(
-            cast(ModelRunner, self.runner),
-            self.cache,
-            receiver,
-            cast(StreamFanout, self.collector),
-            CoreShare(None, 1),
-            eos_token_ids=(),
-            max_sequences=max_sequences,
-            sharing=False,
-            lease_seconds=60,
-        )
+        settings = LoopSettings(lease_seconds=60, sharing=False, max_sequences=max_sequences)
+        self.loop = StepLoop(cast(ModelRunner, self.runner), self.cache, receiver, settings)
+        self.decodes = self.loop.give_decodes(cast(TokenFanout, self.collector), KernelThreads(None, 1))
 
     def start(self, name: str, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> tuple[Reservation, TokenStream]:
         """A request whose KV and first token have landed."""
-        reservation = self.loop.prepare(name, [1] * PROMPT, max_tokens, writer_pe=0)
+        reservation = self.decodes.prepare(name, [1] * PROMPT, max_tokens, writer_pe=0)
         sequence, stream = reservation.reservation_id, TokenStream()
         signal = pack_signal(reservation.generation, PROMPT)
         self._sender.post(1, reservation.signal_slot, signal, pack_payload(token_at(sequence, PROMPT), 0))
         params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=stop_ids)
-        self.loop.start(name, sequence, params, stream)
+        self.decodes.start(name, sequence, params, stream)
         return reservation, stream
 
     def run(self) -> None:
@@ -196,7 +190,7 @@ def test_a_row_that_ends_by_length_is_not_stepped_again() -> None:
     assert bench.cache.num_free_pages == NUM_PAGES
 
 
-def test_a_stop_while_the_next_step_flies_keeps_the_pages_until_it_has_landed() -> None:
+def test_a_stop_keeps_the_pages_until_the_step_in_flight_is_done() -> None:
     bench = Bench()
     stop = token_at(1, PROMPT + 2)
     _, stopped = bench.start("stopped", max_tokens=9, stop_ids=(stop,))
@@ -225,8 +219,8 @@ def test_an_abort_in_flight() -> None:
     bench.loop.step()
     bench.loop.step()
     before = list(bench.collector.tokens[gone])
-    assert bench.loop.abort("gone", writer_quiet=True)
-    assert not bench.loop.abort("gone", writer_quiet=True)
+    assert bench.decodes.abort("gone", writer_quiet=True)
+    assert not bench.decodes.abort("gone", writer_quiet=True)
     assert 1 in bench.cache._table
     bench.run()
     assert bench.collector.tokens == {gone: before, other: expected(2, 5)}
@@ -238,7 +232,7 @@ def test_an_abort_of_the_only_request_in_flight() -> None:
     bench = Bench()
     bench.start("gone", max_tokens=9)
     bench.loop.step()
-    bench.loop.abort("gone", writer_quiet=True)
+    bench.decodes.abort("gone", writer_quiet=True)
     bench.run()
     assert bench.cache.is_empty
     assert bench.cache.num_free_pages == NUM_PAGES
@@ -256,7 +250,7 @@ def test_calls_are_answered_while_a_step_computes() -> None:
     assert bench.runner.log == ["launch 0: [1, 2]", "launch 1: [2]"]
     _, third = bench.start("third", max_tokens=3)
     free = bench.cache.num_free_pages
-    assert bench.loop.abort("last", writer_quiet=True)
+    assert bench.decodes.abort("last", writer_quiet=True)
     assert bench.collector.ends[last] == FinishReason.ABORT
     assert bench.cache.num_free_pages == free
     bench.runner.done_until = 1

@@ -1,4 +1,4 @@
-"""What a prefill worker draws at the end of a prompt, and its way to whoever announced the prompt."""
+"""The token sampled behind a prompt, and its way to the gateway that announced the prompt."""
 
 import asyncio
 from concurrent.futures import Future
@@ -14,18 +14,18 @@ class FirstToken:
 
 
 class FirstTokens:
-    """Those of the prompts that came over one stream, by request id, in the order in which they are drawn."""
+    """First tokens of the prompts that one Announce call brought, in the order in which they are sampled."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = event_loop
-        self._drawn: asyncio.Queue[tuple[str, FirstToken]] = asyncio.Queue()
+        self._sampled: asyncio.Queue[tuple[str, FirstToken]] = asyncio.Queue()
 
     def expect(self, request_id: str, future: "Future[FirstToken]") -> None:
         """From any thread. A future that never ends costs nothing."""
         future.add_done_callback(
-            lambda done: self._event_loop.call_soon_threadsafe(self._drawn.put_nowait, (request_id, done.result()))
+            lambda done: self._event_loop.call_soon_threadsafe(self._sampled.put_nowait, (request_id, done.result()))
         )
 
     async def next(self) -> tuple[str, FirstToken]:
         """On the event loop."""
-        return await self._drawn.get()
+        return await self._sampled.get()

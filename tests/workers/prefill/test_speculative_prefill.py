@@ -1,4 +1,4 @@
-"""A prompt that is computed before its reservation comes: what is sent of it, and all the ways in which it ends."""
+"""Speculative prefill: what is sent of a prompt that is computed before its reservation comes, and how it ends."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,9 +33,9 @@ class CountedForwards:
         return self._forward(token_ids, plan, last_rows, *rest)
 
 
-def announce(pair: LoopPair, request_id: str, prompt: list[int]) -> None:
-    pair.prefill.announce(request_id, np.array(prompt))
-    pair.prefill.step()
+def speculate(pair: LoopPair, request_id: str, prompt: list[int]) -> None:
+    pair.prefill.speculate(request_id, np.array(prompt))
+    pair.step_prefill()
 
 
 def pages_in_use(pair: LoopPair) -> int:
@@ -44,12 +44,12 @@ def pages_in_use(pair: LoopPair) -> int:
 
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("length", [1, 5, CHUNK - 1, CHUNK])
-def test_what_is_computed_ahead_is_computed_once_and_sent(folder: Path, length: int, sharing: bool) -> None:
+def test_a_speculative_prompt_is_computed_once_and_sent(folder: Path, length: int, sharing: bool) -> None:
     pair = LoopPair(folder, sharing=sharing)
     forwards, prompt = CountedForwards(pair), random_prompt(length, length)
     for number in range(2):  # the second time a part of it is in the prefix index of either worker
         forwards.counts.clear()
-        announce(pair, f"r{number}", prompt)
+        speculate(pair, f"r{number}", prompt)
         cached = (length - 1) // PAGE * PAGE if sharing and number else 0
         assert forwards.counts == [length - cached]
         assert not pair.in_flight
@@ -67,10 +67,10 @@ def test_what_is_computed_ahead_is_computed_once_and_sent(folder: Path, length: 
 
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("length", [CHUNK + 1, 2 * CHUNK, 3 * CHUNK - 3])
-def test_of_a_long_prompt_the_first_forward_is_computed_ahead(folder: Path, length: int, sharing: bool) -> None:
+def test_the_first_forward_of_a_long_prompt_is_speculative(folder: Path, length: int, sharing: bool) -> None:
     pair = LoopPair(folder, sharing=sharing)
     forwards, prompt = CountedForwards(pair), random_prompt(length, length)
-    announce(pair, "r", prompt)
+    speculate(pair, "r", prompt)
     assert forwards.counts == [CHUNK]
     assert not pair.in_flight
     reservation = pair.prepare("r", prompt, OUTPUT)
@@ -88,15 +88,15 @@ def test_what_is_cached_of_a_prompt_does_not_make_it_too_long(folder: Path) -> N
     pair = LoopPair(folder, sharing=True)
     forwards, prompt = CountedForwards(pair), random_prompt(3 * CHUNK, 0)
     pair.complete("r", prompt[: 2 * CHUNK], OUTPUT)
-    announce(pair, "longer", prompt)
+    speculate(pair, "longer", prompt)
     assert forwards.counts[-1] == CHUNK
     assert pair.complete("longer", prompt, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
     assert len(forwards.counts) == 3
 
 
-def test_another_prompt_than_was_announced_is_computed_anew(pair: LoopPair, folder: Path) -> None:
+def test_another_prompt_than_was_announced_is_computed_again(pair: LoopPair, folder: Path) -> None:
     prompt = random_prompt(CHUNK, 1)
-    announce(pair, "r", [*prompt[:10], *random_prompt(6, 2)])
+    speculate(pair, "r", [*prompt[:10], *random_prompt(6, 2)])
     assert pair.complete("r", prompt, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
     pair.assert_free()
 
@@ -113,12 +113,12 @@ def release(pair: LoopPair) -> None:
 
 def expire(pair: LoopPair) -> None:
     pair.clock.now += LEASE
-    pair.prefill.step()
+    pair.step_prefill()
 
 
 @pytest.mark.parametrize("end", [abort, release, expire])
 def test_what_nobody_sends_ends(pair: LoopPair, end: Callable[[LoopPair], None]) -> None:
-    announce(pair, "gw/r", random_prompt(CHUNK, 0))
+    speculate(pair, "gw/r", random_prompt(CHUNK, 0))
     assert pages_in_use(pair) > 0
     assert pair.prefill.num_waiting == 1
     end(pair)
@@ -129,7 +129,7 @@ def test_what_nobody_sends_ends(pair: LoopPair, end: Callable[[LoopPair], None])
 def test_what_was_computed_for_nothing_is_a_prefix_for_the_next(folder: Path) -> None:
     pair = LoopPair(folder, sharing=True)
     forwards, prompt = CountedForwards(pair), random_prompt(CHUNK, 0)
-    announce(pair, "withdrawn", prompt)
+    speculate(pair, "withdrawn", prompt)
     pair.prefill.abort("withdrawn")
     assert pair.complete("again", prompt, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
     assert forwards.counts == [CHUNK, PAGE]
@@ -137,7 +137,7 @@ def test_what_was_computed_for_nothing_is_a_prefix_for_the_next(folder: Path) ->
 
 def test_its_pages_come_back_though_it_cannot_become_a_prefix(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = LoopPair(folder, sharing=True)
-    announce(pair, "r", random_prompt(9, 1))
+    speculate(pair, "r", random_prompt(9, 1))
     assert pages_in_use(pair)
 
     def fail(*_: object) -> None:
@@ -145,7 +145,7 @@ def test_its_pages_come_back_though_it_cannot_become_a_prefix(folder: Path, monk
 
     monkeypatch.setattr(pair.caches[PREFILL], "publish_prefix", fail)
     with pytest.raises(MemoryError):
-        pair.prefill._head_start.drop()
+        pair.prefill._speculative.drop()
     assert not pages_in_use(pair)
 
 
@@ -155,35 +155,35 @@ def test_an_announcement_after_its_end_is_not_heeded(pair: LoopPair) -> None:
     pair.prefill.abort("aborted")
     pair.prefill.release("gone/")
     for request_id in ("done", "aborted", "gone/r"):
-        announce(pair, request_id, prompt)
+        speculate(pair, request_id, prompt)
         pair.assert_free()
     with pytest.raises(Aborted):
         pair.send("aborted", prompt, pair.prepare("aborted", prompt))
 
 
-def test_a_busy_worker_heeds_none(pair: LoopPair) -> None:
+def test_a_busy_worker_prefills_nothing_speculatively(pair: LoopPair) -> None:
     forwards, prompt = CountedForwards(pair), random_prompt(3 * CHUNK, 0)
     pair.send("first", prompt, pair.prepare("first", prompt))
     for _ in range(2):  # while it waits, and between its chunks
-        announce(pair, "second", random_prompt(CHUNK, 1))
+        speculate(pair, "second", random_prompt(CHUNK, 1))
         assert pair.prefill.num_waiting == 0
     pair.run_prefill()
     assert forwards.counts == [CHUNK] * 3
 
 
-def test_one_prompt_at_a_time(pair: LoopPair) -> None:
-    announce(pair, "first", random_prompt(CHUNK - 1, 0))
+def test_one_speculative_prompt_at_a_time(pair: LoopPair) -> None:
+    speculate(pair, "first", random_prompt(CHUNK - 1, 0))
     in_use = pages_in_use(pair)
     assert in_use > 0
-    announce(pair, "second", random_prompt(CHUNK, 1))
+    speculate(pair, "second", random_prompt(CHUNK, 1))
     assert pages_in_use(pair) == in_use
     assert pair.prefill.num_waiting == 1
 
 
-def test_its_pages_are_for_whoever_has_a_place_to_land(folder: Path) -> None:
+def test_its_pages_are_for_prompts_with_a_reservation(folder: Path) -> None:
     pair = LoopPair(folder, num_pages=6)
     oracle, ahead, other = load_oracle(folder), random_prompt(CHUNK, 0), random_prompt(36, 1)
-    announce(pair, "ahead", ahead)
+    speculate(pair, "ahead", ahead)
     assert pair.complete("other", other, OUTPUT) == greedy(oracle, other, OUTPUT)
     assert pair.complete("ahead", ahead, OUTPUT) == greedy(oracle, ahead, OUTPUT)
     pair.assert_free()
@@ -191,16 +191,16 @@ def test_its_pages_are_for_whoever_has_a_place_to_land(folder: Path) -> None:
 
 def test_a_prompt_that_needs_more_than_is_free_waits_for_its_reservation(folder: Path) -> None:
     pair = LoopPair(folder, num_pages=1)
-    announce(pair, "r", random_prompt(CHUNK, 0))
+    speculate(pair, "r", random_prompt(CHUNK, 0))
     pair.assert_free()
 
 
 @pytest.mark.parametrize("fails", [1, 2])
-def test_a_head_that_cannot_be_computed_fails_nobody(pair: LoopPair, folder: Path, fails: int) -> None:
+def test_a_speculative_forward_that_fails_fails_no_request(pair: LoopPair, folder: Path, fails: int) -> None:
     forwards, prompt = CountedForwards(pair), random_prompt(CHUNK, 0)
     forwards.fails = fails
     for _ in range(fails):
-        announce(pair, "r", prompt)
+        speculate(pair, "r", prompt)
     pair.assert_free()
     assert pair.complete("r", prompt, OUTPUT) == greedy(load_oracle(folder), prompt, OUTPUT)
     pair.assert_free()
@@ -208,7 +208,7 @@ def test_a_head_that_cannot_be_computed_fails_nobody(pair: LoopPair, folder: Pat
 
 def test_a_write_that_fails_ends_the_request_and_no_more(pair: LoopPair, folder: Path) -> None:
     prompt = random_prompt(CHUNK, 0)
-    announce(pair, "r", prompt)
+    speculate(pair, "r", prompt)
     pair.fabric.fail_next("write_slots", DECODE)
     future = pair.prefill.submit("r", prompt, pair.params(OUTPUT), pair.prepare("r", prompt))
     for _ in range(2):  # the write, and that all before it is quiet

@@ -1,14 +1,12 @@
-"""What a decode worker holds for others to write into: from PrepareReceive until no write can come any more.
+"""The receiving side of a handoff: what this worker holds for its peers to write into.
 
-           start()              land()
-reserved ──────────► awaited ───────────► settled
-   │ lease over, abort  │ abort            ▲
-   └──────────┬─────────┘                  │ writer quiet: its signal, its answer to a recall,
-              ▼                            │ the gateway's word for it
-           draining ───────────────────────┘
+           start()                 receive()
+reserved ──────────► awaiting KV ────────────► settled
+   │ lease over, abort  │ abort                   ▲
+   └──────────┬─────────┘                         │ writer quiet: its signal, its answer to a recall,
+              ▼                                   │ the gateway's word for it
+           draining ──────────────────────────────┘
 """
-
-import time
 
 import numpy as np
 
@@ -20,9 +18,11 @@ from tandem.transfer.errors import NoFreeSignal
 from tandem.transfer.recall import Recall, RecallDesk, num_request_rows
 from tandem.transfer.transport import Int64Array, Transport
 from tandem.transfer.wire_map import encode_map
+from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
-from tandem.workers.decode.batch import DecodeRequest
 from tandem.workers.errors import CorruptKV, InvalidCall, NoRoom, StaleReservation
+from tandem.workers.requests.decode_request import DecodeRequest
+from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.wire.lease import Clock, Lease
 from tandem.workers.wire.reservation import Reservation
 
@@ -31,29 +31,29 @@ LONGEST_APPEND = 2  # tokens of one sequence in forwards not known to be done: t
 
 
 class Reservations:
-    """Owned by the step thread. Pages and signal slot of a cancelled reservation stay out of use until its writer is
-    known to be quiet, or the epoch ends; no lease and no timeout frees them."""
+    """Every request from PrepareReceive until no write can come any more. Owned by the step thread.
+
+    Pages and signal slot of a cancelled reservation stay out of use until its writer is known to be quiet, or the epoch
+    ends. No lease and no timeout frees them.
+    """
 
     def __init__(
         self,
         cache: PagedKVCache,
         transport: Transport,
         counters: Counters,
-        *,
-        max_sequences: int,
-        sharing: bool,
-        verify: bool,
-        lease_seconds: float,
-        clock: Clock = time.monotonic,
+        ids: SequenceIds,
+        settings: LoopSettings,
+        clock: Clock,
     ) -> None:
-        """sharing: whether prompts are matched. verify: whether digests of what landed are compared."""
         self._cache = cache
         self._transport = transport
         self._counters = counters
-        self._max_sequences = max_sequences
-        self._sharing = sharing
-        self._verify = verify
-        self._lease_seconds = lease_seconds
+        self._ids = ids
+        self._max_sequences = settings.max_sequences
+        self._sharing = settings.sharing
+        self._verify = settings.verify
+        self._lease_seconds = settings.lease_seconds
         self._clock = clock
         self._signals = SignalBoard(num_request_rows(transport))
         self._recalls = RecallDesk(transport)
@@ -62,7 +62,6 @@ class Reservations:
         self._leases: dict[str, Lease] = {}  # of those not started
         self._draining: dict[Recall, DecodeRequest] = {}
         self._refused: tuple[str, ...] = ()  # prefixes, one for each gateway that was lost
-        self._next_sequence = 1
 
     def __len__(self) -> int:
         """Requests between reservation and last token."""
@@ -71,9 +70,9 @@ class Reservations:
     def get(self, request_id: str) -> DecodeRequest | None:
         return self._requests.get(request_id)
 
-    def landed(self) -> list[DecodeRequest]:
+    def received(self) -> list[DecodeRequest]:
         """Those that can be, or are, decoded."""
-        return [request for request in self._requests.values() if request.landed]
+        return [request for request in self._requests.values() if request.received]
 
     def refuse(self, prefix: str) -> None:
         """From now on, every request whose id begins with `prefix`."""
@@ -104,7 +103,7 @@ class Reservations:
                 f"of {self._cache.layout.page_size} tokens"
             )
         if len(self._requests) + len(self._draining) >= self._max_sequences:
-            raise NoRoom(f"all {self._max_sequences} places for sequences are taken")
+            raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
         request = self._reserve(request_id, token_ids, max_tokens, capacity)
         self._requests[request_id] = request
         self._offers[request_id] = self._offer(request, pages, writer_pe)
@@ -122,7 +121,7 @@ class Reservations:
             raise StaleReservation(
                 f"reservation {reservation_id} of request {request_id!r} is not held here: never made, ended or expired"
             )
-        if request.stream is not None:
+        if request.token_stream is not None:
             raise InvalidCall(f"request {request_id!r} has a stream already")
         if max_tokens > request.max_tokens:
             raise InvalidCall(f"sampling.max_tokens is {max_tokens}; pages are reserved for {request.max_tokens}")
@@ -135,27 +134,27 @@ class Reservations:
         self._counters.stale_signals += self._signals.count_stale(mailbox)
         return mailbox
 
-    def land(self, request: DecodeRequest, mailbox: Int64Array) -> int:
-        """The first token of a request whose KV has landed. CorruptKV: it must end."""
+    def receive(self, request: DecodeRequest, mailbox: Int64Array) -> int:
+        """The first token of a request whose KV is complete. Raises CorruptKV: then the request must end."""
         token, sent = unpack_payload(int(mailbox[request.signal.row, 1]))
         self._settle(request)
         if self._verify:
             end = len(request.prompt)
-            received = digest_kv(self._cache, request.sequence_id, end - request.expected_tokens, end)
-            if received != sent:
+            found = digest_kv(self._cache, request.sequence_id, end - request.expected_tokens, end)
+            if found != sent:
                 self._counters.corrupt += 1
                 raise CorruptKV(
-                    f"KV of request {request.request_id!r} has digest {received:#010x} here, {sent:#010x} at its writer"
+                    f"KV of request {request.request_id!r} has digest {found:#010x} here, {sent:#010x} at its writer"
                 )
         return token
 
     def end(self, request: DecodeRequest, writer_quiet: bool) -> None:
-        """Lets go of a request; the caller removes its sequence. Then its pages return if it landed or the writer is
-        quiet, else they drain."""
+        """Lets go of a request; the caller removes its sequence. Then its pages return if its KV is complete or the
+        writer is quiet, else they drain."""
         del self._requests[request.request_id]
         offer = self._offers.pop(request.request_id)
         self._leases.pop(request.request_id, None)
-        if request.landed or _is_complete(self.mailbox(), request) or writer_quiet:
+        if request.received or _is_complete(self.mailbox(), request) or writer_quiet:
             self._settle(request)
         else:
             recall = Recall(offer.writer_pe, request.signal)
@@ -199,7 +198,7 @@ class Reservations:
             self._settle(self._draining.pop(recall))
 
     def _reserve(self, request_id: str, token_ids: Int64Array, max_tokens: int, capacity: int) -> DecodeRequest:
-        cache, sequence_id = self._cache, self._next_sequence
+        cache, sequence_id = self._cache, self._ids.take()
         cache.add_sequence(sequence_id)
         try:
             matched = cache.match_prefix(sequence_id, token_ids) if self._sharing else 0
@@ -210,7 +209,6 @@ class Reservations:
             if isinstance(error, OutOfPages | NoFreeSignal):
                 raise NoRoom(f"no room for request {request_id!r}: {error}") from error
             raise
-        self._next_sequence += 1
         return DecodeRequest(
             request_id=request_id,
             sequence_id=sequence_id,
@@ -238,19 +236,19 @@ class Reservations:
 
     def _settle(self, request: DecodeRequest) -> None:
         """No write for this request can come any more."""
-        if not request.landed:
-            request.landed = True
+        if not request.received:
+            request.received = True
             self._cache.finish_receive(request.sequence_id)
             self._signals.release(request.signal)
 
 
-def landed_tokens(mailbox: Int64Array, requests: list[DecodeRequest]) -> Int64Array:
-    """int64 [n]: tokens landed of each request, 0 before its signal."""
-    slots = np.array([request.signal.row for request in requests], np.int64)
+def received_tokens(mailbox: Int64Array, requests: list[DecodeRequest]) -> Int64Array:
+    """int64 [n]: tokens received of each request, 0 before its signal."""
+    rows = np.array([request.signal.row for request in requests], np.int64)
     generations = np.array([request.signal.generation for request in requests], np.int64)
-    return SignalBoard.landed(mailbox, slots, generations)
+    return SignalBoard.landed(mailbox, rows, generations)
 
 
 def _is_complete(mailbox: Int64Array, request: DecodeRequest) -> bool:
     """The signal comes after quiet: once it is there, the sender writes no more."""
-    return int(landed_tokens(mailbox, [request])[0]) >= request.expected_tokens
+    return int(received_tokens(mailbox, [request])[0]) >= request.expected_tokens

@@ -55,9 +55,9 @@ class Gateway:
                 reservation = pair.prepare(request_id, PROMPTS[prompt], OUTPUT)
                 self.known[request_id] = Known(prompt, reservation, self._pages(reservation))
             elif action == "prefill":
-                pair.prefill.step()
+                pair.step_prefill()
             elif action == "decode":
-                pair.decode.step()
+                pair.step_decode()
             elif action == "post fails":
                 pair.fabric.fail_next("post", PREFILL)
             elif action == "wait":
@@ -69,7 +69,7 @@ class Gateway:
         pair, request_id = self.pair, f"r{number}"
         if action == "announce":  # sometimes of another prompt than is sent
             prompt = PROMPTS[(known.prompt + (number == 0)) % len(PROMPTS)]
-            pair.prefill.announce(request_id, np.array(prompt))
+            pair.prefill.speculate(request_id, np.array(prompt))
         elif action == "send":
             pair.prefill.submit(request_id, PROMPTS[known.prompt], pair.params(OUTPUT), known.reservation)
             known.lease = known.lease or pair.prefill.attend(request_id)
@@ -83,7 +83,7 @@ class Gateway:
             pair.decode.abort(request_id, writer_quiet=False)
         elif action == "abort both":
             answer = pair.prefill.abort(request_id)
-            pair.prefill.step()
+            pair.step_prefill()
             if answer.done():
                 pair.decode.abort(request_id, writer_quiet=True)
 
@@ -107,13 +107,13 @@ class Gateway:
                 assert writers[known.pages].min() > 0, f"{request_id} may still be written"
 
     def _may_be_written(self, request_id: str, known: Known) -> bool:
-        prefill = self.pair.prefill
-        if request_id in prefill._by_id:
+        handoff = self.pair.prefill._handoff
+        if request_id in handoff._requests:
             return True
-        if prefill._ended.is_aborted(request_id) or prefill._ended.result(request_id) is not None:
+        if handoff._ended.is_aborted(request_id) or handoff._ended.result(request_id) is not None:
             return False
         try:
-            prefill._grants.check(known.reservation, len(PROMPTS[known.prompt]))
+            handoff._grants.check(known.reservation, len(PROMPTS[known.prompt]))
         except Stale:
             return False
         return True
@@ -126,8 +126,8 @@ class Gateway:
             self.pair.decode.abort(request_id, writer_quiet=False)
         for _ in range(150):  # more than posts that fail and recalls that wait for each other
             self.pair.clock.now += LEASE
-            self.pair.prefill.step()
-            self.pair.decode.step()
+            self.pair.step_prefill()
+            self.pair.step_decode()
 
 
 @pytest.fixture(scope="module")
@@ -151,5 +151,5 @@ def test_any_program(folder: Path, oracle: list[list[int]], sharing: bool, progr
         assert ended in (FinishReason.LENGTH, FinishReason.ABORT), ended
         expected = oracle[prompt][1:]
         assert tokens == (expected if ended == FinishReason.LENGTH else expected[: len(tokens)])
-    assert pair.decode.counters.stale_signals == 0
+    assert pair.decode_counters.stale_signals == 0
     pair.assert_free()

@@ -9,7 +9,7 @@ from tandem.proto import worker_pb2
 
 
 class Feed:
-    """What has gathered for one caller of Worker/Feed. Owned by the event loop."""
+    """Tokens that have gathered for one caller of Worker/Feed. Owned by the event loop."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
@@ -17,13 +17,13 @@ class Feed:
         self._ready = asyncio.Event()
 
     def add(self, number: int, token_ids: Sequence[int]) -> None:
-        """The next tokens of the request that the caller has called so."""
+        """The next tokens of the request that has this number at the caller."""
         self._numbers += itertools.repeat(number, len(token_ids))
         self._token_ids += token_ids
         self._ready.set()
 
     async def messages(self) -> AsyncGenerator[worker_pb2.FedTokens]:
-        """Each with all that has come since the one before. Without an end."""
+        """Each holds all tokens that came since the one before. They never end."""
         while True:
             await self._ready.wait()
             self._ready.clear()
@@ -33,7 +33,7 @@ class Feed:
 
 
 class Feeds:
-    """Those that are open, by the numbers that their callers drew. Owned by the event loop."""
+    """The open feeds, by the numbers that their callers chose. Owned by the event loop."""
 
     def __init__(self) -> None:
         self._open: dict[int, Feed] = {}

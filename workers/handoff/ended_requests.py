@@ -1,9 +1,9 @@
-"""What a prefill worker remembers of requests that are over: calls come late and twice."""
+"""What a sender remembers of requests that are over: calls come late and twice."""
 
 from collections import OrderedDict
 from concurrent.futures import Future
 
-from tandem.workers.prefill.request import PrefillRequest, PrefillResult
+from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult
 
 ABORTED_IDS_REMEMBERED = 4096  # a RemoteSend that arrives after its Abort must not start
 RESULTS_REMEMBERED = 1024  # a RemoteSend that arrives again gets the same answer

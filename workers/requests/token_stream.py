@@ -1,30 +1,29 @@
-"""Tokens on their way from the step thread to the gRPC stream of one request."""
+"""Tokens on their way from the step thread to the gRPC calls of their requests."""
 
 import asyncio
 from dataclasses import dataclass, field
 
-from tandem.workers.decode.feed import Feed
 from tandem.workers.errors import WorkerError
+from tandem.workers.requests.feed import Feed
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.token_logprobs import TokenLogprobs
 
 
 @dataclass
 class Tokens:
-    """Consecutive output tokens of one request; `error` is set on the last ones of a request that failed. fed: how many
-    went over a feed before these."""
+    """Consecutive output tokens of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.RUNNING
-    error: WorkerError | None = None
-    fed: int = 0
+    error: WorkerError | None = None  # why the request failed, with its last tokens
+    fed: int = 0  # how many tokens went over a feed before these
 
 
 class TokenStream:
-    """One request's queue. Owned by the event loop's thread; the step thread reaches it through StreamFanout.
+    """One request's queue of tokens. Owned by the event loop; the step thread reaches it through TokenFanout.
 
-    Where it has a feed, what comes before the last token goes there, under its number; next() has the rest.
+    With a feed, tokens before the last one go there, under the stream's number. next() has the rest.
     """
 
     def __init__(self, feed: Feed | None = None, number: int = 0) -> None:
@@ -68,40 +67,40 @@ class TokenStream:
 
 
 @dataclass(frozen=True)
-class StreamUpdate:
+class TokenUpdate:
     """What one step gave one request."""
 
-    stream: TokenStream
+    token_stream: TokenStream
     token_id: int | None
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason
 
 
-class StreamFanout:
-    """Carries a step's tokens to all streams with one wake-up of the event loop.
+class TokenFanout:
+    """Carries a step's tokens to all token streams with one wake-up of the event loop.
 
-    A Python gRPC message costs tens of microseconds at each of its ends, so a worker bounds how many its clients get:
-    with n streams open, a stream is written at most every n / max_messages_per_second seconds, and gets what has
-    gathered since. A lone stream gets every token at once; the end of a request is never held back.
+    A Python gRPC message costs tens of microseconds at each end, so a worker bounds their number. With n token streams
+    open, each is written at most every n / max_messages_per_second seconds, with all tokens gathered since. A lone
+    token stream gets every token at once. The end of a request is never held back.
     """
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop, max_messages_per_second: float) -> None:
         self._event_loop = event_loop
         self._seconds_per_message = 1.0 / max_messages_per_second
 
-    def publish(self, updates: list[StreamUpdate]) -> None:
+    def publish(self, updates: list[TokenUpdate]) -> None:
         """Called on the step thread; does not block."""
         if updates:
             self._event_loop.call_soon_threadsafe(self._deliver, updates)
 
-    def fail(self, stream: TokenStream, error: WorkerError) -> None:
-        self._event_loop.call_soon_threadsafe(stream.fail, error)
+    def fail(self, token_stream: TokenStream, error: WorkerError) -> None:
+        self._event_loop.call_soon_threadsafe(token_stream.fail, error)
 
-    def _deliver(self, updates: list[StreamUpdate]) -> None:
+    def _deliver(self, updates: list[TokenUpdate]) -> None:
         now = self._event_loop.time()
         interval = len(updates) * self._seconds_per_message if len(updates) > 1 else 0.0
         for update in updates:
-            stream = update.stream
+            stream = update.token_stream
             tokens = [] if update.token_id is None else [update.token_id]
             logprobs = [] if update.logprobs is None else [update.logprobs]
             stream.add(tokens, logprobs, update.finish_reason)

@@ -1,4 +1,4 @@
-"""Writes that are slow to land, through the service of a worker: who is told what, and when pages come back."""
+"""Draining writes, through the service of a worker: what its callers hear, and when pages come back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ import pytest
 from tandem.proto import inference_pb2, inference_pb2_grpc, worker_pb2
 from tandem.transfer.fake import FakeFabric
 from tandem.workers.authentication import authorized
-from tandem.workers.prefill import completion as landing
+from tandem.workers.handoff import draining
 from tests.support.island import FakeIsland, running_island
 from tests.support.oracle import greedy, load_oracle
 from tests.support.waiting import until
@@ -80,8 +80,10 @@ def test_a_chunk_does_not_wait_for_the_push_of_the_one_before(pair: FakePair) ->
     assert len(pair.calls.generate("r", reservation)) == 3
 
 
-def test_a_push_that_does_not_land_in_time_is_not_called_quiet(pair: FakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing, "QUIET_SECONDS", 0)
+def test_a_push_that_does_not_drain_in_time_is_not_called_quiet(
+    pair: FakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "QUIET_SECONDS", 0)
     pair.fabric.hold(DECODE)
     reservation = pair.calls.prepare("r")
     for call in (
@@ -102,7 +104,7 @@ def test_a_forward_that_fails_ends_its_request_once_its_writes_are_quiet(
     pair: FakePair, monkeypatch: pytest.MonkeyPatch, held: bool
 ) -> None:
     if held:
-        monkeypatch.setattr(landing, "QUIET_SECONDS", 0)
+        monkeypatch.setattr(draining, "QUIET_SECONDS", 0)
         pair.fabric.hold(DECODE)
     pair.fabric.fail_next("write_slots", DECODE)
     pair.fabric.fail_next("fence", DECODE)
@@ -113,7 +115,7 @@ def test_a_forward_that_fails_ends_its_request_once_its_writes_are_quiet(
     assert code_of(caught) == (grpc.StatusCode.UNAVAILABLE if held else grpc.StatusCode.INTERNAL)
 
 
-def test_an_abort_is_answered_once_what_was_written_has_landed(pair: FakePair) -> None:
+def test_an_abort_is_answered_once_all_writes_have_drained(pair: FakePair) -> None:
     pair.fabric.hold(DECODE)
     sending = pair.remote_send("r", pair.calls.prepare("r"))
     until(lambda: pair.fabric.num_in_flight(DECODE) > 0)
@@ -129,7 +131,7 @@ def test_an_abort_is_answered_once_what_was_written_has_landed(pair: FakePair) -
 
 
 def test_the_gateway_frees_no_page_that_may_still_be_written(pair: FakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing, "QUIET_SECONDS", 0)
+    monkeypatch.setattr(draining, "QUIET_SECONDS", 0)
     pair.fabric.hold(DECODE)
     request = inference_pb2.GenerateRequest(
         request_id="r", token_ids=inference_pb2.TokenIds(ids=PROMPT), sampling=GREEDY

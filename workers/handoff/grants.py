@@ -1,4 +1,4 @@
-"""What a prefill worker may write into other workers' pages: each reservation once, and none that was recalled."""
+"""Which reservations this worker may write to: each one once, and none that was recalled."""
 
 import math
 
@@ -13,10 +13,10 @@ from tandem.workers.wire.reservation import Reservation
 
 
 class Grants:
-    """Owned by the step thread. Remembers the last use of every receiver's slot that it wrote for or was told to leave.
+    """Remembers, for every signal slot of a receiver, the last use that was granted or recalled.
 
-    So a call that comes late or twice finds its use of the slot taken, even where the pages behind it have another
-    owner by now.
+    So a call that comes late or twice is refused, even where the pages have another owner by now. Owned by the step
+    thread.
     """
 
     def __init__(self, transport: Transport, counters: Counters) -> None:
@@ -70,9 +70,9 @@ class Grants:
         """Recalls to be answered; check() refuses those reservations from now on."""
         recalls = self._inbox.unanswered()
         for recall in recalls:
-            place, generation = (recall.pe, recall.signal.row), recall.signal.generation
-            if place not in self._latest or is_newer(generation, self._latest[place]):
-                self._latest[place] = generation
+            row, generation = (recall.pe, recall.signal.row), recall.signal.generation
+            if row not in self._latest or is_newer(generation, self._latest[row]):
+                self._latest[row] = generation
         return recalls
 
     def answer(self, recall: Recall) -> None:

@@ -1,26 +1,27 @@
-"""The end of a request on a prefill worker: it issues no more writes, but those it issued may still be under way."""
+"""Writes that are still under way when a request ends at its sender."""
 
 import logging
 from concurrent.futures import Future
 
 from tandem.transfer.transport import Fence, Transport
 from tandem.workers.errors import WriterNotQuiet
-from tandem.workers.prefill.request import PrefillRequest
+from tandem.workers.requests.prefill_request import PrefillRequest
 from tandem.workers.wire.lease import Clock
 
 log = logging.getLogger(__name__)
 
-QUIET_SECONDS = 8.0  # until whoever waits for a request's end hears that its writes may still land
+QUIET_SECONDS = 8.0  # until the callers of a request hear that its writes may still land
 
 
-class Landing:
-    """Waits for the writes of one request, and answers its callers. Owned by the step thread.
+class DrainingWrites:
+    """The writes of one request, which issues no more of them. Answers its callers once all are quiet.
 
-    error: what the request's caller gets once all is quiet; None: its result. Until then its pages may be read by
-    the writes, and its receiver's be written, however long it takes: at the deadline callers only stop waiting.
+    Until then the writes may read the sender's pages and change the receiver's, however long it takes. At the deadline
+    the callers only stop waiting. Owned by the step thread.
     """
 
     def __init__(self, transport: Transport, request: PrefillRequest, error: Exception | None, clock: Clock) -> None:
+        """error: what the request's caller gets once all is quiet; None: its result."""
         self.request = request
         self._transport = transport
         self._error = error
@@ -33,7 +34,7 @@ class Landing:
         self._ask()
 
     def is_quiet(self) -> bool:
-        """Whether all has landed, before or after the deadline, which tells the callers that wait then."""
+        """Whether no write is under way any more. At the deadline it tells the callers that it cannot say so."""
         if self._ask():
             return True
         if not self.overdue and self._clock() >= self._deadline:
@@ -46,7 +47,7 @@ class Landing:
         """All is quiet: the callers that still wait get their answers."""
         if not self.overdue:
             if self._error is None:
-                self.request.result.set_result(self.request.landed())
+                self.request.result.set_result(self.request.completed())
             else:
                 self.request.result.set_exception(self._error)
         for answer in self._aborts:
@@ -62,7 +63,7 @@ class Landing:
         return answer
 
     def _ask(self) -> bool:
-        """Where that fails, a later fence, behind the same writes, is asked next time."""
+        """Where asking fails, the next call asks a later fence, behind the same writes."""
         try:
             if self._fence is None:
                 self._fence = self._transport.fence(self.request.reservation.target_pe)

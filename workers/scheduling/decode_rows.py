@@ -1,4 +1,4 @@
-"""The sequences that a decode worker steps together, as arrays: a step costs no Python loop over them to plan."""
+"""The sequences that are decoded together, as arrays: planning a step costs no Python loop over them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,49 +7,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.transfer.completion import Signal
-from tandem.workers.decode.token_stream import TokenStream
+from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
-from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.scheduling.batch import DecodeStep
 
 NO_TOKEN = -1
 
 
-@dataclass(eq=False)
-class DecodeRequest:
-    """One sequence on a decode worker, from its reservation to its last token.
-
-    max_tokens: those that pages were reserved for. left: it has ended; a step that was launched before that may still
-    have a row for it, which is then ignored.
-    """
-
-    request_id: str
-    sequence_id: int
-    prompt: Int64Array
-    signal: Signal
-    expected_tokens: int
-    max_tokens: int
-    params: SamplingParams | None = None
-    rule: FinishRule | None = None
-    stream: TokenStream | None = None
-    landed: bool = False
-    left: bool = False
-    output: list[int] = field(default_factory=list)
-
-
 @dataclass(frozen=True, eq=False)
-class Flight:
-    """A step that was launched. limits: int64 [n], LENGTH for rows that get the last token that they may, else RUNNING.
-    released: sequences that ended meanwhile, whose pages it may still write to."""
+class StepInFlight:
+    """A decode step that was launched, of n rows."""
 
     requests: list[DecodeRequest]
-    limits: Int64Array
-    stop_ids: Int64Array
+    limits: Int64Array  # [n], LENGTH for rows that get their last possible token, else RUNNING
+    stop_ids: Int64Array  # [n, k]
     pending: PendingSamples
-    released: list[int] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)  # sequences that ended since; the step may write to their pages
 
     def reasons(self, sampled: Int64Array) -> Int64Array:
         """The FinishReason of each row once it got the token that was sampled for it; both int64 [n]."""
@@ -59,22 +35,22 @@ class Flight:
         return np.where(stops.any(axis=1), int(FinishReason.STOP), self.limits)
 
 
-class DecodeBatch:
-    """The rows of the next step, one a request; what a launch changes is known without the tokens it draws.
+class DecodeRows:
+    """The rows of the next step, one a request. What a launch changes is known without the tokens that it samples.
 
-    lengths (positions whose KV is stored, or will be by steps launched) and ends (those with which a request has all
-    the tokens that it may): int64 [n]. sources: int64 [n], the row of the last launched step that draws the next input,
-    or ON_HOST where it is tokens (int64 [n]). stop_ids: int64 [n, k], rows filled up with NO_TOKEN.
+    All arrays are int64 [n]; they are replaced and never written to, so that steps may keep them.
+    tokens, sources: see DecodeStep.
+    lengths: positions whose KV is stored once the steps launched so far are done.
+    ends: the length with which a request has all tokens that it may have.
+    stop_ids: [n, k], rows filled up with NO_TOKEN.
     """
 
     def __init__(self) -> None:
-        self.requests: list[DecodeRequest] = []
-        self.sequence_ids: tuple[int, ...] = ()
-        self._steps_left = 0  # until a request has all the tokens that it may
         self.tokens, self.lengths, self.ends = np.zeros((3, 0), np.int64)
         self.sources = np.zeros(0, np.int64)
         self.stop_ids = np.zeros((0, 0), np.int64)
         self.sampling = SampleBatch.from_params([])
+        self._set_requests([])
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -90,31 +66,36 @@ class DecodeBatch:
         self.stop_ids = _stack(self.stop_ids, rules)
         params = [request.params for request in requests if request.params is not None]
         self.sampling = self.sampling.join(SampleBatch.from_params(params))
-        self._have([*self.requests, *requests])
+        self._set_requests([*self.requests, *requests])
 
     def leave(self, requests: Sequence[DecodeRequest]) -> None:
-        """Those that are not in the batch are passed over."""
+        """Requests without a row are passed over."""
         gone = set(map(id, requests))
         self._keep(np.array([id(request) not in gone for request in self.requests], np.bool_))
 
-    def launched(self, pending: PendingSamples) -> Flight:
-        """A step of all rows was launched. Those that it gives their last token leave."""
-        self.lengths = self.lengths + 1
-        self.sources = np.arange(len(self))
+    def next_step(self) -> DecodeStep | None:
+        """A step of all rows; None without rows."""
+        if not self.requests:
+            return None
+        return DecodeStep(self.sequence_ids, self.tokens, self.sources, self.sampling, self.lengths + 1)
+
+    def launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
+        """`step`, which next_step() gave since the last change, was launched. Rows with their last token leave."""
+        self.lengths = step.positions
+        self.sources = self._every_row
         self._steps_left -= 1
         if self._steps_left > 0:
-            return Flight(self.requests, np.zeros(len(self), np.int64), self.stop_ids, pending)
+            return StepInFlight(self.requests, self._no_limits, self.stop_ids, pending)
         last = self.lengths >= self.ends
         limits = np.where(last, int(FinishReason.LENGTH), int(FinishReason.RUNNING))
-        flight = Flight(self.requests, limits, self.stop_ids, pending)
+        in_flight = StepInFlight(self.requests, limits, self.stop_ids, pending)
         self._keep(~last)
-        return flight
+        return in_flight
 
     def learn(self, sampled: Int64Array) -> None:
-        """The last launched step, since when nobody has joined, has drawn `sampled`, int64 [n], a token for each of its
-        rows."""
+        """The last launched step has sampled these tokens, int64 [n], one for each row. None has joined since."""
         self.tokens = sampled[self.sources]
-        self.sources = np.full(len(self), ON_HOST)
+        self.sources = self._on_host
 
     def _append(self, name: str, values: Int64Array) -> None:
         setattr(self, name, np.concatenate((getattr(self, name), values)))
@@ -126,13 +107,17 @@ class DecodeBatch:
         for name in ("tokens", "sources", "lengths", "ends", "stop_ids"):
             setattr(self, name, getattr(self, name)[rows])
         self.sampling = self.sampling.take(rows)
-        self._have([self.requests[row] for row in rows.tolist()])
+        self._set_requests([self.requests[row] for row in rows.tolist()])
 
-    def _have(self, requests: list[DecodeRequest]) -> None:
+    def _set_requests(self, requests: list[DecodeRequest]) -> None:
         """These are the rows of the arrays now."""
         self.requests = requests
         self.sequence_ids = tuple(request.sequence_id for request in requests)
+        # Steps without a request that has all the tokens that it may have, and what they use again each time.
         self._steps_left = int((self.ends - self.lengths).min()) if requests else 0
+        self._every_row = np.arange(len(requests))
+        self._on_host = np.full(len(requests), ON_HOST)
+        self._no_limits = np.full(len(requests), int(FinishReason.RUNNING))
 
 
 def _stack(stop_ids: Int64Array, rules: Sequence[FinishRule]) -> Int64Array:

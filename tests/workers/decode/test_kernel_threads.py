@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tandem.cache.kernels.native.crew import Crew, load_crew
 from tandem.cluster.client import Client
-from tandem.workers.decode.core_share import CoreShare
+from tandem.workers.decode.kernel_threads import KernelThreads
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY
 from tests.support.island import running_island
@@ -46,5 +46,5 @@ def test_decode_has_all_cores_only_while_no_prompt_is_on_its_way(tmp_path: Path)
     crew.threads = 1
 
 
-def test_without_native_kernels_there_is_nothing_to_share() -> None:
-    CoreShare(None, own=2, alone=4).take(alone=True)
+def test_without_native_kernels_nothing_is_set() -> None:
+    KernelThreads(None, own=2, alone=4).use(alone=True)

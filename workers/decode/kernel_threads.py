@@ -1,12 +1,12 @@
-"""How many cores a worker's native kernels use."""
+"""How many threads a worker's native kernels use."""
 
 import torch
 
 from tandem.cache.kernels.native.crew import Crew
 
 
-class CoreShare:
-    """`own` threads, and `alone` while nobody computes a prompt for this worker: then prefill workers' cores idle.
+class KernelThreads:
+    """`own` threads, and `alone` while no prompt is computed for this worker: then prefill workers' cores idle.
 
     Owned by the step thread.
     """
@@ -16,8 +16,8 @@ class CoreShare:
         self._crew = crew
         self._own = own or torch.get_num_threads()
         self._alone = alone or self._own
-        self.take(alone=False)
+        self.use(alone=False)
 
-    def take(self, *, alone: bool) -> None:
+    def use(self, *, alone: bool) -> None:
         if self._crew is not None:
             self._crew.threads = self._alone if alone else self._own

@@ -1,0 +1,286 @@
+"""Sequences that this worker decodes: from their reservation over the KV that they await to their last token."""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.config import LoopSettings
+from tandem.workers.decode.kernel_threads import KernelThreads
+from tandem.workers.errors import CorruptKV, ForwardFailed
+from tandem.workers.handoff.reservations import Reservations, received_tokens
+from tandem.workers.requests.decode_request import DecodeRequest
+from tandem.workers.requests.token_stream import TokenFanout, TokenStream, TokenUpdate
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.finish import FinishReason, FinishRule
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.scheduling.batch import DecodeStep
+from tandem.workers.scheduling.decode_rows import DecodeRows, StepInFlight
+from tandem.workers.wire.reservation import Reservation
+
+log = logging.getLogger(__name__)
+
+KV_POLL_SECONDS = 0.0003  # of awaited KV
+IDLE_POLL_SECONDS = 0.00003  # of awaited KV where a device computes, and leaves this thread a core of its own
+STEP_POLL_SECONDS = 0.0001
+# While a step computes, so that the event loop has the interpreter for the last one's tokens.
+DELIVERY_SECONDS = 0.00001
+
+
+class Decodes:
+    """Owned by the step thread; every method runs there.
+
+    A request is in _reservations from PrepareReceive to its last token, in _awaiting from StartGenerate until its KV is
+    here, and in _rows while it is stepped.
+
+    With overlap scheduling (runner.runs_ahead) a step, _next, is launched before the tokens of the step before it,
+    _reading, are read. A request that stops still has one extra row in the step in flight. That row is ignored, and the
+    pages are released when that step is done. Nothing here waits for a device: a reservation is made while a step
+    computes.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: PagedKVCache,
+        rows: DecodeRows,
+        reservations: Reservations,
+        fanout: TokenFanout,
+        threads: KernelThreads,
+        settings: LoopSettings,
+    ) -> None:
+        self._runner = runner
+        self._cache = cache
+        self._rows = rows
+        self._reservations = reservations
+        self._fanout = fanout
+        self._threads = threads
+        self._eos_token_ids = settings.eos_token_ids
+        self._sharing = settings.sharing
+        self._awaiting: list[DecodeRequest] = []
+        self._next: StepInFlight | None = None
+        self._reading: StepInFlight | None = None
+        self._unpublished: list[DecodeRequest] = []
+
+    # Commands
+
+    def prepare(
+        self, request_id: str, token_ids: Sequence[int] | Int64Array, max_tokens: int, writer_pe: int
+    ) -> Reservation:
+        """See Reservations.prepare."""
+        return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe)
+
+    def start(self, request_id: str, reservation_id: int, params: SamplingParams, token_stream: TokenStream) -> None:
+        """Tokens of a reserved request go to `token_stream`, once its KV is here."""
+        request = self._reservations.start(request_id, reservation_id, params.max_tokens)
+        request.params = params
+        request.rule = FinishRule.of(params, self._eos_token_ids)
+        request.token_stream = token_stream
+        self._awaiting.append(request)
+        if self._runner.runs_ahead and len(self._reservations) == 1:  # there is time
+            first = np.array([len(request.prompt) + 1])
+            self._runner.foresee((request.sequence_id,), SampleBatch.from_params([params]), first)
+
+    def abort(self, request_id: str, writer_quiet: bool) -> bool:
+        """Ends a request; its pages return now if no write can come any more, else they drain. Idempotent."""
+        request = self._reservations.get(request_id)
+        if request is None:
+            return writer_quiet and self._reservations.settle_draining(request_id)
+        self._rows.leave([request])
+        self._end(request, writer_quiet)
+        if request.token_stream is not None:
+            self._fanout.publish([TokenUpdate(request.token_stream, None, None, FinishReason.ABORT)])
+        return True
+
+    def release(self, prefix: str, writer_quiet: bool) -> None:
+        """abort() for every request whose id begins with `prefix`: draining ones too, and those yet to arrive."""
+        self._reservations.refuse(prefix)
+        for request_id in [known for known in self._reservations.request_ids() if known.startswith(prefix)]:
+            self.abort(request_id, writer_quiet)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._reservations) - len(self._rows)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    # Steps
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether tokens of a launched step have to be read before anything else is launched."""
+        return self._reading is not None
+
+    def upkeep(self) -> float | None:
+        """What comes before a batch: leases, recalls, and requests whose KV has come. When it has to come again."""
+        reap_again = self._reservations.reap()
+        if self._awaiting:
+            self._take_received()
+        self._threads.use(alone=self.num_waiting == 0)
+        return reap_again
+
+    def compute(self, step: DecodeStep | None, upkeep_again: float | None) -> float | None:
+        """Launches a step of all rows, and reads one that is done. How long to wait then: see Steps."""
+        if step is None and self._next is None:
+            poll = IDLE_POLL_SECONDS if self._runner.runs_ahead else KV_POLL_SECONDS
+            return poll if self._awaiting else upkeep_again
+        try:
+            launched = None if step is None else self._launch(step)
+            self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
+            self._unpublished = []
+            if self._runner.runs_ahead:
+                launched, self._next = self._next, launched
+            self._reading = launched
+        except Exception as error:
+            return self._fail_all(error)
+        return 0 if launched is None else self.read()
+
+    def read(self) -> float:
+        """Hands out the tokens of the step that is read, once it is done. How long to wait then."""
+        in_flight = self._reading
+        assert in_flight is not None
+        try:
+            if not in_flight.pending.is_done():
+                return STEP_POLL_SECONDS
+            self._reading = None
+            self._deliver(in_flight)
+        except Exception as error:
+            return self._fail_all(error)
+        return 0 if self._next is None else DELIVERY_SECONDS
+
+    def _take_received(self) -> None:
+        """Gives a row to every started request whose KV has come."""
+        mailbox = self._reservations.mailbox()
+        received = received_tokens(mailbox, self._awaiting).tolist()
+        complete = [
+            request
+            for request, tokens in zip(self._awaiting, received, strict=True)
+            if tokens >= request.expected_tokens
+        ]
+        joining, updates = [], []
+        for request in complete:
+            assert request.token_stream is not None
+            self._awaiting.remove(request)
+            try:
+                reason = self._receive(request, mailbox)
+            except Exception as error:
+                if not isinstance(error, CorruptKV):
+                    log.exception("receiving KV failed")
+                    error = ForwardFailed(f"receiving KV of {request.request_id!r} failed: {error}")
+                self._fanout.fail(request.token_stream, error)
+                self._end(request, writer_quiet=True)
+                continue
+            if reason == FinishReason.RUNNING:
+                joining.append(request)
+            else:
+                updates.append(TokenUpdate(request.token_stream, None, None, reason))
+                self._end(request, writer_quiet=True)
+        if joining:
+            self._join(joining)
+        self._fanout.publish(updates)
+
+    def _join(self, requests: list[DecodeRequest]) -> None:
+        """Gives them rows. Of one that is alone a step that was foreseen is launched before all else."""
+        pending = None
+        if len(requests) == 1 and not len(self._rows) and self._next is None:
+            try:
+                tokens = np.array(requests[0].output, np.int64)
+                pending = self._runner.step_foreseen((requests[0].sequence_id,), tokens)
+            except Exception as error:
+                self._fail_all(error)
+                return
+        self._rows.join(requests)
+        self._unpublished += requests
+        if pending is not None:
+            step = self._rows.next_step()
+            assert step is not None
+            self._next = self._rows.launched(step, pending)
+
+    def _receive(self, request: DecodeRequest, mailbox: Int64Array) -> FinishReason:
+        """Takes the first token. A prompt that ends with it can be shared, and will not be stepped."""
+        assert request.rule is not None
+        request.output.append(self._reservations.receive(request, mailbox))
+        reason = request.rule.reason(request.output[0], 1)
+        if reason != FinishReason.RUNNING:
+            self._publish_prompts([request])
+        return reason
+
+    def _launch(self, step: DecodeStep) -> StepInFlight:
+        pending = self._runner.step(step.sequence_ids, step.tokens, step.sources, step.sampling, step.positions)
+        return self._rows.launched(step, pending)
+
+    def _publish_prompts(self, requests: list[DecodeRequest]) -> None:
+        """Lets others share the prompts of requests whose KV is here."""
+        for request in requests if self._sharing else []:
+            if not request.ended:
+                self._cache.publish_prefix(request.sequence_id, request.prompt)
+
+    def _deliver(self, in_flight: StepInFlight) -> None:
+        """Hands out the tokens of a step."""
+        try:
+            samples = in_flight.pending.wait()
+        finally:
+            self._release(in_flight.released)
+        if not self._runner.runs_ahead:
+            self._rows.learn(samples.token_ids)
+        reasons = in_flight.reasons(samples.token_ids).tolist()
+        updates, leaving = [], []
+        for request, token, logprob, reason in zip(
+            in_flight.requests, samples.token_ids.tolist(), samples.logprobs, reasons, strict=True
+        ):
+            if request.ended:
+                continue
+            request.output.append(token)
+            assert request.token_stream is not None
+            updates.append(TokenUpdate(request.token_stream, token, logprob, FinishReason(reason)))
+            if reason != FinishReason.RUNNING:
+                leaving.append(request)
+        if leaving:
+            self._rows.leave(leaving)
+            for request in leaving:
+                self._end(request, writer_quiet=True)
+        self._fanout.publish(updates)
+
+    def _fail_all(self, error: Exception) -> float:
+        """Ends every request with a row, now or in a step whose tokens are not read yet. What read() returns then."""
+        log.error("a decode forward failed", exc_info=error)
+        unread = [step for step in (self._reading, self._next) if step is not None]
+        self._reading = self._next = None
+        try:
+            self._runner.drain()  # what was launched may still write to their pages
+        except Exception:
+            log.exception("the step in flight failed, too")
+        for step in unread:
+            self._release(step.released)
+        requests = self._reservations.received()
+        self._rows.leave(requests)
+        for request in requests:
+            if request.token_stream is not None:
+                failure = ForwardFailed(f"decode of {request.request_id!r} failed: {error}")
+                self._fanout.fail(request.token_stream, failure)
+            request.output.clear()
+            self._end(request, writer_quiet=True)
+        return 0
+
+    def _end(self, request: DecodeRequest, writer_quiet: bool) -> None:
+        if self._sharing and request.received and len(request.output) > 1:
+            self._cache.publish_prefix(request.sequence_id, np.concatenate((request.prompt, request.output[:-1])))
+        for step in (self._next, self._reading):  # the later one first
+            if step is not None and request in step.requests:
+                step.released.append(request.sequence_id)
+                break
+        else:
+            self._release([request.sequence_id])
+        request.ended = True
+        self._reservations.end(request, writer_quiet)
+        if request in self._awaiting:
+            self._awaiting.remove(request)
+
+    def _release(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._cache.remove_sequence(sequence_id)

@@ -1,0 +1,217 @@
+"""The sending side of a handoff: what this worker may write into its peers, and until when.
+
+          begin()             drain()               quiet
+granted ──────────► written ──────────► draining ──────────► ended
+   │ end(): nothing was written                                ▲
+   └───────────────────────────────────────────────────────────┘
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from tandem.cache.digest import digest_kv
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.position_map import PositionMap
+from tandem.transfer.completion import pack_payload, pack_signal
+from tandem.transfer.errors import TransportError
+from tandem.transfer.recall import Recall
+from tandem.transfer.transport import Transport
+from tandem.workers.config import LoopSettings
+from tandem.workers.counters import Counters
+from tandem.workers.errors import Aborted, LeaseExpired
+from tandem.workers.handoff.draining import DrainingWrites
+from tandem.workers.handoff.ended_requests import EndedRequests
+from tandem.workers.handoff.grants import Grants, signal_of
+from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult
+from tandem.workers.wire.lease import WRITER_FRACTION, Clock, Lease
+from tandem.workers.wire.reservation import Reservation
+
+log = logging.getLogger(__name__)
+
+RECALL_POLL_SECONDS = 0.02
+# A push is nearly always through when its last token is sampled: its answer should not wait for another's forward.
+PATIENCE_SECONDS = 0.002
+QUIET_POLL_SECONDS = 0.00002  # meanwhile the event loop has the interpreter, for the first token
+
+Stop = Callable[[PrefillRequest, Exception], None]
+"""Ends the computing of a request, and calls end() or drain() for it."""
+
+
+class Handoff:
+    """Grants, recalls, fences and posts of the requests that this worker prefills. Owned by the step thread.
+
+    However a request ends, its pages stay until its writes are quiet, and so does the answer to a recall.
+    """
+
+    def __init__(
+        self, cache: PagedKVCache, transport: Transport, counters: Counters, settings: LoopSettings, clock: Clock
+    ) -> None:
+        self._cache = cache
+        self._transport = transport
+        self._counters = counters
+        self._verify = settings.verify
+        self._clock = clock
+        self._grants = Grants(transport, counters)
+        self._requests: dict[str, PrefillRequest] = {}  # by id, until their writes are quiet
+        self._draining: dict[str, DrainingWrites] = {}
+        self._ended = EndedRequests()
+        self._recalls_read = -RECALL_POLL_SECONDS
+
+    # Requests
+
+    def known(self, request_id: str) -> "Future[PrefillResult] | None":
+        """The result of a request that runs or has ended; None for a new one. Raises Aborted."""
+        if self._ended.is_aborted(request_id):
+            raise Aborted(f"request {request_id!r} was aborted before it arrived")
+        request = self._requests.get(request_id)
+        return self._ended.result(request_id) if request is None else request.result
+
+    def is_new(self, request_id: str) -> bool:
+        """Whether nothing is known of the request, not even its end."""
+        ended = self._ended.is_aborted(request_id) or self._ended.result(request_id) is not None
+        return not ended and request_id not in self._requests
+
+    def check(self, reservation: Reservation, num_tokens: int) -> PositionMap:
+        """See Grants.check."""
+        return self._grants.check(reservation, num_tokens)
+
+    def lease(self, reservation: Reservation) -> Lease:
+        """That of a request; it runs until attend()."""
+        return Lease(reservation.lease_seconds * WRITER_FRACTION, self._clock)
+
+    def begin(self, request: PrefillRequest) -> None:
+        """This worker writes for the request from now on; check() came first."""
+        self._grants.take(request.reservation)
+        self._requests[request.request_id] = request
+
+    def attend(self, request_id: str) -> Lease | None:
+        """The lease of a request, which does not run until the caller leaves it; None when the request has ended."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        request.lease.attend()
+        return request.lease
+
+    def find(self, request_id: str) -> PrefillRequest | None:
+        """A request whose writes are not known to be quiet."""
+        return self._requests.get(request_id)
+
+    def refuse(self, request_id: str) -> None:
+        """The request was aborted, even if it is yet to arrive."""
+        self._ended.abort(request_id)
+
+    def release(self, prefix: str) -> list[str]:
+        """refuse() for every request whose id begins with `prefix`. The ids of those that are here."""
+        self._ended.release(prefix)
+        return [known for known in self._requests if known.startswith(prefix)]
+
+    @property
+    def num_draining(self) -> int:
+        return len(self._draining)
+
+    # Steps
+
+    def upkeep(self, stop: Stop) -> None:
+        """Stops requests that receivers want back or that nobody waits for, and lets go of those that are quiet."""
+        self._heed_recalls(stop)
+        self._stop_expired(stop)
+        self.settle()
+
+    def post(self, request: PrefillRequest, token: Tensor) -> None:
+        """The completion signal, behind all writes for the request. It carries the first token.
+
+        token: int64 [], on the device. The host waits for it only where a digest goes along.
+        """
+        reservation, payload = request.reservation, token
+        if self._verify:
+            digest = digest_kv(self._cache, request.sequence_id, reservation.matched_tokens, request.num_tokens)
+            payload = pack_payload(int(token), digest)
+        self._transport.post(
+            reservation.target_pe,
+            reservation.signal_slot,
+            pack_signal(reservation.generation, request.position_map.num_tokens),
+            payload,
+        )
+
+    def drain(self, request: PrefillRequest, error: Exception | None) -> None:
+        """No forward has this request any more. error: why it has no result; its caller hears it once all is quiet."""
+        self._draining[request.request_id] = DrainingWrites(self._transport, request, error, self._clock)
+
+    def end(self, request: PrefillRequest, error: Exception) -> None:
+        """Ends a request that has written nothing and holds no page."""
+        self._forget(request)
+        request.result.set_exception(error)
+
+    def settle(self) -> None:
+        """Lets go of the requests whose writes are quiet by now."""
+        for request_id, draining in list(self._draining.items()):
+            if draining.is_quiet():
+                del self._draining[request_id]
+                self._forget(draining.request)
+                self._cache.remove_sequence(draining.request.sequence_id)
+                draining.finish()
+
+    def await_quiet(self, requests: Sequence[PrefillRequest]) -> None:
+        """Waits a moment for requests that drain."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        self.settle()
+        while any(request.request_id in self._draining for request in requests) and time.monotonic() < until:
+            time.sleep(QUIET_POLL_SECONDS)
+            self.settle()
+
+    def when_quiet(self, request_id: str) -> "Future[bool]":
+        """Ends with True once this worker does not write for the request; see DrainingWrites.abort."""
+        draining = self._draining.get(request_id)
+        return settled(True) if draining is None else draining.abort()
+
+    def _heed_recalls(self, stop: Stop) -> None:
+        """Stops what receivers want back, and answers them once nothing of it is in flight any more."""
+        if self._clock() - self._recalls_read < RECALL_POLL_SECONDS:
+            return
+        self._recalls_read = self._clock()
+        recalls = self._grants.recalled()
+        for recall in recalls:
+            for request in self._recalled(recall):
+                stop(request, Aborted(f"request {request.request_id!r} was ended by its receiver"))
+        if recalls:
+            self.settle()
+        for recall in recalls:
+            if self._recalled(recall):
+                continue  # its writes drain: the recall stays unanswered, and is read again
+            try:
+                self._grants.answer(recall)
+            except TransportError:
+                log.exception("PE %d waits on for the answer to its recall", recall.pe)
+
+    def _recalled(self, recall: Recall) -> list[PrefillRequest]:
+        """Those of that use of the receiver's slot whose writes are not known to be quiet."""
+        return [
+            request
+            for request in self._requests.values()
+            if request.reservation.target_pe == recall.pe and signal_of(request.reservation) == recall.signal
+        ]
+
+    def _stop_expired(self, stop: Stop) -> None:
+        """A request that drains only waits for what it has written: its lease does not matter."""
+        for request in [request for request in self._requests.values() if request.lease.is_over]:
+            if request.request_id in self._draining:
+                continue
+            self._counters.expired_leases += 1
+            reason = f"no call waited for request {request.request_id!r} for {request.lease.seconds:g} s"
+            stop(request, LeaseExpired(reason))
+
+    def _forget(self, request: PrefillRequest) -> None:
+        """It writes no more and holds no page here; a call that comes again finds its result."""
+        del self._requests[request.request_id]
+        self._ended.add(request)
+
+
+def settled(answer: bool) -> "Future[bool]":
+    """A future that has ended."""
+    future: Future[bool] = Future()
+    future.set_result(answer)
+    return future

@@ -1,0 +1,27 @@
+"""One sequence on the worker that decodes it."""
+
+from dataclasses import dataclass, field
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.transfer.completion import Signal
+from tandem.workers.requests.token_stream import TokenStream
+from tandem.workers.sampling.finish import FinishRule
+from tandem.workers.sampling.sampling_params import SamplingParams
+
+
+@dataclass(eq=False)
+class DecodeRequest:
+    """One sequence from its reservation to its last token. Owned by the step thread."""
+
+    request_id: str
+    sequence_id: int
+    prompt: Int64Array
+    signal: Signal
+    expected_tokens: int  # positions that the sender writes
+    max_tokens: int  # output tokens that pages were reserved for
+    params: SamplingParams | None = None
+    rule: FinishRule | None = None
+    token_stream: TokenStream | None = None
+    received: bool = False  # no write can come any more
+    ended: bool = False  # a step launched before may still have a row for it, which is then ignored
+    output: list[int] = field(default_factory=list)

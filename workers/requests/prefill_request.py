@@ -1,0 +1,103 @@
+"""One prompt on its way through the worker that prefills it, and what comes of it."""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.position_map import PositionMap
+from tandem.workers.requests.first_token import FirstToken
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.sampling.token_logprobs import TokenLogprobs
+from tandem.workers.wire.lease import Lease
+from tandem.workers.wire.reservation import Reservation
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """What RemoteSend answers. Times are in seconds.
+
+    prefill_seconds: from the first forward until all KV is at the receiver. push_seconds: the part of it that only the
+    push took, in calls that write and after the first token was sampled. Writes within or beside kernels take none.
+    """
+
+    first_token: int
+    logprobs: TokenLogprobs | None
+    cached_tokens: int
+    queue_seconds: float
+    prefill_seconds: float
+    push_seconds: float
+    bytes_pushed: int
+
+
+@dataclass(eq=False)
+class SpeculativePrompt:
+    """A prompt whose first forward is launched before a receiver has room for its KV.
+
+    It ends in one of two ways: a PrefillRequest takes over its sequence, or it is dropped.
+    """
+
+    request_id: str
+    sequence_id: int
+    token_ids: Int64Array
+    lease: Lease
+    cached_tokens: int = 0  # found in the prefix index
+    computed: int = 0  # positions whose KV is stored once the forward is done; 0 before its launch
+    logits: Tensor | None = None  # [1, vocab], behind the last token, where the forward reaches so far
+    first_token: "Future[FirstToken]" = field(default_factory=Future)  # never ends where the prompt is dropped
+    started: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(eq=False)
+class PrefillRequest:
+    """One prompt from RemoteSend until its writes are quiet. Owned by the step thread."""
+
+    request_id: str
+    sequence_id: int
+    token_ids: Int64Array
+    params: SamplingParams
+    reservation: Reservation
+    position_map: PositionMap
+    lease: Lease
+    result: "Future[PrefillResult]" = field(default_factory=Future)
+    logits: Tensor | None = None  # [1, vocab], where all was launched before the reservation came
+    marked: bool = False  # whether the cache knows where the KV goes
+    computed: int = 0  # positions whose KV is stored once the forwards launched so far are done
+    cached_tokens: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+    sampled_at: float = 0.0  # when the host learned the first token
+    push_seconds: float = 0.0
+    bytes_pushed: int = 0
+    first_token: "Future[FirstToken]" = field(default_factory=Future)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def destination(self) -> tuple[int, PositionMap, int]:
+        """From which position on its KV goes where, and to which PE."""
+        return self.reservation.matched_tokens, self.position_map, self.reservation.target_pe
+
+    def take_over(self, speculative: SpeculativePrompt) -> None:
+        """Continues a prompt that was begun speculatively."""
+        self.sequence_id, self.logits = speculative.sequence_id, speculative.logits
+        self.computed, self.cached_tokens = speculative.computed, speculative.cached_tokens
+        self.first_token = speculative.first_token
+        self.arrived = self.started = speculative.started
+
+    def completed(self) -> PrefillResult:
+        """The result, now that all KV is at the receiver."""
+        now, first = time.perf_counter(), self.first_token.result(0)
+        return PrefillResult(
+            first_token=first.token_id,
+            logprobs=first.logprobs,
+            cached_tokens=self.cached_tokens,
+            queue_seconds=self.started - self.arrived,
+            prefill_seconds=now - self.started,
+            push_seconds=self.push_seconds + now - self.sampled_at,
+            bytes_pushed=self.bytes_pushed,
+        )

@@ -1,0 +1,39 @@
+"""What one step computes, as frozen values. They are NamedTuples: frozen dataclasses take a microsecond longer."""
+
+from typing import NamedTuple
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.requests.prefill_request import PrefillRequest
+from tandem.workers.sampling.sample_batch import SampleBatch
+
+
+class DecodeStep(NamedTuple):
+    """One new token for each of n sequences. Arrays are int64 [n]."""
+
+    sequence_ids: tuple[int, ...]
+    tokens: Int64Array  # the input of each row whose source is ON_HOST
+    sources: Int64Array  # the row of the last launched step that samples the input, or ON_HOST
+    sampling: SampleBatch
+    positions: Int64Array  # the index of each sampled token in its sequence
+
+
+class Chunk(NamedTuple):
+    """The next tokens of one prompt."""
+
+    request: PrefillRequest
+    length: int
+
+
+class Batch(NamedTuple):
+    """Prompt chunks and decode rows of one step. A worker gets both only where it is given both."""
+
+    chunks: tuple[Chunk, ...] = ()
+    launched: tuple[PrefillRequest, ...] = ()  # computed speculatively as a whole: only to be sent
+    alone: bool = False  # whether no other prompt runs or waits beside the one of the chunk
+    decodes: DecodeStep | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens that the step stores."""
+        rows = 0 if self.decodes is None else len(self.decodes.sequence_ids)
+        return rows + sum(chunk.length for chunk in self.chunks)

@@ -1,0 +1,85 @@
+"""Decides what each step computes. Pure: it touches no device, no cache and no clock."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from tandem.workers.requests.prefill_request import PrefillRequest
+from tandem.workers.scheduling.batch import Batch, Chunk
+from tandem.workers.scheduling.decode_rows import DecodeRows
+
+LEAST_PROMPT_TOKENS = 1  # of each step with prompts, however many decode rows there are
+
+
+class Scheduler:
+    """Prompts in the order in which they came, and a row for each sequence that is decoded. Owned by the step thread.
+
+    A worker's role is what its scheduler is given: prompts, decode rows, or both.
+
+        add() ──► waiting ── admitted() ──► running ── next_batch() ──► chunks, until remove()
+        rows.join() ──────────────────────► rows ───── next_batch() ──► decodes, until rows.leave()
+    """
+
+    def __init__(self, max_batch_tokens: int) -> None:
+        """max_batch_tokens: of a batch. Decode rows come first, one token each; prompts share the rest."""
+        self.rows = DecodeRows()
+        self._max_batch_tokens = max_batch_tokens
+        self._waiting: deque[PrefillRequest] = deque()
+        self._running: list[PrefillRequest] = []
+
+    def add(self, request: PrefillRequest) -> None:
+        """Queues a prompt. One that was begun speculatively has its room, and runs at once."""
+        if request.computed:
+            self._running.append(request)
+        else:
+            self._waiting.append(request)
+
+    def admitted(self, has_room: Callable[[PrefillRequest], bool]) -> Iterator[PrefillRequest]:
+        """Waiting prompts that run from now on, in order, until one has no room.
+
+        The caller takes the room of each prompt before it asks for the next.
+        """
+        while self._waiting and has_room(self._waiting[0]):
+            request = self._waiting.popleft()
+            self._running.append(request)
+            yield request
+
+    def is_waiting(self, request: PrefillRequest) -> bool:
+        return request in self._waiting
+
+    def is_running(self, request: PrefillRequest) -> bool:
+        return request in self._running
+
+    def remove(self, request: PrefillRequest) -> None:
+        """No batch has this prompt any more."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        else:
+            self._running.remove(request)
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts without room."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Prompts with room."""
+        return len(self._running)
+
+    def next_batch(self) -> Batch:
+        """What the next step computes; calling it again without a change in between gives the same."""
+        decodes = self.rows.next_step()
+        if not self._running:
+            return Batch(decodes=decodes)
+        launched = tuple(request for request in self._running if request.computed == request.num_tokens)
+        alone = len(self._running) - len(launched) == 1 and not self._waiting
+        return Batch(self._chunks(), launched, alone, decodes)
+
+    def _chunks(self) -> tuple[Chunk, ...]:
+        budget, chunks = max(self._max_batch_tokens - len(self.rows), LEAST_PROMPT_TOKENS), []
+        for request in self._running:
+            length = min(budget, request.num_tokens - request.computed)
+            if length:
+                chunks.append(Chunk(request, length))
+                budget -= length
+        return tuple(chunks)

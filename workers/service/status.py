@@ -1,0 +1,59 @@
+"""The one place that says which gRPC status each error of a worker has."""
+
+import asyncio
+import logging
+from concurrent.futures import Future
+from typing import NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+
+from tandem.cache.plan.errors import CacheError
+from tandem.transfer.errors import TransferError
+from tandem.workers.errors import (
+    Aborted,
+    CorruptKV,
+    ForwardFailed,
+    InvalidCall,
+    LeaseExpired,
+    NoRoom,
+    Stale,
+    WriterNotQuiet,
+)
+from tandem.workers.event_loop import unwatched
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+STATUS_OF_ERROR: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (NoRoom, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (Stale, grpc.StatusCode.FAILED_PRECONDITION),
+    (Aborted, grpc.StatusCode.ABORTED),
+    (LeaseExpired, grpc.StatusCode.ABORTED),
+    (CorruptKV, grpc.StatusCode.DATA_LOSS),
+    (InvalidCall, grpc.StatusCode.INVALID_ARGUMENT),
+    (ForwardFailed, grpc.StatusCode.INTERNAL),
+    (WriterNotQuiet, grpc.StatusCode.UNAVAILABLE),
+    (CacheError, grpc.StatusCode.INVALID_ARGUMENT),
+    (TransferError, grpc.StatusCode.INVALID_ARGUMENT),
+)
+
+
+async def refuse(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
+    """Ends the call with the error's status and text. An error of no known type is INTERNAL, and logged."""
+    for kind, status in STATUS_OF_ERROR:
+        if isinstance(error, kind):
+            await context.abort(status, str(error))
+    log.exception("a call failed", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+async def outcome(context: grpc.aio.ServicerContext, future: "Future[T]") -> T:
+    """What the step thread will put there, or refuse().
+
+    The caller's cancellation must not cancel the future: others may wait for it, too.
+    """
+    try:
+        return await asyncio.shield(unwatched(asyncio.wrap_future(future)))
+    except Exception as error:
+        await refuse(context, error)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tandem.cache.operations.open_trees import OpenTrees, Parents
+from tandem.cache.attention.forward import Parents
+from tandem.cache.operations.open_trees import OpenTrees
 from tandem.cache.operations.receptions import Receptions
 from tandem.cache.operations.store import Store
 from tandem.cache.pages.sequence_table import SequenceTable

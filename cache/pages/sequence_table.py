@@ -38,9 +38,8 @@ class Standing:
         """Whether no position of the rows has been taken back since."""
         return self.table.num_cuts == self.num_cuts or not (self.table.cuts[self.rows] != self.cuts).any()
 
-    def check(self, table: "SequenceTable") -> None:
-        """InvalidArgument unless this is of `table`, and no position of the rows has been taken back since."""
-        self.check_owner(table)
+    def check(self) -> None:
+        """InvalidArgument unless no position of the rows has been taken back since."""
         if not self.holds:
             raise InvalidArgument("plan has a sequence that was shortened or removed since; begin_forward plans anew")
 

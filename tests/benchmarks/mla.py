@@ -90,7 +90,7 @@ def measure_decode() -> dict[str, float]:
     actual = case.layer()  # plans the cache's own wrapper
     latents, keys = (part.contiguous() for part in case.pool[:, LAYER, 0, 0].split((RANK, ROTATED), 2))
     wide, rotated = case.absorbed()
-    kernels = case.cache._groups[0].kernels
+    kernels = case.cache._groups[0].backend
     assert isinstance(kernels, FlashInferLatentKernels)
     bare = seconds(lambda: wrapper.run(wide, rotated, latents, keys))
     own = seconds(lambda: kernels._absorbed.run(wide, rotated, *kernels._layers[LAYER]))

@@ -129,7 +129,7 @@ def steps() -> dict[str, float]:
         graphs = bench.runner._graphs
         assert graphs is not None
         if way == "plain":
-            graphs._sharing = []
+            graphs._sharing = None
         seconds[way] = step_seconds(bench, sequences)
         for sequence in sequences.tolist():
             cache.remove_sequence(sequence)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.attention.forward import Forward
 from tandem.workers.worker import Worker
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, complete_all_updates, tokens_of
@@ -54,7 +54,7 @@ def recorded_forwards(worker: Worker) -> list[list[int]]:
     forwards: list[list[int]] = []
     begin = worker.cache.begin_forward
 
-    def record(sequences: Sequence[int], lengths: Sequence[int], *more: Any, **options: Any) -> ForwardPlan:
+    def record(sequences: Sequence[int], lengths: Sequence[int], *more: Any, **options: Any) -> Forward:
         forwards.append(sorted(lengths))
         return begin(sequences, lengths, *more, **options)
 

@@ -1,8 +1,7 @@
 """A forward: what is asked for, what was planned of it, and how a model's layers attend in it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -25,8 +24,7 @@ LayerIndex = Mapping[int, tuple[int, int]]
 """Of each layer its group, and its index there."""
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
+class Batch(NamedTuple):
     """What one forward computes: the next append_lengths[i] ≥ 1 positions of sequence seq_ids[i], any number of each.
 
     So prompt chunks, decodes and drafts that are verified stand in one batch. See PagedKVCache.begin_forward for
@@ -45,6 +43,8 @@ class Attention:
 
     It counts the layers that ran, so that none is taken for computed that was not.
     """
+
+    __slots__ = ("_groups", "_layers", "_ran", "_standing", "plans")
 
     def __init__(
         self,
@@ -116,8 +116,7 @@ NO_ATTENTION = Attention((), (), {}, None)
 """Of a forward in graph buffers, whose layers the graph computes."""
 
 
-@dataclass(frozen=True, eq=False)
-class Forward:
+class Forward(NamedTuple):
     """One forward over B sequences, made by PagedKVCache.begin.
 
     The caller computes all layers through `attention`, or replays the graph that was captured for `buffers`; then
@@ -128,7 +127,7 @@ class Forward:
     tokens: TokenLayout
     attention: Attention
     sent: Sent | None  # what commit() counts as issued
-    standing: Standing  # of the sequences, when the forward was planned
+    standing: Standing | None  # of the sequences, when the forward was planned; None of a step in graph buffers
     buffers: "GraphBuffers | None" = None
     grows: bool = False  # commit() grows the sequences: the forward was foreseen
 

@@ -107,21 +107,22 @@ class GraphBuffers:
         """The forward that the next replay computes, once send() ends this; none that shares its staging is prepared
         between. inputs: the first elements of those of the buffers."""
         limits = self.limits
-        num_tokens, num_sequences = limits.num_tokens, limits.num_sequences
-        missing = num_tokens - tokens.positions.size
+        missing = limits.num_tokens - tokens.positions.size
         if limits.one_each:
-            padded = [pad_steps(one, missing) for one in tables]
+            tables = [pad_steps(one, missing) for one in tables] if missing else tables
         else:
-            absent = num_sequences - tokens.seq_lens.size
+            absent = limits.num_sequences - tokens.seq_lens.size
             tokens = replace(tokens, qo_indptr=_extended(tokens.qo_indptr, absent))
-            padded = [_pad_prompts(one, absent, missing) for one in tables]
-        for group, buffers, one in zip(self._groups, self._buffers, padded, strict=True):
+            tables = [_pad_prompts(one, absent, missing) for one in tables]
+        for group, buffers, one in zip(self._groups, self._buffers, tables, strict=True):
             group.backend.plan(tokens, one, buffers)
-        arrays: list[np.ndarray] = [pad(tokens.positions, missing, 0)]
-        arrays += [pad(one, width - one.size, 0) for one, width in zip(inputs, limits.inputs, strict=True)]
+        arrays: list[np.ndarray] = [tokens.positions, *inputs]
+        if missing or not limits.one_each:
+            widths = limits.num_tokens, *limits.inputs
+            arrays = [pad(one, width - one.size, 0) for one, width in zip(arrays, widths, strict=True)]
         if not limits.one_each:
             arrays.append(tokens.qo_indptr)
-        for one in padded:
+        for one in tables:
             arrays += [one.slot_mapping, one.kv_indptr, one.kv_last_page_len, one.kv_indices]
         self._arrays.prepare(arrays)
 
@@ -163,8 +164,6 @@ def _fits(limits: Limits, groups: Sequence[GroupAttention], max_length: int) -> 
 
 def pad_steps(tables: PageTables, count: int) -> PageTables:
     """`count` more sequences, which store nothing and attend to one position of page 0."""
-    if count == 0:
-        return tables
     ends = tables.kv_indptr[-1] + np.arange(1, count + 1, dtype=np.int32)
     return PageTables(
         slot_mapping=pad(tables.slot_mapping, count, SKIP_SLOT),

@@ -77,8 +77,7 @@ EMPTY = np.empty(0, np.int32)
 NO_TABLES = PageTables(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY)
 
 
-@dataclass(frozen=True, eq=False)
-class GroupPlan:
+class GroupPlan(NamedTuple):
     """One layer group of a forward.
 
     own: what the group's backend planned; only the backend reads it. rotation: of the new tokens; None without RoPE.

@@ -29,7 +29,7 @@ class ForwardCalls(Parts):
         sequences stays, for that forward may still run.
         """
         sequences, given = ids_of(batch.seq_ids), batch.append_lengths
-        appends = np.ones(len(sequences), np.int64) if given is None else integers("append_lengths", given)
+        appends = self._growth.one_each(len(sequences)) if given is None else integers("append_lengths", given)
         if buffers is not None:
             self._check_buffers(buffers.limits, sequences, appends, batch, inputs)
             return self._fill(buffers, sequences, appends, inputs)
@@ -51,11 +51,11 @@ class ForwardCalls(Parts):
 
         InvalidArgument, and nothing counts, when a layer never ran.
         """
-        forward.standing.check_owner(self._table)
+        self._check_owner(forward)
         if forward.buffers is None:
             forward.attention.check_complete()
-        if forward.grows:
-            self._growth.grow(forward.seq_ids, np.ones(len(forward.seq_ids), np.int64), in_flight=1)
+        elif forward.grows:
+            self._growth.grow(forward.seq_ids, self._growth.one_each(len(forward.seq_ids)), in_flight=1)
         self._transmissions.commit(forward.sent, forward.standing)
 
     # By the names of TVM's PagedAttentionKVCache
@@ -95,7 +95,7 @@ class ForwardCalls(Parts):
         Call it once for each layer, in order, under torch.inference_mode, before a sequence of the plan is shortened or
         removed.
         """
-        plan.standing.check_owner(self._table)
+        self._check_owner(plan)
         return plan.attention.attend(layer, q, k, v, sinks)
 
     def latent_attention(
@@ -106,7 +106,7 @@ class ForwardCalls(Parts):
         q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
         they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
         """
-        plan.standing.check_owner(self._table)
+        self._check_owner(plan)
         return plan.attention.attend_latents(layer, q, latents, keys, up)
 
     def end_forward(self, plan: Forward) -> None:
@@ -151,7 +151,7 @@ class ForwardCalls(Parts):
             return None
         rows = self._table.rows(sequences)
         self._prepare(buffers, rows, tokens, inputs)
-        return Forward(sequences, tokens, NO_ATTENTION, None, self._table.standing(rows), buffers, grows=True)
+        return Forward(sequences, tokens, NO_ATTENTION, None, None, buffers, grows=True)
 
     def begin_foreseen(self, forward: Forward, inputs: Sequence[Int64Array]) -> bool:
         """begin() of what foresee() filled in, with these first inputs; its sequences grow when it is committed. False,
@@ -167,7 +167,8 @@ class ForwardCalls(Parts):
         rows, tokens = self._growth.grow(sequences, appends, in_flight=int(buffers.limits.one_each))
         self._prepare(buffers, rows, tokens, inputs)
         buffers.send()
-        return Forward(sequences, tokens, NO_ATTENTION, None, self._table.standing(rows), buffers)
+        standing = None if buffers.limits.one_each else self._table.standing(rows)
+        return Forward(sequences, tokens, NO_ATTENTION, None, standing, buffers)
 
     def _prepare(
         self, buffers: GraphBuffers, rows: Int64Array, tokens: TokenLayout, inputs: Sequence[Int64Array]
@@ -175,6 +176,10 @@ class ForwardCalls(Parts):
         sharing = buffers.limits.sharing
         look_ups = [group.look_up_apart if sharing else group.look_up for group in self._groups]
         buffers.prepare(tokens, [look_up(rows, tokens) for look_up in look_ups], inputs)
+
+    def _check_owner(self, forward: Forward) -> None:
+        if forward.standing is not None:
+            forward.standing.check_owner(self._table)
 
     def _check_buffers(
         self,

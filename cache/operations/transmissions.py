@@ -29,9 +29,10 @@ class Transmissions:
         """What a forward sends that has grown rows (int64 [B]) by `tokens`; see plan_sends."""
         return plan_sends(self._marks, self._table, rows, tokens, self._layout.page_size)
 
-    def commit(self, sent: Sent | None, standing: Standing) -> None:
-        """A forward of these rows was launched, and so was what it sends."""
-        self._marks.commit(sent)
+    def commit(self, sent: Sent | None, standing: Standing | None) -> None:
+        """A forward of these rows was launched, and so was what it sends; None: it took no note of its layers."""
+        if sent is not None:
+            self._marks.commit(sent)
         self._launched = standing
 
     def send_cached(self, sequence: int) -> None:

@@ -141,7 +141,6 @@ class CountingModel:
 
     def step(self, sequence_ids: tuple[int, ...], tokens: Int64Array, sources: Int64Array, *rest: object) -> "Drawn":
         plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))
-        self._cache.end_forward(plan)
         step = Step(plan, tokens, sources)
         self.launched.append(step)
         if not self.runs_ahead:

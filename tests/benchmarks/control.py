@@ -122,8 +122,7 @@ def decode_step_us(batch_size: int = 256, context: int = 1024, *, spread: bool =
     drawn = torch.full((batch_size,), 5)
 
     def step() -> None:
-        plan = cache.begin_forward(batch.sequence_ids, np.ones(batch_size, np.int64))
-        cache.end_forward(plan)
+        cache.begin_forward(batch.sequence_ids, np.ones(batch_size, np.int64))
         flight = batch.launched(CopiedSamples(drawn, None))
         sampled = flight.pending.wait().token_ids
         batch.learn(sampled)

@@ -57,7 +57,6 @@ class Case:
             self.cache.add_sequence(sequence)
         for length in (cached, new) if cached else (new,):  # what is cached is the pool's noise
             self.plan = self.cache.begin_forward(ids, [length] * sequences)
-            self.cache.end_forward(self.plan)
         tokens = sequences * new
         self.q = torch.randn(tokens, NUM_HEADS, HEADS.key_dim + ROTATED, dtype=DTYPE, device="cuda")
         self.latents, self.keys = torch.randn(tokens, RANK + ROTATED, dtype=DTYPE, device="cuda").split(

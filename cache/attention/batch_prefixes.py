@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.cache.attention.stream_attention import StreamParts
+from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.shared_prefixes import SharedPrefixes, SharingRule, find_shared_prefixes
@@ -14,7 +14,7 @@ class BatchPrefixes:
     """Of one layer group; rule None: nothing is shared there.
 
     What was found stays true while the rows are the same and none of them has lost or exchanged a page: a row that
-    grows gets pages of its own, and streams, which slide, do not share.
+    grows gets pages of its own, and sequences that slide do not share.
     """
 
     def __init__(self, table: GroupTable, rule: SharingRule | None, page_size: int) -> None:
@@ -45,16 +45,16 @@ class BatchPrefixes:
         return self._found
 
 
-def able_to_share(tokens: TokenLayout, streams: StreamParts | None) -> NDArray[np.bool_] | None:
+def able_to_share(tokens: TokenLayout, sliding: SlidingParts | None) -> NDArray[np.bool_] | None:
     """bool [B]: the sequences that may share in a forward; None: all.
 
-    Only those with one new token that is no tree's. Those of streams do not, for their K is not rotated.
+    Only those with one new token that is no tree's. Sequences that slide do not, for their K is not rotated.
     """
-    if streams is None and tokens.trees is None and tokens.each_one:
+    if sliding is None and tokens.trees is None and tokens.each_one:
         return None
     able = tokens.single
-    if streams is not None:
-        able[streams.sequences] = False
+    if sliding is not None:
+        able[sliding.sequences] = False
     return able
 
 

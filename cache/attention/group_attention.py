@@ -9,15 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.attention.batch_prefixes import BatchPrefixes, able_to_share
-from tandem.cache.attention.forward_plan import GroupPlan
 from tandem.cache.attention.page_look_up import PageLookUp
-from tandem.cache.attention.stream_attention import StreamParts, no_output
-from tandem.cache.kernels.base import Kernels, PageKernels, PushingKernels, SharingKernels
+from tandem.cache.kernels.base import QKV, AttentionBackend, GroupPlan, Latents
 from tandem.cache.kernels.fp8_entries import Fp8Entries
-from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array
-from tandem.cache.plan.attention_inputs import AttentionInputs
+from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
@@ -25,14 +23,16 @@ from tandem.cache.plan.stored_layers import StoredLayers
 from tandem.cache.plan.tables import PageTables, Send, TokenLayout, own_tables, slots_of
 
 
-class GroupForward:
-    """kernels, window and table are those of group `group`."""
+class GroupAttention:
+    """backend, window and table are those of group `group`, whose layers take `inputs`."""
 
     def __init__(
         self,
         group: int,
-        kernels: PageKernels,
+        backend: AttentionBackend,
+        inputs: AttentionInputs | LatentInputs,
         window: int | None,
+        fp8: Fp8Entries | None,
         table: GroupTable,
         writer: PageWriter | None,
         page_size: int,
@@ -40,15 +40,20 @@ class GroupForward:
     ) -> None:
         """stored: of the group, on a GPU, where what it stores may be sent."""
         self._group = group
-        self.kernels = kernels
+        self.backend = backend
         self.stored = stored
+        self.inputs = inputs
+        self._fp8 = fp8
         self._table = table
         self._writer = writer
         self._page_size = page_size
-        rule = kernels.sharing if isinstance(kernels, SharingKernels) else None
         self._tables = PageLookUp(table, window, page_size)
-        self._prefixes = BatchPrefixes(table, rule, page_size)
-        self._pushing = kernels if isinstance(kernels, PushingKernels) else None  # asking for a protocol is slow
+        self._prefixes = BatchPrefixes(table, backend.capabilities.sharing, page_size)
+
+    @property
+    def shares_in_graphs(self) -> bool:
+        can = self.backend.capabilities
+        return can.sharing_graphs and can.sharing is not None
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
         """rows: int64 [B], those of the sequences that have grown by `tokens`."""
@@ -58,11 +63,9 @@ class GroupForward:
         """look_up() of sequences with one new token each, without the pages that segments of its `shared` cover."""
         shared = self.shared(rows, tokens.seq_lens)
         tables = self.look_up(rows, tokens, shared)
-        return (
-            tables
-            if shared is None
-            else replace(own_tables(tables, np.arange(rows.size), self._page_size), shared=shared)
-        )
+        if shared is None:
+            return tables
+        return replace(own_tables(tables, np.arange(rows.size), self._page_size), shared=shared)
 
     def shared(
         self, rows: Int64Array, seq_lens: Int32Array, able: NDArray[np.bool_] | None = None
@@ -76,32 +79,46 @@ class GroupForward:
         tokens: TokenLayout,
         rotation: Rotation | None,
         sends: tuple[Send, ...],
-        streams: StreamParts | None,
+        sliding: SlidingParts | None,
     ) -> GroupPlan:
         shared = None
         if self._prefixes.rule is not None:
-            shared = self.shared(rows, tokens.seq_lens, able_to_share(tokens, streams))
+            shared = self.shared(rows, tokens.seq_lens, able_to_share(tokens, sliding))
         tables = self.look_up(rows, tokens, shared)
-        plan = self.kernels.plan(tokens, tables)
-        if sends and self._pushing is not None:
+        own = self.backend.plan(tokens, tables)
+        if sends and self.backend.capabilities.pushes:
             assert self._writer is not None  # mark_send saw to it
             peer_pool = partial(self._writer.peer_pool, group=self._group)
-            plan, sends = self._pushing.push_with_append(plan, sends, peer_pool)
-        return GroupPlan(tables, rotation, sends, streams, plan)
+            own, sends = self.backend.push_with_append(own, sends, peer_pool)
+        return GroupPlan(own, rotation, tables, sends, sliding, tokens.positions.size, self.stored)
 
-    def push(self, plan: GroupPlan, layer: int, k: Tensor | None, v: Tensor | None) -> None:
-        """Behind a layer's append: what that has left to the writer; see PageWriter for k and v."""
-        if self.stored is not None:
-            self.stored.note(layer)
+    def run(self, plan: GroupPlan, layer: int, x: QKV | Latents) -> Tensor:
+        """See AttentionBackend.run; pushes what the plan sends."""
+        if not plan.captured:
+            hooked = plan.sends or plan.stored is not None
+            return self.backend.run(plan, layer, x, partial(self._appended, plan, layer) if hooked else None)
+        output = self.backend.run(plan, layer, x)
+        if plan.stored is not None:  # behind attention: between two kernels that overlap an event would part them
+            plan.stored.note(layer)
+        return output
+
+    def _appended(self, plan: GroupPlan, layer: int, k: Tensor | None, v: Tensor | None) -> None:
+        """Takes note of a stored layer, and pushes what append has left to the writer; see PageWriter for k and v."""
+        if plan.stored is not None:
+            plan.stored.note(layer)
+        if not plan.sends:
+            return
         if layer == 0:
             self.push_cached(plan.sends)
-        for send in plan.sends:
-            assert self._writer is not None
-            if send.token_indices.shape[0]:
-                assert k is not None  # append gives it where something is left
-                self._writer.write_tokens(
-                    send.target_pe, self._group, layer, k, v, send.token_indices, send.token_slots
-                )
+        left = [send for send in plan.sends if send.token_indices.shape[0]]
+        if not left:
+            return
+        assert k is not None  # append gives it where something is left
+        assert self._writer is not None
+        if self._fp8 is not None and v is not None:
+            k, v = self._fp8.quantise(layer, k, v)
+        for send in left:
+            self._writer.write_tokens(send.target_pe, self._group, layer, k, v, send.token_indices, send.token_slots)
 
     def push_cached(self, sends: Sequence[Send], *, staged: bool = False) -> None:
         """Their cached positions, page to page. staged: the forward launched last stored the last of them, so that
@@ -113,48 +130,6 @@ class GroupForward:
                 self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots, stages)
 
     def gather(self, layers: Sequence[int], row: int, indices: Int64Array) -> list[tuple[Tensor, Tensor]]:
-        """What kernels.read_slots gives of each of `layers` at `indices` (int64 [n]) of a row."""
+        """What read_slots() gives of each of `layers` at `indices` (int64 [n]) of a row."""
         slots: Int32Array = slots_of(self._table.pages[row], indices, self._page_size)
-        return [self.kernels.read_slots(layer, slots) for layer in layers]
-
-
-class GroupAttention(GroupForward):
-    """A group that keeps K and V. fp8 is the group's; scoring is what sequences with a sliding window attend by."""
-
-    kernels: Kernels
-
-    def __init__(
-        self,
-        group: int,
-        kernels: Kernels,
-        table: GroupTable,
-        writer: PageWriter | None,
-        page_size: int,
-        scoring: Scoring,
-        fp8: Fp8Entries | None,
-        inputs: AttentionInputs,
-        stored: StoredLayers | None,
-    ) -> None:
-        super().__init__(group, kernels, scoring.window, table, writer, page_size, stored)
-        self._inputs = inputs
-        self._scoring = scoring
-        self._fp8 = fp8
-
-    def attend(self, plan: GroupPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """See PagedKVCache.attention; layer counts within the group."""
-        self._inputs.check(plan.tables.slot_mapping.size, q, k, v, sinks)
-        q, k = self.kernels.append(layer, q, k, v, plan.rotation, plan.kernel_plan)
-        if self._fp8 is None:
-            self.push(plan, layer, k, v)
-        elif any(send.token_indices.shape[0] for send in plan.sends):
-            self.push(plan, layer, *self._fp8.quantise(layer, k, v))
-        else:
-            self.push(plan, layer, None, None)
-        streams = plan.streams
-        if streams is None:
-            return self.kernels.attend(layer, q, k, v, plan.kernel_plan, sinks)
-        if int((streams.ends - streams.begins).sum()) == q.shape[0]:
-            output = no_output(q)
-        else:  # what the kernels make of tokens of streams is replaced
-            output = self.kernels.attend(layer, q, k, v, plan.kernel_plan, sinks)
-        return streams.attend(output, q, partial(self.kernels.read_slots, layer), self._scoring, sinks)
+        return [self.backend.read_slots(layer, slots) for layer in layers]

@@ -8,7 +8,7 @@ import numpy as np
 
 from tandem.cache.attention.page_look_up import PageLookUp
 from tandem.cache.attention.rotations import Rotations
-from tandem.cache.attention.stream_attention import StreamParts
+from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.pages.page_pools import PageIds
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_table import SequenceTable
@@ -43,7 +43,7 @@ class Streams:
         self._look_ups = [PageLookUp(group, None, page_size) for group in table.groups]
         self._nothing: PageIds = tuple(np.empty(0, np.int32) for _ in table.groups)
         self._unslid = nullcontext(self._nothing)
-        self._no_parts: list[StreamParts | None] = [None] * len(table.groups)
+        self._no_parts: list[SlidingParts | None] = [None] * len(table.groups)
 
     def check_window(self, window: int, sink: int, max_length: int) -> None:
         most = max_length - 2 * self._page_size + 2
@@ -97,7 +97,7 @@ class Streams:
 
     def plan(
         self, rows: Int64Array, tokens: TokenLayout, rope_lengths: Int64Array | None
-    ) -> tuple[list[Rotation | None], list[StreamParts | None]]:
+    ) -> tuple[list[Rotation | None], list[SlidingParts | None]]:
         """Per group the rotation of a forward's tokens, which leaves what streams append as it is, and the streams."""
         table = self._table
         if table.streams.count == 0:
@@ -108,8 +108,8 @@ class Streams:
             return self._rotations.plan(tokens, rope_lengths), self._no_parts
         rotations = self._rotations.plan(tokens, rope_lengths, unrotated=slides[tokens.owners])
         begins, ends = tokens.qo_indptr[sliding], tokens.qo_indptr[sliding + 1]
-        parts: list[StreamParts | None] = [
-            StreamParts(
+        parts: list[SlidingParts | None] = [
+            SlidingParts(
                 sliding, begins, ends, *look_up.stream_slots(rows[sliding], table.lengths, table.streams), rotation
             )
             for look_up, rotation in zip(self._look_ups, self._rotations.of_places, strict=True)

@@ -1,203 +1,137 @@
-"""What a backend's kernels do for one layer group of a paged KV cache."""
+"""What an attention backend does for one layer group of a paged KV cache."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.shared_prefixes import SharedPrefixes, SharingRule
+from tandem.cache.plan.stored_layers import StoredLayers
 from tandem.cache.plan.tables import PageTables, Send, TokenLayout
 
 GPU_HEAD_DIMS = (64, 128, 256)  # of K and V of 16 bits, which FlashInfer is compiled for
 
 
-class PageKernels(Protocol):
-    """Bound to one pool of pages, whatever its entries are; layer counts within the group."""
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do for its pool. Callers read this; nobody asks for the backend's class."""
 
-    def plan(self, tokens: TokenLayout, tables: PageTables) -> Any:
-        """On the host, once a forward: whatever append and attend need of it."""
-        ...
-
-    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
-        """All layers of pages sources[i] to targets[i], int32 [n] each."""
-        ...
-
-    def clear_pages(self, pages: Int32Array) -> None:
-        """Makes sure that what stands in slots not yet written cannot reach an output (0 · NaN is NaN)."""
-        ...
-
-    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n], in the dtype in which they came.
-
-        Of latents see LatentKernels.
-        """
-        ...
+    trees: bool = True  # attend to nodes of token trees, and move slots
+    pushes: bool = False  # append into mapped pools of peers, see push_with_append
+    sharing: SharingRule | None = None  # when sequences read shared pages once for all; None: never
+    step_graphs: bool = False  # decode steps in graph buffers
+    sharing_graphs: bool = False  # decode steps whose sequences share pages, in graph buffers
 
 
-class Kernels(PageKernels, Protocol):
-    """Bound to one pool `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`.
+@dataclass(frozen=True)
+class Limits:
+    """What a forward in graph buffers may hold: up to num_tokens new tokens of up to num_sequences sequences."""
 
-    plan() once a forward; append() and attend() once a layer, with what it returned.
-    """
+    num_tokens: int
+    num_sequences: int
+    num_q_heads: int
+    inputs: tuple[int, ...]  # elements of each int64 array that the caller fills along
+    one_each: bool  # a decode step: each sequence has one new token
+    sharing: bool = False  # sequences that share pages attend to them together
 
-    def append(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: Any
-    ) -> tuple[Tensor, Tensor]:
-        """q and k rotated; the latter and v go into the new tokens' slots.
+    @classmethod
+    def of_step(cls, size: int, num_q_heads: int, num_inputs: int, *, sharing: bool = False) -> "Limits":
+        """A decode step of up to `size` sequences. Each of num_inputs arrays has an element a sequence."""
+        return cls(size, size, num_q_heads, (size,) * num_inputs, one_each=True, sharing=sharing)
 
-        q is [T, num_q_heads, head_dim], k and v are [T, num_kv_heads, head_dim], left as they are. Without rotation q
-        and k may be what is returned.
-        """
-        ...
+    @classmethod
+    def of_prompts(cls, size: int, num_sequences: int, num_q_heads: int) -> "Limits":
+        """Up to `size` tokens. The caller fills their ids, and the rows whose logits are wanted, one a sequence."""
+        return cls(size, num_sequences, num_q_heads, (size, num_sequences), one_each=False)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Any, sinks: Tensor | None = None) -> Tensor:
-        """o [T, num_q_heads, head_dim]: each token attends to its sequence's positions up to its own, in its window.
-
-        q and k are what append() returned just before, v is what it was given. num_q_heads is a multiple of
-        num_kv_heads, and q head h reads KV head h // (num_q_heads / num_kv_heads). sinks: [num_q_heads], any float
-        dtype: a logit per head that is added to the softmax's denominator.
-        """
-        ...
-
-
-class LatentKernels(PageKernels, Protocol):
-    """Bound to one pool `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.plan.latent.
-
-    read_slots gives whole entries as k, [n, 1, rank + rotated], and their latents as v, [n, 1, rank].
-    """
-
-    def append(
-        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, rotation: Rotation | None, plan: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rotates the last numbers of q and keys; latents and keys go into the new tokens' slots.
-
-        q [T, num_heads, key_dim + rotated], latents [T, rank], keys [T, rotated]; any may be overwritten. Returns q
-        and the entries [T, 1, rank + rotated]; None where no writer takes them from there.
-        """
-        ...
-
-    def attend(self, layer: int, q: Tensor, plan: Any, up: UpProjections) -> Tensor:
-        """o [T, num_heads, value_dim]: each token attends to its sequence's positions up to its own."""
-        ...
-
-
-class KernelFactory(Protocol):
-    """Kernels for a pool. fp8: how K and V become its elements; None: as they are."""
-
-    def __call__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> Kernels: ...
-
-
-@runtime_checkable
-class SharingKernels(Kernels, Protocol):
-    """Kernels that read pages once for all sequences that share them, as tables.shared says."""
-
-    @property
-    def sharing(self) -> SharingRule | None:
-        """When that is faster; None: it is not done for this pool."""
-        ...
-
-
-@runtime_checkable
-class TreeKernels(PageKernels, Protocol):
-    """Kernels, of K and V or of latents, whose attend() gives each token of TokenLayout.trees what it may see, and no
-    more."""
-
-    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
-        """All layers of slots sources[i] to targets[i], int32 [n] each; a target may be the source of another move,
-        which still moves what was there before."""
-        ...
-
-
-PeerPool = Callable[[int], Tensor | None]
-"""PageWriter.peer_pool of one layer group."""
-
-
-@runtime_checkable
-class PushingKernels(PageKernels, Protocol):
-    """Kernels whose append can also store into pools of peers."""
-
-    def push_with_append(self, plan: Any, sends: Sequence[Send], peer_pool: PeerPool) -> tuple[Any, tuple[Send, ...]]:
-        """A plan whose append also stores into mapped peers, and the sends that are left for the page writer."""
-        ...
+    def without_sharing(self) -> "Limits":
+        return replace(self, sharing=False)
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceTables:
-    """PageTables of a fixed number of sequences, one new token each, at places on the device that stay.
+    """PageTables of B sequences at fixed addresses on the device.
 
-    slots: int32 [B], negative for a token that is not stored. kv_indptr int32 [B + 1], kv_last_page_len int32 [B],
-    kv_indices int32, as many as can be needed.
+    slots: int32 [T], negative for a token that is not stored. kv_indptr int32 [B + 1], kv_last_page_len int32 [B],
+    kv_indices int32, as many as can be needed. qo_indptr: int32 [B + 1], the sequences' tokens; those from qo_indptr[B]
+    on are padding. None: each sequence has one.
     """
 
     slots: Tensor
     kv_indptr: Tensor
     kv_last_page_len: Tensor
     kv_indices: Tensor
+    qo_indptr: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class PromptTables:
-    """PageTables of T tokens of B sequences, any number of them each, at places on the device that stay.
+EMPTY = np.empty(0, np.int32)
+NO_TABLES = PageTables(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY)
 
-    qo_indptr: int32 [B + 1], the sequences' tokens. slots: int32 [T], negative for a token that is not stored, as those
-    behind qo_indptr[B] are. kv_indptr int32 [B + 1], kv_last_page_len int32 [B], kv_indices int32, as many as can be
-    needed.
+
+class GroupPlan(NamedTuple):
+    """One layer group of a forward.
+
+    own: what the group's backend planned; only the backend reads it. rotation: of the new tokens; None without RoPE.
+    sliding: the sequences with a sliding window; None where there is none. tables and sends are empty in graph buffers.
     """
 
-    qo_indptr: Tensor
-    slots: Tensor
-    kv_indptr: Tensor
-    kv_last_page_len: Tensor
-    kv_indices: Tensor
+    own: Any
+    rotation: Rotation | None
+    tables: PageTables = NO_TABLES
+    sends: tuple[Send, ...] = ()
+    sliding: SlidingParts | None = None
+    num_tokens: int = 0
+    stored: StoredLayers | None = None  # takes note of layers once they are stored
+    captured: bool = False  # in graph buffers
 
 
-@runtime_checkable
-class GraphKernels(PageKernels, Protocol):
-    """Kernels that can do a decode step inside a CUDA graph, which is replayed with other tables: StepKernels, or
-    LatentStepKernels."""
+class QKV(NamedTuple):
+    """What a layer that keeps K and V attends with: q [T, num_q_heads, head_dim], k and v [T, num_kv_heads, head_dim].
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> Any:
-        """A plan whose steps read `tables` whenever they run, after refill() announced their content."""
-        ...
+    sinks: [num_q_heads], any float dtype: a logit for each head that is added to the softmax's denominator. norm: of q
+    and k, before they are rotated.
+    """
 
-    def refill(self, plan: Any, tables: PageTables) -> None:
-        """On the host: what `plan` runs next are these tables; the caller copies them to the device's."""
-        ...
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    norm: HeadNorm | None = None
 
 
-@runtime_checkable
-class StepKernels(GraphKernels, Kernels, Protocol):
-    """Graph kernels of a pool of K and V."""
+class Latents(NamedTuple):
+    """What a layer that keeps latents attends with: q [T, num_heads, key_dim + rotated], latents [T, rank], keys
+    [T, rotated]. All three may be overwritten."""
 
-    def step(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None,
-        plan: Any,
-        sinks: Tensor | None,
-        norm: HeadNorm | None,
-    ) -> Tensor:
-        """o [B, num_q_heads, head_dim]: what append() and then attend() give, of q and k after `norm`; plan is a fixed
-        one. What rows of padding give means nothing.
-        """
-        ...
+    q: Tensor
+    latents: Tensor
+    keys: Tensor
+    up: UpProjections
+
+
+InputsT = TypeVar("InputsT", contravariant=True)
+Appended = Callable[[Tensor | None, Tensor | None], None]
+"""Called between append and attention with k and v as they were stored (latents: the entries and None); k is None where
+nobody takes it from there."""
+PeerPool = Callable[[int], Tensor | None]
+"""PageWriter.peer_pool of one layer group."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepPages:
-    """Where a kernel of more than one layer of a step finds the KV: what StepKernels.step() has besides the layers' own
-    tensors. rotation: of the step's tokens. scale: of the scores. scales: of a pool of 8-bit entries, as Fp8Entries has
-    them; None: K and V are stored as they are.
+    """Where a decode megakernel finds the KV of all layers of a step.
+
+    rotation: of the step's tokens. scale: of the scores. scales: of a pool of 8-bit entries, as Fp8Entries has them;
+    None: K and V are stored as they are.
     """
 
     pool: Tensor
@@ -207,61 +141,82 @@ class StepPages:
     scales: Tensor | None
 
 
-@runtime_checkable
-class OpenStepKernels(StepKernels, Protocol):
-    """Graph kernels that let a kernel of more than a layer do what step() does."""
+class PageOperations(Protocol):
+    """What moves the pages of one pool, whatever its entries are."""
 
-    def step_pages(self, plan: Any, rotation: Rotation | None) -> StepPages | None:
-        """None where step() does more with this plan than causal attention."""
+    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
+        """All layers of pages sources[i] to targets[i], int32 [n] each."""
         ...
 
-
-@runtime_checkable
-class LatentStepKernels(GraphKernels, LatentKernels, Protocol):
-    """Graph kernels of a pool of latents."""
-
-    def step_latents(
-        self,
-        layer: int,
-        q: Tensor,
-        latents: Tensor,
-        keys: Tensor,
-        rotation: Rotation | None,
-        plan: Any,
-        up: UpProjections,
-    ) -> Tensor:
-        """o [B, num_heads, value_dim]: what append() and then attend() give; plan is a fixed one."""
+    def clear_pages(self, pages: Int32Array) -> None:
+        """Makes sure that what stands in slots not yet written cannot reach an output (0 · NaN is NaN)."""
         ...
 
+    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        """All layers of slots sources[i] to targets[i], int32 [n] each; a target may be the source of another move,
+        which still moves what was there before."""
+        ...
 
-@runtime_checkable
-class SharingGraphKernels(StepKernels, SharingKernels, Protocol):
-    """Graph kernels that can share in a graph too, up to some number of segments."""
+    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
+        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n], in the dtype in which they came.
 
-    def fixed_sharing_plan(self, tables: DeviceTables, num_q_heads: int) -> Any:
-        """A fixed_plan() for refills with what the sequences share, if anything.
-
-        `tables` are then without the pages that segments cover; those of the segments the kernels copy themselves.
+        Of latents: whole entries [n, 1, rank + rotated], and their latents [n, 1, rank].
         """
         ...
 
-    def takes_shared(self, plan: Any, shared: SharedPrefixes) -> bool:
-        """Whether a sharing plan has room for it."""
+
+class AttentionBackend(PageOperations, Protocol[InputsT]):
+    """Bound to one pool. plan() once a forward, on the host; run() once a layer. layer counts within the group.
+
+    A pool of K and V is `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`, and InputsT is QKV. One of latents
+    is `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.plan.latent, and InputsT is Latents.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
+        """The most tokens of up to num_sequences prompts that graph buffers may hold; 0: there are none for prompts."""
+        ...
+
+    def buffers(self, limits: Limits, tables: DeviceTables) -> Any:
+        """Graph buffers: run() reads `tables` whenever the captured graph is replayed. The caller fills `tables`."""
+        ...
+
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
+        """Whatever run() needs of a forward; waits for no device.
+
+        buffers: of buffers(), which the next replay then computes. Their tables are filled up with padding. Those for
+        sharing leave out the pages of segments; the backend copies these itself.
+        """
+        ...
+
+    def takes_shared(self, buffers: Any, shared: SharedPrefixes) -> bool:
+        """Whether buffers for sharing have room for these segments."""
+        ...
+
+    def push_with_append(self, own: Any, sends: Sequence[Send], peer_pool: PeerPool) -> tuple[Any, tuple[Send, ...]]:
+        """A plan whose append also stores into mapped peers, and the sends that are left for the page writer."""
+        ...
+
+    def run(self, plan: GroupPlan, layer: int, x: InputsT, appended: Appended | None = None) -> Tensor:
+        """o of each new token: norms, rotates, stores K and V in the token's slot, calls `appended`, attends.
+
+        Each token attends to its sequence's positions up to its own, in its window, and q head h to KV head
+        h // (num_q_heads / num_kv_heads). A node of a token tree sees its ancestors. Rows of padding mean nothing.
+        """
+        ...
+
+    def step_pages(self, plan: GroupPlan) -> StepPages | None:
+        """For a decode megakernel in place of run(); None where run() does more than causal attention."""
         ...
 
 
-@runtime_checkable
-class PromptGraphKernels(StepKernels, Protocol):
-    """Graph kernels whose step() can also be that of prompts, of which each sequence has several new tokens."""
+KVBackend = AttentionBackend[QKV]
+LatentBackend = AttentionBackend[Latents]
 
-    def most_prompt_tokens(self, num_sequences: int, num_q_heads: int) -> int:
-        """How many tokens of up to num_sequences sequences a fixed plan may have."""
-        ...
 
-    def fixed_prompts_plan(self, tables: PromptTables, num_q_heads: int) -> Any:
-        """As GraphKernels.fixed_plan()."""
-        ...
+class KernelFactory(Protocol):
+    """A backend for a pool of K and V. fp8: how K and V become its elements; None: as they are."""
 
-    def refill_prompts(self, plan: Any, qo_indptr: Int32Array, tables: PageTables) -> None:
-        """As GraphKernels.refill(); both are filled up with padding."""
-        ...
+    def __call__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> KVBackend: ...

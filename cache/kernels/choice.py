@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Kernels, LatentKernels
+from tandem.cache.kernels.backend import AppendThenAttend
+from tandem.cache.kernels.base import LatentBackend
 from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.native.crew import load_crew
@@ -14,7 +15,7 @@ from tandem.cache.kernels.torch.latent import TorchLatentKernels
 from tandem.cache.plan.latent import LatentHeads
 
 
-def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> Kernels:
+def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> AppendThenAttend:
     """Native ones for float32 on a CPU where they can be built, FlashInfer's for 16 bits on a GPU, also stored in 8,
     else torch's.
 
@@ -33,7 +34,7 @@ def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None
     return TorchKernels(pool, scoring, fp8)
 
 
-def choose_latent_kernels(pool: Tensor, scale: float, rank: int, heads: LatentHeads) -> LatentKernels:
+def choose_latent_kernels(pool: Tensor, scale: float, rank: int, heads: LatentHeads) -> LatentBackend:
     """FlashInfer's for 16 bits on a GPU, else torch's; InvalidArgument for what FlashInfer cannot serve."""
     if pool.device.type == "cuda" and pool.dtype != torch.float32:
         from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels  # needs triton

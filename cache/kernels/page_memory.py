@@ -15,8 +15,7 @@ def movable(tensor: Tensor) -> Tensor:
 
 
 class PageMemory:
-    """Base of kernels bound to one pool `[num_pages, layers, planes, num_kv_heads, page_size, elements]`; what calls do
-    stands in PageKernels and TreeKernels."""
+    """Bound to one pool `[num_pages, layers, planes, num_kv_heads, page_size, elements]`. See PageOperations."""
 
     def __init__(self, pool: Tensor) -> None:
         self._words = movable(pool)

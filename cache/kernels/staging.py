@@ -28,6 +28,10 @@ class Staging(Protocol):
         """The first num_bytes of the host's side are for work that is queued next."""
         ...
 
+    def fetch(self, num_bytes: int) -> None:
+        """Launches what brings num_bytes at most to the device's side, where send() does not; captured in a graph."""
+        ...
+
 
 class CopiedStaging:
     """By a copy on the current stream. open() waits until the one before is done."""
@@ -46,6 +50,9 @@ class CopiedStaging:
         self.on_device[:num_bytes].copy_(self.host[:num_bytes], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+    def fetch(self, num_bytes: int) -> None:
+        """send() copied them."""
 
 
 class FixedArrays:

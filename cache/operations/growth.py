@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tandem.cache.operations.open_trees import OpenTrees, Parents
+from tandem.cache.attention.forward import Parents
+from tandem.cache.operations.open_trees import OpenTrees
 from tandem.cache.operations.receptions import Receptions
 from tandem.cache.operations.store import Store
 from tandem.cache.pages.sequence_table import SequenceTable
@@ -41,6 +42,7 @@ class Growth:
         self._receptions = receptions
         self._trees = trees
         self._foreseen: Foreseen | None = None
+        self._ones = np.ones(store.table.max_sequences, np.int64)
         self._one_each: TokenLayout | None = None  # the last that was of one plain token a sequence
 
     def grow(
@@ -83,6 +85,10 @@ class Growth:
             tokens = replace(tokens, trees=self._trees.put(trees, seq_ids, tokens.qo_indptr))
         return rows, tokens
 
+    def one_each(self, count: int) -> Int64Array:
+        """The append lengths of a step of `count` sequences; to be read only, and known to be ones."""
+        return self._ones[:count]
+
     def foresee(self, seq_ids: tuple[int, ...]) -> TokenLayout | None:
         """Clears what stands behind the ends of sequences that are being received: writers write before it. How their
         next step's tokens are packed; None where it may need other pages than those reserved."""
@@ -122,7 +128,7 @@ class Growth:
         """Whether each row gets one position."""
         if rows.size == 0 or appends.shape != rows.shape:
             raise InvalidArgument(f"append_lengths has shape {appends.shape}; it must be [B], B = {rows.size} ≥ 1")
-        each_one = not np.count_nonzero(appends != 1)
+        each_one = appends.base is self._ones or not np.count_nonzero(appends != 1)
         for length in () if each_one else (int(appends.min()), int(appends.max())):  # sums of larger ones overflow
             if not 1 <= length <= self._max_length:
                 raise InvalidArgument(f"append_lengths has {length}; 1 … {self._max_length} are accepted")

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tandem.cache.kernels.base import TreeKernels
+from tandem.cache.attention.forward import Parents
 from tandem.cache.operations.store import Store
 from tandem.cache.plan.arrays import Int64Array, integers
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.tables import slots_of
 from tandem.cache.plan.token_tree import TokenTrees, extend_tree, lay_out_trees, path_to
 
-Parents = Sequence[int] | Int64Array
 NO_NODES = np.empty(0, np.int64)
 
 
@@ -20,7 +19,7 @@ class OpenTrees:
 
     def __init__(self, store: Store) -> None:
         self._table, self._pages, self._marks = store.table, store.pages, store.marks
-        self._kernels = [group.kernels for group in store.groups]
+        self._backends = [group.backend for group in store.groups]
         self._page_size = store.layout.page_size
         self._parents: dict[int, Int64Array] = {}
 
@@ -112,8 +111,7 @@ class OpenTrees:
 
     def _compact(self, rows: Int64Array, bases: list[int], paths: list[Int64Array]) -> None:
         """Moves the nodes of each path to the first positions after the base; a node never moves up."""
-        for kernels, group in zip(self._kernels, self._table.groups, strict=True):
-            assert isinstance(kernels, TreeKernels)  # else no tree was opened
+        for backend, group in zip(self._backends, self._table.groups, strict=True):
             sources, targets = [], []
             for row, base, path in zip(rows, bases, paths, strict=True):
                 places = np.arange(path.size)
@@ -121,14 +119,14 @@ class OpenTrees:
                 sources.append(slots_of(group.pages[row], base + path[moved], self._page_size))
                 targets.append(slots_of(group.pages[row], base + places[moved], self._page_size))
             if sum(slots.size for slots in sources):
-                kernels.move_slots(np.concatenate(sources), np.concatenate(targets))
+                backend.move_slots(np.concatenate(sources), np.concatenate(targets))
 
     def _check_can_open(self, sequence: int) -> None:
-        for index, kernels in enumerate(self._kernels):
-            if not isinstance(kernels, TreeKernels):
+        for index, backend in enumerate(self._backends):
+            if not backend.capabilities.trees:
                 raise InvalidArgument(
-                    f"token_tree_parents is given; {type(kernels).__name__}, the kernels of layer group {index}, "
-                    "take no token trees"
+                    f"token_tree_parents is given; {type(backend).__name__}, the backend of layer group {index}, "
+                    "takes no token trees"
                 )
         if self._table.streams.windows[self._table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not take token trees")

@@ -1,38 +1,25 @@
-"""Sequences that come, share pages with one another and with the prefix index, shrink and go."""
+"""The sequence face of a cache: sequences come, share pages with one another and the prefix index, shrink and go."""
 
 from collections.abc import Sequence
 
-from tandem.cache.operations.growth import Growth
-from tandem.cache.operations.open_trees import OpenTrees
-from tandem.cache.operations.receptions import Receptions
-from tandem.cache.operations.store import Store
+from torch import Tensor
+
+from tandem.cache.operations.parts import Parts
 from tandem.cache.plan.arrays import Int64Array, checked_reach, integer, integers
 from tandem.cache.plan.errors import CacheError, InvalidArgument
 
 
-class Sequences:
-    """Owned by a PagedKVCache, whose parts it works on and whose docstrings say what its calls do."""
+class SequenceCalls(Parts):
+    """Sequences and the prefix index, and what there is of both."""
 
-    def __init__(self, store: Store, receptions: Receptions, trees: OpenTrees, growth: Growth) -> None:
-        self._table, self._pages, self._pools = store.table, store.pages, store.pools
-        self._streams, self._marks, self._layout = store.streams, store.marks, store.layout
-        self._max_length = store.max_length
-        self._receptions = receptions
-        self._trees = trees
-        self._growth = growth
-
-    def settled_row(self, sequence: int) -> int:
-        """The row of a sequence that is not being received and has no open tree; else InvalidArgument."""
-        self._receptions.check_settled(sequence)
-        self._trees.check_closed(sequence)
-        return self._table.row(sequence)
-
-    def add(self, sequence: int) -> None:
+    def add_sequence(self, sequence: int) -> None:
+        """An empty sequence. OutOfSequences when max_sequences are there; an id that still drains is refused."""
         if integer("sequence", sequence) in self._receptions:
             raise InvalidArgument(f"sequence {sequence} still drains; finish_receive ends that")
         self._table.add(sequence)
 
-    def remove(self, sequence: int) -> None:
+    def remove_sequence(self, sequence: int) -> None:
+        """Lets go of pages, mark and reservation; what is being received drains until finish_receive. Idempotent."""
         if sequence not in self._table:
             return
         row = self._table.row(sequence)
@@ -41,15 +28,17 @@ class Sequences:
         self._trees.drop(sequence)
         self._table.remove(sequence)
 
-    def fork(self, parent: int, child: int, position: int) -> None:
+    def fork_sequence(self, parent: int, child: int, position: int = -1) -> None:
+        """A new sequence with the first `position` positions of `parent` (-1: all): shares full pages, copies a
+        partial one. With windows, what a query at `position` sees must be there yet."""
         integer("position", position)
-        row, streams = self.settled_row(parent), self._table.streams
+        row, streams = self._settled_row(parent), self._table.streams
         window, sink = int(streams.windows[row]), int(streams.sinks[row])
         length = self._table.num_positions(row)
         at, most = (length if position == -1 else position), (min(sink, length) if window else length)
         if not 0 <= at <= most:
             raise InvalidArgument(f"position is {position}; -1 (all {length}) and 0 … {most} are accepted")
-        self.add(child)
+        self.add_sequence(child)
         try:
             self._pages.fork(row, self._table.row(child), at)
             if window:
@@ -59,6 +48,11 @@ class Sequences:
             raise
 
     def pop(self, sequence: int, count: int) -> None:
+        """Takes back the last `count` positions; pages of a reservation stay. Those popped may be appended anew.
+
+        With windows, what a query at the new length sees must be there yet; after a forward it is, as long as no more
+        is popped than it appended.
+        """
         self._receptions.check_settled(sequence)
         row = self._table.row(sequence)
         length = int(self._table.lengths[row]) - integer("count", count)
@@ -69,7 +63,13 @@ class Sequences:
         self._pages.cut(row, length)
         self._marks.rewind(row, self._table.num_positions(row))
 
-    def reserve(self, sequence: int, num_tokens: int, longest_append: int | None) -> None:
+    def reserve(self, sequence: int, num_tokens: int, longest_append: int | None = None) -> None:
+        """Sets pages aside, so that the sequence can always grow to num_tokens positions; takes the place of an
+        earlier reservation.
+
+        longest_append: the most that one forward will append or a token tree hold (None: num_tokens), by which groups
+        with a window need less; what prepare_receive adds may be longer.
+        """
         num_tokens, longest = checked_reach(num_tokens, longest_append)
         row = self._table.row(sequence)
         if self._table.streams.windows[row]:
@@ -78,39 +78,133 @@ class Sequences:
         self._pages.reserve(row, num_tokens, longest)
 
     def enable_sliding_window(self, sequence: int, window: int, sink: int) -> None:
-        row = self.settled_row(sequence)
-        if self._layout.has_windows:
+        """From now on an empty sequence keeps, after what a forward appends, its first `sink` positions and the last
+        window - sink (more while a forward appends more), and may grow for ever (StreamingLLM).
+
+        K is stored before RoPE and rotated by its place among what is kept. The sequence can be forked within its sink,
+        and the child slides as it does; pop takes back what is kept. Whoever receives it must slide alike.
+        """
+        row = self._settled_row(sequence)
+        if self.layout.has_windows:
             raise InvalidArgument("the layout has groups with a window; sequences slide only in layouts without")
-        if self._layout.has_latents:
+        if self.layout.has_latents:
             raise InvalidArgument("the layout has groups with latents; sequences slide only in layouts without")
         if self._table.num_positions(row):
             raise InvalidArgument(f"sequence {sequence} holds positions; only an empty one can begin to slide")
+        if self._table.streams.windows[row]:
+            raise InvalidArgument(f"sequence {sequence} slides already; its window is set once")
         if self._marks.any_open(row):  # the receiver of its position map would have to slide alike
             raise InvalidArgument(f"sequence {sequence} is marked to be sent; only one that is not can begin to slide")
-        self._streams.check_window(window, sink, self._max_length)
+        self._streams.check_window(window, sink, self.max_sequence_length)
         self._table.streams.enable(row, window, sink)
 
     def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> int:
+        """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
+
+        At least one token is left over to be computed.
+        """
         self._check_sharing(sequence)
         row = self._table.row(sequence)
         if any(pages.size for pages in self._table.held_pages(row)):
             raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
         tokens = integers("token_ids", token_ids)
-        pages = self._pools.prefixes.match(tokens, max(tokens.size - 1, 0) // self._layout.page_size)
+        pages = self._pools.prefixes.match(tokens, max(tokens.size - 1, 0) // self.layout.page_size)
         self._pages.share(row, pages)
-        return pages[0].size * self._layout.page_size
+        return pages[0].size * self.layout.page_size
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> None:
+        """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed."""
         self._check_sharing(sequence)
-        row = self.settled_row(sequence)
+        row = self._settled_row(sequence)
         length, tokens = int(self._table.lengths[row]), integers("token_ids", token_ids)
         if tokens.size > length:
             raise InvalidArgument(f"token_ids has {tokens.size} tokens; sequence {sequence} holds {length}")
-        pages = self._table.held_pages(row, 0, tokens.size // self._layout.page_size)
+        pages = self._table.held_pages(row, 0, tokens.size // self.layout.page_size)
         self._pools.prefixes.publish(tokens, pages)
+
+    def num_pages_needed(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, ...]:
+        """Per layer group the pages that reserve() takes for a sequence that is empty."""
+        return self._pages.needed(*checked_reach(num_tokens, longest_append))
+
+    def has_room(self, num_tokens: int, longest_append: int | None = None) -> bool:
+        """Whether add_sequence() and reserve() would work for one more sequence now."""
+        needed = self.num_pages_needed(num_tokens, longest_append)
+        return self._table.has_vacancy and all(
+            pages <= free for pages, free in zip(needed, self._pools.num_free, strict=True)
+        )
+
+    def shortage(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, int] | None:
+        """Pages that reserve() would take of a layer group that has fewer in all, and how many it has; or None."""
+        needed = self.num_pages_needed(num_tokens, longest_append)
+        short = (pair for pair in zip(needed, self._pools.num_pages, strict=True) if pair[0] > pair[1])
+        return next(short, None)
+
+    def clear(self) -> None:
+        """Removes all sequences and prefixes; pages that drain go on doing so."""
+        for sequence in self._table.sequences():
+            self.remove_sequence(sequence)
+        self.clear_prefixes()
+
+    def clear_prefixes(self) -> None:
+        """Forgets all prefixes; pages that sequences use stay theirs."""
+        self._pools.prefixes.clear()
+
+    def num_tokens(self, sequence: int) -> int:
+        """Positions appended; a sliding window has evicted some of them."""
+        return self._table.num_positions(self._table.row(sequence))
+
+    def first_position(self, sequence: int) -> int:
+        """The first position that all layers hold: 0 without windows."""
+        return self._pages.first_position(self._table.row(sequence))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no sequence; pages may still drain or hold prefixes."""
+        return len(self._table) == 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the smallest layer group."""
+        return min(self._pools.num_pages)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages of the scarcest group that can be allocated: free ones, and those that only the prefix index uses."""
+        return min(self._pools.num_free)
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages in the prefix index, used by sequences or not."""
+        return len(self._pools.prefixes)
+
+    @property
+    def num_draining_pages(self) -> int:
+        """Pages that nobody uses but a remote writer may still hit."""
+        return max(self._pools.num_draining)
+
+    def gather_kv(self, sequence: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Per layer copies of (k, v), [end - begin, num_kv_heads, head_dim] each, as stored: K rotated, FP8 widened.
+
+        begin is at least first_position(sequence), unless nothing is asked for.
+        """
+        found = [self.gather_group(sequence, group, begin, end) for group in range(len(self._groups))]
+        return [found[group][index] for group, index in self._layers.values()]
+
+    def gather_group(self, sequence: int, group: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """gather_kv() of one layer group's layers, for which `begin` may be as early as the group holds positions."""
+        row, length = self._table.row(sequence), self.num_tokens(sequence)
+        if not 0 <= integer("group", group) < len(self._groups):
+            raise InvalidArgument(f"group is {group}; 0 … {len(self._groups) - 1} are accepted")
+        if not 0 <= integer("begin", begin) <= integer("end", end) <= length:
+            raise InvalidArgument(f"begin and end are {begin} and {end}; 0 ≤ begin ≤ end ≤ {length} is accepted")
+        first = int(self._table.groups[group].begins[row]) * self.layout.page_size
+        if begin < min(first, end):
+            raise InvalidArgument(f"begin is {begin}; positions before {first} have left the window of group {group}")
+        layers = range(len(self.layout.groups[group].layers))
+        return self._groups[group].gather(layers, row, self._streams.indices(row, begin, end))
 
     def _check_sharing(self, sequence: int) -> None:
         if self._table.streams.windows[self._table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
-        if self._layout.has_windows:
+        if self.layout.has_windows:
             raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")

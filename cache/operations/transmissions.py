@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from tandem.cache.attention.forward_plan import ForwardPlan
 from tandem.cache.operations.open_trees import OpenTrees
 from tandem.cache.operations.send_plan import Sends, plan_sends
 from tandem.cache.operations.store import Store
@@ -30,13 +29,10 @@ class Transmissions:
         """What a forward sends that has grown rows (int64 [B]) by `tokens`; see plan_sends."""
         return plan_sends(self._marks, self._table, rows, tokens, self._layout.page_size)
 
-    def end(self, plan: ForwardPlan) -> None:
-        plan.standing.check_owner(self._table)
-        self._marks.commit(plan.sent)
-        self.launched(plan.standing)
-
-    def launched(self, standing: Standing) -> None:
-        """A forward of these rows."""
+    def commit(self, sent: Sent | None, standing: Standing | None) -> None:
+        """A forward of these rows was launched, and so was what it sends; None: it took no note of its layers."""
+        if sent is not None:
+            self._marks.commit(sent)
         self._launched = standing
 
     def send_cached(self, sequence: int) -> None:

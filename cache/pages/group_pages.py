@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.cache.kernels.base import PageKernels
+from tandem.cache.kernels.base import PageOperations
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.page_pools import PagePools
 from tandem.cache.plan.arrays import Int32Array, Int64Array
@@ -85,13 +85,19 @@ class GroupPages:
     """
 
     def __init__(
-        self, group: int, window: int | None, table: GroupTable, pools: PagePools, kernels: PageKernels, page_size: int
+        self,
+        group: int,
+        window: int | None,
+        table: GroupTable,
+        pools: PagePools,
+        memory: PageOperations,
+        page_size: int,
     ) -> None:
         self.window = window
         self.table = table
         self._group = group
         self._pools = pools
-        self._kernels = kernels
+        self._memory = memory
         self._page_size = page_size
 
     def needed(self, num_tokens: int, longest_append: int) -> int:
@@ -153,7 +159,7 @@ class GroupPages:
 
     def clear(self, rows: Int64Array, places: Int64Array) -> None:
         """Clears the pages at these places of rows, both int64 [n], as far as the kernels need it."""
-        self._kernels.clear_pages(self.table.pages[rows, places])
+        self._memory.clear_pages(self.table.pages[rows, places])
 
     def _leaving(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
         moved = (ends > begins).nonzero()[0]
@@ -200,7 +206,7 @@ class GroupPages:
         first, full = self.first_place(length), length // self._page_size
         table = self.table
         if copies.size:
-            self._kernels.copy_pages(table.pages[parent, full : full + 1].copy(), copies)
+            self._memory.copy_pages(table.pages[parent, full : full + 1].copy(), copies)
         table.pages[child, first:full] = table.pages[parent, first:full]
         table.pages[child, full : full + copies.size] = copies
         table.begins[child], table.ends[child] = first, full + copies.size
@@ -224,7 +230,7 @@ class GroupPages:
         if copies.size == 0:
             return
         old = self.table.pages[rows, places]
-        self._kernels.copy_pages(old, copies)
+        self._memory.copy_pages(old, copies)
         self.table.pages[rows, places] = copies
         self.table.num_changes += 1
         self._pools.release_of(self._group, old)

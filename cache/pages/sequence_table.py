@@ -1,7 +1,7 @@
 """The sequences of a cache as arrays: planning a step costs no Python loop over them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ def ids_of(seq_ids: Sequence[int] | Int64Array) -> tuple[int, ...]:
         raise InvalidArgument(f"seq_ids is {seq_ids!r}; a row of sequences is accepted") from None
 
 
-@dataclass(frozen=True, eq=False)
-class Standing:
+class Standing(NamedTuple):
     """Rows (int64 [B]) of a table when a forward of them was planned. cuts, num_cuts: the table's, then."""
 
     table: "SequenceTable"
@@ -38,9 +37,8 @@ class Standing:
         """Whether no position of the rows has been taken back since."""
         return self.table.num_cuts == self.num_cuts or not (self.table.cuts[self.rows] != self.cuts).any()
 
-    def check(self, table: "SequenceTable") -> None:
-        """InvalidArgument unless this is of `table`, and no position of the rows has been taken back since."""
-        self.check_owner(table)
+    def check(self) -> None:
+        """InvalidArgument unless no position of the rows has been taken back since."""
         if not self.holds:
             raise InvalidArgument("plan has a sequence that was shortened or removed since; begin_forward plans anew")
 

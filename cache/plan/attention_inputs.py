@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.latent import LatentHeads, UpProjections
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class AttentionInputs:
 
     def check(self, num_tokens: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         """InvalidArgument unless these are PagedKVCache.attention's for num_tokens tokens."""
-        num_q_heads = q.shape[1] if q.dim() == 3 else self.num_kv_heads
+        num_q_heads = q.shape[1] if q is not None and q.dim() == 3 else self.num_kv_heads
         for name, x, heads in (("q", q, num_q_heads), ("k", k, self.num_kv_heads), ("v", v, self.num_kv_heads)):
             check_tensor(name, x, (num_tokens, heads, self.head_dim), self.dtype, self.device)
         if num_q_heads < 1 or num_q_heads % self.num_kv_heads:
@@ -33,8 +34,34 @@ class AttentionInputs:
             )
 
 
-def check_tensor(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+@dataclass(frozen=True)
+class LatentInputs:
+    """Of a group with latents of `rank` numbers and keys of `rotated`. dtype and device: of all tensors."""
+
+    heads: LatentHeads
+    rank: int
+    rotated: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def check(self, num_tokens: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> None:
+        """InvalidArgument unless these are PagedKVCache.latent_attention's for num_tokens tokens."""
+        heads, num_heads = self.heads, up.weight.shape[0]
+        if up.heads != heads:
+            raise InvalidArgument(f"up.heads is {up.heads}; {heads} is accepted")
+        for name, x, shape in (
+            ("q", q, (num_tokens, num_heads, heads.key_dim + self.rotated)),
+            ("latents", latents, (num_tokens, self.rank)),
+            ("keys", keys, (num_tokens, self.rotated)),
+            ("up.weight", up.weight, (num_heads, heads.key_dim + heads.value_dim, self.rank)),
+        ):
+            check_tensor(name, x, shape, self.dtype, self.device)
+
+
+def check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """InvalidArgument, which calls x `name`, unless it is that, with a last stride of 1."""
+    if x is None:
+        raise InvalidArgument(f"{name} is None; {shape} of {dtype} on {device} is accepted")
     if x.shape != shape or x.dtype is not dtype or x.device != device or x.stride(-1) != 1:
         raise InvalidArgument(
             f"{name} is {tuple(x.shape)} of {x.dtype} on {x.device} with strides {x.stride()}; {shape} of {dtype} on "

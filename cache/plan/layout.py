@@ -88,7 +88,7 @@ class KVLayout:
         return sum(len(group.layers) for group in self.groups)
 
     @property
-    def places(self) -> dict[int, tuple[int, int]]:
+    def layer_index(self) -> dict[int, tuple[int, int]]:
         """Of each layer, in order, its group and its index there."""
         groups = enumerate(self.groups)
         return dict(sorted((layer, (group, i)) for group, its in groups for i, layer in enumerate(its.layers)))

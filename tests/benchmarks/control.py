@@ -130,8 +130,7 @@ def decode_step_us(batch_size: int, context: int, *, spread: bool = False) -> Me
     def step() -> None:
         decodes = scheduler.next_batch().decodes
         assert decodes is not None
-        plan = cache.begin_forward(decodes.sequence_ids, np.ones(batch_size, np.int64))
-        cache.end_forward(plan)
+        cache.begin_forward(decodes.sequence_ids, np.ones(batch_size, np.int64))
         in_flight = rows.launched(decodes, CopiedSamples(drawn, None))
         sampled = in_flight.pending.wait().token_ids
         rows.learn(sampled)

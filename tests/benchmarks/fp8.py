@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import DeviceTables, Kernels, StepKernels
+from tandem.cache.kernels.backend import AppendThenAttend
+from tandem.cache.kernels.base import QKV, DeviceTables, GroupPlan, Limits
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
@@ -50,7 +51,7 @@ def layout_of(kind: str) -> KVLayout:
     return KVLayout((group,), PAGE_SIZE, torch.bfloat16, scales)
 
 
-def prepare(kind: str, sequences: int, cached: int, new: int) -> tuple[Kernels, TokenLayout, PageTables, Qkv]:
+def prepare(kind: str, sequences: int, cached: int, new: int) -> tuple[AppendThenAttend, TokenLayout, PageTables, Qkv]:
     """Sequences with `cached` positions each, on shuffled pages, append `new` ones each."""
     layout, device = layout_of(kind), torch.device("cuda")
     pages_each = -(-(cached + new) // PAGE_SIZE)
@@ -74,19 +75,18 @@ def chunk_seconds(kind: str, new: int) -> Measured:
 
 def decode_seconds(kind: str, rows: int, context: int) -> Measured:
     """What stands between one layer's products in a decode step."""
-    kernels, _, tables, (q, k, v) = prepare(kind, rows, context - 1, 1)
-    assert isinstance(kernels, StepKernels)
+    kernels, tokens, tables, (q, k, v) = prepare(kind, rows, context - 1, 1)
     arrays = (tables.slot_mapping, tables.kv_indptr, tables.kv_last_page_len, tables.kv_indices)
-    plan = kernels.fixed_plan(DeviceTables(*upload(arrays, q.device)), Q_HEADS)
+    buffers = kernels.buffers(Limits.of_step(rows, Q_HEADS, 0), DeviceTables(*upload(arrays, q.device)))
     rotation = Rotation(torch.randn(rows, 2, HEAD_DIM, device=q.device, dtype=q.dtype))
     norm = HeadNorm(
         torch.ones(Q_HEADS + KV_HEADS, HEAD_DIM, device=q.device, dtype=q.dtype), 1e-6, lambda heads, *_: heads
     )
-    kernels.refill(plan, tables)
-    kernels.step(1, q, k, v, rotation, plan, None, norm)
+    plan = GroupPlan(kernels.plan(tokens, tables, buffers), rotation, num_tokens=rows, captured=True)
+    kernels.run(plan, 1, QKV(q, k, v, None, norm))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.step(1, q, k, v, rotation, plan, None, norm)
+        kernels.run(plan, 1, QKV(q, k, v, None, norm))
     return device_seconds(graph.replay)
 
 

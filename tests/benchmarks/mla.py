@@ -51,7 +51,6 @@ class Case:
             self.cache.add_sequence(sequence)
         for length in (cached, new) if cached else (new,):  # what is cached is the pool's noise
             self.plan = self.cache.begin_forward(ids, [length] * sequences)
-            self.cache.end_forward(self.plan)
         tokens = sequences * new
         self.q = torch.randn(tokens, NUM_HEADS, HEADS.key_dim + ROTATED, dtype=DTYPE, device="cuda")
         self.latents, self.keys = torch.randn(tokens, RANK + ROTATED, dtype=DTYPE, device="cuda").split(
@@ -84,7 +83,7 @@ def measure_decode(rows: int, context: int) -> dict[str, float]:
     actual = case.layer()  # plans the cache's own wrapper
     latents, keys = (part.contiguous() for part in case.pool[:, LAYER, 0, 0].split((RANK, ROTATED), 2))
     wide, rotated = case.absorbed()
-    kernels = case.cache._groups[0].kernels
+    kernels = case.cache._groups[0].backend
     assert isinstance(kernels, FlashInferLatentKernels)
     bare = graph_seconds(lambda: wrapper.run(wide, rotated, latents, keys))
     own = graph_seconds(lambda: kernels._absorbed.run(wide, rotated, *kernels._layers[LAYER]))

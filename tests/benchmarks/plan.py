@@ -8,13 +8,14 @@ changed: other ones at each step, so that what they share is found anew.
 """
 
 import time
+from dataclasses import replace
 from itertools import cycle, product
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import Kernels
+from tandem.cache.kernels.base import KVBackend
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
@@ -57,11 +58,11 @@ class Nowhere:
     ) -> None: ...
 
 
-def looking_for_prefixes(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> Kernels:
+def looking_for_prefixes(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> KVBackend:
     """Kernels that do not share, but for which is found what could be."""
     kernels = choose_kernels(pool, scoring, fp8)
     if scoring.window is None:
-        vars(kernels)["sharing"] = SharingRule(16, 64)
+        vars(kernels)["capabilities"] = replace(kernels.capabilities, sharing=SharingRule(16, 64))
     return kernels
 
 
@@ -102,7 +103,7 @@ def measure(features: tuple[str, ...], batches: list[np.ndarray], *, spread: boo
 
     def plan() -> None:
         sequences = next(turns)
-        cache.end_forward(cache.begin_forward(sequences, np.ones(sequences.size, np.int64)))
+        cache.begin_forward(sequences, np.ones(sequences.size, np.int64))
 
     times = []
     for _ in range(WARM_UP + STEPS):

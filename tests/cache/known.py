@@ -6,7 +6,7 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor
 
-from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.attention.forward import Forward
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.tables import lay_out_tokens, look_up_pages
 from tests.cache.naive import run_layer
@@ -170,7 +170,7 @@ class Side:
         return len(known.kept) - (len(known.ids) - length) >= least
 
 
-def check_tables(cache: PagedKVCache, plan: ForwardPlan) -> None:
+def check_tables(cache: PagedKVCache, plan: Forward) -> None:
     """What was just planned is what it would be without a forward before it, and writes to no shared page."""
     table, size = cache._table, cache.layout.page_size
     rows = np.array([table.row(sequence) for sequence in plan.seq_ids])

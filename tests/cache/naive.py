@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.attention.forward import Forward
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.paged_cache import PagedKVCache
@@ -133,7 +133,7 @@ def run(
 
 
 def run_layer(
-    cache: PagedKVCache, plan: ForwardPlan, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    cache: PagedKVCache, plan: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
     rank = groups_by_layer(cache.layout)[layer].latent_rank
     if rank is None:

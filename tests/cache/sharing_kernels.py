@@ -1,8 +1,10 @@
 """Kernels that share whatever can be shared, so that a few tokens of tiny heads take the path of long prefixes."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from tandem.cache.kernels.base import KernelFactory, Kernels, SharingKernels
+from tandem.cache.kernels.base import KernelFactory, KVBackend
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan.shared_prefixes import SharingRule
@@ -13,11 +15,10 @@ ALL = SharingRule(1, 1)
 def sharing_all(factory: KernelFactory, rule: SharingRule = ALL) -> KernelFactory:
     """What `factory` makes, with another rule where it shares at all."""
 
-    def make(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> Kernels:
-        kernels = factory(pool, scoring, fp8)
-        assert isinstance(kernels, SharingKernels)
-        if kernels.sharing is not None:
-            vars(kernels)["sharing"] = rule
-        return kernels
+    def make(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> KVBackend:
+        backend = factory(pool, scoring, fp8)
+        if backend.capabilities.sharing is not None:
+            vars(backend)["capabilities"] = replace(backend.capabilities, sharing=rule)
+        return backend
 
     return make

@@ -1,82 +1,75 @@
 """Torch kernels that can be captured in a graph, for machines without a GPU: they read tables where they stand."""
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.kernels.base import DeviceTables, PromptTables
+from tandem.cache.kernels.base import QKV, Appended, DeviceTables, GroupPlan, Limits
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.kernels import TorchKernels, TorchPlan
-from tandem.cache.plan.arrays import Int32Array, indptr_of
-from tandem.cache.plan.head_norm import HeadNorm
-from tandem.cache.plan.rope import Rotation
+from tandem.cache.plan.arrays import indptr_of
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
-from tandem.cache.plan.tables import PageTables, lay_out_tokens
+from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens
 
 MOST_SEGMENTS = 3
 
 
 class TableKernels(TorchKernels):
-    """SharingGraphKernels and PromptGraphKernels. What a padding row attends to is NaN: nobody can have used it."""
+    """A backend with graphs of all kinds. What a padding row attends to is NaN: nobody can have used it."""
 
     def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
         super().__init__(pool, scoring, fp8)
-        self._shared: dict[int, SharedPrefixes | None] = {}  # by sharing plan, which its batch keeps
+        self.capabilities = replace(self.capabilities, step_graphs=True, sharing_graphs=True)
+        self._shared: dict[int, SharedPrefixes | None] = {}  # by buffers for sharing, which their owner keeps
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DeviceTables:
+    def buffers(self, limits: Limits, tables: DeviceTables) -> Any:
+        assert limits.one_each == (tables.qo_indptr is None)
+        if limits.sharing:
+            self._shared[id(tables)] = None
         return tables
 
-    def fixed_sharing_plan(self, tables: DeviceTables, num_q_heads: int) -> DeviceTables:
-        self._shared[id(tables)] = None
-        return tables
-
-    def takes_shared(self, plan: DeviceTables, shared: SharedPrefixes) -> bool:
+    def takes_shared(self, buffers: Any, shared: SharedPrefixes) -> bool:
         return shared.qo_indptr.size - 1 <= MOST_SEGMENTS
 
-    def refill(self, plan: DeviceTables, tables: PageTables) -> None:
-        assert tables.kv_indptr.size == plan.kv_indptr.shape[0]
-        assert tables.shared is None or id(plan) in self._shared
-        self._shared[id(plan)] = tables.shared
-
-    def most_prompt_tokens(self, num_sequences: int, num_q_heads: int) -> int:
+    def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
         return 1 << 20
 
-    def fixed_prompts_plan(self, tables: PromptTables, num_q_heads: int) -> PromptTables:
-        return tables
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
+        if buffers is None:
+            return super().plan(tokens, tables)
+        assert tables.kv_indptr.size == buffers.kv_indptr.shape[0]
+        assert tables.slot_mapping.size == buffers.slots.shape[0]
+        assert buffers.qo_indptr is None or tokens.qo_indptr.size == tables.kv_indptr.size
+        assert tables.shared is None or id(buffers) in self._shared
+        self._shared[id(buffers)] = tables.shared
+        return buffers
 
-    def refill_prompts(self, plan: PromptTables, qo_indptr: Int32Array, tables: PageTables) -> None:
-        assert qo_indptr.size == tables.kv_indptr.size == plan.kv_indptr.shape[0]
-        assert tables.slot_mapping.size == plan.slots.shape[0]
-
-    def step(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None,
-        plan: DeviceTables | PromptTables,
-        sinks: Tensor | None,
-        norm: HeadNorm | None,
-    ) -> Tensor:
+    def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
+        tables = plan.own
+        if not isinstance(tables, DeviceTables):
+            return super().run(plan, layer, x, appended)
+        q, k, v, sinks, norm = x
         output = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
-        rows = np.flatnonzero(plan.slots.numpy() >= 0)
+        rows = np.flatnonzero(tables.slots.numpy() >= 0)
         if rows.size:
             if norm is not None:
                 q, k = norm.apply(q, k)
-            if rotation is not None:
-                q, k = rotation.apply_both(q, k)
-            stored = self._prompts(rows, plan) if isinstance(plan, PromptTables) else self._stored(rows, plan)
-            super().append(layer, q[rows], k[rows], v[rows], None, stored)
-            output[rows] = super().attend(layer, q[rows], k[rows], v[rows], stored, sinks)
+            if plan.rotation is not None:
+                q, k = plan.rotation.apply_both(q, k)
+            stored = self._stored(rows, tables) if tables.qo_indptr is None else self._prompts(rows, tables)
+            self.append(layer, q[rows], k[rows], v[rows], None, stored)
+            output[rows] = self.attend(layer, q[rows], k[rows], v[rows], stored, sinks)
         return output
 
-    def _prompts(self, rows: NDArray[np.int64], tables: PromptTables) -> TorchPlan:
+    def _prompts(self, rows: NDArray[np.int64], tables: DeviceTables) -> TorchPlan:
         """The plan of the sequences that have tokens, whose rows these are."""
+        assert tables.qo_indptr is not None
         counts = np.diff(tables.qo_indptr.numpy())
         used = int(np.count_nonzero(counts))
         assert counts[:used].all()  # padding comes last

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.attention.forward import Batch, Forward
 from tandem.workers.worker import Worker
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, complete_all_updates, tokens_of
@@ -52,13 +53,14 @@ def forget(worker: Worker) -> None:
 def recorded_forwards(worker: Worker) -> list[list[int]]:
     """From now on, how many tokens of each sequence every forward of the worker computes, ascending."""
     forwards: list[list[int]] = []
-    begin = worker.cache.begin_forward
+    begin = worker.cache.begin
 
-    def record(sequences: Sequence[int], lengths: Sequence[int], *more: Any, **options: Any) -> ForwardPlan:
-        forwards.append(sorted(lengths))
-        return begin(sequences, lengths, *more, **options)
+    def record(batch: Batch, *more: Any) -> Forward:
+        forward = begin(batch, *more)
+        forwards.append(sorted(np.diff(forward.qo_indptr).tolist()))
+        return forward
 
-    worker.cache.begin_forward = record  # type: ignore[method-assign]
+    worker.cache.begin = record  # type: ignore[method-assign]
     return forwards
 
 

@@ -162,4 +162,4 @@ def test_forks_share_and_copy(shape: str) -> None:
 def test_float32_is_served_by_torch(name: str) -> None:
     shape = SHAPES[name]
     cache = shape.cache(shape.pool())
-    assert all(isinstance(group.kernels, TorchKernels) for group in cache._groups)
+    assert all(isinstance(group.backend, TorchKernels) for group in cache._groups)

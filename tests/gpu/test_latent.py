@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.fixed_batch import FixedBatch
-from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.attention.forward import Batch, Forward
+from tandem.cache.attention.graph_buffers import GraphBuffers
+from tandem.cache.kernels.base import Limits
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
@@ -97,7 +98,7 @@ def exact(shape: Shape) -> Shape:
     return Shape(torch.float32, shape.num_heads, shape.page_size)
 
 
-def attend(cache: PagedKVCache, plan: ForwardPlan, layer: int, inputs: Inputs, up: UpProjections) -> Tensor:
+def attend(cache: PagedKVCache, plan: Forward, layer: int, inputs: Inputs, up: UpProjections) -> Tensor:
     q, latents, keys = (tensor.clone() for tensor in inputs[layer])  # the call may overwrite them
     return cache.latent_attention(plan, layer, q, latents, keys, up)
 
@@ -206,7 +207,7 @@ def test_a_graph_gives_what_the_eager_step_gives() -> None:
         for sequence in prompts:
             of.add_sequence(sequence)
         run(of, BF16, prompts, BF16.draw(sum(prompts.values()), seed=0))
-    (batch,) = cache.fixed_batches([8], BF16.num_heads, num_inputs=1)
+    (batch,) = cache.graph_buffers([Limits.of_step(8, BF16.num_heads, 1)])
     static = BF16.draw(8, seed=0)
     batch.clear()
     replay = capture(batch, static, up)
@@ -216,7 +217,7 @@ def test_a_graph_gives_what_the_eager_step_gives() -> None:
         for places, given in zip(static, inputs, strict=True):
             for place, tensor in zip(places, given, strict=True):
                 place[: len(sequences)] = tensor
-        cache.begin_fixed(batch, sequences, [np.zeros(len(sequences), np.int64)])
+        cache.begin(Batch(sequences), batch, [np.zeros(len(sequences), np.int64)])
         outputs = replay()
         expected = run(twin, BF16, dict.fromkeys(sequences.tolist(), 1), inputs)
         for actual, wanted in zip(outputs, expected, strict=True):
@@ -226,7 +227,7 @@ def test_a_graph_gives_what_the_eager_step_gives() -> None:
 
 
 @torch.inference_mode()
-def capture(batch: FixedBatch, static: Inputs, up: UpProjections) -> Callable[[], list[Tensor]]:
+def capture(batch: GraphBuffers, static: Inputs, up: UpProjections) -> Callable[[], list[Tensor]]:
     def compute() -> list[Tensor]:
         attention = batch.attention()
         copies = [(q.clone(), latents.clone(), keys.clone()) for q, latents, keys in static]  # they may be overwritten

@@ -12,7 +12,7 @@ from tandem.transfer.membership import TransportConfig
 from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Transport
 from tandem.workers.config import WorkerConfig
-from tandem.workers.runner.prompt_graphs import PromptGraphs
+from tandem.workers.runner.forward_graphs import ForwardGraphs
 from tandem.workers.worker import Worker
 from tests.gpu.pe_process import as_array, gpu_of, name_of_gpu
 from tests.support.poison import poison_free_pages
@@ -26,7 +26,7 @@ class WorkerPe:
     def __init__(self, pe: int) -> None:
         # As Ray and WorkerActor do: a worker's GPU is the first it sees, in all its threads.
         os.environ[VARIABLE] = with_peers(name_of_gpu(gpu_of(pe)))
-        self._swapped: PromptGraphs | None = None
+        self._swapped: ForwardGraphs | None = None
 
     def load(self, config: WorkerConfig, peer_access: bool) -> None:
         """peer_access: whether its transports map other PEs."""

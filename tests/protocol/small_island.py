@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.attention.forward import Forward
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
@@ -86,7 +86,7 @@ class Fanout:
 class Step:
     """A decode step that was launched; it computes when the device comes to it."""
 
-    plan: ForwardPlan
+    plan: Forward
     tokens: Int64Array
     sources: Int64Array
     drawn: Int64Array | None = None
@@ -118,7 +118,7 @@ class CountingModel:
         self._foreseen: tuple[int, ...] | None = None
         self._last = np.empty(0, np.int64)
 
-    def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array) -> Int64Array:
+    def forward(self, token_ids: Int64Array, plan: Forward, last_rows: Int64Array) -> Int64Array:
         kv = torch.from_numpy(token_ids.astype(np.float32))[:, None, None]
         self._cache.attention(plan, 0, kv, kv, kv)
         return token_ids[last_rows] + 1
@@ -141,7 +141,6 @@ class CountingModel:
 
     def step(self, sequence_ids: tuple[int, ...], tokens: Int64Array, sources: Int64Array, *rest: object) -> "Drawn":
         plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))
-        self._cache.end_forward(plan)
         step = Step(plan, tokens, sources)
         self.launched.append(step)
         if not self.runs_ahead:

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from tandem.cache.kernels.backend import AppendThenAttend
+from tandem.cache.kernels.base import Capabilities
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.tables import PageTables, TokenLayout
@@ -13,8 +15,10 @@ LABELS = 100  # token id = LABELS · request's label + position
 POISON = -1
 
 
-class TokenMemory:
+class TokenMemory(AppendThenAttend):
     """The pages of one PE, page_size 1. Wrong KV is noted in `findings`, for a loop would survive an exception."""
+
+    capabilities = Capabilities(trees=False)
 
     def __init__(self, name: str, num_pages: int, findings: list[str]) -> None:
         self.tokens = np.full(num_pages, POISON, np.int64)
@@ -25,20 +29,20 @@ class TokenMemory:
         """A KernelFactory."""
         return self
 
-    def plan(self, tokens: TokenLayout, tables: PageTables) -> PageTables:
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> PageTables:
         return tables
 
     def append(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Any, plan: PageTables
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Any, own: PageTables
     ) -> tuple[Tensor, Tensor]:
-        self.tokens[plan.slot_mapping] = k[:, 0, 0].numpy()
+        self.tokens[own.slot_mapping] = k[:, 0, 0].numpy()
         return q, k
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: PageTables, sinks: Tensor | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, own: PageTables, sinks: Tensor | None = None
     ) -> Tensor:
-        for begin, end in zip(plan.kv_indptr, plan.kv_indptr[1:], strict=False):
-            held = self.tokens[plan.kv_indices[begin:end]]
+        for begin, end in zip(own.kv_indptr, own.kv_indptr[1:], strict=False):
+            held = self.tokens[own.kv_indices[begin:end]]
             label = held[-1] // LABELS  # of the token just appended
             if not np.array_equal(held, label * LABELS + np.arange(held.size)):
                 self._findings.append(f"wrong KV: {self._name} attends to {held.tolist()}")

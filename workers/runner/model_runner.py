@@ -1,4 +1,4 @@
-"""From token ids and a plan to sampled tokens."""
+"""From a batch and its token ids to sampled tokens."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.attention.forward import Batch, Forward
+from tandem.cache.attention.graph_buffers import GraphBuffers
+from tandem.cache.kernels.base import Limits
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.runner.batch_buckets import MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
 from tandem.workers.runner.decode_graphs import DecodeGraphs
+from tandem.workers.runner.forward_graphs import ForwardGraphs, capture_all
 from tandem.workers.runner.graph_capture import Capture, GraphCapture
-from tandem.workers.runner.planned_attention import PlannedAttention
 from tandem.workers.runner.posted_draws import PostedDraws
-from tandem.workers.runner.prompt_graphs import PromptGraphs
 from tandem.workers.runner.step_inputs import NUM_INPUTS
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -24,14 +25,18 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 
 
 class ModelRunner:
-    """Runs the model over packed tokens of several sequences; the cache does attention and stores KV."""
+    """Runs the model over packed tokens of several sequences; the cache does attention and stores KV.
+
+    Every forward goes the same way: the cache begins it, eager or in graph buffers; the model computes it, or the graph
+    that was captured for these buffers is replayed; the cache commits it.
+    """
 
     def __init__(self, model: DenseDecoder, cache: PagedKVCache) -> None:
         self._model = model
         self._cache = cache
         self._draws = PostedDraws(model.device)
         self._graphs: DecodeGraphs | None = None
-        self._prompt_graphs: PromptGraphs | None = None
+        self._prompt_graphs: ForwardGraphs | None = None
 
     def warm_up(self) -> None:
         """A prompt and a step of a sequence of its own: what torch prepares at first use, no request then waits for."""
@@ -41,9 +46,7 @@ class ModelRunner:
         greedy = SampleBatch.from_params([SamplingParams(temperature=0)])
         self._cache.add_sequence(sequence)
         for count in filter(None, (length, 1)):
-            plan = self._cache.begin_forward([sequence], [count])
-            logits = self.forward(np.zeros(count, np.int64), plan, np.array([count - 1]))
-            self._cache.end_forward(plan)
+            logits = self.launch(Batch([sequence], [count]), np.zeros(count, np.int64), np.array([count - 1]))
             self.sample(logits, greedy, np.array([count]))
         self._cache.remove_sequence(sequence)
 
@@ -51,23 +54,25 @@ class ModelRunner:
         """From now on step() replays CUDA graphs of up to max_sequences rows, where device, kernels and model can."""
         if capture is None and self._model.device.type != "cuda":
             return
-        num_q_heads = self._model.config.num_heads
-        batches = self._cache.fixed_batches(bucket_sizes(max_sequences), num_q_heads, num_inputs=NUM_INPUTS)
-        batches += self._cache.fixed_batches(
-            sharing_sizes(max_sequences), num_q_heads, num_inputs=NUM_INPUTS, sharing=True
+        heads = self._model.config.num_heads
+        plain, sharing = (
+            self._cache.graph_buffers([Limits.of_step(size, heads, NUM_INPUTS, sharing=shared) for size in sizes])
+            for sizes, shared in ((bucket_sizes(max_sequences), False), (sharing_sizes(max_sequences), True))
         )
-        if batches:
-            self._graphs = DecodeGraphs(self._model, self._cache, batches, capture or GraphCapture())
+        if plain:
+            self._graphs = DecodeGraphs(self._model, self._cache, plain, sharing, capture or GraphCapture())
 
     def capture_prompts(self, max_tokens: int, capture: Capture | None = None) -> None:
-        """From now on prompts() replays CUDA graphs for short forwards of up to max_tokens, as capture_steps says."""
+        """From now on launch() replays CUDA graphs for short forwards of up to max_tokens that push nothing, as
+        capture_steps says."""
         if capture is None and self._model.device.type != "cuda":
             return
         config = self._model.config
         sizes = prompt_sizes(max_tokens, config.hidden_size)
-        prompts = self._cache.fixed_prompts(sizes, MOST_PROMPTS, config.num_heads)
-        if prompts:
-            self._prompt_graphs = PromptGraphs(self._model, self._cache, prompts, capture or GraphCapture())
+        buffers = self._cache.graph_buffers([Limits.of_prompts(size, MOST_PROMPTS, config.num_heads) for size in sizes])
+        if buffers:
+            self._prompt_graphs = ForwardGraphs(buffers)
+            capture_all([self._prompt_graphs], capture or GraphCapture(), self._compute_prompts)
 
     @property
     def runs_ahead(self) -> bool:
@@ -89,9 +94,7 @@ class ModelRunner:
         """
         if self._graphs is not None:
             return self._graphs.step(sequence_ids, tokens, sources, sampling, positions)
-        plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))
-        logits = self.forward(tokens, plan, None)
-        self._cache.end_forward(plan)
+        logits = self.launch(Batch(sequence_ids), tokens, None)
         return self._draws.draw(logits, sampling, positions)
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
@@ -125,20 +128,40 @@ class ModelRunner:
         stored = np.array([self._cache.num_tokens(sequence) for sequence in sequence_ids])
         last_rows = np.cumsum(appends)[stored + appends == np.array(lengths)] - 1
         token_ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
-        graphs = self._prompt_graphs
-        if graphs is not None and not push and graphs.takes(len(sequence_ids), token_ids.size):
-            return graphs.forward(sequence_ids, appends, token_ids, last_rows)
-        plan = self._cache.begin_forward(sequence_ids, appends, lengths, push=push)
-        logits = self.forward(token_ids, plan, last_rows)
-        self._cache.end_forward(plan)
-        return logits
+        return self.launch(Batch(sequence_ids, appends, lengths, push=push), token_ids, last_rows)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Int64Array, plan: ForwardPlan, last_rows: Int64Array | None) -> Tensor:
-        """Logits [n, vocab] that follow rows last_rows (int64 [n]; None: all) of token_ids int64 [T]."""
+    def launch(self, batch: Batch, token_ids: Int64Array, last_rows: Int64Array | None) -> Tensor:
+        """Logits [n, vocab] that follow rows last_rows (int64 [n]; None: all) of token_ids (int64 [T]), the new tokens
+        of the batch's sequences one after another: prompt chunks, decodes and drafts to be verified, in one forward."""
+        buffers = self._prompt_buffers(batch, token_ids, last_rows)
+        if buffers is None or last_rows is None or self._prompt_graphs is None:
+            forward = self._cache.begin(batch)
+            logits = self.forward(token_ids, forward, last_rows)
+        else:
+            forward = self._cache.begin(batch, buffers, [token_ids, last_rows])
+            logits = self._prompt_graphs.replay(buffers)[: last_rows.size].clone()
+        self._cache.commit(forward)
+        return logits
+
+    def _prompt_buffers(self, batch: Batch, token_ids: Int64Array, last_rows: Int64Array | None) -> GraphBuffers | None:
+        """Those whose graph computes the batch; None: it is computed eagerly."""
+        graphs = self._prompt_graphs
+        if graphs is None or last_rows is None or batch.push or batch.token_tree_parents is not None:
+            return None
+        rows = max(len(batch.seq_ids), last_rows.size)
+        return graphs.choose(token_ids.size) if graphs.takes(rows, token_ids.size) else None
+
+    def _compute_prompts(self, buffers: GraphBuffers) -> Tensor:
+        token_ids, last_rows = buffers.inputs
+        return self._model.forward(token_ids, buffers.attention(), last_rows)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Int64Array, forward: Forward, last_rows: Int64Array | None) -> Tensor:
+        """launch() of what the cache has begun without buffers, which the caller commits."""
         arrays = [token_ids] if last_rows is None else [token_ids, last_rows]
         ids, *rows = upload(arrays, self._model.device)
-        return self._model.forward(ids, PlannedAttention(self._cache, plan), rows[0] if rows else None)
+        return self._model.forward(ids, forward.attention, rows[0] if rows else None)
 
     def draw(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> tuple[Tensor, PendingSamples]:
         """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be drawn. Also

@@ -8,13 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import DeviceTables, PeerPool, PromptTables, StepPages
+from tandem.cache.kernels.backend import AppendThenAttend
+from tandem.cache.kernels.base import (
+    QKV,
+    Appended,
+    Capabilities,
+    DeviceTables,
+    GroupPlan,
+    Limits,
+    PeerPool,
+    StepPages,
+)
 from tandem.cache.kernels.flashinfer.parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
-from tandem.cache.kernels.flashinfer.prompts import FixedPromptsPlan, most_prompt_tokens
+from tandem.cache.kernels.flashinfer.prompts import PromptBuffers, largest_prompt
 from tandem.cache.kernels.flashinfer.sharing import FixedSharing, SharedPart, sharing_rule
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.gpu_limits import check_sizes, head_sizes
-from tandem.cache.kernels.page_memory import PageMemory
 from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton.append import AppendTargets, append
@@ -25,7 +34,6 @@ from tandem.cache.kernels.triton.tree import attend_trees
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
 from tandem.cache.plan.tables import PageTables, Send, TokenLayout
@@ -45,7 +53,7 @@ class FlashInferPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class FixedPlan:
+class SharingBuffers:
     """A decode step in a CUDA graph by FlashInfer, where sequences share pages: a wrapper of its own that reads the
     arrays where they stand.
 
@@ -59,9 +67,11 @@ class FixedPlan:
     keep_k: bool = False
 
 
-class FlashInferKernels(PageMemory):
-    """See SharingGraphKernels, PromptGraphKernels, PushingKernels and TreeKernels. float16 and bfloat16, also stored as
-    float8_e4m3fn, head_dim 64, 128 or 256, pages of 8 to 64 positions; else InvalidArgument.
+class FlashInferKernels(AppendThenAttend):
+    """See KVBackend. float16 and bfloat16, also stored as float8_e4m3fn, head_dim 64, 128 or 256, pages of 8 to 64
+    positions; else InvalidArgument.
+
+    Its graph buffers are a DecodePlan where sequences do not share pages, else SharingBuffers, and PromptBuffers.
 
     FlashInfer's wrappers hold the forward that was planned last, so they are planned when its first layer attends:
     forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
@@ -75,7 +85,8 @@ class FlashInferKernels(PageMemory):
         super().__init__(pool)
         flashinfer = load_flashinfer()
         self._pool = pool
-        self.sharing = sharing_rule(pool, scoring.window) if fp8 is None else None
+        rule = sharing_rule(pool, scoring.window) if fp8 is None else None
+        self.capabilities = Capabilities(pushes=True, sharing=rule, step_graphs=True, sharing_graphs=rule is not None)
         self._fp8 = fp8
         self._dtype = dtype
         self._options = {
@@ -84,7 +95,7 @@ class FlashInferKernels(PageMemory):
             "window_left": -1 if scoring.window is None else scoring.window - 1,  # without the token itself
             "logits_soft_cap": scoring.softcap,
         }
-        self._scoring = scoring
+        self.scoring = scoring
         # FlashInfer widens 8 bits to float16, which holds each of them, in less time than to bfloat16.
         self._paged_dtype = dtype if fp8 is None else torch.float16
         self._paged_options = {**self._options, "q_data_type": self._paged_dtype, "kv_data_type": pool.dtype}
@@ -106,93 +117,77 @@ class FlashInferKernels(PageMemory):
         self._current: FlashInferPlan | None = None
         self._planned = torch.cuda.Event()
 
-    def plan(self, tokens: TokenLayout, tables: PageTables) -> FlashInferPlan:
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
+        """Of SharingBuffers, the full plan() of their wrapper chose the kernel; this only shares out the work anew."""
+        if isinstance(buffers, DecodePlan):  # nothing is planned on the host
+            return buffers
+        if isinstance(buffers, SharingBuffers):
+            self._plan_sharing(buffers, tables)
+            return buffers
+        if isinstance(buffers, PromptBuffers):
+            self._planned.synchronize()
+            buffers.plan(tokens.qo_indptr, tables)
+            self._planned.record()
+            return buffers
         gather_from = GATHER_FROM if self._fp8 is None else GATHER_FP8_FROM
-        page_size, window = self._pool.shape[4], self._scoring.window
+        page_size, window = self._pool.shape[4], self.scoring.window
         slots, parts = plan_parts(tokens, tables, page_size, self._pool.device, gather_from, window)
         return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
 
     def push_with_append(
-        self, plan: FlashInferPlan, sends: Sequence[Send], peer_pool: PeerPool
+        self, own: FlashInferPlan, sends: Sequence[Send], peer_pool: PeerPool
     ) -> tuple[FlashInferPlan, tuple[Send, ...]]:
-        """See PushingKernels: all peers are written to by the one launch."""
-        addresses, left = peer_rows(plan.targets.slots.shape[0], sends, peer_pool)
+        """All peers are written to by the one launch."""
+        addresses, left = peer_rows(own.targets.slots.shape[0], sends, peer_pool)
         rows = upload([addresses], self._pool.device)[0] if addresses.any() else None
         keep_k = any(send.token_indices.shape[0] for send in left)
-        return replace(plan, targets=replace(plan.targets, peer_rows=rows), keep_k=keep_k), tuple(left)
+        return replace(own, targets=replace(own.targets, peer_rows=rows), keep_k=keep_k), tuple(left)
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan:
-        _, _, _, num_kv_heads, _, head_dim = self._pool.shape
-        return DecodePlan.make(tables, num_q_heads, num_kv_heads, head_dim)
-
-    def fixed_sharing_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedPlan:
-        sizes, size = self._sizes(num_q_heads), tables.slots.shape[0]
-        max_pages = tables.kv_indices.shape[0] // size
+    def buffers(self, limits: Limits, tables: DeviceTables) -> "DecodePlan | SharingBuffers | PromptBuffers":
+        sizes = self._sizes(limits.num_q_heads)
+        if not limits.one_each:
+            workspaces = (self._workspace, self._prompts_workspace)
+            return PromptBuffers.make(self._flashinfer, workspaces, tables, sizes, self._paged_options)
+        if not limits.sharing:
+            return DecodePlan.make(tables, *sizes[:3])
+        size, max_pages = limits.num_sequences, tables.kv_indices.shape[0] // limits.num_sequences
         num_rows = FixedSharing.num_rows(size, *sizes[:3], WORKSPACE_BYTES)
         fixed = FixedSharing(self._flashinfer, self._workspace, self._shared_workspace, size, num_rows, max_pages)
         fixed.plan_largest(sizes, self._paged_options)
-        wrapper = self._fixed_wrapper(tables, num_q_heads)
-        return FixedPlan(AppendTargets(tables.slots, None), wrapper, fixed, num_q_heads)
+        wrapper = self._fixed_wrapper(tables, limits.num_q_heads)
+        return SharingBuffers(AppendTargets(tables.slots, None), wrapper, fixed, limits.num_q_heads)
 
-    def most_prompt_tokens(self, num_sequences: int, num_q_heads: int) -> int:
-        return most_prompt_tokens(self._workspace, num_sequences, self._sizes(num_q_heads))
+    def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
+        return largest_prompt(self._workspace, num_sequences, self._sizes(num_q_heads))
 
-    def fixed_prompts_plan(self, tables: PromptTables, num_q_heads: int) -> FixedPromptsPlan:
-        sizes, workspaces = self._sizes(num_q_heads), (self._workspace, self._prompts_workspace)
-        return FixedPromptsPlan.make(self._flashinfer, workspaces, tables, sizes, self._paged_options)
+    def takes_shared(self, buffers: SharingBuffers, shared: SharedPrefixes) -> bool:
+        return buffers.sharing.fits(shared)
 
-    def refill_prompts(self, plan: FixedPromptsPlan, qo_indptr: Int32Array, tables: PageTables) -> None:
-        self._planned.synchronize()
-        plan.refill(qo_indptr, tables)
-        self._planned.record()
-
-    def takes_shared(self, plan: FixedPlan, shared: SharedPrefixes) -> bool:
-        return plan.sharing.fits(shared)
-
-    def refill(self, plan: DecodePlan | FixedPlan, tables: PageTables) -> None:
-        """The full plan() of a FixedPlan's wrapper chose the kernel; this only shares out the work anew."""
-        if isinstance(plan, DecodePlan):
-            return
+    def _plan_sharing(self, buffers: SharingBuffers, tables: PageTables) -> None:
         indptr, indices, last_page_len = (
             torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
         )
         self._planned.synchronize()
         self._flashinfer.decode.fast_decode_plan(
-            *(plan.wrapper, indptr, indices, last_page_len, *self._sizes(plan.num_q_heads)),
+            *(buffers.wrapper, indptr, indices, last_page_len, *self._sizes(buffers.num_q_heads)),
             **self._paged_options,
             global_override_indptr_cpu=indptr,
         )
-        plan.sharing.refill(tables.shared, self._sizes(plan.num_q_heads), self._paged_options)
+        buffers.sharing.refill(tables.shared, self._sizes(buffers.num_q_heads), self._paged_options)
         self._planned.record()
 
-    def step(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None,
-        plan: DecodePlan | FixedPlan | FixedPromptsPlan,
-        sinks: Tensor | None,
-        norm: HeadNorm | None,
-    ) -> Tensor:
-        if isinstance(plan, DecodePlan):
-            return decode(self._pool, layer, q, k, v, rotation, plan, self._scoring, sinks, norm, self._fp8)
-        if norm is not None:
-            q, k = norm.apply(q, k)
-        q, _ = self.append(layer, q, k, v, rotation, plan)
-        if isinstance(plan, FixedPromptsPlan):
-            return self._attend_pages(plan.wrapper, layer, q, sinks)
-        return self._attend_shared(plan.wrapper, plan.sharing.wrapper, plan.sharing.part, layer, q, sinks)
+    def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
+        own = plan.own
+        if not isinstance(own, DecodePlan):
+            return super().run(plan, layer, x, appended)
+        return decode(self._pool, layer, x.q, x.k, x.v, plan.rotation, own, self.scoring, x.sinks, x.norm, self._fp8)
 
-    def step_pages(
-        self, plan: DecodePlan | FixedPlan | FixedPromptsPlan, rotation: Rotation | None
-    ) -> StepPages | None:
-        plain = self._scoring == Scoring(self._scoring.scale)
-        if not plain or rotation is None or not isinstance(plan, DecodePlan):
+    def step_pages(self, plan: GroupPlan) -> StepPages | None:
+        plain = self.scoring == Scoring(self.scoring.scale)
+        if not plain or plan.rotation is None or not isinstance(plan.own, DecodePlan):
             return None
         scales = None if self._fp8 is None else self._fp8.scales
-        return StepPages(self._pool, plan.tables, rotation, self._scoring.scale, scales)
+        return StepPages(self._pool, plan.own.tables, plan.rotation, self.scoring.scale, scales)
 
     def append(
         self,
@@ -201,11 +196,11 @@ class FlashInferKernels(PageMemory):
         k: Tensor,
         v: Tensor,
         rotation: Rotation | None,
-        plan: FlashInferPlan | FixedPlan | FixedPromptsPlan,
+        own: FlashInferPlan | SharingBuffers | PromptBuffers,
     ) -> tuple[Tensor, Tensor]:
-        """As Kernels says, but k comes back rotated only where plan.keep_k asks for it: attend reads the pages."""
+        """k comes back rotated only where own.keep_k asks for it: attend reads the pages."""
         factors = None if self._fp8 is None else self._fp8.inverse[layer]
-        return append(self._pool, layer, q, k, v, rotation, plan.targets, keep_k=plan.keep_k, fp8_factors=factors)
+        return append(self._pool, layer, q, k, v, rotation, own.targets, keep_k=own.keep_k, fp8_factors=factors)
 
     def attend(
         self,
@@ -213,15 +208,19 @@ class FlashInferKernels(PageMemory):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        plan: FlashInferPlan,
+        own: FlashInferPlan | SharingBuffers | PromptBuffers,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if plan is not self._current:
-            self._plan_wrappers(plan, q.shape[1])
-        if len(plan.parts) == 1:
-            return self._attend_part(layer, plan.parts[0], q, sinks)
+        if isinstance(own, PromptBuffers):
+            return self._attend_pages(own.wrapper, layer, q, sinks)
+        if isinstance(own, SharingBuffers):
+            return self._attend_shared(own.wrapper, own.sharing.wrapper, own.sharing.part, layer, q, sinks)
+        if own is not self._current:
+            self._plan_wrappers(own, q.shape[1])
+        if len(own.parts) == 1:
+            return self._attend_part(layer, own.parts[0], q, sinks)
         output = torch.empty_like(q)
-        for part in plan.parts:
+        for part in own.parts:
             assert part.tokens is not None  # of several parts, each has some
             of_part = self._attend_part(layer, part, q.index_select(0, part.tokens), sinks)
             output.index_copy_(0, part.tokens, of_part)
@@ -231,7 +230,7 @@ class FlashInferKernels(PageMemory):
         if part.trees is not None:
             context, lse = self._run_pages(self._before_trees, layer, q, with_lse=True)
             assert lse is not None
-            scale, softcap = self._scoring.scale, self._scoring.softcap
+            scale, softcap = self.scoring.scale, self.scoring.softcap
             scales = None if self._fp8 is None else self._fp8.scales[layer]
             return attend_trees(self._pool, layer, q, context, lse, part.trees, scale, softcap, sinks, scales)
         if part.kv_slots is not None:

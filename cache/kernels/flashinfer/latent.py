@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.kernels.base import DeviceTables, PeerPool
+from tandem.cache.kernels.backend import LatentAppendThenAttend
+from tandem.cache.kernels.base import Capabilities, DeviceTables, Limits, PeerPool
 from tandem.cache.kernels.flashinfer.kernels import PLAN_BYTES, WORKSPACE_BYTES, check_on_gpu, load_flashinfer
 from tandem.cache.kernels.flashinfer.parts import all_slots
 from tandem.cache.kernels.gpu_limits import KEY_DIM, RANK, ROTATED, VALUE_DIM, check_sizes, latent_sizes
-from tandem.cache.kernels.page_memory import PageMemory
 from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.tree_contexts import TreeContexts
 from tandem.cache.kernels.triton.append import AppendTargets
@@ -63,7 +63,7 @@ class LatentPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class FixedLatentPlan:
+class LatentBuffers:
     """A decode step in a CUDA graph: a wrapper of its own that reads the arrays where they stand."""
 
     targets: AppendTargets
@@ -73,12 +73,14 @@ class FixedLatentPlan:
     keep: bool = False
 
 
-class FlashInferLatentKernels(PageMemory):
-    """See LatentKernels, PushingKernels, TreeKernels and LatentStepKernels. float16 and bfloat16, DeepSeek's sizes,
+class FlashInferLatentKernels(LatentAppendThenAttend):
+    """See LatentBackend. float16 and bfloat16, DeepSeek's sizes,
     pages of 8 to 64 positions; else InvalidArgument.
 
     As with FlashInferKernels, wrappers are planned when a forward's first layer attends.
     """
+
+    capabilities = Capabilities(pushes=True, step_graphs=True)
 
     def __init__(self, pool: Tensor, scale: float, rank: int, heads: LatentHeads) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
@@ -101,7 +103,10 @@ class FlashInferLatentKernels(PageMemory):
         self._current: LatentPlan | None = None
         self._planned = torch.cuda.Event()
 
-    def plan(self, tokens: TokenLayout, tables: PageTables) -> LatentPlan:
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
+        if buffers is not None:
+            self._refill(buffers, tables)
+            return buffers
         absorbed = absorbed_is_cheaper(np.diff(tokens.qo_indptr), tables.kv_lens, RANK, ROTATED, self._heads)
         page_size, in_trees = self._pool.shape[4], tokens.in_trees
         contexts, tiles = lay_out_tiles(tokens, tables, page_size, None)
@@ -130,15 +135,15 @@ class FlashInferLatentKernels(PageMemory):
         return LatentPlan(AppendTargets(slots, None), keep=False, parts=parts)
 
     def push_with_append(
-        self, plan: LatentPlan, sends: Sequence[Send], peer_pool: PeerPool
+        self, own: LatentPlan, sends: Sequence[Send], peer_pool: PeerPool
     ) -> tuple[LatentPlan, tuple[Send, ...]]:
-        """See PushingKernels: all peers are written to by the one launch."""
-        addresses, left = peer_rows(plan.targets.slots.shape[0], sends, peer_pool)
+        """All peers are written to by the one launch."""
+        addresses, left = peer_rows(own.targets.slots.shape[0], sends, peer_pool)
         rows = upload([addresses], self._pool.device)[0] if addresses.any() else None
         keep = any(send.token_indices.shape[0] for send in left)
-        return replace(plan, targets=replace(plan.targets, peer_rows=rows), keep=keep), tuple(left)
+        return replace(own, targets=replace(own.targets, peer_rows=rows), keep=keep), tuple(left)
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> FixedLatentPlan:
+    def buffers(self, limits: Limits, tables: DeviceTables) -> LatentBuffers:
         size, device = tables.slots.shape[0], self._pool.device
         qo_indptr, ones = torch.arange(size + 1, dtype=torch.int32), torch.ones(size, dtype=torch.int32)
         wrapper = self._flashinfer.mla.BatchMLAPagedAttentionWrapper(
@@ -152,11 +157,11 @@ class FlashInferLatentKernels(PageMemory):
         # FlashInfer has no call for it: one memory for the plans of all sizes, as BatchDecode has.
         wrapper._int_workspace_buffer = self._graph_plan
         wrapper._pin_memory_int_workspace_buffer = self._graph_plan_on_host
-        wrapper.plan(qo_indptr, qo_indptr, ones * 0, ones, *self._sizes(num_q_heads), False, *self._types())
-        return FixedLatentPlan(AppendTargets(tables.slots, None), wrapper, qo_indptr, num_q_heads)
+        wrapper.plan(qo_indptr, qo_indptr, ones * 0, ones, *self._sizes(limits.num_q_heads), False, *self._types())
+        return LatentBuffers(AppendTargets(tables.slots, None), wrapper, qo_indptr, limits.num_q_heads)
 
-    def refill(self, plan: FixedLatentPlan, tables: PageTables) -> None:
-        """The full plan() of fixed_plan() chose the kernel; this only shares out the work anew."""
+    def _refill(self, plan: LatentBuffers, tables: PageTables) -> None:
+        """The wrapper's full plan() in buffers() chose the kernel; this only shares out the work anew."""
         kv_indptr, kv_lens = torch.from_numpy(tables.kv_indptr), torch.from_numpy(tables.kv_lens)
         self._planned.synchronize()
         plan.wrapper._plan_info = plan.wrapper._cached_module.plan(
@@ -172,35 +177,24 @@ class FlashInferLatentKernels(PageMemory):
         latents: Tensor,
         keys: Tensor,
         rotation: Rotation | None,
-        plan: LatentPlan | FixedLatentPlan,
+        own: LatentPlan | LatentBuffers,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotates q in place."""
-        return q, append_latents(self._pool, layer, q, latents, keys, rotation, plan.targets, keep=plan.keep)
+        return q, append_latents(self._pool, layer, q, latents, keys, rotation, own.targets, keep=own.keep)
 
-    def attend(self, layer: int, q: Tensor, plan: LatentPlan, up: UpProjections) -> Tensor:
-        if plan is not self._current:
-            self._plan_wrappers(plan, q.shape[1])
-        if len(plan.parts) == 1:
-            return self._attend_part(layer, plan.parts[0], q, up)
+    def attend(self, layer: int, q: Tensor, own: LatentPlan | LatentBuffers, up: UpProjections) -> Tensor:
+        if isinstance(own, LatentBuffers):
+            return self._attend_absorbed(own.wrapper, layer, q, up)
+        if own is not self._current:
+            self._plan_wrappers(own, q.shape[1])
+        if len(own.parts) == 1:
+            return self._attend_part(layer, own.parts[0], q, up)
         output = q.new_empty((*q.shape[:2], VALUE_DIM))
-        for part in plan.parts:
+        for part in own.parts:
             assert part.tokens is not None  # of several parts, each has some
             of_part = self._attend_part(layer, part, q.index_select(0, part.tokens), up)
             output.index_copy_(0, part.tokens, of_part)
         return output
-
-    def step_latents(
-        self,
-        layer: int,
-        q: Tensor,
-        latents: Tensor,
-        keys: Tensor,
-        rotation: Rotation | None,
-        plan: FixedLatentPlan,
-        up: UpProjections,
-    ) -> Tensor:
-        q, _ = self.append(layer, q, latents, keys, rotation, plan)
-        return self._attend_absorbed(plan.wrapper, layer, q, up)
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
         entries = gather(self._pool, layer, upload([slots], self._pool.device)[0])[:, 0]

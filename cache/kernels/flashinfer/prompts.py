@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import PromptTables
+from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.triton.append import AppendTargets
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.tables import PageTables
@@ -16,7 +16,7 @@ TILE_ROWS = 128  # queries times heads of a KV head that one of FlashInfer's blo
 
 
 @dataclass(frozen=True, eq=False)
-class FixedPromptsPlan:
+class PromptBuffers:
     """A wrapper of its own that reads the arrays where they stand; what it makes of tokens of padding is zeros.
 
     sizes: query heads, KV heads, head_dim, page size.
@@ -34,10 +34,10 @@ class FixedPromptsPlan:
         cls,
         flashinfer: Any,
         workspaces: tuple[Tensor, Tensor],
-        tables: PromptTables,
+        tables: DeviceTables,
         sizes: tuple[int, int, int, int],
         options: dict[str, Any],
-    ) -> "FixedPromptsPlan":
+    ) -> "PromptBuffers":
         """workspaces: of all that runs, and of the planning of prompts in graphs."""
         num_tokens = tables.slots.shape[0]
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -55,7 +55,7 @@ class FixedPromptsPlan:
         plan._plan_largest(num_tokens, tables.kv_last_page_len.shape[0])
         return plan
 
-    def refill(self, qo_indptr: Int32Array, tables: PageTables) -> None:
+    def plan(self, qo_indptr: Int32Array, tables: PageTables) -> None:
         self._plan(qo_indptr, tables.kv_indptr, tables.kv_last_page_len)
 
     def _plan_largest(self, num_tokens: int, num_sequences: int) -> None:
@@ -83,9 +83,9 @@ def choose_backend(num_tokens: int, num_q_heads: int, device: torch.device) -> s
     return "auto" if 3 * tiles >= num_multiprocessors(device) else "fa2"
 
 
-def most_prompt_tokens(workspace: Tensor, num_sequences: int, sizes: tuple[int, int, int, int]) -> int:
+def largest_prompt(workspace: Tensor, num_sequences: int, sizes: tuple[int, int, int, int]) -> int:
     """As many as FlashInfer's workspace has room for while it splits keys, two tiles a multiprocessor at least; sizes:
-    see FixedPromptsPlan."""
+    see PromptBuffers."""
     num_q_heads, num_kv_heads, head_dim, _ = sizes
     tiles = workspace.numel() // (num_q_heads * TILE_ROWS * (head_dim + 1) * 4)
     if tiles < 2 * num_multiprocessors(workspace.device) // num_kv_heads:

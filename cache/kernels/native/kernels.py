@@ -3,11 +3,13 @@
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.cache.kernels.backend import AppendThenAttend
 from tandem.cache.kernels.native.crew import Crew
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.attention import AttentionPart, plan_prompts
@@ -66,17 +68,19 @@ class NativePlan:
     indices: Int32Array
 
 
-class NativeKernels:
-    """See Kernels. The pool is float32, on the CPU, contiguous.
+class NativeKernels(AppendThenAttend):
+    """See KVBackend. The pool is float32, on the CPU, contiguous.
 
     Sequences with one new token attend natively, by the threads of `crew`; prompts by torch's parts.
     """
 
     def __init__(self, pool: Tensor, scoring: Scoring, library: ctypes.CDLL, crew: Crew) -> None:
+        super().__init__(pool)
         _, layers, _, self._heads, page_size, self._head_dim = pool.shape
         tiles = self._heads * page_size * self._head_dim
         self._torch = TorchKernels(pool, scoring)
-        self._pages = pool
+        self.scoring = scoring
+        self._tensor = pool
         self._crew = crew
         sizes = (self._heads, page_size, self._head_dim, scoring.window or NO_WINDOW)
         self._pool = _Pool(
@@ -95,13 +99,13 @@ class NativeKernels:
     def takes_head_dim(head_dim: int) -> bool:
         return head_dim % LANES == 0 and head_dim <= MAX_HEAD_DIM
 
-    def plan(self, tokens: TokenLayout, tables: PageTables) -> NativePlan:
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> NativePlan:
         queries, places, lengths = tokens.qo_indptr[:-1], tables.kv_indptr[:-1], tables.kv_lens
         parts: tuple[AttentionPart, ...] = ()
         if tokens.positions.size != queries.size or tokens.trees is not None:
             single = tokens.single
             queries, places, lengths = queries[single], places[single], lengths[single]
-            parts = plan_prompts(tokens, tables, self._pages, self._torch.scoring.window, self._pages.dtype)
+            parts = plan_prompts(tokens, tables, self._tensor, self.scoring.window, self._tensor.dtype)
         page_ids = tables.kv_indices
         indices = np.concatenate((tables.slot_mapping, queries, places, lengths), dtype=np.int32)
         num_tokens, num_decodes = tables.slot_mapping.size, queries.size
@@ -120,7 +124,7 @@ class NativeKernels:
         return NativePlan(num_decodes, parts, ctypes.addressof(step), step, page_ids, indices)
 
     def append(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: NativePlan
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, own: NativePlan
     ) -> tuple[Tensor, Tensor]:
         num_q_heads = q.shape[1]
         q, k, v = self._rows(q), self._rows(k), self._rows(v)
@@ -131,7 +135,7 @@ class NativeKernels:
             rotated_q = torch.empty_like(q, memory_format=torch.contiguous_format)
             rotated_k = torch.empty_like(k, memory_format=torch.contiguous_format)
         self._append(
-            *(self._pool_address, plan.address, layer),
+            *(self._pool_address, own.address, layer),
             *(q.data_ptr(), q.stride(0), num_q_heads),
             *(k.data_ptr(), k.stride(0)),
             *(v.data_ptr(), v.stride(0)),
@@ -141,29 +145,23 @@ class NativeKernels:
         return rotated_q, rotated_k
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: NativePlan, sinks: Tensor | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, own: NativePlan, sinks: Tensor | None = None
     ) -> Tensor:
         num_q_heads = q.shape[1]
-        if not plan.num_decodes and len(plan.parts) == 1:
-            return self._torch.attend_part(layer, plan.parts[0], q, k, v, sinks)
+        if not own.num_decodes and len(own.parts) == 1:
+            return self._torch.attend_part(layer, own.parts[0], q, k, v, sinks)
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if plan.num_decodes:
+        if own.num_decodes:
             q = self._rows(q)
             logits = None if sinks is None else sinks.float().contiguous()
             self._attend(
-                *(self._pool_address, plan.address, layer),
+                *(self._pool_address, own.address, layer),
                 *(q.data_ptr(), q.stride(0), num_q_heads),
                 *(None if logits is None else logits.data_ptr(), output.data_ptr()),
             )
-        for part in plan.parts:
+        for part in own.parts:
             part.put(output, self._torch.attend_part(layer, part, part.take(q), k, v, sinks))
         return output
-
-    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
-        self._torch.copy_pages(sources, targets)
-
-    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
-        self._torch.move_slots(sources, targets)
 
     def clear_pages(self, pages: Int32Array) -> None:
         """Nothing to do: neither native.c nor the parts of prompts read past the end of a sequence."""

@@ -1,13 +1,15 @@
 """Torch kernels: the CPU serving path, and the reference that other backends are compared with."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.cache.kernels.backend import AppendThenAttend
+from tandem.cache.kernels.base import Capabilities
 from tandem.cache.kernels.fp8_entries import Fp8Entries
-from tandem.cache.kernels.page_memory import PageMemory
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.attention import AttentionPart, plan_attention, plan_prompts
 from tandem.cache.kernels.torch.sharing import plan_shared, sharing_rule
@@ -26,8 +28,8 @@ class TorchPlan:
     parts: tuple[AttentionPart, ...]
 
 
-class TorchKernels(PageMemory):
-    """See Kernels. The row ids that plan() makes are those of layer 0's K.
+class TorchKernels(AppendThenAttend):
+    """See KVBackend. The row ids that plan() makes are those of layer 0's K.
 
     Every layer reads and writes the pool through a view that begins where that layer's K or V does, so one set of ids
     serves all layers:
@@ -44,7 +46,7 @@ class TorchKernels(PageMemory):
         spans = pool.view(-1, page_size * head_dim)
         self._pool = pool
         self.scoring = scoring
-        self.sharing = sharing_rule(pool, scoring.window)
+        self.capabilities = Capabilities(sharing=sharing_rule(pool, scoring.window))
         self._page_size = page_size
         self._heads = heads
         self._page_rows = layers * 2 * heads  # of page_size · head_dim elements
@@ -55,7 +57,7 @@ class TorchKernels(PageMemory):
         self._value_rows = [rows[2 * value * layer + value :] for layer in range(layers)]
         self._spans = [spans[2 * heads * layer :] for layer in range(layers)]
 
-    def plan(self, tokens: TokenLayout, tables: PageTables) -> TorchPlan:
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> TorchPlan:
         slots = tables.slot_mapping.astype(np.int64)
         rows = slots + slots // self._page_size * ((self._page_rows - 1) * self._page_size)
         return TorchPlan(
@@ -71,25 +73,25 @@ class TorchKernels(PageMemory):
         return decodes, *plan_prompts(tokens, tables, self._pool, window, self._dtype)
 
     def append(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: TorchPlan
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, own: TorchPlan
     ) -> tuple[Tensor, Tensor]:
         if rotation is not None:
             q, k = rotation.apply_both(q, k)
         size, keys, values = k.shape[-1], k, v
         if self._fp8 is not None:
             keys, values = (entries.view(torch.uint8) for entries in self._fp8.quantise(layer, k, v))
-        self._key_rows[layer].index_copy_(0, plan.append_rows, keys.reshape(-1, size))
-        self._value_rows[layer].index_copy_(0, plan.append_rows, values.reshape(-1, size))
+        self._key_rows[layer].index_copy_(0, own.append_rows, keys.reshape(-1, size))
+        self._value_rows[layer].index_copy_(0, own.append_rows, values.reshape(-1, size))
         return q, k
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan, sinks: Tensor | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, own: TorchPlan, sinks: Tensor | None = None
     ) -> Tensor:
         if self._fp8 is None:
-            return self._attend(layer, q, k, v, plan, sinks)
+            return self._attend(layer, q, k, v, own, sinks)
         # Entries take part as they are: their scales are q's and the output's.
         k, v = (entries.to(q.dtype) for entries in self._fp8.quantise(layer, k, v))
-        output = self._attend(layer, self._fp8.scale_queries(layer, q), k, v, plan, sinks)
+        output = self._attend(layer, self._fp8.scale_queries(layer, q), k, v, own, sinks)
         return self._fp8.scale_output(layer, output)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan, sinks: Tensor | None) -> Tensor:

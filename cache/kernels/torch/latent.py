@@ -1,13 +1,14 @@
 """Latent attention over a paged pool with torch operations: the CPU path, and the reference of the GPU's kernels."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache.kernels.page_memory import PageMemory
+from tandem.cache.kernels.backend import LatentAppendThenAttend
 from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.kernels.torch.attention import tree_masks
 from tandem.cache.plan.arrays import Int32Array, ragged_range
@@ -39,8 +40,8 @@ class TorchLatentPlan:
     parts: tuple[LatentPart, ...]
 
 
-class TorchLatentKernels(PageMemory):
-    """See LatentKernels. Row ids are those of layer 0; a layer's entries are a view of the pool that begins there."""
+class TorchLatentKernels(LatentAppendThenAttend):
+    """See LatentBackend. Row ids are those of layer 0; a layer's entries are a view of the pool that begins there."""
 
     def __init__(self, pool: Tensor, scale: float, rank: int, heads: LatentHeads) -> None:
         super().__init__(pool)
@@ -53,7 +54,7 @@ class TorchLatentKernels(PageMemory):
         entries = pool.view(-1, self._entry_size)
         self._entries = [entries[layer * self._page_size :] for layer in range(layers)]
 
-    def plan(self, tokens: TokenLayout, tables: PageTables) -> TorchLatentPlan:
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> TorchLatentPlan:
         appends = np.diff(tokens.qo_indptr)
         absorbed = absorbed_is_cheaper(appends, tables.kv_lens, self._rank, self._entry_size - self._rank, self._heads)
         single, trees = tokens.single, tree_masks(tokens, tables, None)
@@ -67,7 +68,7 @@ class TorchLatentKernels(PageMemory):
         return TorchLatentPlan(self._index(self._rows(tables.slot_mapping)), tuple(parts))
 
     def append(
-        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, rotation: Rotation | None, plan: TorchLatentPlan
+        self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, rotation: Rotation | None, own: TorchLatentPlan
     ) -> tuple[Tensor, Tensor]:
         keys = keys.unsqueeze(1)
         if rotation is not None:
@@ -75,12 +76,12 @@ class TorchLatentKernels(PageMemory):
             q = torch.cat((q[:, :, :still], rotation.apply(q[:, :, still:])), 2)
             keys = rotation.apply(keys)
         entries = torch.cat((latents.unsqueeze(1), keys), 2)
-        self._entries[layer].index_copy_(0, plan.append_rows, entries.squeeze(1))
+        self._entries[layer].index_copy_(0, own.append_rows, entries.squeeze(1))
         return q, entries
 
-    def attend(self, layer: int, q: Tensor, plan: TorchLatentPlan, up: UpProjections) -> Tensor:
+    def attend(self, layer: int, q: Tensor, own: TorchLatentPlan, up: UpProjections) -> Tensor:
         output = q.new_empty((*q.shape[:2], self._heads.value_dim))
-        for part in plan.parts:
+        for part in own.parts:
             entries = self._entries[layer].index_select(0, part.rows)
             attend = self._attend_absorbed if part.absorbed else self._attend_expanded
             output[part.tokens] = attend(part, q.index_select(0, part.tokens), entries, up)

@@ -104,7 +104,7 @@ def plan_segments(shared: SharedPrefixes, queries_of: IntArray, pool: Tensor) ->
 
 
 def sharing_rule(pool: Tensor, window: int | None) -> SharingRule | None:
-    """See SharingKernels."""
+    """See Capabilities.sharing."""
     if window is not None:
         return None
     page = pool[0, 0].numel()

@@ -96,7 +96,7 @@ def decode(
     norm: HeadNorm | None,
     fp8: Fp8Entries | None = None,
 ) -> Tensor:
-    """o [B, num_q_heads, head_dim] of one new token each of B sequences; see StepKernels.step.
+    """o [B, num_q_heads, head_dim] of one new token each of B sequences; see AttentionBackend.run.
 
     pool: as for append. q [B, num_q_heads, head_dim], k and v [B, num_kv_heads, head_dim]: rows of tokens may lie
     apart, a token's heads not; head_dim a power of two, at least 16. fp8: of a pool of 8-bit entries.
@@ -114,15 +114,33 @@ def decode(
     tile_rows = max(LEAST_ROWS, triton.next_power_of_2(group))
     kernel: Any = _decode[(rows * num_kv_heads * plan.splits,)]
     kernel(
-        *(q, k, v, q if norm is None else norm.weight, cos, sin, pool),
-        *(tables.slots, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len),
-        *(q if sinks is None else sinks, factors, inverse, plan.partial, plan.counters, output),
-        *(q.stride(0), k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)),
-        layers * 2 * num_kv_heads * page_size * head_dim,
-        layer * 2 * num_kv_heads * page_size * head_dim,
-        scoring.scale,
-        scoring.softcap or 0.0,
-        0.0 if norm is None else norm.eps,
+        q=q,
+        k=k,
+        v=v,
+        norm=q if norm is None else norm.weight,
+        cos=cos,
+        sin=sin,
+        pool=pool,
+        slots=tables.slots,
+        kv_indptr=tables.kv_indptr,
+        kv_indices=tables.kv_indices,
+        kv_last_page_len=tables.kv_last_page_len,
+        sinks=q if sinks is None else sinks,
+        factors=factors,
+        inverse=inverse,
+        partial=plan.partial,
+        counters=plan.counters,
+        output=output,
+        q_token=q.stride(0),
+        k_token=k.stride(0),
+        v_token=v.stride(0),
+        cos_token=cos.stride(0),
+        sin_token=sin.stride(0),
+        page_elements=layers * 2 * num_kv_heads * page_size * head_dim,
+        layer_elements=layer * 2 * num_kv_heads * page_size * head_dim,
+        scale=scoring.scale,
+        softcap=scoring.softcap or 0.0,
+        eps=0.0 if norm is None else norm.eps,
         KV_HEADS=num_kv_heads,
         GROUP=group,
         ROWS=tile_rows,
@@ -212,20 +230,20 @@ def _decode(
             tl.store(own + to_values + one + column, value)
         # The first program begins with the new token, the others with nothing.
         new = _score(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1), scale, softcap, CAPPED)
-        most = tl.where(split == 0, new, float("-inf"))
-        total = tl.where(split == 0, new * 0.0 + 1.0, 0.0)
-        sums = tl.where(split == 0, value.to(tl.float32), 0.0) + tl.zeros((ROWS, HEAD_DIM), tl.float32)
+        row_max = tl.where(split == 0, new, float("-inf"))
+        row_sum = tl.where(split == 0, new * 0.0 + 1.0, 0.0)
+        acc = tl.where(split == 0, value.to(tl.float32), 0.0) + tl.zeros((ROWS, HEAD_DIM), tl.float32)
         begin = oldest + split * share
         end = tl.minimum(begin + share, stored)
-        most, total, sums = _attend(
-            *(query, most, total, sums, places, to_values, kv_indices + first_page, begin, end),
+        row_max, row_sum, acc = _attend(
+            *(query, row_max, row_sum, acc, places, to_values, kv_indices + first_page, begin, end),
             *(page_elements, scale, softcap, ROWS, HEAD_DIM, PAGE_SIZE, BLOCK, CAPPED, FP8, PTX),
         )
         if FP8:
-            sums *= tl.load(factors + KV_HEADS + head)
+            acc *= tl.load(factors + KV_HEADS + head)
         counter = counters + token * KV_HEADS + head
         _leave(
-            *(most, total, sums, partial, counter, sinks, output, token * (KV_HEADS * GROUP) + head * GROUP, head),
+            *(row_max, row_sum, acc, partial, counter, sinks, output, token * (KV_HEADS * GROUP) + head * GROUP, head),
             *(split, used, GROUP, ROWS, FEW_ROWS, HEAD_DIM, SPLITS, SINKS),
         )
 
@@ -249,14 +267,15 @@ def _keep_room():
 
 @triton.jit
 def _attend(
-    query, most, total, sums, places, to_values, pages, begin, end, page_elements, scale, softcap,
+    query, row_max, row_sum, acc, places, to_values, pages, begin, end, page_elements, scale, softcap,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     CAPPED: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of largest scores `most`, sums of weights `total` and weighted `sums` of V, continued over positions
-    begin … end; places: of K on page 0; pages: of the sequence."""
+    """The online softmax (row_max, row_sum, and acc, the weighted sum of V), continued over positions begin … end.
+
+    places: of K on page 0; pages: of the sequence."""
     column, pair = tl.arange(0, HEAD_DIM)[None, :], tl.arange(0, HEAD_DIM // 2)[None, :]
-    even, odd = tl.split(tl.reshape(sums, (ROWS, HEAD_DIM // 2, 2)))
+    even, odd = tl.split(tl.reshape(acc, (ROWS, HEAD_DIM // 2, 2)))
     for start in range(begin, end, BLOCK):
         position = start + tl.arange(0, BLOCK)
         there = position < end
@@ -265,10 +284,10 @@ def _attend(
         keys = tl.load(lines + column, mask=there[:, None], other=0.0).to(query.dtype)
         scores = _score(tl.dot(query, tl.trans(keys)), scale, softcap, CAPPED)
         scores = tl.where(there[None, :], scores, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 1))
+        higher = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
-        kept = tl.exp2(most - higher)
-        total = total * kept + tl.sum(weights, 1)
+        kept = tl.exp2(row_max - higher)
+        row_sum = row_sum * kept + tl.sum(weights, 1)
         weights = weights.to(query.dtype)
         if FP8:
             pairs = (lines + to_values).to(tl.pointer_type(tl.int16)) + pair
@@ -277,11 +296,11 @@ def _attend(
             odd = odd * kept[:, None] + tl.dot(weights, of_odd)
         else:
             values = tl.load(lines + to_values + column, mask=there[:, None], other=0.0)
-            sums = sums * kept[:, None] + tl.dot(weights, values)
-        most = higher
+            acc = acc * kept[:, None] + tl.dot(weights, values)
+        row_max = higher
     if FP8:
-        sums = tl.interleave(even, odd)
-    return most, total, sums
+        acc = tl.interleave(even, odd)
+    return row_max, row_sum, acc
 
 
 @triton.jit
@@ -325,7 +344,7 @@ def _score(products, scale, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _leave(
-    most, total, sums, partial, counter, sinks, output, q_heads, head, split, used,
+    row_max, row_sum, acc, partial, counter, sinks, output, q_heads, head, split, used,
     GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -335,14 +354,14 @@ def _leave(
         if SINKS:
             heads = tl.arange(0, ROWS)
             sink = tl.load(sinks + head * GROUP + heads, mask=heads < GROUP, other=0.0).to(tl.float32)
-            total += tl.exp2(sink * LOG2E - most)
-        result = sums / total[:, None]
+            row_sum += tl.exp2(sink * LOG2E - row_max)
+        result = acc / row_sum[:, None]
         tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=row < GROUP)
     else:
         places = partial + ((q_heads + row) * SPLITS + split) * (HEAD_DIM + ENDS)
-        tl.store(places + column, sums, mask=row < GROUP)
-        tl.store(places + HEAD_DIM, most[:, None], mask=row < GROUP)
-        tl.store(places + HEAD_DIM + 1, total[:, None], mask=row < GROUP)
+        tl.store(places + column, acc, mask=row < GROUP)
+        tl.store(places + HEAD_DIM, row_max[:, None], mask=row < GROUP)
+        tl.store(places + HEAD_DIM + 1, row_sum[:, None], mask=row < GROUP)
         tl.debug_barrier()  # all threads have stored before the count says so
         if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
             tl.store(counter, 0)
@@ -360,19 +379,19 @@ def _merge(
     here = row < GROUP
     found = partial + (q_heads + row) * (SPLITS * (HEAD_DIM + ENDS))
     ends = found + split * (HEAD_DIM + ENDS) + HEAD_DIM
-    most = tl.load(ends, mask=here & (split < used), other=float("-inf"), cache_modifier=".cg")
-    totals = tl.load(ends + 1, mask=here & (split < used), other=0.0, cache_modifier=".cg")
-    highest = tl.max(tl.where(here, most, 0.0), 1, keep_dims=True)
-    total = tl.sum(totals * tl.exp2(most - highest), 1, keep_dims=True)
+    row_max = tl.load(ends, mask=here & (split < used), other=float("-inf"), cache_modifier=".cg")
+    row_sums = tl.load(ends + 1, mask=here & (split < used), other=0.0, cache_modifier=".cg")
+    highest = tl.max(tl.where(here, row_max, 0.0), 1, keep_dims=True)
+    row_sum = tl.sum(row_sums * tl.exp2(row_max - highest), 1, keep_dims=True)
     if SINKS:
         sink = tl.load(sinks + head * GROUP + row, mask=here, other=0.0).to(tl.float32)
-        total += tl.exp2(sink * LOG2E - highest)
-    sums = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+        row_sum += tl.exp2(sink * LOG2E - highest)
+    acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
     for _ in tl.range(0, used, loop_unroll_factor=8):  # pyright: ignore[reportGeneralTypeIssues]
         # Unrolled, so that many loads are under way.
         of_one = tl.load(found + column, mask=here, other=0.0, cache_modifier=".cg")
-        most_of_one = tl.load(found + HEAD_DIM, mask=here, other=0.0, cache_modifier=".cg")
-        sums += of_one * tl.exp2(most_of_one - highest)
+        max_of_one = tl.load(found + HEAD_DIM, mask=here, other=0.0, cache_modifier=".cg")
+        acc += of_one * tl.exp2(max_of_one - highest)
         found += HEAD_DIM + ENDS
-    result = sums / tl.where(here, total, 1.0)
+    result = acc / tl.where(here, row_sum, 1.0)
     tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=here)

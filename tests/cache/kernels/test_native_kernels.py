@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tandem.cache.kernels.base import Kernels
+from tandem.cache.kernels.backend import AppendThenAttend
 from tandem.cache.kernels.build.native_build import build_library, load_library
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.native.crew import load_crew
@@ -69,7 +69,7 @@ class Case:
         slots = pages[:, None] * size + torch.arange(size)
         return slots.reshape(-1)[: int(self.tokens.seq_lens[sequence])]
 
-    def run(self, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, kernels: AppendThenAttend) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q and k, and o."""
         with torch.inference_mode():
             plan = kernels.plan(self.tokens, self.tables)

@@ -2,6 +2,8 @@
 
 import torch
 
+from tandem.cache.attention.forward import Batch
+from tandem.cache.kernels.base import Limits
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
@@ -33,11 +35,11 @@ def first_seen(position: int) -> int:
 
 def test_a_fixed_step_keeps_what_the_step_before_sees() -> None:
     cache = make_cache()
-    (batch,) = cache.fixed_batches([2], num_q_heads=1, num_inputs=0)
+    (batch,) = cache.graph_buffers([Limits.of_step(2, 1, 0)])
     kept = []
     for _ in range(STEPS):
         position = cache.num_tokens(0)
-        cache.begin_fixed(batch, [0], [])
+        cache.begin(Batch([0]), batch)
         kept.append(cache.first_position(0) <= first_seen(position - 1))
     assert all(kept)
     assert cache.first_position(0) > 0
@@ -55,9 +57,9 @@ def test_a_plain_forward_does_not() -> None:
 def test_a_reservation_for_two_suffices_for_steps_ahead() -> None:
     """No step takes a page beyond those that were set aside."""
     cache = make_cache()
-    (batch,) = cache.fixed_batches([1], num_q_heads=1, num_inputs=0)
+    (batch,) = cache.graph_buffers([Limits.of_step(1, 1, 0)])
     cache.reserve(0, 40, longest_append=2)
     free = cache.num_free_pages
     for _ in range(39):
-        cache.begin_fixed(batch, [0], [])
+        cache.begin(Batch([0]), batch)
         assert cache.num_free_pages >= free

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.attention.forward import Forward
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout
@@ -23,7 +23,7 @@ assert SINKS.numel() == QUERY_HEADS
 @torch.inference_mode()
 def forward(
     cache: PagedKVCache, sequences: list[int], counts: list[int], inputs: Inputs, sinks: Tensor | None = None
-) -> tuple[ForwardPlan, list[Tensor]]:
+) -> tuple[Forward, list[Tensor]]:
     plan = cache.begin_forward(sequences, counts)
     outputs = [cache.attention(plan, layer, *qkv, sinks) for layer, qkv in enumerate(inputs.layers)]
     cache.end_forward(plan)
@@ -64,7 +64,7 @@ class Twins:
         self.cache.remove_sequence(sequence)
         self.naive.remove(sequence)
 
-    def run(self, appends: dict[int, int]) -> ForwardPlan:
+    def run(self, appends: dict[int, int]) -> Forward:
         """One forward of both, outputs compared."""
         sequences, counts = list(appends), list(appends.values())
         self.seed += 1
@@ -75,7 +75,7 @@ class Twins:
         return plan
 
 
-def levels(plan: ForwardPlan, group: int = 0) -> list[tuple[tuple[int, ...], int]]:
+def levels(plan: Forward, group: int = 0) -> list[tuple[tuple[int, ...], int]]:
     """Per segment its sequences and the number of its pages."""
     shared = plan.groups[group].tables.shared
     if shared is None:

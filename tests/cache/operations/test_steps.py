@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.attention.forward import Forward
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import OutOfPages
 from tandem.cache.plan.layout import KVLayout, LayerGroup
@@ -48,7 +48,7 @@ class Stepping:
         self.foreseen = False
         self.cleared = [set[int]() for _ in layout.groups]  # and not in use since
         for group, cleared in zip(self.cache._groups, self.cleared, strict=True):
-            vars(group.kernels)["clear_pages"] = lambda pages, cleared=cleared: cleared.update(pages.tolist())
+            vars(group.backend)["clear_pages"] = lambda pages, cleared=cleared: cleared.update(pages.tolist())
         if not layout.has_windows:
             self.events += [self.fork, self.publish]
 
@@ -170,7 +170,7 @@ class Stepping:
                 before = None
                 self.counts[event.__name__] += 1
 
-    def check_pages(self, plan: ForwardPlan) -> None:
+    def check_pages(self, plan: Forward) -> None:
         """What was reserved is there, as far as no window makes do with less; what was begun or received into is
         cleared."""
         table = self.cache._table
@@ -183,7 +183,7 @@ class Stepping:
             cleared.difference_update(group.tables.kv_indices.tolist())
 
 
-def kv_lens_of(plan: ForwardPlan) -> np.ndarray:
+def kv_lens_of(plan: Forward) -> np.ndarray:
     return plan.groups[1].tables.kv_lens
 
 
@@ -220,7 +220,7 @@ def test_pages_foreseen_are_cleared_once_and_others_all_the_same() -> None:
         rope=RopeParameters("default", 8),
         writer=None,
     )
-    vars(cache._groups[0].kernels)["clear_pages"] = lambda pages: cleared.extend(pages.tolist())
+    vars(cache._groups[0].backend)["clear_pages"] = lambda pages: cleared.extend(pages.tolist())
 
     def receive(sequence: int, length: int, *, foresee: bool) -> None:
         cache.prepare_receive(sequence, length)

@@ -10,7 +10,8 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.cache.plan.stored_layers import LEFT, StoredLayers
-from tests.cache.attention.test_fixed_batch import draw, make_cache, run
+from tests.cache.attention.test_prompt_buffers import begin, prompt_buffers
+from tests.cache.attention.test_step_buffers import draw, make_cache, run
 from tests.cache.island import Island, forward
 from tests.cache.naive import HEAD_DIM, draw_inputs, layout_of, run_layer
 from tests.cache.peer_writer import PeerWriter
@@ -117,10 +118,10 @@ def test_a_forward_over_fixed_arrays_notes_its_layers_too() -> None:
     """As the graph that is captured does, at each replay."""
     cache = make_cache()
     note(cache)
-    (prompts,) = cache.fixed_prompts([4], 3, num_q_heads=4)
+    (prompts,) = prompt_buffers(cache, [4], 3)
     attend, before = prompts.attention().attend, Event.last
     cache.mark_send(0, 0, PositionMap(0, (SlotRuns.from_slots(range(7)),) * 2), 1)
-    cache.begin_prompts(prompts, [0], [4], np.zeros(4, np.int64), np.zeros(0, np.int64))
+    begin(cache, prompts, {0: 4}, np.zeros(4, np.int64), np.zeros(0, np.int64))
     run(attend, draw(4, seed=0))
     cache.send_cached(0)
     writer = cache._transmissions._writer

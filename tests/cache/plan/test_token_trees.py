@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.base import Capabilities, KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.kernels import TorchKernels
@@ -300,19 +301,16 @@ def test_what_takes_no_trees() -> None:
     cache.add_sequence(0)
     cache.enable_sliding_window(0, 8, 2)
 
-    class NoTrees:
-        """Kernels, without move_slots."""
+    class NoTrees(TorchKernels):
+        def __init__(self, pool: Tensor, scoring: Scoring, fp8: Any = None) -> None:
+            super().__init__(pool, scoring, fp8)
+            self.capabilities = Capabilities(trees=False)
 
-        def __init__(self, *args: object) -> None:
-            of = TorchKernels(*args)  # type: ignore[arg-type]
-            for name in ("plan", "append", "attend", "copy_pages", "clear_pages", "read_slots"):
-                setattr(self, name, getattr(of, name))
-
-    without = cache_of(LAYOUT, kernels=NoTrees)  # type: ignore[arg-type]
+    without = cache_of(LAYOUT, kernels=NoTrees)
     without.add_sequence(0)
     for of, message in (
         (cache, "sequence 0 slides"),
-        (without, "NoTrees, the kernels of layer group 0, take no token trees"),
+        (without, "NoTrees, the backend of layer group 0, takes no token trees"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             of.begin_forward([0], [1], token_tree_parents=[[-1]])

@@ -70,7 +70,7 @@ class ScriptedRunner:
         ]
         assert inputs == [token_at(s, p - 1) for s, p in zip(sequence_ids, positions, strict=True)]
         assert sampling.temperature.size == len(inputs)
-        self._cache.end_forward(self._cache.begin_forward(sequence_ids, np.ones(len(inputs), np.int64)))
+        self._cache.begin_forward(sequence_ids, np.ones(len(inputs), np.int64))
         self._last = [token_at(s, p) for s, p in zip(sequence_ids, positions, strict=True)]
         self.log.append(f"launch {step}: {list(sequence_ids)}")
         return cast(PendingSamples, ScriptedSamples(self, step, list(self._last)))

@@ -6,27 +6,28 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import DeviceTables, StepPages
+from tandem.cache.attention.forward import Batch
+from tandem.cache.kernels.base import QKV, Appended, Capabilities, DeviceTables, GroupPlan, Limits, StepPages
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.kv_scales import FP8, KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import Rotation
-from tandem.cache.plan.tables import PageTables
+from tandem.cache.plan.tables import PageTables, TokenLayout
 from tandem.workers.kernels.decode_megakernel.megakernel import DecodeMegakernel, Launch, MegakernelShape
 from tandem.workers.kernels.torch.fused_gemms import TorchFusedGemms
 from tandem.workers.models import small_batch_decoder
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
-from tandem.workers.runner.planned_attention import PlannedAttention
 from tests.support.checkpoints import make_model
 
 COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
@@ -89,29 +90,25 @@ CASES = {
 class OpenKernels(TorchKernels):
     """Forwards by torch, and steps by nobody but a kernel of all layers."""
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DeviceTables:
+    def __init__(self, pool: Tensor, scoring: Scoring, fp8: Any = None) -> None:
+        super().__init__(pool, scoring, fp8)
+        self.capabilities = Capabilities(step_graphs=True)
+
+    def buffers(self, limits: Limits, tables: DeviceTables) -> DeviceTables:
         return tables
 
-    def refill(self, plan: DeviceTables, tables: PageTables) -> None:
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
         """The kernel reads all that it needs from the arrays."""
+        return super().plan(tokens, tables) if buffers is None else buffers
 
-    def step(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None,
-        plan: DeviceTables,
-        sinks: Tensor | None,
-        norm: HeadNorm | None,
-    ) -> Tensor:
-        raise AssertionError(f"layer {layer} is attended to by itself")
+    def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
+        assert not plan.captured, f"layer {layer} is attended to by itself"
+        return super().run(plan, layer, x, appended)
 
-    def step_pages(self, plan: DeviceTables, rotation: Rotation | None) -> StepPages | None:
-        assert rotation is not None
+    def step_pages(self, plan: GroupPlan) -> StepPages | None:
+        assert plan.rotation is not None
         scales = None if self._fp8 is None else self._fp8.scales
-        return StepPages(self._pool, plan, rotation, self.scoring.scale, scales)
+        return StepPages(self._pool, plan.own, plan.rotation, self.scoring.scale, scales)
 
 
 def emulate(folder: Path, case: Case) -> Callable[[MegakernelShape, torch.device], dict[int, Launch]]:
@@ -156,17 +153,17 @@ def test_steps_equal_plain_forwards(name: str, tmp_path: Path, monkeypatch: pyte
         for sequence, length in enumerate(case.lengths):
             cache.add_sequence(sequence)
             plan = cache.begin_forward([sequence], [length])
-            model.forward(torch.arange(length) + sequence, PlannedAttention(cache, plan), torch.tensor([0]))
+            model.forward(torch.arange(length) + sequence, plan.attention, torch.tensor([0]))
         caches.append(cache)
     fixed, plain = caches
-    (batch,) = fixed.fixed_batches([case.rows], config.num_heads, num_inputs=1)
+    (batch,) = fixed.graph_buffers([Limits.of_step(case.rows, config.num_heads, 1)])
     for step in range(2 * len(case.lengths) // case.active):
         sequences = (np.arange(case.active) + step * case.active) % len(case.lengths)
         tokens = 3 + step + sequences
         plan = plain.begin_forward(sequences.tolist(), [1] * case.active)
         every = torch.arange(case.active)  # not None: a step by nobody but torch
-        expected = model.forward(torch.from_numpy(tokens), PlannedAttention(plain, plan), every)
-        fixed.begin_fixed(batch, sequences, [tokens])
+        expected = model.forward(torch.from_numpy(tokens), plan.attention, every)
+        fixed.begin(Batch(sequences), batch, [tokens])
         actual = model.forward(batch.inputs[0], batch.attention(), None)[: case.active]
         errors = (actual - expected).norm(dim=1) / expected.norm(dim=1)
         assert errors.max() < case.tolerance

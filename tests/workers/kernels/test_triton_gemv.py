@@ -2,22 +2,22 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import DeviceTables
+from tandem.cache.attention.forward import Batch
+from tandem.cache.kernels.base import QKV, Appended, Capabilities, DeviceTables, GroupPlan, Limits
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.layout import KVLayout, LayerGroup
-from tandem.cache.plan.rope import Rotation
-from tandem.cache.plan.tables import PageTables
+from tandem.cache.plan.tables import PageTables, TokenLayout
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
-from tandem.workers.runner.planned_attention import PlannedAttention
 from tests.support.checkpoints import make_model
 
 pytest.importorskip("triton")
@@ -28,27 +28,24 @@ LENGTHS = (5, 12)
 
 
 class StepKernels(TorchKernels):
-    """StepKernels: forwards by torch, fixed steps by the kernel."""
+    """Forwards by torch, captured steps by the kernel."""
 
-    def fixed_plan(self, tables: DeviceTables, num_q_heads: int) -> DecodePlan:
-        plan = DecodePlan.make(tables, num_q_heads, self._pool.shape[3], self._pool.shape[5])
+    def __init__(self, pool: Tensor, scoring: Scoring, fp8: Any = None) -> None:
+        super().__init__(pool, scoring, fp8)
+        self.capabilities = Capabilities(step_graphs=True)
+
+    def buffers(self, limits: Limits, tables: DeviceTables) -> DecodePlan:
+        plan = DecodePlan.make(tables, limits.num_q_heads, self._pool.shape[3], self._pool.shape[5])
         return replace(plan, splits=1)  # the interpreter takes time for idle programs too
 
-    def refill(self, plan: DecodePlan, tables: PageTables) -> None:
+    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
         """The kernel reads all that it needs on the device."""
+        return super().plan(tokens, tables) if buffers is None else buffers
 
-    def step(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None,
-        plan: DecodePlan,
-        sinks: Tensor | None,
-        norm: HeadNorm | None,
-    ) -> Tensor:
-        return decode(self._pool, layer, q, k, v, rotation, plan, self.scoring, sinks, norm)
+    def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
+        if not plan.captured:
+            return super().run(plan, layer, x, appended)
+        return decode(self._pool, layer, x.q, x.k, x.v, plan.rotation, plan.own, self.scoring, x.sinks, x.norm)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_steps.py runs there")
@@ -68,14 +65,14 @@ def test_logits_equal_those_of_plain_forwards(tmp_path: Path) -> None:
         for sequence, length in enumerate(LENGTHS):
             cache.add_sequence(sequence)
             plan = cache.begin_forward([sequence], [length])
-            model.forward(torch.arange(length) + sequence, PlannedAttention(cache, plan), torch.tensor([0]))
+            model.forward(torch.arange(length) + sequence, plan.attention, torch.tensor([0]))
         caches.append(cache)
     fixed, plain = caches
-    (batch,) = fixed.fixed_batches([3], config.num_heads, num_inputs=1)
+    (batch,) = fixed.graph_buffers([Limits.of_step(3, config.num_heads, 1)])
     for sequences in ([0, 1], [1]):
         tokens = 3 + np.array(sequences)
         plan = plain.begin_forward(sequences, [1] * len(sequences))
-        expected = model.forward(torch.from_numpy(tokens), PlannedAttention(plain, plan), None)
-        fixed.begin_fixed(batch, sequences, [tokens])
+        expected = model.forward(torch.from_numpy(tokens), plan.attention, None)
+        fixed.begin(Batch(sequences), batch, [tokens])
         actual = model.forward(batch.inputs[0], batch.attention(), None)
         torch.testing.assert_close(actual[: len(sequences)], expected, rtol=1e-4, atol=1e-4)

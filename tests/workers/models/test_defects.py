@@ -69,7 +69,7 @@ def test_one_request_fails(folder: Path, pe: int, name: str, output: int, monkey
     pair.assert_free()
 
 
-@pytest.mark.parametrize("name", ["add_sequence", "match_prefix", "reserve", "begin_forward"])
+@pytest.mark.parametrize("name", ["add_sequence", "match_prefix", "reserve", "begin"])
 def test_a_speculative_prefill_that_fails_fails_no_request(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

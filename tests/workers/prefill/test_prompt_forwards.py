@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.attention.forward import Forward
 from tandem.workers.runner.model_cache import make_cache
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tests.cache.table_kernels import TableKernels
@@ -32,7 +32,7 @@ class SentBefore:
         self._forward = runner.forward
         runner.forward = self  # type: ignore[method-assign]
 
-    def __call__(self, tokens: np.ndarray, plan: ForwardPlan, last_rows: np.ndarray, *rest: object) -> Tensor:
+    def __call__(self, tokens: np.ndarray, plan: Forward, last_rows: np.ndarray, *rest: object) -> Tensor:
         self.positions.append(positions_sent(self._pair))
         return self._forward(tokens, plan, last_rows, *rest)  # type: ignore[arg-type]
 

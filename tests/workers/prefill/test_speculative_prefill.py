@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from tandem.cache.attention.forward_plan import ForwardPlan
+from tandem.cache.attention.forward import Forward
 from tandem.workers.errors import Aborted
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.workers.loop_pair import CHUNK, DECODE, LEASE, PAGE, PREFILL, LoopPair
@@ -25,7 +25,7 @@ class CountedForwards:
         self._forward: Callable[..., Tensor] = runner.forward
         runner.forward = self  # type: ignore[method-assign]
 
-    def __call__(self, token_ids: np.ndarray, plan: ForwardPlan, last_rows: np.ndarray, *rest: object) -> Tensor:
+    def __call__(self, token_ids: np.ndarray, plan: Forward, last_rows: np.ndarray, *rest: object) -> Tensor:
         if self.fails:
             self.fails -= 1
             raise RuntimeError("as the test says")

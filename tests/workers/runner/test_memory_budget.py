@@ -11,7 +11,6 @@ from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.runner.memory_budget import RESERVED_BYTES, MemoryBudget, run_largest_forward
 from tandem.workers.runner.model_cache import kv_layout, make_cache
-from tandem.workers.runner.planned_attention import PlannedAttention
 from tests.support.checkpoints import save_checkpoint
 
 GIB = 1 << 30
@@ -82,7 +81,7 @@ def test_the_largest_forward_makes_as_many_keys_and_values_of_latents_as_any(
     with torch.inference_mode():
         for _ in range(2):
             plan = cache.begin_forward([0], [40])
-            model.forward(torch.zeros(40, dtype=torch.int64), PlannedAttention(cache, plan), torch.tensor([39]))
+            model.forward(torch.zeros(40, dtype=torch.int64), plan.attention, torch.tensor([39]))
             cache.end_forward(plan)
     largest = max(made)
     made.clear()

@@ -1,6 +1,4 @@
-"""Forwards of prompts over fixed arrays against plain ones: padding stores nothing, what does not fit is refused."""
-
-from functools import partial
+"""Forwards of prompts in graph buffers against plain ones: padding stores nothing, what does not fit is refused."""
 
 import numpy as np
 import pytest
@@ -8,10 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.cache.attention.forward import Batch
+from tandem.cache.attention.graph_buffers import GraphBuffers
+from tandem.cache.kernels.base import Limits
 from tandem.cache.kernels.torch.kernels import TorchKernels
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
-from tests.cache.attention.test_fixed_batch import (
+from tests.cache.attention.test_step_buffers import (
     DYNAMIC,
     LENGTHS,
     contents,
@@ -28,6 +31,14 @@ NOTHING = np.zeros(0, np.int64)
 Forwards = list[dict[int, int]]
 
 
+def prompt_buffers(cache: PagedKVCache, sizes: list[int], num_sequences: int) -> list[GraphBuffers]:
+    return cache.graph_buffers([Limits.of_prompts(size, num_sequences, 4) for size in sizes])
+
+
+def begin(cache: PagedKVCache, buffers: GraphBuffers, counts: dict[int, int], *inputs: Int64Array) -> None:
+    cache.commit(cache.begin(Batch(list(counts), list(counts.values()), push=False), buffers, inputs))
+
+
 def forwards() -> st.SearchStrategy[Forwards]:
     """Of each forward some sequences, in any order, and how many tokens they get, SIZES[-1] at most."""
     counts = st.dictionaries(st.integers(0, len(LENGTHS) - 1), st.integers(1, 8), min_size=1, max_size=ROOM)
@@ -38,16 +49,16 @@ def forwards() -> st.SearchStrategy[Forwards]:
 @given(forwards())
 def test_forwards_equal_plain_ones(program: Forwards) -> None:
     fixed, plain = make_cache(), make_cache()
-    small, large = fixed.fixed_prompts(SIZES, ROOM, num_q_heads=4)
+    small, large = prompt_buffers(fixed, SIZES, ROOM)
     for step, counts in enumerate(program):
         total = sum(counts.values())
         if max(map(fixed.num_tokens, counts)) + total > 40:
             break
         prompts, inputs = small if total <= small.size else large, draw(total, seed=step)
         ids, rows = np.arange(total) + 7, np.cumsum(list(counts.values())) - 1
-        fixed.begin_prompts(prompts, list(counts), list(counts.values()), ids, rows)
-        assert prompts.token_ids[:total].tolist() == ids.tolist()
-        assert prompts.last_rows[: len(counts)].tolist() == rows.tolist()
+        begin(fixed, prompts, counts, ids, rows)
+        assert prompts.inputs[0][:total].tolist() == ids.tolist()
+        assert prompts.inputs[1][: len(counts)].tolist() == rows.tolist()
         expected = run_forward(plain, list(counts), list(counts.values()), inputs)
         actual = run(prompts.attention().attend, padded(inputs, prompts.size))
         for ours, theirs in zip(actual, expected, strict=True):
@@ -58,7 +69,7 @@ def test_forwards_equal_plain_ones(program: Forwards) -> None:
 
 def test_a_cleared_forward_touches_no_page() -> None:
     cache = make_cache()
-    for prompts in cache.fixed_prompts(SIZES, ROOM, num_q_heads=4):
+    for prompts in prompt_buffers(cache, SIZES, ROOM):
         before = contents(cache)
         prompts.clear()
         run(prompts.attention().attend, draw(prompts.size, seed=1))
@@ -67,9 +78,9 @@ def test_a_cleared_forward_touches_no_page() -> None:
 
 def test_what_is_marked_is_left_to_be_sent_afterwards() -> None:
     cache = make_cache()
-    (prompts,) = cache.fixed_prompts([4], ROOM, num_q_heads=4)
+    (prompts,) = prompt_buffers(cache, [4], ROOM)
     cache.mark_send(0, 0, PositionMap(0, (SlotRuns.from_slots(range(7)),) * 2), 1)
-    cache.begin_prompts(prompts, [0], [4], np.zeros(4, np.int64), NOTHING)
+    begin(cache, prompts, {0: 4}, np.zeros(4, np.int64), NOTHING)
     assert cache.num_sent(0) == 0
     run(prompts.attention().attend, draw(4, seed=0))
     cache.send_cached(0)
@@ -77,34 +88,34 @@ def test_what_is_marked_is_left_to_be_sent_afterwards() -> None:
 
 
 def test_there_are_none_where_kernels_or_rope_cannot() -> None:
-    assert make_cache(TorchKernels).fixed_prompts(SIZES, ROOM, num_q_heads=4) == []
-    assert make_cache(rope=DYNAMIC).fixed_prompts(SIZES, ROOM, num_q_heads=4) == []
+    assert prompt_buffers(make_cache(TorchKernels), SIZES, ROOM) == []
+    assert prompt_buffers(make_cache(rope=DYNAMIC), SIZES, ROOM) == []
 
 
 def test_more_tokens_than_kernels_take_or_sequences_hold_are_left_out() -> None:
     class Few(TableKernels):
-        def most_prompt_tokens(self, num_sequences: int, num_q_heads: int) -> int:
+        def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
             return 5
 
-    assert [one.size for one in make_cache(Few).fixed_prompts(SIZES, ROOM, num_q_heads=4)] == [4]
-    assert [one.size for one in make_cache().fixed_prompts([40, 120, 121], ROOM, num_q_heads=4)] == [40, 120]
+    assert [one.size for one in prompt_buffers(make_cache(Few), SIZES, ROOM)] == [4]
+    assert [one.size for one in prompt_buffers(make_cache(), [40, 120, 121], ROOM)] == [40, 120]
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     cache = make_cache()
-    (prompts,) = cache.fixed_prompts([4], 2, num_q_heads=4)
+    (prompts,) = prompt_buffers(cache, [4], 2)
     cache.add_sequence(4)
     cache.enable_sliding_window(4, 8, 2)
-    begin = partial(cache.begin_prompts, prompts)
     for sequences, counts, tokens, rows, message in (
-        ([0, 1, 2], [1, 1, 1], 3, 0, r"\(3, 0, 3\) sequences, rows with logits and tokens; at most \(2, 2, 4\) fit"),
-        ([0], [5], 5, 1, r"\(1, 1, 5\) sequences"),
-        ([0], [3], 3, 3, r"\(1, 3, 3\) sequences"),
-        ([0], [3], 2, 1, r"token_ids has shape \(2,\); append_lengths asks for \(3,\)"),
+        ([0, 1, 2], [1, 1, 1], 3, 0, "3 sequences and 3 tokens; the buffers are Limits"),
+        ([0], [5], 5, 1, "1 sequences and 5 tokens"),
+        ([0], [3], 3, 3, r"shapes \[\(3,\), \(3,\)\]"),
+        ([0], [3], 2, 1, r"shapes \[\(2,\), \(1,\)\]"),
         ([0], [0], 0, 0, "append_lengths has 0"),
-        ([0, 4], [1, 1], 2, 0, "a sequence that slides; fixed arrays take only others"),
+        ([0, 4], [1, 1], 2, 0, "a sequence that slides; graph buffers take only others"),
         ([9], [1], 1, 0, "9"),
     ):
+        batch = Batch(sequences, counts, push=False)
         with pytest.raises(InvalidArgument, match=message):
-            begin(sequences, counts, np.zeros(tokens, np.int64), np.zeros(rows, np.int64))
+            cache.begin(batch, prompts, [np.zeros(tokens, np.int64), np.zeros(rows, np.int64)])
     assert [cache.num_tokens(sequence) for sequence in range(5)] == [*LENGTHS, 0]

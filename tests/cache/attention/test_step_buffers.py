@@ -1,4 +1,4 @@
-"""Fixed batches against plain forwards: padding stores nothing, changes nothing, and tables are read at each run."""
+"""Decode steps in graph buffers against plain forwards: padding stores nothing and changes nothing."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.attention.fixed_batch import FixedBatch, pad_tables
-from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.attention.forward import Batch
+from tandem.cache.attention.graph_buffers import GraphBuffers, pad_steps
+from tandem.cache.kernels.base import KernelFactory, Limits
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
@@ -47,6 +48,12 @@ def make_cache(kernels: KernelFactory = TableKernels, rope: RopeParameters | Non
     return cache
 
 
+def step_buffers(
+    cache: PagedKVCache, sizes: list[int], num_inputs: int, *, sharing: bool = False
+) -> list[GraphBuffers]:
+    return cache.graph_buffers([Limits.of_step(size, 4, num_inputs, sharing=sharing) for size in sizes])
+
+
 def draw(num_tokens: int, seed: int) -> dict[int, list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -80,13 +87,13 @@ def contents(cache: PagedKVCache) -> list[Tensor]:
 
 def test_steps_equal_those_of_plain_forwards() -> None:
     fixed, plain = make_cache(), make_cache()
-    small, large = fixed.fixed_batches([2, 4], num_q_heads=4, num_inputs=2)
+    small, large = step_buffers(fixed, [2, 4], 2)
     steps = {batch: batch.attention() for batch in (small, large)}
     for step, sequences in enumerate(([2], [0, 1], [3, 1, 0], [0, 1, 2, 3], [1], [3, 2], [2, 0, 1])):
         batch = small if len(sequences) <= 2 else large
         inputs = draw(len(sequences), seed=10 + step)
         extra = np.array(sequences)
-        fixed.begin_fixed(batch, sequences, [extra, -extra])
+        fixed.begin(Batch(sequences), batch, [extra, -extra])
         assert batch.inputs[0].tolist()[: len(sequences)] == sequences
         assert batch.inputs[1].tolist()[: len(sequences)] == (-extra).tolist()
         # The rotation is computed anew, as a graph does when it is replayed.
@@ -102,60 +109,58 @@ def test_steps_equal_those_of_plain_forwards() -> None:
 @pytest.mark.parametrize("received", [6, 8], ids=["within a page", "at its end"])
 def test_a_step_that_was_foreseen_equals_that_of_a_plain_forward(received: int) -> None:
     fixed, plain = make_cache(), make_cache()
-    (batch,) = fixed.fixed_batches([2], num_q_heads=4, num_inputs=2)
+    (batch,) = step_buffers(fixed, [2], 2)
     for cache in (fixed, plain):
         cache.add_sequence(4)
         cache.reserve(4, 16, 3)
         cache.prepare_receive(4, received)
         for pool in cache._receptions._memory:
             pool.nan_to_num_(0.5)
-    assert fixed.foresee(batch, [4], [np.array([1]), np.array([2])])
-    inputs, outputs = draw(1, seed=3), []
-
-    def replay() -> Tensor:
-        outputs.extend(run(batch.attention().attend, padded(inputs, 2)))
-        return batch.inputs[0].clone()
-
-    assert fixed.step_foreseen(batch, [4], [np.array([7])], replay) is None  # it has not landed
-    assert not outputs
+    forward = fixed.foresee(batch, [4], [np.array([1]), np.array([2])])
+    assert forward is not None
+    inputs = draw(1, seed=3)
+    assert not fixed.begin_foreseen(forward, [np.array([7])])  # it has not landed
     for cache in (fixed, plain):
         cache.finish_receive(4)
-    result = fixed.step_foreseen(batch, [4], [np.array([7])], replay)
-    assert result is not None
-    assert (int(result[0]), int(batch.inputs[1][0])) == (7, 2)
+    assert fixed.begin_foreseen(forward, [np.array([7])])
+    assert (int(batch.inputs[0][0]), int(batch.inputs[1][0])) == (7, 2)
+    outputs = run(batch.attention().attend, padded(inputs, 2))
+    assert fixed.num_tokens(4) == received
+    fixed.commit(forward)
     expected = run_forward(plain, [4], [1], inputs)
     for ours, theirs in zip(outputs, expected, strict=True):
         torch.testing.assert_close(ours[:1], theirs)
     for ours, theirs in zip(fixed.gather_kv(4, 0, received + 1), plain.gather_kv(4, 0, received + 1), strict=True):
         assert torch.equal(torch.stack(ours), torch.stack(theirs))
-    assert fixed.step_foreseen(batch, [4], [np.array([7])], replay) is None  # it was taken
+    assert not fixed.begin_foreseen(forward, [np.array([7])])  # it was taken
 
 
 @pytest.mark.parametrize("change", ["pop", "remove", "step"])
 def test_what_changed_since_is_not_stepped_as_foreseen(change: str) -> None:
     cache = make_cache()
-    (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=0)
+    (batch,) = step_buffers(cache, [2], 0)
     cache.add_sequence(4)
     cache.reserve(4, 16, 3)
     cache.prepare_receive(4, 6)
-    assert cache.foresee(batch, [4], [])
+    forward = cache.foresee(batch, [4], [])
+    assert forward is not None
     cache.finish_receive(4)
     if change == "step":
-        cache.begin_fixed(batch, [4], [])
+        cache.begin(Batch([4]), batch, [])
     elif change == "pop":
         cache.pop(4, 1)
     else:
         cache.remove_sequence(4)
         cache.add_sequence(4)
-    assert cache.step_foreseen(batch, [4], [], lambda: pytest.fail("it was replayed")) is None
+    assert not cache.begin_foreseen(forward, [])
 
 
 def test_nothing_is_foreseen_without_pages_set_aside() -> None:
     cache = make_cache()
-    (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=0)
+    (batch,) = step_buffers(cache, [2], 0)
     cache.add_sequence(4)
     cache.prepare_receive(4, 8)
-    assert not cache.foresee(batch, [4], [])
+    assert cache.foresee(batch, [4], []) is None
 
 
 def test_steps_whose_rows_share_pages() -> None:
@@ -164,8 +169,8 @@ def test_steps_whose_rows_share_pages() -> None:
     for cache in (fixed, plain):
         for child, (parent, position) in enumerate([(3, 12), (3, 13), (1, 8), (1, 5)], start=len(LENGTHS)):
             cache.fork_sequence(parent, child, position)
-    (batch,) = fixed.fixed_batches([8], num_q_heads=4, num_inputs=0)
-    (sharing,) = fixed.fixed_batches([8], num_q_heads=4, num_inputs=0, sharing=True)
+    (batch,) = step_buffers(fixed, [8], 0)
+    (sharing,) = step_buffers(fixed, [8], 0, sharing=True)
     assert not plain.pays_to_share(sharing, [3, 4])  # too little, by the rule of the kernels
     sharing.clear()
     chosen = []
@@ -173,7 +178,7 @@ def test_steps_whose_rows_share_pages() -> None:
         pays = fixed.pays_to_share(sharing, sequences)
         chosen.append(pays)
         inputs = draw(len(sequences), seed=30 + step)
-        fixed.begin_fixed(sharing if pays else batch, sequences, [])
+        fixed.begin(Batch(sequences), sharing if pays else batch, [])
         attention = (sharing if pays else batch).attention()
         expected = run_forward(plain, sequences, [1] * len(sequences), inputs)
         for ours, theirs in zip(run(attention.attend, padded(inputs, 8)), expected, strict=True):
@@ -185,7 +190,7 @@ def test_steps_whose_rows_share_pages() -> None:
 
 def test_an_empty_batch_touches_no_page() -> None:
     cache = make_cache()
-    (batch,) = cache.fixed_batches([3], num_q_heads=4, num_inputs=0)
+    (batch,) = step_buffers(cache, [3], 0)
     before = contents(cache)
     batch.clear()
     run(batch.attention().attend, draw(3, seed=1))
@@ -196,37 +201,36 @@ def test_padding_follows_the_tables() -> None:
     arrays = [np.array(one, np.int32) for one in ([9, 21], [0, 3, 4], [7, 5, 2, 5], [2, 2], [10, 2])]
     slots, indptr, indices, last_page_len, lengths = arrays
     tables = PageTables(slots, indptr, indices, last_page_len, lengths)
-    more = pad_tables(tables, 2)
+    more = pad_steps(tables, 2)
     assert more.slot_mapping.tolist() == [9, 21, -1, -1]
     assert more.kv_indptr.tolist() == [0, 3, 4, 5, 6]
     assert more.kv_indices.tolist() == [7, 5, 2, 5, 0, 0]
     assert more.kv_last_page_len.tolist() == [2, 2, 1, 1]
     assert more.kv_lens.tolist() == [10, 2, 1, 1]
     assert all(array.dtype == np.int32 for name, array in vars(more).items() if name != "shared")
-    assert pad_tables(tables, 0) is tables
 
 
 @pytest.mark.parametrize(("kernels", "rope"), [(TorchKernels, None), (TableKernels, DYNAMIC)], ids=["torch", "dynamic"])
 def test_there_are_none_where_kernels_or_rope_cannot(kernels: type[TorchKernels], rope: RopeParameters | None) -> None:
-    assert make_cache(kernels, rope).fixed_batches([2], num_q_heads=4, num_inputs=0) == []
+    assert step_buffers(make_cache(kernels, rope), [2], 0) == []
 
 
 def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     cache = make_cache()
-    (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=0)
-    with pytest.raises(InvalidArgument, match="seq_ids has 3 sequences; the batch has room for 2"):
-        cache.begin_fixed(batch, [0, 1, 2], [])
-    (batch,) = cache.fixed_batches([2], num_q_heads=4, num_inputs=1)
+    (batch,) = step_buffers(cache, [2], 0)
+    with pytest.raises(InvalidArgument, match="the batch has 3 sequences and 3 tokens"):
+        cache.begin(Batch([0, 1, 2]), batch, [])
+    (batch,) = step_buffers(cache, [2], 1)
     for inputs in ([], [np.zeros(1, np.int64)], [np.zeros(2, np.int64)] * 2):
-        with pytest.raises(InvalidArgument, match=r"inputs has shapes .*; 1 of \(2,\) are accepted"):
-            cache.begin_fixed(batch, [0, 1], inputs)
+        with pytest.raises(InvalidArgument, match=r"inputs has shapes .* for 2 sequences and 2 tokens"):
+            cache.begin(Batch([0, 1]), batch, inputs)
     cache.add_sequence(4)
     cache.enable_sliding_window(4, 8, 2)
     cache.mark_send(0, 0, PositionMap(0, (SlotRuns.from_slots(range(9)),) * 2), 1)
-    messages = "slides; fixed arrays take only others", "is being sent; a fixed batch sends nothing"
+    messages = "slides; graph buffers take only others", "is being sent; graph buffers push nothing"
     for sequence, message in zip((4, 0), messages, strict=True):
         with pytest.raises(InvalidArgument, match=f"seq_ids has a sequence that {message}"):
-            cache.begin_fixed(batch, [1, sequence], [np.zeros(2, np.int64)])
+            cache.begin(Batch([1, sequence]), batch, [np.zeros(2, np.int64)])
     assert [cache.num_tokens(sequence) for sequence in range(5)] == [*LENGTHS, 0]
 
 
@@ -236,11 +240,11 @@ def test_what_the_step_before_sees_stays() -> None:
     cache = cache_of(layout, kernels=TableKernels)
     cache.add_sequence(0)
     forward(cache, 0, 9)
-    (batch,) = cache.fixed_batches([1], num_q_heads=4, num_inputs=0)
+    (batch,) = step_buffers(cache, [1], 0)
     for length in range(9, 30):
-        cache.begin_fixed(batch, [0], [])
+        cache.begin(Batch([0]), batch, [])
         assert cache.first_position(0) == (length - 1 - (window - 1)) // size * size
 
 
 def test_arrays_are_packed_as_counted() -> None:
-    assert FixedBatch.num_bytes(3, num_groups=1, num_inputs=1, max_pages=5) == 32 + 32 + 16 + 16 + 16 + 64
+    assert GraphBuffers.num_bytes(Limits.of_step(3, 4, 1), num_groups=1, max_pages=5) == 32 + 32 + 16 + 16 + 16 + 64

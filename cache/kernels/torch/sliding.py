@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tandem.cache.kernels.scoring import Scoring, additive_mask
@@ -13,15 +12,15 @@ from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.rope import Rotation
 
 ReadSlots = Callable[[Int32Array], tuple[Tensor, Tensor]]
-"""Kernels.read_slots of one layer."""
+"""PageOperations.read_slots of one layer."""
 
 
 @dataclass(frozen=True, eq=False)
-class StreamParts:
+class SlidingParts:
     """N sequences of a forward in one layer group: `sequences` (int64 [N], ascending) of the B.
 
     Tokens begins[i] … ends[i] - 1 (int32 [N] each) are the newest of the i-th; slots[bounds[i] : bounds[i + 1]] (int32)
-    are those of all that it stores, in order. rotation: of places 0, 1, …, as many as there can be; None without RoPE.
+    are those of all that it stores, in order. rotation: of 0, 1, …, as many as there can be; None without RoPE.
     """
 
     sequences: Int64Array
@@ -30,6 +29,10 @@ class StreamParts:
     bounds: Int32Array
     slots: Int32Array
     rotation: Rotation | None
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.ends - self.begins).sum())
 
     def attend(self, output: Tensor, q: Tensor, read: ReadSlots, scoring: Scoring, sinks: Tensor | None) -> Tensor:
         """`output` [T, num_q_heads, head_dim] with their tokens filled in; q: of all tokens, not rotated."""
@@ -48,8 +51,3 @@ class StreamParts:
         mask = None if count == 1 else additive_mask(visible, num_keys).to(q.device, q.dtype)
         own, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, keys, values))
         return scoring.attend(own, keys, values, mask, sinks).squeeze(0).transpose(0, 1)
-
-
-def no_output(q: Tensor) -> Tensor:
-    """Room for an output whose tokens are all to be filled in."""
-    return torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -1,0 +1,152 @@
+"""A forward: what is asked for, what was planned of it, and how a model's layers attend in it."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from tandem.cache.attention.group_attention import GroupAttention
+from tandem.cache.kernels.base import QKV, GroupPlan, Latents, StepPages
+from tandem.cache.pages.send_marks import Sent
+from tandem.cache.pages.sequence_table import Standing
+from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.cache.plan.latent import UpProjections
+from tandem.cache.plan.tables import TokenLayout
+
+if TYPE_CHECKING:
+    from tandem.cache.attention.graph_buffers import GraphBuffers
+
+Parents = Sequence[int] | Int64Array
+LayerIndex = Mapping[int, tuple[int, int]]
+"""Of each layer its group, and its index there."""
+
+
+class Batch(NamedTuple):
+    """What one forward computes: the next append_lengths[i] ≥ 1 positions of sequence seq_ids[i], any number of each.
+
+    So prompt chunks, decodes and drafts that are verified stand in one batch. See PagedKVCache.begin_forward for
+    rope_lengths, token_tree_parents and push.
+    """
+
+    seq_ids: Sequence[int] | Int64Array
+    append_lengths: Sequence[int] | Int64Array | None = None  # None: one each
+    rope_lengths: Sequence[int] | Int64Array | None = None
+    token_tree_parents: Sequence[Parents | None] | None = None
+    push: bool = True
+
+
+class Attention:
+    """How the layers of a model attend in one forward, eager or captured. See CachedAttention of tandem.workers.models.
+
+    It counts the layers that ran, so that none is taken for computed that was not.
+    """
+
+    __slots__ = ("_groups", "_layers", "_ran", "_standing", "plans")
+
+    def __init__(
+        self,
+        groups: Sequence[GroupAttention],
+        plans: Sequence[GroupPlan],
+        layers: LayerIndex,
+        standing: Standing | None,
+    ) -> None:
+        """standing: of the sequences when the forward was planned; None in graph buffers."""
+        self.plans = plans
+        self._groups = groups
+        self._layers = layers
+        self._standing = standing
+        self._ran = 0  # a bit for each layer
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        norm: HeadNorm | None = None,
+    ) -> Tensor:
+        """See PagedKVCache.attention. norm: of q and k, before they are rotated."""
+        group, index = self._find(layer)
+        of_group, plan = self._groups[group], self.plans[group]
+        inputs = of_group.inputs
+        if not isinstance(inputs, AttentionInputs):
+            raise InvalidArgument(f"layer is {layer}, which keeps latents; latent_attention serves it")
+        inputs.check(plan.num_tokens, q, k, v, sinks)
+        output = of_group.run(plan, index, QKV(q, k, v, sinks, norm))
+        self._ran |= 1 << layer
+        return output
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+        """See PagedKVCache.latent_attention."""
+        group, index = self._find(layer)
+        of_group, plan = self._groups[group], self.plans[group]
+        inputs = of_group.inputs
+        if not isinstance(inputs, LatentInputs):
+            raise InvalidArgument(f"layer is {layer}, which keeps no latents; attention serves it")
+        inputs.check(plan.num_tokens, q, latents, keys, up)
+        output = of_group.run(plan, index, Latents(q, latents, keys, up))
+        self._ran |= 1 << layer
+        return output
+
+    def step_pages(self) -> StepPages | None:
+        """For a decode megakernel, which then computes all layers; None where each layer must call attend()."""
+        if len(self._groups) > 1 or not self.plans[0].captured:
+            return None
+        return self._groups[0].backend.step_pages(self.plans[0])
+
+    def check_complete(self) -> None:
+        """InvalidArgument when a layer never ran."""
+        if self._ran != (1 << len(self._layers)) - 1:
+            missing = [layer for layer in self._layers if not self._ran >> layer & 1]
+            raise InvalidArgument(f"layers {missing} of the plan never ran; end_forward comes after the last one")
+
+    def _find(self, layer: int) -> tuple[int, int]:
+        if self._standing is not None:
+            self._standing.check()
+        if layer not in self._layers:
+            raise InvalidArgument(f"layer is {layer}; 0 … {len(self._layers) - 1} are accepted")
+        return self._layers[layer]
+
+
+NO_ATTENTION = Attention((), (), {}, None)
+"""Of a forward in graph buffers, whose layers the graph computes."""
+
+
+class Forward(NamedTuple):
+    """One forward over B sequences, made by PagedKVCache.begin.
+
+    The caller computes all layers through `attention`, or replays the graph that was captured for `buffers`; then
+    commit() ends the forward.
+    """
+
+    seq_ids: tuple[int, ...]
+    tokens: TokenLayout
+    attention: Attention
+    sent: Sent | None  # what commit() counts as issued
+    standing: Standing | None  # of the sequences, when the forward was planned; None of a step in graph buffers
+    buffers: "GraphBuffers | None" = None
+    grows: bool = False  # commit() grows the sequences: the forward was foreseen
+
+    @property
+    def groups(self) -> Sequence[GroupPlan]:
+        return self.attention.plans
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.positions.size
+
+    @property
+    def qo_indptr(self) -> Int32Array:
+        return self.tokens.qo_indptr
+
+    @property
+    def seq_lens(self) -> Int32Array:
+        return self.tokens.seq_lens
+
+    @property
+    def positions(self) -> Int32Array:
+        return self.tokens.positions

@@ -1,0 +1,206 @@
+"""Graph buffers: the arrays of a forward at fixed addresses on the device, where a CUDA graph reads them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from tandem.cache.attention.forward import Attention, LayerIndex
+from tandem.cache.attention.group_attention import GroupAttention
+from tandem.cache.attention.rotations import Rotations
+from tandem.cache.kernels.base import NO_TABLES, DeviceTables, GroupPlan, Limits
+from tandem.cache.kernels.fetched_staging import FetchedStaging
+from tandem.cache.kernels.staging import ArraySize, CopiedStaging, FixedArrays, Staging
+from tandem.cache.plan.arrays import Int32Array, Int64Array, IntArray
+from tandem.cache.plan.shared_prefixes import SharedPrefixes
+from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens
+
+SKIP_SLOT = -1  # append leaves such a token out
+
+
+class GraphBuffers:
+    """Hold one forward within `limits`. What is missing is padding, which stores nothing and means nothing.
+
+    A row of padding in a decode step reads the first position of page 0. Prompts are padded with tokens of no sequence
+    and with sequences of no token. attention() is called where the graph is captured, before all else, and
+    PagedKVCache.begin fills the buffers before each replay.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        groups: Sequence[GroupAttention],
+        rotations: Rotations,
+        layers: LayerIndex,
+        *,
+        max_pages: int,
+        page_size: int,
+        staging: Staging,
+    ) -> None:
+        """max_pages: of one sequence. staging: of at least GraphBuffers.num_bytes(…); several buffers may share one."""
+        self.limits = limits
+        self._groups = groups
+        self._rotations = rotations
+        self._layers = layers
+        self._page_size = page_size
+        sizes = _sizes(limits, len(groups), max_pages)
+        self._arrays = FixedArrays(staging, sizes)
+        self._fetch = partial(staging.fetch, FixedArrays.num_bytes(sizes))
+        end = 1 + len(limits.inputs)
+        self._positions, *self.inputs = self._arrays.tensors[:end]  # int64, those that the caller fills along
+        indptr, tables = (None, end) if limits.one_each else (self._arrays.tensors[end], end + 1)
+        self._buffers = [
+            group.backend.buffers(
+                limits if group.shares_in_graphs else limits.without_sharing(),
+                DeviceTables(*self._arrays.tensors[begin : begin + 4], qo_indptr=indptr),
+            )
+            for begin, group in zip(range(tables, len(sizes), 4), groups, strict=True)
+        ]
+
+    @staticmethod
+    def num_bytes(limits: Limits, num_groups: int, max_pages: int) -> int:
+        return FixedArrays.num_bytes(_sizes(limits, num_groups, max_pages))
+
+    @property
+    def size(self) -> int:
+        return self.limits.num_tokens
+
+    def attention(self) -> Attention:
+        """Of the forward that was filled in last when it runs. On the device this fetches its arrays, and computes the
+        rotation of its positions."""
+        self._fetch()
+        noted = [None if self.limits.one_each else group.stored for group in self._groups]
+        plans = [
+            GroupPlan(own, rotation, num_tokens=self.size, stored=stored, captured=True)
+            for own, rotation, stored in zip(self._buffers, self._rotations.at(self._positions), noted, strict=True)
+        ]
+        return Attention(self._groups, plans, self._layers, None)
+
+    def clear(self) -> None:
+        """Makes all rows of a decode step padding. Of prompts: as many tokens as there may be, of a sequence that
+        stores nothing and reads page 0 again and again."""
+        count, nothing = 0 if self.limits.one_each else -(-self.size // self._page_size), np.empty(0, np.int64)
+        tokens = lay_out_tokens(nothing, nothing)
+        tables = replace(NO_TABLES, kv_indptr=np.zeros(1, np.int32))
+        if count:
+            tokens = lay_out_tokens(np.zeros(1, np.int64), np.array([self.size]))
+            tables = PageTables(
+                slot_mapping=np.full(self.size, SKIP_SLOT, np.int32),
+                kv_indptr=np.array([0, count], np.int32),
+                kv_indices=np.zeros(count, np.int32),
+                kv_last_page_len=np.array([self.size - (count - 1) * self._page_size], np.int32),
+                kv_lens=np.array([self.size], np.int32),
+            )
+        self.prepare(tokens, [tables] * len(self._groups), [nothing] * len(self.inputs))
+        self._arrays.send()
+
+    def takes_shared(self, shared: Sequence[SharedPrefixes | None]) -> bool:
+        """Whether these, for sharing, have room for what the sequences of a step share in each group."""
+        return all(
+            one is None or (group.shares_in_graphs and group.backend.takes_shared(buffers, one))
+            for group, buffers, one in zip(self._groups, self._buffers, shared, strict=True)
+        )
+
+    def prepare(self, tokens: TokenLayout, tables: Sequence[PageTables], inputs: Sequence[Int64Array]) -> None:
+        """The forward that the next replay computes, once send() ends this; none that shares its staging is prepared
+        between. inputs: the first elements of those of the buffers."""
+        limits = self.limits
+        missing = limits.num_tokens - tokens.positions.size
+        if limits.one_each:
+            tables = [pad_steps(one, missing) for one in tables] if missing else tables
+        else:
+            absent = limits.num_sequences - tokens.seq_lens.size
+            tokens = replace(tokens, qo_indptr=_extended(tokens.qo_indptr, absent))
+            tables = [_pad_prompts(one, absent, missing) for one in tables]
+        for group, buffers, one in zip(self._groups, self._buffers, tables, strict=True):
+            group.backend.plan(tokens, one, buffers)
+        arrays: list[np.ndarray] = [tokens.positions, *inputs]
+        if missing or not limits.one_each:
+            widths = limits.num_tokens, *limits.inputs
+            arrays = [pad(one, width - one.size, 0) for one, width in zip(arrays, widths, strict=True)]
+        if not limits.one_each:
+            arrays.append(tokens.qo_indptr)
+        for one in tables:
+            arrays += [one.slot_mapping, one.kv_indptr, one.kv_last_page_len, one.kv_indices]
+        self._arrays.prepare(arrays)
+
+    def send(self, inputs: Sequence[Int64Array] = ()) -> None:
+        """What was prepared, but with these first inputs, is the forward that the next replay computes."""
+        self._arrays.put(1, inputs)
+        self._arrays.send()
+
+
+def make_graph_buffers(
+    limits: Sequence[Limits],
+    groups: Sequence[GroupAttention],
+    rotations: Rotations,
+    layers: LayerIndex,
+    *,
+    max_pages: int,
+    page_size: int,
+) -> list[GraphBuffers]:
+    """See PagedKVCache.graph_buffers; max_pages as in GraphBuffers."""
+    fit = [] if rotations.by_length else [one for one in limits if _fits(one, groups, max_pages * page_size)]
+    if not fit:
+        return []
+    num_bytes = max(GraphBuffers.num_bytes(one, len(groups), max_pages) for one in fit)
+    staging = (FetchedStaging if fit[0].one_each else CopiedStaging)(num_bytes, rotations.device)
+    return [
+        GraphBuffers(one, groups, rotations, layers, max_pages=max_pages, page_size=page_size, staging=staging)
+        for one in fit
+    ]
+
+
+def _fits(limits: Limits, groups: Sequence[GroupAttention], max_length: int) -> bool:
+    if limits.one_each:
+        able = all(group.backend.capabilities.step_graphs for group in groups)
+        return able and (not limits.sharing or any(group.shares_in_graphs for group in groups))
+    count, heads = limits.num_sequences, limits.num_q_heads
+    largest = min(count * max_length, *(group.backend.largest_prompt(count, heads) for group in groups))
+    return limits.num_tokens <= largest
+
+
+def pad_steps(tables: PageTables, count: int) -> PageTables:
+    """`count` more sequences, which store nothing and attend to one position of page 0."""
+    ends = tables.kv_indptr[-1] + np.arange(1, count + 1, dtype=np.int32)
+    return PageTables(
+        slot_mapping=pad(tables.slot_mapping, count, SKIP_SLOT),
+        kv_indptr=np.concatenate((tables.kv_indptr, ends)),
+        kv_indices=pad(tables.kv_indices, count, 0),
+        kv_last_page_len=pad(tables.kv_last_page_len, count, 1),
+        kv_lens=pad(tables.kv_lens, count, 1),
+        shared=tables.shared,
+    )
+
+
+def _pad_prompts(tables: PageTables, absent: int, missing: int) -> PageTables:
+    """`absent` more sequences, of no page, and `missing` more tokens, which are not stored."""
+    return PageTables(
+        slot_mapping=pad(tables.slot_mapping, missing, SKIP_SLOT),
+        kv_indptr=_extended(tables.kv_indptr, absent),
+        kv_indices=tables.kv_indices,
+        kv_last_page_len=pad(tables.kv_last_page_len, absent, 1),
+        kv_lens=pad(tables.kv_lens, absent, 1),
+    )
+
+
+def _extended(indptr: Int32Array, count: int) -> Int32Array:
+    """`count` more pieces, of nothing."""
+    return pad(indptr, count, int(indptr[-1]))
+
+
+def pad(array: IntArray, count: int, value: int) -> IntArray:
+    """`count` times `value` more; several times as fast as numpy's pad."""
+    return np.concatenate((array, np.full(count, value, array.dtype))) if count else array
+
+
+def _sizes(limits: Limits, num_groups: int, max_pages: int) -> list[ArraySize]:
+    """Positions and inputs, and qo_indptr unless it is known; for each group slots, kv_indptr, kv_last_page_len and
+    kv_indices."""
+    tokens, sequences = limits.num_tokens, limits.num_sequences
+    of_group = [tokens, sequences + 1, sequences, sequences * max_pages]
+    indptr = [] if limits.one_each else [(sequences + 1, torch.int32)]
+    heads = [(count, torch.int64) for count in (tokens, *limits.inputs)]
+    return heads + indptr + [(count, torch.int32) for count in of_group] * num_groups

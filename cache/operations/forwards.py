@@ -1,0 +1,209 @@
+"""The forward face of a cache: what a forward needs, from its batch to what it sent."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forward, Parents
+from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
+from tandem.cache.kernels.base import Limits
+from tandem.cache.operations.parts import Parts
+from tandem.cache.pages.sequence_table import ids_of
+from tandem.cache.plan.arrays import Int64Array, integers
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.latent import UpProjections
+from tandem.cache.plan.tables import TokenLayout
+
+Ids = Sequence[int] | Int64Array
+
+
+class ForwardCalls(Parts):
+    """begin → compute all layers, or replay the graph that was captured for the buffers → commit."""
+
+    def begin(self, batch: Batch, buffers: GraphBuffers | None = None, inputs: Sequence[Int64Array] = ()) -> Forward:
+        """Grows the batch's sequences and plans the forward that computes the new positions.
+
+        buffers: are filled with the forward; it pushes nothing, takes no token trees and no sequence that slides.
+        inputs: the first elements of those of the buffers, int64. What the forward before sees of a decode step's
+        sequences stays, for that forward may still run.
+        """
+        sequences, given = ids_of(batch.seq_ids), batch.append_lengths
+        appends = self._growth.one_each(len(sequences)) if given is None else integers("append_lengths", given)
+        if buffers is not None:
+            self._check_buffers(buffers.limits, sequences, appends, batch, inputs)
+            return self._fill(buffers, sequences, appends, inputs)
+        lengths = None if batch.rope_lengths is None else integers("rope_lengths", batch.rope_lengths)
+        if lengths is not None and lengths.shape != (len(sequences),):
+            raise InvalidArgument(f"rope_lengths has shape {lengths.shape}; it must be [B], B = {len(sequences)}")
+        rows, tokens = self._growth.grow(sequences, appends, batch.token_tree_parents)
+        sends, sent = self._transmissions.plan(rows, tokens) if batch.push else self._transmissions.nothing
+        rotations, sliding = self._streams.plan(rows, tokens, lengths)
+        plans = tuple(
+            group.plan(rows, tokens, rotation, to_send, slides)
+            for group, rotation, to_send, slides in zip(self._groups, rotations, sends, sliding, strict=True)
+        )
+        standing = self._table.standing(rows)
+        return Forward(sequences, tokens, Attention(self._groups, plans, self._layers, standing), sent, standing)
+
+    def commit(self, forward: Forward) -> None:
+        """All layers of the forward were launched: what it had to send counts as issued.
+
+        InvalidArgument, and nothing counts, when a layer never ran.
+        """
+        self._check_owner(forward)
+        if forward.buffers is None:
+            forward.attention.check_complete()
+        elif forward.grows:
+            self._growth.grow(forward.seq_ids, self._growth.one_each(len(forward.seq_ids)), in_flight=1)
+        self._transmissions.commit(forward.sent, forward.standing)
+
+    # By the names of TVM's PagedAttentionKVCache
+
+    def begin_forward(
+        self,
+        seq_ids: Ids,
+        append_lengths: Ids,
+        rope_lengths: Ids | None = None,
+        token_tree_parents: Sequence[Parents | None] | None = None,
+        *,
+        push: bool = True,
+    ) -> Forward:
+        """begin() of an eager forward: sequence seq_ids[i] grows by append_lengths[i] ≥ 1 positions.
+
+        push: whether the forward sends what is marked; if not, send_cached() or a later forward does.
+
+        rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the
+        whole prompt where it comes in chunks. None, or where smaller: the length after this append.
+
+        token_tree_parents: None, or an entry for each sequence. None for a plain one; else, for each new position, the
+        node that it follows in the sequence's token tree, or -1 for a root. Nodes count over the whole open tree, which
+        later calls may grow; parents come before their children, and at most 256 fit. Until commit_token_tree the
+        sequence takes no plain forward; it is not forked, published, sent or received into. pop takes back the last
+        nodes. Sequences that slide or are being sent take no trees.
+        """
+        return self.begin(Batch(seq_ids, append_lengths, rope_lengths, token_tree_parents, push))
+
+    def attention(
+        self, plan: Forward, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """o [T, num_q_heads, head_dim]: rotates q and k, stores K and V here and with receivers, attends causally.
+
+        q is [T, num_q_heads, head_dim], k and v are [T, num_kv_heads, head_dim], not rotated, left as they are; any
+        strides, but 1 in the last dimension.
+        sinks: [num_q_heads], learned logits that take their share of each softmax and give nothing (gpt_oss).
+        Call it once for each layer, in order, under torch.inference_mode, before a sequence of the plan is shortened or
+        removed.
+        """
+        self._check_owner(plan)
+        return plan.attention.attend(layer, q, k, v, sinks)
+
+    def latent_attention(
+        self, plan: Forward, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections
+    ) -> Tensor:
+        """As attention, of a layer that keeps latents, see tandem.cache.plan.latent: o [T, num_heads, value_dim].
+
+        q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, latent_rank]
+        they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
+        """
+        self._check_owner(plan)
+        return plan.attention.attend_latents(layer, q, latents, keys, up)
+
+    def end_forward(self, plan: Forward) -> None:
+        """commit()."""
+        self.commit(plan)
+
+    def commit_token_tree(self, seq_ids: Ids, leaf_indices: Ids) -> None:
+        """Ends the open tree of each sequence: the path to node leaf_indices[i] becomes its next positions, and all
+        other nodes are taken back; -1 takes back all.
+
+        InvalidArgument, before anything changes, for a sequence without an open tree or a node that is not there.
+        """
+        self._trees.commit(ids_of(seq_ids), leaf_indices)
+
+    # Graph buffers
+
+    def graph_buffers(self, limits: Sequence[Limits]) -> list[GraphBuffers]:
+        """Buffers for CUDA graphs, see GraphBuffers, of those limits (all of decode steps, or all of prompts) that the
+        backends and RoPE can do. They share memory: one is filled and replayed before the next is."""
+        return make_graph_buffers(
+            limits,
+            self._groups,
+            self._rotations,
+            self._layers,
+            max_pages=self._table.groups[0].pages.shape[1],
+            page_size=self.layout.page_size,
+        )
+
+    def pays_to_share(self, buffers: GraphBuffers, seq_ids: Ids) -> bool:
+        """Whether the next step of these sequences is faster in `buffers`, for sharing, than in others."""
+        rows = self._table.rows(ids_of(seq_ids))
+        seq_lens = self._table.lengths[rows].astype(np.int32) + 1
+        shared = [group.shared(rows, seq_lens) for group in self._groups]
+        return any(one is not None for one in shared) and buffers.takes_shared(shared)
+
+    def foresee(self, buffers: GraphBuffers, seq_ids: Ids, inputs: Sequence[Int64Array]) -> Forward | None:
+        """Fills `buffers` with the first step of sequences that are being received, for begin_foreseen(); None where
+        that step is not known."""
+        sequences = ids_of(seq_ids)
+        tokens = self._growth.foresee(sequences)
+        if tokens is None or self.layout.has_windows or buffers.limits.sharing:
+            return None
+        rows = self._table.rows(sequences)
+        self._prepare(buffers, rows, tokens, inputs)
+        return Forward(sequences, tokens, NO_ATTENTION, None, None, buffers, grows=True)
+
+    def begin_foreseen(self, forward: Forward, inputs: Sequence[Int64Array]) -> bool:
+        """begin() of what foresee() filled in, with these first inputs; its sequences grow when it is committed. False,
+        and nothing happens, unless it is their next step. No buffers may have been filled since."""
+        if forward.buffers is None or not self._growth.is_foreseen(self._table.rows(forward.seq_ids)):
+            return False
+        forward.buffers.send(inputs)
+        return True
+
+    def _fill(
+        self, buffers: GraphBuffers, sequences: tuple[int, ...], appends: Int64Array, inputs: Sequence[Int64Array]
+    ) -> Forward:
+        rows, tokens = self._growth.grow(sequences, appends, in_flight=int(buffers.limits.one_each))
+        self._prepare(buffers, rows, tokens, inputs)
+        buffers.send()
+        standing = None if buffers.limits.one_each else self._table.standing(rows)
+        return Forward(sequences, tokens, NO_ATTENTION, None, standing, buffers)
+
+    def _prepare(
+        self, buffers: GraphBuffers, rows: Int64Array, tokens: TokenLayout, inputs: Sequence[Int64Array]
+    ) -> None:
+        sharing = buffers.limits.sharing
+        look_ups = [group.look_up_apart if sharing else group.look_up for group in self._groups]
+        buffers.prepare(tokens, [look_up(rows, tokens) for look_up in look_ups], inputs)
+
+    def _check_owner(self, forward: Forward) -> None:
+        if forward.standing is not None:
+            forward.standing.check_owner(self._table)
+
+    def _check_buffers(
+        self,
+        limits: Limits,
+        sequences: tuple[int, ...],
+        appends: Int64Array,
+        batch: Batch,
+        inputs: Sequence[Int64Array],
+    ) -> None:
+        count, total = len(sequences), appends.size if batch.append_lengths is None else int(appends.sum())
+        room = limits.num_sequences, limits.num_tokens
+        if count > room[0] or total > room[1] or (limits.one_each and count != total):
+            raise InvalidArgument(f"the batch has {count} sequences and {total} tokens; the buffers are {limits}")
+        shapes = [array.shape for array in inputs]
+        if limits.one_each:
+            fit = shapes == [(count,)] * len(limits.inputs)
+        else:
+            fit = shapes[:1] == [(total,)] and len(shapes) == 2 and inputs[1].size <= limits.num_sequences
+        if not fit:
+            raise InvalidArgument(f"inputs has shapes {shapes} for {count} sequences and {total} tokens")
+        rows = self._table.rows(sequences)
+        if batch.token_tree_parents is not None:
+            raise InvalidArgument("token_tree_parents is given; graph buffers take no token trees")
+        if batch.push and self._marks.any_open(rows):
+            raise InvalidArgument("seq_ids has a sequence that is being sent; graph buffers push nothing")
+        if self._table.streams.count and self._table.streams.windows[rows].any():
+            raise InvalidArgument("seq_ids has a sequence that slides; graph buffers take only others")

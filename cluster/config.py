@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from tandem.cluster.config_errors import cut, explain, explain_yaml, names, shown
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
+from tandem.cluster.routing.policy import POLICIES
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -151,6 +152,9 @@ class GatewaySection(Section):
         le=65535,
         description="port of the OpenAI-compatible door; 0 takes any free one, null has none",
     )
+    routing_policy: str = Field(
+        default="least_loaded", description=f"how requests are placed on workers: {' or '.join(POLICIES)}"
+    )
     max_queued: Count = Field(default=1024, le=1 << 20, description="most requests that wait for room")
     max_queued_tokens: Count = Field(
         default=1 << 22, le=1 << 40, description="most tokens, prompts and outputs, that wait for room"
@@ -164,6 +168,13 @@ class GatewaySection(Section):
     max_calls: Count = Field(
         default=4096, le=1 << 20, description="most calls at a time through both doors together, waiting ones included"
     )
+
+    @field_validator("routing_policy")
+    @classmethod
+    def _known_policy(cls, policy: str) -> str:
+        if policy not in POLICIES:
+            raise ValueError(f"must be {' or '.join(POLICIES)}")
+        return policy
 
     @field_validator("http_port")
     @classmethod

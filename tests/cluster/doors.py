@@ -37,7 +37,7 @@ class Door:
 
     @property
     def running(self) -> int:
-        return self.gateway._intake.running
+        return self.gateway._requests.running
 
     def island_comes(self) -> None:
         self.events.run(self.gateway.update_island(self.worker.state("i", epoch=1, version=1)), timeout=10)

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 from pydantic_core import from_json
 from typing_extensions import TypeAliasType
 
-from tandem.cluster.client.client_messages import Prompt, Sampling, build_request
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.protocol import Prompt, Sampling, build_request
 from tandem.cluster.requests.validation import MAX_MESSAGES
 from tandem.proto import inference_pb2
 

@@ -11,7 +11,7 @@ from tandem.cluster.errors import ClusterRunning, RuntimeDirError
 
 HOLDER = """
 import sys
-from tandem.cluster.runtime_dir import ClusterLock
+from tandem.cluster.cli.runtime_dir import ClusterLock
 lock = ClusterLock("other")
 lock.publish("127.0.0.1:1234", {})
 print("held", flush=True)

@@ -10,11 +10,12 @@ import pytest
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
-from tandem.cluster.client.client_messages import GenerateUpdate, Sampling
+from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, ServerError
 from tandem.cluster.gateway import Gateway
-from tandem.cluster.routing.prefill_hints import Announcements
+from tandem.cluster.protocol import Sampling
+from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.workers.wire.messages import prompt_to_bytes
@@ -345,7 +346,7 @@ def test_announcements_at_once_all_arrive(model: Path) -> None:
 
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
         async with grpc.aio.insecure_channel(worker.address) as channel:
-            announcements = Announcements(worker_pb2_grpc.WorkerStub(channel))
+            announcements = PrefillHints(worker_pb2_grpc.WorkerStub(channel))
             prompts = {f"r{number}": [number + 5] for number in range(20)}
             drawn = [announcements.expect(request_id) for request_id in prompts]
             messages = [

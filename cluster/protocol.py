@@ -27,7 +27,7 @@ ACCEPTED = MappingProxyType(
 
 
 class Sampling(TypedDict, total=False):
-    """Sampling parameters by vLLM's names; inference.proto has the defaults."""
+    """Sampling parameters by vLLM's names, for type checkers. inference.proto has the list and the defaults."""
 
     max_tokens: int
     temperature: float

@@ -1,4 +1,4 @@
-"""The gateway's process: tandem.v1.Inference over gRPC, with health and reflection, and the HTTP door beside it."""
+"""The gateway's process: tandem.v1.Inference over gRPC, with health and reflection, and the HTTP server beside it."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ from tandem.workers.models.registry import load_config
 from tandem.workers.runner.model_cache import kv_layout
 
 if TYPE_CHECKING:
-    from tandem.cluster.frontends.http.server import HttpDoor
+    from tandem.cluster.frontends.http.server import HttpServer
 
 Context = grpc.aio.ServicerContext
 SERVICES = (
@@ -78,8 +78,8 @@ class GatewaySettings:
 
 
 @dataclass(frozen=True)
-class Doors:
-    """Where clients find a gateway, HOST:PORT; http is None where it has no such door."""
+class GatewayAddresses:
+    """A gateway's addresses, HOST:PORT. http is None without an HTTP server."""
 
     grpc: str
     http: str | None = None
@@ -105,7 +105,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._validator = RequestValidator(self._limits, self._tokenizer)
         self._started = time.monotonic()
 
-    async def start(self) -> Doors:
+    async def start(self) -> GatewayAddresses:
         """Opens the ports. StartFailed when one cannot be had."""
         settings = self._settings
         self._islands = Islands(max_message_bytes(settings.max_model_len), POLICIES[settings.routing_policy])
@@ -127,13 +127,13 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._admin = Admin()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         self._server = self._grpc_server()
-        self._http = self._http_door()
+        self._http = self._http_server()
         address = open_port(self._server, settings.host, settings.port, settings.security.credentials())
-        self._doors = Doors(address, None if self._http is None else await self._http.start())
+        self._addresses = GatewayAddresses(address, None if self._http is None else await self._http.start())
         await self._server.start()
         for service in ("", *SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        return self._doors
+        return self._addresses
 
     def _grpc_server(self) -> grpc.aio.Server:
         """With its services, without a port."""
@@ -145,11 +145,11 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         return server
 
-    def _http_door(self) -> "HttpDoor | None":
+    def _http_server(self) -> "HttpServer | None":
         settings = self._settings
         if settings.http_port is None:
             return None
-        from tandem.cluster.frontends.http.server import HttpDoor  # needs tandem[http]
+        from tandem.cluster.frontends.http.server import HttpServer  # needs tandem[http]
 
         app = HttpApp(
             self._requests,
@@ -160,14 +160,16 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             token=settings.security.token(),
             max_bytes=settings.max_message_bytes,
         )
-        return HttpDoor(app, settings.host, settings.http_port, settings.security)
+        return HttpServer(app, settings.host, settings.http_port, settings.security)
 
     async def stop(self, grace: float) -> None:
         """No new calls; calls under way have `grace` seconds, then they are cancelled and their pages given back."""
         self._admin.close()
         await self._health.enter_graceful_shutdown()
-        doors = [self._server.stop(grace)] if self._http is None else [self._server.stop(grace), self._http.stop(grace)]
-        await asyncio.gather(*doors)
+        servers = (
+            [self._server.stop(grace)] if self._http is None else [self._server.stop(grace), self._http.stop(grace)]
+        )
+        await asyncio.gather(*servers)
         await self._router.close()
         await self._islands.close()
 
@@ -228,7 +230,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             uptime_seconds=time.monotonic() - self._started,
             islands=await self._islands.info(self._settings.transport),
             gateway_restarts=self._settings.incarnation - 1,
-            http_address=self._doors.http or "",
+            http_address=self._addresses.http or "",
         )
 
 

@@ -29,11 +29,11 @@ class Door:
 
     @property
     def http(self) -> str:
-        return self.gateway._doors.http or ""
+        return self.gateway._addresses.http or ""
 
     @property
     def grpc(self) -> str:
-        return self.gateway._doors.grpc
+        return self.gateway._addresses.grpc
 
     @property
     def running(self) -> int:

@@ -1,4 +1,4 @@
-"""The routes of the HTTP door that generate."""
+"""The HTTP routes that generate."""
 
 import asyncio
 from dataclasses import dataclass

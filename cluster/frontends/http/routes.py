@@ -1,4 +1,4 @@
-"""The HTTP door's routes, as an ASGI application: OpenAI's API over the gateway's own requests."""
+"""The HTTP server's routes, as an ASGI application with OpenAI's API."""
 
 import asyncio
 import logging
@@ -110,7 +110,7 @@ class HttpApp:
         return route
 
     def _check_caller(self, scope: Scope) -> None:
-        """Without a token the door is this machine's: a browser that a foreign name has led here may not ask."""
+        """Without a token only this machine may ask: not a browser that a foreign name has led here."""
         if self._token is not None and not self._token.admits(header(scope, HEADER)):
             raise Unauthenticated("a valid bearer token is needed")
         foreign = [host for host in header(scope, "host") if not _is_local(host)]

@@ -56,14 +56,14 @@ class Connection(H11Protocol):
         self._end_of_idleness = self.loop.call_later(IDLE_SECONDS, self.transport.close)
 
     def _end_the_longest_idle(self) -> None:
-        """Unless enough are ending already. Perhaps this one: a stranger's must not keep others from the door."""
+        """Ends one, perhaps this one, unless enough are ending already: strangers must not keep others out."""
         there = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
         idle = [one for one in there if one.idle_since is not None]
         if idle and len(there) > connections_per_frontend():
             min(idle, key=lambda one: one.idle_since or 0.0).transport.abort()
 
 
-class HttpDoor:
+class HttpServer:
     """Serves an application on the event loop that start() is called on; stop() closes what start() opened."""
 
     def __init__(self, app: HttpApp, host: str, port: int, security: ServerSecurity) -> None:

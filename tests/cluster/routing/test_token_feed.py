@@ -14,7 +14,7 @@ from tandem.cluster.routing import token_feed
 from tandem.cluster.routing.token_inbox import TokenInbox
 from tandem.proto.worker_pb2 import GeneratedTokens
 from tests.cluster.fake_worker import FakeWorker
-from tests.cluster.requests.test_attempts import PROMPT, TOKENS, ask, say, with_gateway
+from tests.cluster.requests.test_replay import PROMPT, TOKENS, ask, say, with_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import tokens_of
 

@@ -46,10 +46,10 @@ def with_gateway(model: Path, worker: FakeWorker, body: Body, max_model_len: int
     async def run() -> None:
         await worker.start()
         gateway = Gateway(gateway_settings(config, max_model_len, num_pages=max_model_len // 4))
-        doors = await gateway.start()
+        addresses = await gateway.start()
         await gateway.update_island(worker.state("i", epoch=1, version=1))
         try:
-            async with AsyncClient(doors.grpc) as client:
+            async with AsyncClient(addresses.grpc) as client:
                 await body(gateway, client, worker)
         finally:
             await gateway.stop(0.1)

@@ -293,7 +293,7 @@ class TestPorts:
             load_config(None, {"gateway.http_port": 50051})
 
     def test_the_cluster_says_where_it_is(self, quiet: Door) -> None:
-        with Client(quiet.gateway._doors.grpc) as client:
+        with Client(quiet.gateway._addresses.grpc) as client:
             assert client.cluster_info().http_address == quiet.http
 
     def test_small_events_are_sent_at_once(self, quiet: Door) -> None:

@@ -166,10 +166,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         """No new calls; calls under way have `grace` seconds, then they are cancelled and their pages given back."""
         self._admin.close()
         await self._health.enter_graceful_shutdown()
-        servers = (
-            [self._server.stop(grace)] if self._http is None else [self._server.stop(grace), self._http.stop(grace)]
-        )
-        await asyncio.gather(*servers)
+        servers = [self._server] if self._http is None else [self._server, self._http]
+        await asyncio.gather(*(server.stop(grace) for server in servers))
         await self._router.close()
         await self._islands.close()
 

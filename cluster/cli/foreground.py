@@ -21,9 +21,9 @@ from tandem.cluster.supervision.start_clock import phase_lines, process_age
 def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     """Starts the cluster, prints `ready grpc=HOST:PORT` and returns after SIGINT or SIGTERM, when nothing is left.
 
-    ` http=HOST:PORT` follows on that line if there is an HTTP server. stderr then has one line a phase of the start, and so
-    has the cluster's ClusterState; then the address by which other clusters join (ray_address); later, each loss and
-    each recovery.
+    ` http=HOST:PORT` follows on that line if there is an HTTP server. Then stderr, and the cluster's ClusterState, have
+    a line for each phase of the start. Behind them come the ray_address that other clusters join, and later each loss
+    and each recovery.
     Raises ClusterRunning, ConfigError, StartFailed, WorkerLost; nothing is left then either.
     """
     age = process_age()

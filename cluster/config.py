@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from tandem.cluster.config_errors import cut, explain, explain_yaml, names, shown
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
+from tandem.cluster.routing.policy import POLICIES
 from tandem.transfer.factory import TRANSPORTS
 
 Count = Annotated[int, Field(ge=1)]
@@ -153,7 +154,10 @@ class GatewaySection(Section):
         default=None,
         ge=0,
         le=65535,
-        description="port of the OpenAI-compatible door; 0 takes any free one, null has none",
+        description="port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none",
+    )
+    routing_policy: str = Field(
+        default="least_loaded", description=f"how requests are placed on workers: {' or '.join(POLICIES)}"
     )
     max_queued: Count = Field(default=1024, le=1 << 20, description="most requests that wait for room")
     max_queued_tokens: Count = Field(
@@ -166,8 +170,17 @@ class GatewaySection(Section):
     request_seconds: float = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
     max_message_mib: Count = Field(default=16, le=1024, description="largest message that the gateway takes, in MiB")
     max_calls: Count = Field(
-        default=4096, le=1 << 20, description="most calls at a time through both doors together, waiting ones included"
+        default=4096,
+        le=1 << 20,
+        description="most calls at a time through gRPC and HTTP, waiting ones included",
     )
+
+    @field_validator("routing_policy")
+    @classmethod
+    def _known_policy(cls, policy: str) -> str:
+        if policy not in POLICIES:
+            raise ValueError(f"must be {' or '.join(POLICIES)}")
+        return policy
 
     @field_validator("http_port")
     @classmethod
@@ -242,7 +255,7 @@ class ClusterConfig(Section):
     scheduler: SchedulerSection = Field(default=SchedulerSection(), description="limits of one forward")
     num_islands: Count = Field(default=1, le=256, description="islands of the shape that `island` gives")
     island: IslandSection = Field(default=IslandSection(), description="the workers that can write into each other")
-    gateway: GatewaySection = Field(default=GatewaySection(), description="the door for clients")
+    gateway: GatewaySection = Field(default=GatewaySection(), description="the server for clients")
     recovery: RecoverySection = Field(
         default=RecoverySection(), description="what happens when a process ends or falls silent"
     )

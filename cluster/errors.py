@@ -1,4 +1,4 @@
-"""What the control plane and its clients raise. Every error names the field, the value and what is accepted.
+"""The errors of the control plane and its clients. Each names the field, the value and what is accepted.
 
 TandemError
 ├── UsageError           a command line cannot be understood
@@ -24,7 +24,19 @@ TandemError
     ├── Superseded          a later call has taken the request over
     ├── ScaleRefused        an island cannot be given that shape, and serves on as it was
     └── ServerError         a worker or the gateway failed while it served the request
+
+Inside the gateway a call to a worker fails with one of these; statuses.py maps both trees to gRPC and HTTP.
+
+WorkerCallError          the worker answered with an error
+├── PlacementLost        the worker is gone or has dropped the request, which can go on elsewhere
+│   └── WorkerUnreachable   no worker of that epoch answers there
+├── WorkerFull           the worker has no room now
+├── WorkerTimedOut       the worker did not answer in time
+├── ForwardFailed        a forward failed; another request in it may be at fault
+└── RequestRefused       the worker refuses the request as it is
 """
+
+from typing import ClassVar
 
 
 class TandemError(Exception):
@@ -105,7 +117,7 @@ class InvalidRequest(CallError, ValueError):
 class Overloaded(CallError):
     """The queue is full; the same call may succeed later, best after retry_after_seconds."""
 
-    def __init__(self, message: str, retry_after_seconds: float) -> None:
+    def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
 
@@ -140,3 +152,40 @@ class ScaleRefused(CallError):
 
 class ServerError(CallError):
     """A worker or the gateway failed while it served the request."""
+
+
+class WorkerCallError(Exception):
+    """The worker answered with an error."""
+
+    client_error: ClassVar[type[CallError]] = ServerError
+    """The error that the gateway's client gets where nothing else helps."""
+
+
+class PlacementLost(WorkerCallError):
+    """The worker is gone or has dropped the request, which can go on elsewhere."""
+
+
+class WorkerUnreachable(PlacementLost):
+    """No worker of that epoch answers there."""
+
+
+class WorkerFull(WorkerCallError):
+    """The worker has no room now."""
+
+    client_error = Overloaded
+
+
+class WorkerTimedOut(WorkerCallError):
+    """The worker did not answer in time."""
+
+    client_error = DeadlineExceeded
+
+
+class ForwardFailed(WorkerCallError):
+    """A forward failed; another request in it may be at fault."""
+
+
+class RequestRefused(WorkerCallError):
+    """The worker refuses the request as it is."""
+
+    client_error = InvalidRequest

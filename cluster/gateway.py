@@ -1,4 +1,4 @@
-"""The gateway's process: tandem.v1.Inference over gRPC, with health and reflection, and the HTTP door beside it."""
+"""The gateway's process: tandem.v1.Inference over gRPC, with health and reflection, and the HTTP server beside it."""
 
 import asyncio
 import time
@@ -7,34 +7,27 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.cluster.client.client_messages import CLIENT_ID_KEY
 from tandem.cluster.credentials import ServerSecurity
-from tandem.cluster.errors import (
-    AttemptsExhausted,
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    ServerError,
-    Superseded,
-    TandemError,
-)
+from tandem.cluster.errors import TandemError
 from tandem.cluster.frontends.admin import Admin
-from tandem.cluster.frontends.grpc_server import grpc_server, open_port, refuse
+from tandem.cluster.frontends.grpc_server import grpc_server, open_port
 from tandem.cluster.frontends.http.routes import HttpApp
-from tandem.cluster.requests.active_requests import Intake
+from tandem.cluster.protocol import CLIENT_ID_KEY
+from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.validation import ModelLimits, RequestValidator
 from tandem.cluster.routing.admission import AdmissionQueue
 from tandem.cluster.routing.islands import Islands
 from tandem.cluster.routing.membership import IslandState
+from tandem.cluster.routing.policy import POLICIES
 from tandem.cluster.routing.router import Router
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
+from tandem.cluster.statuses import refuse
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.config import max_message_bytes
@@ -43,21 +36,13 @@ from tandem.workers.models.registry import load_config
 from tandem.workers.runner.model_cache import kv_layout
 
 if TYPE_CHECKING:
-    from tandem.cluster.frontends.http.server import HttpDoor
+    from tandem.cluster.frontends.http.server import HttpServer
 
 Context = grpc.aio.ServicerContext
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
 )
-
-STATUS_OF_ERROR: dict[type[TandemError], grpc.StatusCode] = {
-    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    AttemptsExhausted: grpc.StatusCode.ABORTED,
-    Superseded: grpc.StatusCode.ABORTED,
-    ServerError: grpc.StatusCode.INTERNAL,
-}
 
 
 def attempt_prefix(incarnation: int) -> str:
@@ -81,6 +66,7 @@ class GatewaySettings:
     host: str
     port: int
     http_port: int | None  # None: no HTTP
+    routing_policy: str
     max_queued: int
     max_queued_tokens: int
     max_attempts: int
@@ -92,8 +78,8 @@ class GatewaySettings:
 
 
 @dataclass(frozen=True)
-class Doors:
-    """Where clients find a gateway, HOST:PORT; http is None where it has no such door."""
+class GatewayAddresses:
+    """A gateway's addresses, HOST:PORT. http is None without an HTTP server."""
 
     grpc: str
     http: str | None = None
@@ -119,17 +105,17 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._validator = RequestValidator(self._limits, self._tokenizer)
         self._started = time.monotonic()
 
-    async def start(self) -> Doors:
+    async def start(self) -> GatewayAddresses:
         """Opens the ports. StartFailed when one cannot be had."""
         settings = self._settings
-        self._islands = Islands(max_message_bytes(settings.max_model_len))
+        self._islands = Islands(max_message_bytes(settings.max_model_len), POLICIES[settings.routing_policy])
         self._router = Router(
             self._islands,
             AdmissionQueue(settings.max_queued, settings.max_queued_tokens),
             id_prefix=attempt_prefix(settings.incarnation),
             queue_seconds=settings.queue_seconds,
         )
-        self._intake = Intake(
+        self._requests = ActiveRequests(
             self._validator,
             self._router,
             self._tokenizer,
@@ -141,13 +127,13 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._admin = Admin()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         self._server = self._grpc_server()
-        self._http = self._http_door()
+        self._http = self._http_server()
         address = open_port(self._server, settings.host, settings.port, settings.security.credentials())
-        self._doors = Doors(address, None if self._http is None else await self._http.start())
+        self._addresses = GatewayAddresses(address, None if self._http is None else await self._http.start())
         await self._server.start()
         for service in ("", *SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        return self._doors
+        return self._addresses
 
     def _grpc_server(self) -> grpc.aio.Server:
         """With its services, without a port."""
@@ -159,14 +145,14 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         return server
 
-    def _http_door(self) -> "HttpDoor | None":
+    def _http_server(self) -> "HttpServer | None":
         settings = self._settings
         if settings.http_port is None:
             return None
-        from tandem.cluster.frontends.http.server import HttpDoor  # needs tandem[http]
+        from tandem.cluster.frontends.http.server import HttpServer  # needs tandem[http]
 
         app = HttpApp(
-            self._intake,
+            self._requests,
             self._tokenizer,
             model=self._name,
             max_model_len=self._limits.longest,
@@ -174,14 +160,14 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             token=settings.security.token(),
             max_bytes=settings.max_message_bytes,
         )
-        return HttpDoor(app, settings.host, settings.http_port, settings.security)
+        return HttpServer(app, settings.host, settings.http_port, settings.security)
 
     async def stop(self, grace: float) -> None:
         """No new calls; calls under way have `grace` seconds, then they are cancelled and their pages given back."""
         self._admin.close()
         await self._health.enter_graceful_shutdown()
-        doors = [self._server.stop(grace)] if self._http is None else [self._server.stop(grace), self._http.stop(grace)]
-        await asyncio.gather(*doors)
+        servers = [self._server] if self._http is None else [self._server, self._http]
+        await asyncio.gather(*(server.stop(grace) for server in servers))
         await self._router.close()
         await self._islands.close()
 
@@ -207,11 +193,9 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         try:
-            await self._intake.serve(request, _client_of(context), context.write, seconds=context.time_remaining())
-        except Overloaded as error:
-            await refuse(error, context)
+            await self._requests.serve(request, _client_of(context), context.write, seconds=context.time_remaining())
         except TandemError as error:
-            await context.abort(STATUS_OF_ERROR.get(type(error), grpc.StatusCode.INTERNAL), str(error))
+            await refuse(context, error)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context
@@ -240,11 +224,11 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             name=self._settings.cluster,
             version=version("tandem"),
             queued=self._router.queued,
-            active=self._intake.running,
+            active=self._requests.running,
             uptime_seconds=time.monotonic() - self._started,
             islands=await self._islands.info(self._settings.transport),
             gateway_restarts=self._settings.incarnation - 1,
-            http_address=self._doors.http or "",
+            http_address=self._addresses.http or "",
         )
 
 

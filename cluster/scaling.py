@@ -25,7 +25,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class ScaleOrder:
-    """As it came through the door, its numbers in range. number tells the orders of one gateway apart.
+    """An order with its numbers in range. number tells the orders of one gateway apart.
 
     island is empty where there is one only; None leaves the workers of that role as many as they are.
     """

@@ -85,7 +85,8 @@ def up(
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder; overrides model.path.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Overrides gateway.port; 0 takes any free port.")] = None,
     http_port: Annotated[
-        int | None, typer.Option(help="Opens the OpenAI-compatible door; overrides gateway.http_port, 0 as there.")
+        int | None,
+        typer.Option(help="Starts the OpenAI-compatible server; overrides gateway.http_port, 0 as there."),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, dotted; repeatable.")

@@ -21,9 +21,9 @@ from tandem.cluster.supervision.start_clock import phase_lines, process_age
 def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     """Starts the cluster, prints `ready grpc=HOST:PORT` and returns after SIGINT or SIGTERM, when nothing is left.
 
-    ` http=HOST:PORT` follows on that line if there is such a door. Where the time went stands on stderr then, a line a
-    phase, and in the cluster's ClusterState; then, what other clusters join by ray_address; later, what was lost and
-    when it serves again.
+    ` http=HOST:PORT` follows on that line if there is an HTTP server. Then stderr, and the cluster's ClusterState, have
+    a line for each phase of the start. Behind them come the ray_address that other clusters join, and later each loss
+    and each recovery.
     Raises ClusterRunning, ConfigError, StartFailed, WorkerLost; nothing is left then either.
     """
     age = process_age()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from tandem.cluster.cli.runtime_dir import running_clusters
 from tandem.cluster.client.client import Client
-from tandem.cluster.client.client_messages import Prompt
 from tandem.cluster.credentials import ClientSecurity, read_token
 from tandem.cluster.errors import UsageError
+from tandem.cluster.protocol import Prompt
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 WILDCARDS = ("0.0.0.0", "[::]")

@@ -17,9 +17,6 @@ from tandem.cluster.client.client_messages import (
     CHANNEL_OPTIONS,
     LONGEST_CALL,
     GenerateUpdate,
-    Prompt,
-    Sampling,
-    build_request,
     call_error,
     client_metadata,
     scale_request,
@@ -27,6 +24,7 @@ from tandem.cluster.client.client_messages import (
 )
 from tandem.cluster.client.resumption import Resumption
 from tandem.cluster.credentials import ClientSecurity
+from tandem.cluster.protocol import Prompt, Sampling, build_request
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 GENERATE_SECONDS = 600.0

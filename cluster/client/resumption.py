@@ -8,6 +8,8 @@ import uuid
 import grpc
 
 from tandem.cluster.client.client_messages import LONGEST_CALL, retry_after_seconds
+from tandem.cluster.errors import Overloaded, Unavailable
+from tandem.cluster.statuses import error_of
 from tandem.proto import inference_pb2
 
 RETRY_SECONDS = 0.2
@@ -51,10 +53,11 @@ class Resumption:
         and to which it had no connection either, is taken to be no gateway.
         """
         now = time.monotonic()
-        crowded = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and self._broken_since is not None
+        kind = error_of(error)
+        crowded = kind is Overloaded and self._broken_since is not None
         self._broken_since = now if self._broken_since is None else self._broken_since
         self._reached |= answered or (error.details() or "").startswith(BROKEN)
-        if not crowded and (error.code() != grpc.StatusCode.UNAVAILABLE or not self._reached):
+        if not crowded and (kind is not Unavailable or not self._reached):
             return None
         pause = retry_after_seconds(error) if crowded else RETRY_SECONDS
         if now - self._broken_since >= self._resume_seconds or self.seconds_left <= pause:

@@ -1,22 +1,17 @@
-"""tandem.v1.Admin: takes orders at the gateway's door, and keeps them until the islands' supervisors have answered."""
+"""tandem.v1.Admin: takes scale orders, and keeps them until the islands' supervisors have answered."""
 
 import asyncio
 import itertools
-from collections.abc import Mapping
 
-import grpc
 import grpc.aio
 
-from tandem.cluster.errors import InvalidRequest, ScaleRefused, TandemError
+from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, TandemError
 from tandem.cluster.scaling import MAX_WORKERS, ScaleOrder, ScaleOutcome
+from tandem.cluster.statuses import refuse
 from tandem.proto import admin_pb2, admin_pb2_grpc
 
 SCALE_SECONDS = 900.0
 POLL_SECONDS = 10.0
-STATUS_OF_ERROR: Mapping[type[TandemError], grpc.StatusCode] = {
-    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    ScaleRefused: grpc.StatusCode.FAILED_PRECONDITION,
-}
 
 
 class Admin(admin_pb2_grpc.AdminServicer):
@@ -33,20 +28,20 @@ class Admin(admin_pb2_grpc.AdminServicer):
         try:
             order = self._order(request)
         except InvalidRequest as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await refuse(context, error)
         outcome = self._outcomes[order.number] = asyncio.get_running_loop().create_future()
         self._orders.put_nowait(order)
         try:
             return _response(await asyncio.wait_for(outcome, SCALE_SECONDS))
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer within {SCALE_SECONDS:g} s")
+            await refuse(context, DeadlineExceeded(f"no answer within {SCALE_SECONDS:g} s"))
         except TandemError as error:
-            await context.abort(STATUS_OF_ERROR.get(type(error), grpc.StatusCode.INTERNAL), str(error))
+            await refuse(context, error)
         finally:
             del self._outcomes[order.number]
 
     async def next_order(self) -> ScaleOrder | None:
-        """The next order that somebody still waits for; None when there was none for a while, or never will be."""
+        """The next order with a caller who still waits. None after a while without one, and after close()."""
         try:
             async with asyncio.timeout(POLL_SECONDS):
                 while (order := await self._orders.get()) is not None and order.number not in self._outcomes:
@@ -56,7 +51,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
             return None
 
     def answer(self, number: int, outcome: ScaleOutcome | TandemError) -> None:
-        """What came of an order; nobody may wait for it any more."""
+        """Gives an order's outcome to its caller, if that still waits."""
         waiting = self._outcomes.get(number)
         if waiting is None or waiting.done():
             return
@@ -66,7 +61,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
             waiting.set_exception(outcome)
 
     def close(self) -> None:
-        """Whoever waits for an order is told that there is none."""
+        """next_order() returns None."""
         self._orders.put_nowait(None)
 
     def _order(self, request: admin_pb2.ScaleRequest) -> ScaleOrder:

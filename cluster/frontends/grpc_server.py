@@ -1,16 +1,15 @@
-"""The gateway's gRPC port: how many may come through it at a time, and how long they may say nothing."""
+"""The gateway's gRPC server: how many calls it takes at a time, and how long clients may be silent."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
-from tandem.cluster.client.client_messages import RETRY_AFTER_KEY
-from tandem.cluster.errors import Overloaded, StartFailed
-from tandem.cluster.requests.call_limit import CallLimit, connections_of_a_door
+from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, StartFailed
+from tandem.cluster.requests.call_limit import CallLimit, connections_per_frontend
+from tandem.cluster.statuses import refuse
 from tandem.workers.authentication import OPEN_METHODS, TokenRequired
 from tandem.workers.service.well_formed import WellFormedRequired
 
@@ -23,12 +22,12 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 def grpc_server(limit: CallLimit, token: str | None, max_bytes: int) -> grpc.aio.Server:
-    """Without services and without a port. max_bytes of one message; token: None lets everybody in."""
+    """A server without services and without a port. max_bytes of one message; token: None lets everybody in."""
     options = (
         ("grpc.max_receive_message_length", max_bytes),
         ("grpc.max_send_message_length", max_bytes),
         ("grpc.so_reuseport", 0),  # else a second gateway could share a port that is in use
-        ("grpc.max_allowed_incoming_connections", connections_of_a_door()),
+        ("grpc.max_allowed_incoming_connections", connections_per_frontend()),
         ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.keepalive_time_ms", SILENT_MS),
         ("grpc.keepalive_timeout_ms", SILENT_MS),
@@ -53,7 +52,7 @@ def open_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.S
 
 
 class BoundedCalls(grpc.aio.ServerInterceptor):
-    """Refuses calls beyond the limit before it reads their requests, and ends those whose requests do not come."""
+    """Refuses calls beyond the limit before it reads their requests, and ends calls whose requests do not come."""
 
     def __init__(self, limit: CallLimit) -> None:
         self._limit = limit
@@ -68,18 +67,11 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         return None if handler is None else _bounded(handler)
 
 
-async def refuse(error: Overloaded, context: grpc.aio.ServicerContext) -> NoReturn:
-    """Ends the call with RESOURCE_EXHAUSTED, and says when to come again."""
-    advice = ((RETRY_AFTER_KEY, str(math.ceil(1000 * error.retry_after_seconds))),)
-    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), trailing_metadata=advice)
-    raise AssertionError("abort() raises")
-
-
 def _refusal(error: Overloaded) -> Any:
     """A method that asks for no request before it refuses it."""
 
     async def behave(_: object, context: grpc.aio.ServicerContext) -> None:
-        await refuse(error, context)
+        await refuse(context, error)
 
     return grpc.stream_unary_rpc_method_handler(behave)
 
@@ -116,7 +108,7 @@ def _with_request(method: Any) -> Callable[..., Awaitable[Any]]:
         except TimeoutError:
             await _too_late(context)
         if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # unseen by pyright
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request; one message is needed")
+            await refuse(context, InvalidRequest("the call has no request; one message is needed"))
         return await method(request, context)
 
     return behave
@@ -124,5 +116,4 @@ def _with_request(method: Any) -> Callable[..., Awaitable[Any]]:
 
 async def _too_late(context: grpc.aio.ServicerContext) -> NoReturn:
     reason = f"the request did not come, or had no end, within {REQUEST_SECONDS:g} s"
-    await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, reason)
-    raise AssertionError("abort() raises")
+    await refuse(context, DeadlineExceeded(reason))

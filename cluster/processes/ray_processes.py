@@ -29,9 +29,9 @@ from tandem.cluster.processes.ray_address import check_ray_answers
 from tandem.cluster.processes.ray_token import hide_token
 
 NAMESPACE = "tandem"
-CPU_SHARE = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
+CPU_FRACTION = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
 PLACEMENT_SECONDS = 30
-NODE_SHARE = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
+NODE_FRACTION = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
 IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
 END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
@@ -61,15 +61,15 @@ class RayProcesses(Processes):
         return ray.get_runtime_context().gcs_address
 
     def check_room(self, processes: int, *, gpus: int) -> None:
-        _check_there([_share(gpus)] * processes)
+        _check_there([_resources(gpus)] * processes)
 
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "RayGroup":
-        share = _share(gpus)
+        resources = _resources(gpus)
         with self._placing:  # islands that start at once must not count on the same room
-            (whole,) = _place([[share] * len(specs)])
+            (whole,) = _place([[resources] * len(specs)])
             host = _host_of(whole)
             remove_placement_group(whole)
-            group = RayGroup(share | {host: NODE_SHARE})
+            group = RayGroup(resources | {host: NODE_FRACTION})
             group.grow(specs, threads=threads)
         return group
 
@@ -111,9 +111,9 @@ class RayProcesses(Processes):
 class RayGroup(ProcessGroup):
     """Actors on one host. Each has a placement group of its own, so that it can be given back alone."""
 
-    def __init__(self, share: dict[str, float]) -> None:
-        """share: what is set aside for each member; it names the host."""
-        self._share = share
+    def __init__(self, resources: dict[str, float]) -> None:
+        """resources: what is set aside for each member; it names the host."""
+        self._resources = resources
         self._placed: dict[RayActor, PlacementGroup] = {}
 
     @property
@@ -122,7 +122,7 @@ class RayGroup(ProcessGroup):
 
     def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list["RayActor"]:
         started: list[RayActor] = []
-        unused = _place([[self._share]] * len(specs))
+        unused = _place([[self._resources]] * len(specs))
         try:
             for spec in specs:
                 started.append(self._start(spec, unused[0], threads))
@@ -136,7 +136,7 @@ class RayGroup(ProcessGroup):
 
     def shrink(self, members: Sequence[ActorProcess]) -> None:
         gone = [member for member in self._placed if member in members]
-        _end([member.place for member in gone])
+        _end([member.process_host for member in gone])
         for member in gone:
             member.kill()
             remove_placement_group(self._placed.pop(member))
@@ -144,18 +144,18 @@ class RayGroup(ProcessGroup):
     def restart(self, specs: Sequence[ActorSpec]) -> None:
         self.shrink(self.members[len(specs) :])
         # All have ended before the first is started: they hold pages of each other, and memory of their GPUs.
-        if not _end([member.place for member in self._placed]):
-            raise StartFailed("a process that was killed, or the place that it had, does not answer")
+        if not _end([member.process_host for member in self._placed]):
+            raise StartFailed("a process that was killed, or its process host, does not answer")
         old = zip(specs, self._placed.items(), strict=True)
-        self._placed = {RayActor(spec.name, member.place): placed for spec, (member, placed) in old}
+        self._placed = {RayActor(spec.name, member.process_host): placed for spec, (member, placed) in old}
         started = [
-            member.place.start.remote(spec.name, pack((spec.kind, spec.argument)))
+            member.process_host.start.remote(spec.name, pack((spec.kind, spec.argument)))
             for spec, member in zip(specs, self._placed, strict=True)
         ]
         try:
             ray.get(started, timeout=END_SECONDS)
         except (ray.exceptions.RayError, StartFailed) as error:
-            raise StartFailed(f"a process cannot be started in the place that another had: {error}") from error
+            raise StartFailed(f"a process cannot be started in the process host of another: {error}") from error
 
     def end(self) -> None:
         self.shrink(self.members)
@@ -163,8 +163,8 @@ class RayGroup(ProcessGroup):
     def _start(self, spec: ActorSpec, placed: PlacementGroup, threads: int) -> "RayActor":
         options = {
             "name": spec.name,
-            "num_cpus": CPU_SHARE,
-            "num_gpus": self._share.get("GPU", 0),
+            "num_cpus": CPU_FRACTION,
+            "num_gpus": self._resources.get("GPU", 0),
             "max_restarts": 0,  # a lone restart cannot rejoin its island
             "max_concurrency": CALLS_AT_A_TIME,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=0),
@@ -180,16 +180,16 @@ class RayGroup(ProcessGroup):
         modules = (spec.kind.__module__, *spec.modules)
         try:
             start = pack((spec.kind, spec.argument))
-            handle = ray.remote(Place).options(**options).remote(modules, spec.name, start)
+            handle = ray.remote(ProcessHost).options(**options).remote(modules, spec.name, start)
         except ValueError as error:
             raise ClusterRunning(spec.name.split("/")[0], None, None) from error
         return RayActor(spec.name, handle)
 
 
-class Place:
-    """What Ray runs and sets GPU and cores aside for: a small process that forks a member's own, one after the other.
+class ProcessHost:
+    """The process that Ray runs, with a GPU and cores set aside. It forks one member's process after another.
 
-    What they say to each other passes through as bytes: reading it would take the imports of both.
+    Messages pass through it as bytes, because reading them would take the imports of both ends.
     """
 
     def __init__(self, modules: Sequence[str], name: str, start: bytes) -> None:
@@ -207,7 +207,7 @@ class Place:
         """As ForkedActor.relay(). Calls to a process that was here before find that it has ended."""
         actor = self._actor
         if actor.name != name:
-            raise ProcessEnded(name, "another has its place")
+            raise ProcessEnded(name, "another process has replaced it")
         return actor.relay(payload).result()
 
     def end(self) -> bool:
@@ -219,24 +219,24 @@ class Place:
 class RayActor(ActorProcess):
     """Answers arrive on a thread of Ray's, which only fills the future."""
 
-    def __init__(self, name: str, place: Any) -> None:
-        """place: a handle of a Place, which runs this actor or is about to."""
+    def __init__(self, name: str, process_host: Any) -> None:
+        """process_host: a handle of a ProcessHost, which runs this actor or is about to."""
         self.name = name
-        self.place = place
+        self.process_host = process_host
         self._started_as = name
 
     def there(self) -> Future[None]:
-        return self.place.ready.remote().future()
+        return self.process_host.ready.remote().future()
 
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()
-        raw = self.place.call.remote(self._started_as, pack((method, arguments))).future()
+        raw = self.process_host.call.remote(self._started_as, pack((method, arguments))).future()
         raw.add_done_callback(lambda done: open_answer(answer, _translated(done, self.name)))
         return answer
 
     def kill(self) -> None:
-        """With its place, for who had to be killed may have hung for a reason that the next one would find there."""
-        ray.kill(self.place)
+        """Kills the process host, too: the reason for a hang may lie there."""
+        ray.kill(self.process_host)
 
 
 @contextmanager
@@ -250,9 +250,9 @@ def _sigterm_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, kept)
 
 
-def _share(gpus: int) -> dict[str, float]:
+def _resources(gpus: int) -> dict[str, float]:
     """What one process has set aside."""
-    return {"CPU": CPU_SHARE, "GPU": gpus} if gpus else {"CPU": CPU_SHARE}
+    return {"CPU": CPU_FRACTION, "GPU": gpus} if gpus else {"CPU": CPU_FRACTION}
 
 
 def _check_there(bundles: Sequence[dict[str, float]]) -> str:
@@ -286,10 +286,10 @@ def _host_of(placed: PlacementGroup) -> str:
     return next(name for name in resources if name.startswith("node:") and not name.endswith("__"))
 
 
-def _end(places: Sequence[Any]) -> bool:
-    """Whether every place is there and its process has ended."""
+def _end(process_hosts: Sequence[Any]) -> bool:
+    """Whether every process host is there and its process has ended."""
     try:
-        return all(ray.get([place.end.remote() for place in places], timeout=2 * END_SECONDS))
+        return all(ray.get([one.end.remote() for one in process_hosts], timeout=2 * END_SECONDS))
     except ray.exceptions.RayError:
         return False
 

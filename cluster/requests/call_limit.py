@@ -1,11 +1,9 @@
-"""How much may be under way at a gateway: calls, whichever doors they came through, and connections."""
+"""How much may be under way at a gateway: calls through all frontends, and connections."""
 
 import asyncio
 import resource
 
 from tandem.cluster.errors import Overloaded
-
-RETRY_SECONDS = 1.0  # what is advised when a worker or a door, and not the queue, is full
 
 
 class CallLimit:
@@ -16,17 +14,17 @@ class CallLimit:
         self._calls: set[asyncio.Task[object]] = set()
 
     def admit(self) -> None:
-        """Counts the task that calls this. Overloaded when as many as may be are under way already."""
+        """Counts the calling task. Raises Overloaded when the limit is reached."""
         if len(self._calls) >= self._most:
             reason = f"{len(self._calls)} calls are under way; gateway.max_calls is {self._most}"
-            raise Overloaded(reason, RETRY_SECONDS)
+            raise Overloaded(reason)
         call = asyncio.current_task()
-        assert call is not None, "a door answers each call in a task"
+        assert call is not None, "a frontend answers each call in a task"
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
 
-def connections_of_a_door() -> int:
-    """The most that one may hold: the other door, and what the gateway itself opens, have files left."""
+def connections_per_frontend() -> int:
+    """The most that one frontend may hold. The other one and the gateway itself need files, too."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if soft == resource.RLIM_INFINITY else max(1, soft // 3)

@@ -1,14 +1,14 @@
-"""Frequent work on an event loop that leaves room for what is rare."""
+"""Frequent work on an event loop that leaves room for rare work."""
 
 import asyncio
 from collections import deque
 
 
-class Turns:
-    """So many tasks go on in one round of the event loop; the others wait, in the order in which they came.
+class FairTurns:
+    """Lets a number of tasks go on in each round of the event loop. The others wait in order.
 
-    Between two rounds the loop looks at its sockets: a new request or a first token does not wait until all streams
-    have been written, and a stream that waits gets what has gathered. Owned by the event loop.
+    Between two rounds the loop looks at its sockets, so a new request or a first token does not wait until all streams
+    have been written. A stream that waits gathers tokens. Owned by the event loop.
     """
 
     def __init__(self, a_round: int) -> None:

@@ -2,44 +2,33 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from typing import Any
 
-import grpc
-import grpc.aio
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cluster.errors import InvalidRequest, ServerError
-from tandem.cluster.requests.fair_turns import Turns
+from tandem.cluster.errors import InvalidRequest, PlacementLost, ServerError
+from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.text_output import TextOutput
 from tandem.cluster.requests.validation import ValidRequest
-from tandem.cluster.routing.prefill_hints import Drawn
+from tandem.cluster.routing.prefill_hints import EarlyToken
 from tandem.cluster.routing.router import Placement
-from tandem.cluster.routing.token_inbox import FeedLost, TokenInbox
-from tandem.cluster.routing.worker_link import WORKER_LOST, WorkerLink
+from tandem.cluster.routing.token_inbox import TokenInbox
+from tandem.cluster.routing.worker_link import Sent
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.event_loop import unwatched
 from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.wire.messages import prompt_to_bytes, sampling_to_proto
 
-ATTEMPT_LOST = WORKER_LOST | {
-    grpc.StatusCode.ABORTED,
-    grpc.StatusCode.DATA_LOSS,  # what landed was not what was sent
-}
-
-
-class AttemptLost(Exception):
-    """The workers of an attempt are gone or have given it up; the request itself can go on elsewhere."""
-
 
 class Generation:
-    """What one client has been sent, and how it goes on: run() is called for each placement of the request.
+    """One client's request and the messages sent for it. run() is called for each placement.
 
-    Drives a placed request: RemoteSend and StartGenerate go out together, the first token comes from the
-    prefill worker and all others from the decode worker. Raises InvalidRequest when what a client
-    says to have received of the request cannot be its beginning.
+    RemoteSend and StartGenerate go out together. The first token comes from the prefill worker, all others from the
+    decode worker. Raises InvalidRequest when the tokens that a client says to have cannot begin its request.
     """
 
     def __init__(
@@ -48,9 +37,9 @@ class Generation:
         arrived: float,
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
-        turns: Turns,
+        turns: FairTurns,
     ) -> None:
-        """turns: what each message but the first one waits for."""
+        """turns: each message but the first waits for one."""
         self._turns = turns
         self._request = request
         self._arrived = arrived
@@ -70,7 +59,7 @@ class Generation:
 
     @property
     def prompt(self) -> Int64Array:
-        """What a placement starts from."""
+        """The prompt of the next placement: the tokens sent are part of it."""
         return np.concatenate((self._request.token_ids, np.array(self._sent, np.int64)))
 
     @property
@@ -82,7 +71,7 @@ class Generation:
         return len(self._sent)
 
     async def run(self, placement: Placement, timeout: float) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        """The messages for the client; timeout in seconds bounds both calls. Raises AttemptLost."""
+        """The messages for the client. timeout in seconds bounds both calls. Raises WorkerCallError and ServerError."""
         self._first_is_last = self.complete = False
         self._timings.attempts += 1
         if self._timings.attempts == 1:
@@ -91,43 +80,41 @@ class Generation:
         # Log-probabilities never come over a feed: such a request outlasts it.
         inbox = TokenInbox() if self._request.params.logprobs is not None else placement.decode.feed.inbox()
         send, start = self._calls(placement, inbox)
-        # The prompt first: the other call waits for what it brings about.
-        sent = placement.prefill.stub.RemoteSend(send, timeout=timeout)
-        answer = unwatched(asyncio.ensure_future(self._answer(placement.prefill, sent)))
-        answer.add_done_callback(lambda _: placement.prefill.awaited.discard(placement.request_id))
-        stream = placement.decode.stub.StartGenerate(start, timeout=timeout)
-        reading = unwatched(asyncio.ensure_future(inbox.read(stream)))
+        calls: list[asyncio.Future[Any]] = []
         try:
-            message = self._first_message(await self._first_token(placement.drawn, answer))
+            calls.append(sent := placement.prefill.send(send, timeout))  # first: the other call waits for its KV
+            calls.append(answer := unwatched(asyncio.ensure_future(self._answer(sent))))
+            answer.add_done_callback(lambda _: placement.prefill.awaited.discard(placement.request_id))
+            calls.append(placement.decode.generate(start, inbox, timeout))
+            message = self._first_message(await self._first_token(placement.early_token, answer))
             yield message
             if message.finish_reason and not self._first_is_last:
                 return  # a stop string: the decode worker does not know
-            answer.add_done_callback(inbox.heed)
+            answer.add_done_callback(inbox.watch)
             while True:
-                tokens = await self._next(placement.decode, inbox)
+                tokens = await self._next(inbox)
                 reason = FinishReason(tokens.finish_reason)
                 if reason == FinishReason.ERROR:
                     raise ServerError(f"the decode worker ended the request with {reason.name}")
                 if reason == FinishReason.ABORT:
-                    raise AttemptLost("the decode worker gave the request up")
+                    raise PlacementLost("the decode worker dropped the request")
                 self.complete = reason != FinishReason.RUNNING
                 if message.finish_reason:
-                    return  # the first token was the last: what has come is the decode worker's agreement
+                    return  # the first token was the last, and now the decode worker has agreed
                 if self.complete or self._request.params.stop:
-                    await answer  # the last message says what only it does
+                    await answer  # the last message needs its timings
                 message = self._message(list(tokens.token_ids), reason)
                 message.logprobs.extend(tokens.logprobs[: len(message.token_ids)])
                 yield message
                 if message.finish_reason:
                     return
         finally:
-            answer.cancel()
-            reading.cancel()
-            stream.cancel()
+            for call in calls:
+                call.cancel()
             placement.decode.feed.leave(inbox)
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
-        """The client has the text of these tokens as well: text depends on tokens, not on how they came."""
+        """Counts these tokens, and their text, as sent."""
         for count, token_id in enumerate(token_ids, start=1):
             reason = self._rule.reason(token_id, count)
             if reason == FinishReason.RUNNING:
@@ -160,14 +147,9 @@ class Generation:
         )
         return send, start
 
-    async def _answer(
-        self, prefill: WorkerLink, call: Awaitable[worker_pb2.RemoteSendResponse]
-    ) -> worker_pb2.RemoteSendResponse:
+    async def _answer(self, call: Sent) -> worker_pb2.RemoteSendResponse:
         begun = bool(self._timings.first_token_seconds)  # in an earlier placement
-        try:
-            sent = await call
-        except grpc.aio.AioRpcError as error:
-            raise _attempt_error(prefill, error) from error
+        sent = await call
         self._timings.prefill_seconds += sent.prefill_seconds
         self._timings.push_seconds += sent.push_seconds
         self._timings.bytes_pushed += sent.bytes_pushed
@@ -176,13 +158,13 @@ class Generation:
         return sent
 
     async def _first_token(
-        self, drawn: Drawn | None, answer: "asyncio.Future[worker_pb2.RemoteSendResponse]"
+        self, early: EarlyToken | None, answer: "asyncio.Future[worker_pb2.RemoteSendResponse]"
     ) -> worker_pb2.FirstToken:
-        """As soon as it is drawn, unless it may be the last one: the last message says what only the answer does."""
-        if drawn is not None:
-            await asyncio.wait((drawn, answer), return_when=asyncio.FIRST_COMPLETED)
-            if drawn.done() and not self._may_end_with(drawn.result().token_id):
-                return drawn.result()
+        """The early token, unless it may be the last one: the last message needs the answer's timings."""
+        if early is not None:
+            await asyncio.wait((early, answer), return_when=asyncio.FIRST_COMPLETED)
+            if early.done() and not self._may_end_with(early.result().token_id):
+                return early.result()
         sent = await answer
         logprobs = sent.logprobs if sent.HasField("logprobs") else None
         return worker_pb2.FirstToken(token_id=sent.first_token, logprobs=logprobs)
@@ -201,18 +183,10 @@ class Generation:
             message.logprobs.append(first.logprobs)
         return message
 
-    async def _next(self, decode: WorkerLink, inbox: TokenInbox) -> worker_pb2.GeneratedTokens:
+    async def _next(self, inbox: TokenInbox) -> worker_pb2.GeneratedTokens:
         await inbox.ready()
         await self._turns.take()
-        try:
-            return inbox.next()
-        except grpc.aio.AioRpcError as error:
-            raise _attempt_error(decode, error) from error
-        except EOFError:
-            raise AttemptLost("the decode worker's stream ended before the request did") from None
-        except FeedLost as error:
-            decode.avoid()
-            raise AttemptLost(f"decode worker (PE {decode.pe}, epoch {decode.epoch}): {error}") from error
+        return inbox.next()
 
     def _message(self, token_ids: list[int], reason: FinishReason) -> inference_pb2.GenerateResponse:
         part = self._output.add(token_ids, reason)
@@ -230,11 +204,3 @@ class Generation:
             message.usage.CopyFrom(self._usage)
             message.timings.CopyFrom(self._timings)
         return message
-
-
-def _attempt_error(link: WorkerLink, error: grpc.aio.AioRpcError) -> Exception:
-    """AttemptLost when the worker is at fault and not the request."""
-    if error.code() not in ATTEMPT_LOST:
-        return error
-    link.avoid()
-    return AttemptLost(f"{link.role} worker (PE {link.pe}, epoch {link.epoch}): {error.code().name}: {error.details()}")

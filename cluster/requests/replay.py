@@ -1,22 +1,19 @@
-"""One request until it ends, on as many pairs of workers as it takes."""
+"""One request until it ends. When its workers are lost it is placed again."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-import grpc
-import grpc.aio
-
-from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded
-from tandem.cluster.requests.generation import AttemptLost, Generation
-from tandem.cluster.routing.router import Placement, Router
+from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, ForwardFailed, PlacementLost
+from tandem.cluster.requests.generation import Generation
+from tandem.cluster.routing.router import Router
 from tandem.proto import inference_pb2
 
 
-class Attempts:
-    """Places a request, and when its workers are lost places it again, as prompt and the tokens already sent.
+class Replay:
+    """Places a request, and after a loss places it again with the tokens sent as part of its prompt. Used once.
 
-    A draw depends on seed and position only, so the tokens are those that the lost workers would have given. Used once.
+    A sample depends on seed and position only, so the tokens are those that the lost workers would have given.
     """
 
     def __init__(self, router: Router, generation: Generation, client: str, max_attempts: int) -> None:
@@ -27,10 +24,10 @@ class Attempts:
         self._max_attempts = max_attempts
 
     async def run(self, deadline: float) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        """The messages for the client; deadline in the event loop's time.
+        """The messages for the client. deadline in the event loop's time.
 
-        A worker that answers INTERNAL counts as lost once. Raises AttemptsExhausted, and what Router.place and
-        Generation.run raise.
+        A failed forward counts as a loss once. Raises AttemptsExhausted and the errors of Router.place and
+        Generation.run.
         """
         reasons: list[str] = []
         failed = False
@@ -40,16 +37,16 @@ class Attempts:
                     async for message in messages:
                         yield message
                 return
-            except AttemptLost as lost:
+            except PlacementLost as lost:
                 if self._generation.finished:
                     return  # only the workers' agreement was still to come
                 reasons.append(str(lost))
-            except grpc.aio.AioRpcError as error:
-                # A forward failed. It may have been another's fault, or this request's: that is found out only once.
-                if failed or error.code() != grpc.StatusCode.INTERNAL:
+            except ForwardFailed as error:
+                # Another request may have been at fault. A second failure would be this one's.
+                if failed:
                     raise
                 failed = True
-                reasons.append(f"a worker answered INTERNAL: {error.details()}")
+                reasons.append(str(error))
         raise AttemptsExhausted(
             f"workers were lost in each of {len(reasons)} attempts (gateway.max_attempts); "
             f"{self._generation.num_sent} tokens were sent; the last: {reasons[-1]}"
@@ -71,16 +68,5 @@ class Attempts:
             async with aclosing(generation.run(placement, left)) as messages:
                 async for message in messages:
                     yield message
-        except grpc.aio.UsageError as error:
-            raise AttemptLost("the island was started again meanwhile") from error
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # Nobody cancelled this task: the connection was closed under the call, for its processes are gone.
-            raise AttemptLost("the island was started again meanwhile") from error
         finally:
-            self._give_back(placement, generation.complete)
-
-    def _give_back(self, placement: Placement, complete: bool) -> None:
-        self._router.in_background(self._router.give_back(placement, complete))
+            self._router.in_background(self._router.give_back(placement, generation.complete))

@@ -1,4 +1,4 @@
-"""The one validator of requests, whichever door they come through."""
+"""The one validator of requests, for all frontends."""
 
 import secrets
 import uuid

@@ -5,19 +5,17 @@ from collections.abc import Coroutine
 from typing import Any
 
 from tandem.cluster.routing.membership import IslandState
+from tandem.cluster.routing.policy import Policy, WorkerLoad
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import inference_pb2
-from tandem.workers.config import Role
 
 
 class IslandLinks:
-    """One island in one epoch. Its links stay open after admission to it stopped, until what runs there is over."""
+    """One island in one epoch. Its links stay open after admission has stopped, until its requests are over."""
 
     def __init__(self, state: IslandState, max_message_bytes: int) -> None:
         self.state = state
-        self.links = [WorkerLink.connect(worker, state.epoch, max_message_bytes) for worker in state.workers]
-        self.prefill = [link for link in self.links if link.role == Role.PREFILL]
-        self.decode = [link for link in self.links if link.role == Role.DECODE]
+        self.links = [WorkerLink(worker, state.epoch, max_message_bytes) for worker in state.workers]
 
     @property
     def placed_tokens(self) -> int:
@@ -29,29 +27,33 @@ class IslandLinks:
 
 
 class Islands:
-    """All islands by name. Owned by the gateway's event loop; the supervisor's word is the only source."""
+    """All islands by name, as their supervisors describe them. Owned by the gateway's event loop."""
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, max_message_bytes: int, policy: Policy) -> None:
         self._max_message_bytes = max_message_bytes
+        self._policy = policy
+        self._turn = 0
         self._current: dict[str, IslandLinks] = {}
 
     def pairs(self) -> list[tuple[WorkerLink, WorkerLink]]:
-        """(decode, prefill) for each decode worker that can be reached, the least loaded first, with the least loaded
-        prefill worker of its island."""
-        found = []
-        for island in self._current.values():
-            prefill = [link for link in island.prefill if link.reachable]
-            if island.state.workers and prefill:
-                best = min(prefill, key=lambda link: link.load)
-                found += [(decode, best) for decode in island.decode if decode.reachable]
-        return sorted(found, key=lambda pair: pair[0].load)
+        """(decode, prefill) in the order that the routing policy gives."""
+        links = {
+            (name, link.pe): link
+            for name, island in self._current.items()
+            if island.state.workers
+            for link in island.links
+        }
+        loads = [WorkerLoad(name, pe, link.role, link.load, link.reachable) for (name, pe), link in links.items()]
+        pairs = self._policy(loads, self._turn)
+        self._turn += 1
+        return [(links[decode[:2]], links[prefill[:2]]) for decode, prefill in pairs]
 
     def placed_tokens(self, name: str) -> int:
         """Tokens of requests that are not yet over on the island, whether it takes new ones or not."""
         return self._current[name].placed_tokens if name in self._current else 0
 
     async def update(self, state: IslandState) -> None:
-        """Takes the supervisor's word; an older one than the last is ignored."""
+        """Takes an island's new state. One that is older than the last is ignored."""
         before = self._current.get(state.name)
         if before is not None and state.version <= before.state.version:
             return
@@ -60,10 +62,10 @@ class Islands:
             return
         self._current[state.name] = IslandLinks(state, self._max_message_bytes)
         if before is not None:
-            await before.close()  # its processes are gone: whoever still waits for them waits in vain
+            await before.close()  # its processes are gone, and calls to them wait in vain
 
     async def info(self, transport: str) -> list[inference_pb2.IslandInfo]:
-        """What every island says of itself, asked at once."""
+        """Each island's own account. All are asked at once."""
 
         async def one(island: IslandLinks) -> inference_pb2.IslandInfo:
             serving = island.links if island.state.workers else []

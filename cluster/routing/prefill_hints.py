@@ -1,43 +1,43 @@
-"""Prompts that a prefill worker hears of before they have a place, and the first tokens that come back."""
+"""Prompts that a prefill worker hears of before they are placed, and the first tokens that come back."""
 
 import asyncio
 from contextlib import suppress
+from typing import Any
 
-import grpc
-import grpc.aio
-
+from tandem.cluster.errors import WorkerCallError
+from tandem.cluster.statuses import worker_errors
 from tandem.proto import worker_pb2, worker_pb2_grpc
 
 SEND_SECONDS = 1.0
 STREAM_SECONDS = 3600.0
+WORKER = "the prefill worker"
 
-Call = grpc.aio.StreamStreamCall
-Drawn = asyncio.Future[worker_pb2.FirstToken]
+EarlyToken = asyncio.Future[worker_pb2.FirstToken]
 
 
-class Announcements:
-    """The stream of Worker/Announce to one worker; the first prompt opens it, and the next one when it has ended.
+class PrefillHints:
+    """The gRPC stream of Worker/Announce to one worker. A prompt opens it where none is open.
 
-    All that goes over it is a hint, and nothing here fails. Used on the event loop of its stub.
+    Messages on it are hints, so nothing here fails. Used on the event loop of its stub.
     """
 
     def __init__(self, stub: worker_pb2_grpc.WorkerStub) -> None:
         self._stub = stub
-        self._turn = asyncio.Lock()  # a stream takes one message at a time
-        self._call: Call | None = None
+        self._turn = asyncio.Lock()  # a gRPC stream takes one message at a time
+        self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
-        self._expected: dict[str, Drawn] = {}
+        self._expected: dict[str, EarlyToken] = {}
 
-    def expect(self, request_id: str) -> Drawn:
-        """Will have that request's first token, if it is told here. To be cancelled where nobody waits any more."""
-        drawn: Drawn = asyncio.get_running_loop().create_future()
-        drawn.add_done_callback(lambda _: self._expected.pop(request_id, None))
-        self._expected[request_id] = drawn
-        return drawn
+    def expect(self, request_id: str) -> EarlyToken:
+        """A future for the request's first token, which may never come. Cancel it when nobody waits any more."""
+        token: EarlyToken = asyncio.get_running_loop().create_future()
+        token.add_done_callback(lambda _: self._expected.pop(request_id, None))
+        self._expected[request_id] = token
+        return token
 
     async def send(self, request: worker_pb2.AnnounceRequest) -> None:
         """Returns when the message is on its way, or lost."""
-        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError):
+        with suppress(WorkerCallError, asyncio.InvalidStateError, TimeoutError), worker_errors(WORKER):
             async with asyncio.timeout(SEND_SECONDS), self._turn:
                 await self._open().write(request)
 
@@ -47,16 +47,15 @@ class Announcements:
             self._reader.cancel()
             await asyncio.wait((self._reader,))
 
-    def _open(self) -> Call:
-        call = self._call
-        if call is None or call.done():
-            call = self._call = self._stub.Announce(timeout=STREAM_SECONDS)
-            self._reader = asyncio.create_task(self._read(call))
-        return call
+    def _open(self) -> Any:
+        if self._call is None or self._call.done():
+            self._call = self._stub.Announce(timeout=STREAM_SECONDS)
+            self._reader = asyncio.create_task(self._read(self._call))
+        return self._call
 
-    async def _read(self, call: Call) -> None:
-        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+    async def _read(self, call: Any) -> None:
+        with suppress(WorkerCallError), worker_errors(WORKER):
             async for first in call:
-                drawn = self._expected.get(first.request_id)
-                if drawn is not None and not drawn.done():  # told twice, or nobody waits any more
-                    drawn.set_result(first)
+                token = self._expected.get(first.request_id)
+                if token is not None and not token.done():  # it may come twice, or too late
+                    token.set_result(first)

@@ -7,15 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-import grpc.aio
-
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cluster.errors import DeadlineExceeded
+from tandem.cluster.errors import DeadlineExceeded, WorkerFull, WorkerTimedOut, WorkerUnreachable
 from tandem.cluster.routing.admission import AdmissionQueue
 from tandem.cluster.routing.islands import Islands
-from tandem.cluster.routing.prefill_hints import Drawn
-from tandem.cluster.routing.worker_link import WORKER_LOST, WorkerLink
+from tandem.cluster.routing.prefill_hints import EarlyToken
+from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import unwatched
 from tandem.workers.wire.messages import prompt_to_bytes
@@ -23,32 +20,30 @@ from tandem.workers.wire.messages import prompt_to_bytes
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
 PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
 ABORT_AGAIN_SECONDS = 1.0
-# A worker that does not answer in time may be stopped, and may answer all the same when it goes on.
-PREPARE_LOST = WORKER_LOST | {grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A pair of workers and the pages that the decode worker set aside. request_id is the one the workers know; drawn
-    may have the first token before the prefill worker's answer does, where it has heard of the prompt already."""
+    """A pair of workers and the pages that the decode worker set aside."""
 
-    request_id: str
+    request_id: str  # the one that the workers know
     prefill: WorkerLink
     decode: WorkerLink
     reservation: worker_pb2.Reservation
     prompt_tokens: int
     total_tokens: int
-    drawn: Drawn | None = None
+    early_token: EarlyToken | None = None  # of an announced prompt: may come before the prefill worker's answer
 
 
 class Router:
-    """Least loaded pair; a request without a place waits its turn, until its deadline.
+    """Places requests on pairs of workers, in the order that the routing policy gives.
 
-    Nothing is computed without landing space: a request is placed when a decode worker has answered PrepareReceive.
-    id_prefix tells apart what different gateways ask of the workers.
+    A request is placed when a decode worker has answered PrepareReceive, because its KV needs pages there first. A
+    request without a placement waits its turn, until its deadline.
     """
 
     def __init__(self, islands: Islands, queue: AdmissionQueue, *, id_prefix: str, queue_seconds: float) -> None:
+        """id_prefix: begins the request ids of this gateway, so that workers can tell gateways apart."""
         self._islands = islands
         self._queue = queue
         self._id_prefix = id_prefix
@@ -59,16 +54,16 @@ class Router:
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a place."""
+        """Requests that wait for a placement."""
         return self._queue.requests
 
     async def place(
         self, request_id: str, token_ids: Int64Array, max_tokens: int, client: str, *, again: bool = False
     ) -> Placement:
-        """Finds a pair of workers; one that cannot be reached is passed over. client: whose request it is; clients that
-        wait take turns. `again`: the request was admitted before, and a full queue does not turn it away.
+        """Finds a pair of workers and skips those that cannot be reached.
 
-        Raises Overloaded (queue full), DeadlineExceeded (no place in time) or the worker's AioRpcError.
+        client: the request's owner; waiting clients take turns. again: the request was admitted before, so a full queue
+        does not refuse it. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or WorkerCallError.
         """
         if not self.queued:
             placement = await self._try(request_id, token_ids, max_tokens, announce=True)
@@ -79,7 +74,7 @@ class Router:
                 asyncio.timeout(self._queue_seconds),
                 self._queue.turn(client, len(token_ids) + max_tokens, admitted=again),
             ):
-                return await self._wait_for_place(request_id, token_ids, max_tokens)
+                return await self._wait_for_room(request_id, token_ids, max_tokens)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no decode worker had room for {len(token_ids)} prompt and {max_tokens} output tokens "
@@ -87,15 +82,15 @@ class Router:
             ) from None
 
     async def give_back(self, placement: Placement, complete: bool) -> None:
-        """Ends a placement. Unless it is complete, both sides are told, the sender first: its answer means that it
-        writes no more, and only then may the receiver reuse the pages.
+        """Ends a placement. Unless it is complete, both workers get an Abort, the sender first.
 
-        A sender that cannot say so yet is asked once more; after that leases and recalls end what is left.
+        The sender's answer means that it writes no more, and only then may the receiver reuse the pages. A sender that
+        cannot say so yet is asked once more. After that leases and recalls end the rest.
         """
         request_id, quiet = placement.request_id, True
         placement.prefill.awaited.discard(request_id)
-        if placement.drawn is not None:
-            placement.drawn.cancel()
+        if placement.early_token is not None:
+            placement.early_token.cancel()
         if not complete:
             quiet = await placement.prefill.abort(request_id)
             await placement.decode.abort(request_id, writer_quiet=quiet)
@@ -108,14 +103,14 @@ class Router:
                 await placement.decode.abort(request_id, writer_quiet=True)
 
     def look_again(self) -> None:
-        """An island has come or gone: who waits for a place may have one now."""
+        """An island has come or gone, so a waiting request may have room now."""
         self._given_back.set()
 
     async def close(self) -> None:
         """Waits for clean-ups under way."""
         await asyncio.gather(*self._cleanup, return_exceptions=True)
 
-    async def _wait_for_place(self, request_id: str, token_ids: Int64Array, max_tokens: int) -> Placement:
+    async def _wait_for_room(self, request_id: str, token_ids: Int64Array, max_tokens: int) -> Placement:
         while True:
             self._given_back.clear()
             placement = await self._try(request_id, token_ids, max_tokens)
@@ -127,13 +122,13 @@ class Router:
     async def _try(
         self, request_id: str, token_ids: Int64Array, max_tokens: int, *, announce: bool = False
     ) -> Placement | None:
-        """The least loaded decode worker that has room, with its island's least loaded prefill worker; else None.
+        """The policy's first pair whose decode worker has room; None without one.
 
-        announce: whether that prefill worker, if it has nothing to do, hears of the prompt before there is room for it.
+        announce: an idle prefill worker hears of the prompt before there is room for it.
         """
         total = len(token_ids) + max_tokens
         for decode, prefill in self._islands.pairs():
-            # Never twice the same: a late Abort of what one worker was asked before must not meet what it is asked now.
+            # No id is used twice: a late Abort of an earlier call must not end this one.
             worker_id = f"{self._id_prefix}{next(self._asked)}/{request_id}"
             request = worker_pb2.PrepareReceiveRequest(
                 request_id=worker_id,
@@ -142,7 +137,7 @@ class Router:
                 max_tokens=max_tokens,
                 writer_pe=prefill.pe,
             )
-            drawn = self._announce(prefill, worker_id, request.prompt) if announce and not prefill.awaited else None
+            early = self._announce(prefill, worker_id, request.prompt) if announce and not prefill.awaited else None
             announce = False
             prefill.awaited.add(worker_id)
             decode.load += total
@@ -155,18 +150,18 @@ class Router:
                     decode.load -= total
                     prefill.load -= len(token_ids)
                     prefill.awaited.discard(worker_id)
-                    if drawn is not None:
-                        drawn.cancel()
+                    if early is not None:
+                        early.cancel()
                         self.in_background(prefill.abort(worker_id))
             if reservation is not None:
-                return Placement(worker_id, prefill, decode, reservation, len(token_ids), total, drawn)
+                return Placement(worker_id, prefill, decode, reservation, len(token_ids), total, early)
         return None
 
-    def _announce(self, prefill: WorkerLink, request_id: str, prompt: bytes) -> Drawn:
-        drawn = prefill.announcements.expect(request_id)
+    def _announce(self, prefill: WorkerLink, request_id: str, prompt: bytes) -> EarlyToken:
+        token = prefill.hints.expect(request_id)
         announcement = worker_pb2.AnnounceRequest(request_id=request_id, epoch=prefill.epoch, prompt=prompt)
-        self.in_background(prefill.announcements.send(announcement))
-        return drawn
+        self.in_background(prefill.hints.send(announcement))
+        return token
 
     async def _prepare(
         self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
@@ -175,7 +170,7 @@ class Router:
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
-            # The worker may answer all the same; what it then holds is given back.
+            # The worker may answer all the same. Then its pages are given back.
             self.in_background(self._abandon(decode, request.request_id, call))
             raise
 
@@ -188,22 +183,18 @@ class Router:
     async def _ask(
         self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
     ) -> worker_pb2.Reservation | None:
-        """None when the worker has no room, or does not answer: others may, and the supervisor sees to it."""
+        """None when the worker has no room or does not answer: another may have room."""
         try:
-            return await decode.stub.PrepareReceive(request, timeout=PREPARE_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
-                return None
-            if error.code() not in PREPARE_LOST:
-                raise
+            return await decode.prepare(request, PREPARE_SECONDS)
+        except WorkerFull:
+            return None
+        except (WorkerUnreachable, WorkerTimedOut):  # one that is stopped may answer when it goes on
             decode.avoid()
             self.in_background(decode.abort(request.request_id, writer_quiet=True))  # no sender has its reservation
-        except (asyncio.CancelledError, grpc.aio.UsageError):
-            pass  # nobody cancels this task: the connection was closed, for the island has a new epoch
-        return None
+            return None
 
     def in_background(self, coroutine: Coroutine[Any, Any, object]) -> None:
-        """Work that must be done even when the call that wanted it is gone; close() waits for it."""
+        """Runs work that must be done even when its caller is gone. close() waits for it."""
         task = asyncio.create_task(coroutine)
         self._cleanup.add(task)
         task.add_done_callback(self._cleanup.discard)

@@ -3,13 +3,14 @@
 import asyncio
 import itertools
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
-import grpc
-import grpc.aio
-
-from tandem.cluster.routing.token_inbox import FeedLost, TokenInbox
+from tandem.cluster.errors import PlacementLost, WorkerCallError
+from tandem.cluster.routing.token_inbox import TokenInbox
+from tandem.cluster.statuses import worker_errors
 from tandem.proto import worker_pb2, worker_pb2_grpc
 
 RENEW_SECONDS = 3600.0
@@ -18,38 +19,39 @@ FEED_SECONDS = RENEW_SECONDS + 86400.0  # no request lives longer than the latte
 
 @dataclass(eq=False)
 class _Feed:
-    """One call of Worker/Feed. inboxes: by their numbers, of the requests that named it."""
+    """One call of Worker/Feed."""
 
-    call: grpc.aio.UnaryStreamCall
+    call: Any
     number: int
-    renewed_at: float  # of the event loop's time
-    inboxes: dict[int, TokenInbox] = field(default_factory=dict)
+    renewed_at: float  # in the event loop's time
+    inboxes: dict[int, TokenInbox] = field(default_factory=dict)  # of the requests that named it, by their numbers
 
     async def read(self) -> None:
-        """Hands out what comes, until the call ends."""
+        """Puts each token into its inbox, until the call ends."""
         async for message in self.call:
             for number, token_id in zip(message.numbers, message.token_ids, strict=True):
                 inbox = self.inboxes.get(number)
                 if inbox is not None:  # its reader may have left
                     inbox.add(token_id)
 
-    def end(self) -> None:
+    def end(self, lost: Callable[[], PlacementLost]) -> None:
         self.call.cancel()
-        lost = FeedLost("the decode worker's feed ended before the request did")
         for inbox in self.inboxes.values():
-            inbox.lose(lost)
+            inbox.lose(lost())
 
 
 class TokenFeed:
-    """The feed of one worker; a request opens it, and the next one when it has ended or grown old. Then the requests
-    that named the old one end on it.
+    """The feed of one worker. A request opens it, and opens another when it has ended or grown old.
 
-    Whoever comes before any is open does without. Used on the event loop of its stub.
+    Requests that named the old feed end on it. Requests that come before a feed is open do without one. Used on the
+    event loop of its stub.
     """
 
-    def __init__(self, stub: worker_pb2_grpc.WorkerStub, epoch: int) -> None:
+    def __init__(self, stub: worker_pb2_grpc.WorkerStub, epoch: int, lost: Callable[[], PlacementLost]) -> None:
+        """lost: makes the error of a request that loses its feed."""
         self._stub = stub
         self._epoch = epoch
+        self._lost = lost
         self._numbers = itertools.count(1)
         self._feeds: dict[int, _Feed] = {}
         self._current: _Feed | None = None
@@ -57,7 +59,7 @@ class TokenFeed:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def inbox(self) -> TokenInbox:
-        """Of a new request, until it leaves. Without a number where no feed is open."""
+        """The inbox of a new request, until leave(). It has no number where no feed is open."""
         feed = self._current
         if self._opening is None and (feed is None or asyncio.get_running_loop().time() >= feed.renewed_at):
             self._opening = asyncio.create_task(self._serve())
@@ -83,12 +85,12 @@ class TokenFeed:
             await asyncio.wait(self._tasks)
 
     async def _serve(self) -> None:
-        """Opens a feed, in the place of the one before, and reads it to its end."""
+        """Opens a feed that replaces the current one, and reads it to its end."""
         number, renewed_at = secrets.randbits(63) + 1, asyncio.get_running_loop().time() + RENEW_SECONDS
         request = worker_pb2.FeedRequest(epoch=self._epoch, feed=number)
         feed = _Feed(self._stub.Feed(request, timeout=FEED_SECONDS), number, renewed_at)
         try:
-            with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+            with suppress(WorkerCallError), worker_errors("the decode worker"):
                 await feed.call.initial_metadata()
                 self._opening = None
                 if not feed.call.done():
@@ -99,7 +101,7 @@ class TokenFeed:
             self._current = None if self._current is feed else self._current
             self._opening = None if self._opening is asyncio.current_task() else self._opening
             self._feeds.pop(number, None)
-            feed.end()
+            feed.end(self._lost)
 
     def _end_unused(self, feed: _Feed | None) -> None:
         if feed is not None and feed is not self._current and not feed.inboxes:

@@ -1,4 +1,4 @@
-"""One request's tokens at the gateway, whichever way they come from its decode worker."""
+"""One request's tokens at the gateway, from its decode worker's feed and from the request's own call."""
 
 import asyncio
 from collections import deque
@@ -10,56 +10,50 @@ from tandem.proto import worker_pb2
 NO_FEED = 0
 
 
-class FeedLost(Exception):
-    """The worker's feed has ended, and tokens with it."""
-
-
 class TokenInbox:
-    """Those of the worker's feed, and the messages of the request's own call, in their order. Owned by the event loop.
+    """Puts a feed's tokens and the call's messages in order. Owned by the event loop.
 
-    What its reader is slow to take gathers, at most as many tokens as the request may have. feed and number: by which
-    the worker knows it.
+    Tokens gather while the reader is slow, at most as many as the request may have.
     """
 
     def __init__(self, feed: int = NO_FEED, number: int = 0) -> None:
+        """feed, number: the worker's names for the feed, and for the request on it."""
         self.feed = feed
         self.number = number
         self._fed: list[int] = []
         self._num_fed = 0
         self._messages: deque[worker_pb2.GeneratedTokens] = deque()
         self._end: BaseException | None = None  # of the call
-        self._lost: BaseException | None = None
+        self._lost: BaseException | None = None  # of the feed or the prefill worker
         self._ready = asyncio.Event()
 
     def add(self, token_id: int) -> None:
-        """The next one of the feed."""
+        """The feed's next token."""
         self._fed.append(token_id)
         self._num_fed += 1
         self._ready.set()
 
     def lose(self, error: BaseException) -> None:
-        """No more comes of the feed, or at all."""
+        """The feed brings no more. next() raises the error behind the tokens that are there."""
         self._lost = error
         self._ready.set()
 
-    def heed(self, answer: asyncio.Future[Any]) -> None:
-        """The prefill worker's: where it is an error, the decode worker waits in vain. Else tokens may be sooner."""
+    def watch(self, answer: asyncio.Future[Any]) -> None:
+        """Where the prefill worker's answer is an error, the decode worker waits in vain."""
         error = None if answer.cancelled() else answer.exception()
         if error is not None:
             self.lose(error)
 
     async def read(self, call: AsyncIterable[worker_pb2.GeneratedTokens]) -> None:
         """Takes in the messages of StartGenerate, until it ends."""
-        try:
-            async for message in call:
-                self._messages.append(message)
-                self._ready.set()
-            self._end = EOFError("the decode worker's stream ended")
-        except BaseException as error:
-            self._end = error
-            raise
-        finally:
+        async for message in call:
+            self._messages.append(message)
             self._ready.set()
+
+    def end(self, error: BaseException) -> None:
+        """The call has ended. next() raises the error behind its last message."""
+        self._end = error
+        self._ready.set()
 
     async def ready(self) -> None:
         """Returns when next() has something."""
@@ -68,8 +62,7 @@ class TokenInbox:
             await self._ready.wait()
 
     def next(self) -> worker_pb2.GeneratedTokens:
-        """All of the feed's tokens that are there, else the next message. Raises what was lost, what ended the call, or
-        EOFError where nothing was wrong with it."""
+        """All of the feed's tokens that are there, else the next message. Raises what lose() or end() was given."""
         if self._fed:
             fed, self._fed = self._fed, []
             return worker_pb2.GeneratedTokens(token_ids=fed)

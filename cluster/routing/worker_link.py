@@ -1,32 +1,33 @@
 """The gateway's connection to one worker."""
 
+import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import grpc
 import grpc.aio
 
-from tandem.cluster.routing.prefill_hints import Announcements
+from tandem.cluster.errors import PlacementLost, WorkerCallError
+from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.routing.token_feed import TokenFeed
+from tandem.cluster.routing.token_inbox import TokenInbox
+from tandem.cluster.statuses import worker_errors
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
 from tandem.workers.config import Role
+from tandem.workers.event_loop import unwatched
 
 STATUS_SECONDS = 2.0
-WORKER_LOST = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.FAILED_PRECONDITION,  # another epoch
-    grpc.StatusCode.UNAUTHENTICATED,  # another process, which got the port of a lost one
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.UNKNOWN,
-}
 AVOID_SECONDS = 1.0  # how long a worker that could not be reached gets no new requests
 ABORT_SECONDS = 10.0
+
+Sent = asyncio.Future[worker_pb2.RemoteSendResponse]
 
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """What the launcher tells the gateway of one worker; membership, never taken from a request."""
+    """One worker's address. The launcher tells it to the gateway; no request can."""
 
     role: Role
     pe: int
@@ -34,65 +35,109 @@ class WorkerAddress:
     token: str = field(repr=False)
 
 
-@dataclass(eq=False)
 class WorkerLink:
-    """load counts tokens that this gateway has placed on the worker and not yet taken back. awaited: the requests whose
-    first token a prefill worker has yet to give."""
+    """Calls one worker in one epoch. Calls raise WorkerCallErrors; one that loses its worker makes it unreachable."""
 
-    role: Role
-    pe: int
-    address: str
-    epoch: int
-    channel: grpc.aio.Channel
-    stub: worker_pb2_grpc.WorkerStub
-    announcements: Announcements
-    feed: TokenFeed
-    load: int = 0
-    awaited: set[str] = field(default_factory=set)
-    _avoid_until: float = 0.0
-
-    @classmethod
-    def connect(cls, worker: WorkerAddress, epoch: int, max_message_bytes: int) -> "WorkerLink":
+    def __init__(self, worker: WorkerAddress, epoch: int, max_message_bytes: int) -> None:
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.enable_http_proxy", 0),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
-        channel = grpc.aio.insecure_channel(worker.address, options=options)
-        stub = authorized(worker_pb2_grpc.WorkerStub(channel), worker.token)
-        announcements, feed = Announcements(stub), TokenFeed(stub, epoch)
-        return cls(worker.role, worker.pe, worker.address, epoch, channel, stub, announcements, feed)
+        self.role, self.pe, self.epoch = worker.role, worker.pe, epoch
+        self.load = 0
+        """Tokens that this gateway has placed on the worker and not yet taken back."""
+        self.awaited: set[str] = set()
+        """Requests whose first token a prefill worker has yet to give."""
+        self._address = worker.address
+        self._name = f"{worker.role} worker (PE {worker.pe}, epoch {epoch})"
+        self._channel = grpc.aio.insecure_channel(worker.address, options=options)
+        self._stub = authorized(worker_pb2_grpc.WorkerStub(self._channel), worker.token)
+        self._avoid_until = 0.0
+        self.hints = PrefillHints(self._stub)
+        self.feed = TokenFeed(self._stub, epoch, self._lost)
 
     @property
     def reachable(self) -> bool:
-        """False for a moment after a call has failed: faster than the supervisor's word, and no more than a hint."""
+        """False for a moment after a call has failed. This hint comes sooner than the supervisor's word."""
         return time.monotonic() >= self._avoid_until
 
     def avoid(self) -> None:
+        """The worker gets no new requests for a moment."""
         self._avoid_until = time.monotonic() + AVOID_SECONDS
+
+    async def prepare(self, request: worker_pb2.PrepareReceiveRequest, timeout: float) -> worker_pb2.Reservation:
+        with worker_errors(self._name):
+            return await self._stub.PrepareReceive(request, timeout=timeout)
+
+    def send(self, request: worker_pb2.RemoteSendRequest, timeout: float) -> Sent:
+        """Starts RemoteSend before it returns. Cancelling the future ends the call."""
+        with self._errors():
+            call = self._stub.RemoteSend(request, timeout=timeout)
+
+        async def answer() -> worker_pb2.RemoteSendResponse:
+            with self._errors():
+                return await call
+
+        return unwatched(asyncio.ensure_future(answer()))
+
+    def generate(
+        self, request: worker_pb2.StartGenerateRequest, inbox: TokenInbox, timeout: float
+    ) -> asyncio.Future[None]:
+        """Starts StartGenerate before it returns; messages and failure go to the inbox. Cancelling ends the call."""
+        with self._errors():
+            call = self._stub.StartGenerate(request, timeout=timeout)
+
+        async def read() -> None:
+            try:
+                with self._errors():
+                    await inbox.read(call)
+                inbox.end(PlacementLost(f"the gRPC stream of {self._name} ended before the request did"))
+            except WorkerCallError as error:
+                inbox.end(error)
+
+        reading = asyncio.ensure_future(read())
+        reading.add_done_callback(lambda _: call.cancel())
+        return reading
 
     async def abort(self, request_id: str, writer_quiet: bool = False) -> bool:
         """True when the worker has said that it neither computes nor writes for the request any more."""
         request = worker_pb2.AbortRequest(request_id=request_id, epoch=self.epoch, writer_quiet=writer_quiet)
         try:
-            await self.stub.Abort(request, timeout=ABORT_SECONDS)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError):  # the latter when the channel is closed
+            with worker_errors(self._name):
+                await self._stub.Abort(request, timeout=ABORT_SECONDS)
+        except WorkerCallError:
             return False
         return True
 
-    async def close(self) -> None:
-        """Calls under way fail."""
-        await self.announcements.close()
-        await self.feed.close()
-        await self.channel.close()
-
     async def status(self) -> inference_pb2.WorkerInfo:
-        """What the worker says of itself; alive is false when it does not answer in time."""
+        """The worker's own account. `alive` is false when it does not answer in time."""
         try:
-            info = await self.stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+            with worker_errors(self._name):
+                info = await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
+        except WorkerCallError:
             role = inference_pb2.ROLE_PREFILL if self.role == Role.PREFILL else inference_pb2.ROLE_DECODE
             info = inference_pb2.WorkerInfo(role=role, pe=self.pe, alive=False)
-        info.address = self.address
+        info.address = self._address
         return info
+
+    async def close(self) -> None:
+        """Calls under way fail."""
+        await self.hints.close()
+        await self.feed.close()
+        await self._channel.close()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            with worker_errors(self._name):
+                yield
+        except PlacementLost:
+            self.avoid()
+            raise
+
+    def _lost(self) -> PlacementLost:
+        """The error of requests whose tokens were lost with the feed."""
+        self.avoid()
+        return PlacementLost(f"the feed of {self._name} ended before the request did")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tandem.cluster.errors import TandemError
-from tandem.cluster.gateway import Doors, Gateway, GatewaySettings
+from tandem.cluster.gateway import Gateway, GatewayAddresses, GatewaySettings
 from tandem.cluster.processes.actor_server import set_title
 from tandem.cluster.processes.gpu_claim import GpuClaim
 from tandem.cluster.processes.visible_gpus import VARIABLE, with_peers
@@ -105,7 +105,7 @@ class GatewayActor:
         self._events = EventLoopThread("gateway")
         self._gateway = Gateway(settings)
 
-    def serve(self) -> Doors:
+    def serve(self) -> GatewayAddresses:
         return self._events.run(self._gateway.start(), timeout=30)
 
     def ping(self) -> None:

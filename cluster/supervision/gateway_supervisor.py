@@ -1,4 +1,4 @@
-"""Keeps the gateway running, on the same ports, and takes the orders that come through its door."""
+"""Keeps the gateway running, on the same ports, and takes the scale orders that reach it."""
 
 import logging
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from tandem.cluster.config import RecoverySection
 from tandem.cluster.errors import StartFailed, TandemError
-from tandem.cluster.gateway import Doors, GatewaySettings, attempt_prefix
+from tandem.cluster.gateway import GatewayAddresses, GatewaySettings, attempt_prefix
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
@@ -21,7 +21,7 @@ from tandem.cluster.supervision.supervisor import RETRY_SECONDS, Supervisor
 
 SERVE_SECONDS = 120.0
 STOP_SECONDS = 30.0
-HTTP_DOOR = "tandem.cluster.frontends.http.server"
+HTTP_SERVER = "tandem.cluster.frontends.http.server"
 ORDER_SECONDS = 120.0  # much longer than the gateway takes to say that there is none
 log = logging.getLogger(__name__)
 
@@ -49,25 +49,25 @@ class GatewaySupervisor(Supervisor):
         self._group: ProcessGroup | None = None
         self._served = False
         self.grace = 1.0  # seconds that calls under way have when the gateway is told to stop
-        self.doors = Doors("")
+        self.addresses = GatewayAddresses("")
 
     def _begin(self) -> None:
         settings = self._settings
         name = f"{settings.cluster}/gateway.{settings.incarnation}"
-        modules = () if settings.http_port is None else (HTTP_DOOR,)
+        modules = () if settings.http_port is None else (HTTP_SERVER,)
         specs = [ActorSpec(name, GatewayActor, settings, modules)]
         self._group = self._processes.start_again(self._group, specs, gpus=0, threads=1)
         (gateway,) = self._group.members
         self._liveness = Liveness(self._group.members, self._recovery, self._stop)
         try:
-            (self.doors,) = self._liveness.results([gateway.call("serve")], SERVE_SECONDS)
+            (self.addresses,) = self._liveness.results([gateway.call("serve")], SERVE_SECONDS)
             self._liveness.results(self._membership.attach(gateway), SERVE_SECONDS)
         except (TandemError, Stopping):
             raise
         except Exception as error:
             raise StartFailed(f"{type(error).__name__}: {error}") from error
-        http_port = None if self.doors.http is None else _port(self.doors.http)
-        self._settings = replace(settings, port=_port(self.doors.grpc), http_port=http_port)
+        http_port = None if self.addresses.http is None else _port(self.addresses.http)
+        self._settings = replace(settings, port=_port(self.addresses.grpc), http_port=http_port)
         self._served = True
 
     def _watch(self) -> NoReturn:

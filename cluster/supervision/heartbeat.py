@@ -1,4 +1,4 @@
-"""What one process says of itself: that it lives, and how far its start is."""
+"""One process's own account: it lives, and its start has come so far."""
 
 import logging
 from concurrent.futures import Future
@@ -8,9 +8,7 @@ from tandem.cluster.config import RecoverySection
 from tandem.cluster.processes.processes import ActorProcess
 
 POLL_SECONDS = 0.25
-TOLD_SECONDS = (
-    15.0  # who has been silent, or has not got on, for so long is named in the log, and whenever that doubles
-)
+WARN_SECONDS = 15.0  # a process without an answer or progress for so long is logged, and again whenever that doubles
 IMPORTS = "imports"
 MEETING = "island"  # the phase in which workers wait for each other
 MEETING_SECONDS = 60.0  # it takes a second or two, and twenty more where nvcc compiles in it
@@ -18,22 +16,20 @@ log = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """One question at a time to one process: ping(). It answers None, or, while it prepares something, the phase of its
-    start and a number; that answer changes when it has got on.
+    """Asks one process again and again with ping(), one question at a time.
 
-    Only what this process has seen counts: when it was itself stopped for a while, nobody was silent meanwhile.
-    silent_seconds: without an answer, since the process was there or had answered. stalled_seconds: how long it has
-    prepared something and not got on; until it is there, its imports are that. got_to: its last answer.
+    The answer is None, or the phase of its start and a number that changes with its progress. Only time that this
+    process has seen counts: it may itself have been stopped for a while.
     """
 
     def __init__(self, process: ActorProcess) -> None:
         self.process = process
-        self.silent_seconds = 0.0
-        self.stalled_seconds = 0.0
+        self.silent_seconds = 0.0  # without an answer
+        self.stalled_seconds = 0.0  # without progress; imports count until the process answers
         self._there = process.there()
         self._answer: Future[Any] = process.call("ping")
-        self.got_to: tuple[str, int] | None = None
-        self._told_seconds = 0.0
+        self.got_to: tuple[str, int] | None = None  # its last answer
+        self._warned_seconds = 0.0
 
     @property
     def phase(self) -> str:
@@ -63,11 +59,11 @@ class Heartbeat:
         """Logs what has lasted too long to be usual, in good time before excess()."""
         silent = self.silent_seconds >= self.stalled_seconds
         seconds = self.silent_seconds if silent else self.stalled_seconds
-        if seconds < TOLD_SECONDS:
-            self._told_seconds = 0.0
-        elif seconds >= 2 * self._told_seconds:
-            self._told_seconds = seconds
-            what = "has not answered" if silent else "has not got on"
+        if seconds < WARN_SECONDS:
+            self._warned_seconds = 0.0
+        elif seconds >= 2 * self._warned_seconds:
+            self._warned_seconds = seconds
+            what = "has not answered" if silent else "has made no progress"
             log.warning("%s %s for %.1f s%s", self.process.name, what, seconds, self._in_phase)
 
     def excess(self, recovery: RecoverySection) -> str:
@@ -78,7 +74,7 @@ class Heartbeat:
         if self.phase == MEETING:
             limit = min(limit, MEETING_SECONDS)
         if self.stalled_seconds > limit:
-            return f"it has not got on for {self.stalled_seconds:.1f} s{self._in_phase}"
+            return f"it has made no progress for {self.stalled_seconds:.1f} s{self._in_phase}"
         return ""
 
     @property

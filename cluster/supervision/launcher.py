@@ -16,7 +16,7 @@ from tandem.cache.plan.layout import KVLayout
 from tandem.cluster.config import ClusterConfig, GatewaySection
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed, TandemError
-from tandem.cluster.gateway import Doors
+from tandem.cluster.gateway import GatewayAddresses
 from tandem.cluster.processes.processes import Processes
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.routing.membership import Membership
@@ -63,10 +63,10 @@ class Cluster:
         self.clock = StartClock()  # of several islands, the slowest one's phases
 
     def start(self, progress: Progress | None = None) -> str:
-        """HOST:PORT of the gateway's gRPC door. progress is called a few times a second until all islands serve."""
+        """HOST:PORT of the gateway's gRPC server. progress is called a few times a second until all islands serve."""
         max_model_len = self._check_model()
         ServerSecurity(**self._config.security.model_dump()).check()
-        _check_doors(self._config.gateway)
+        _check_ports(self._config.gateway)
         try:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
@@ -74,8 +74,8 @@ class Cluster:
             self._wait_until_ready(self._islands, progress)
             self.clock.seconds |= max((island.island.clock.seconds for island in self._islands), key=_sum)
             with self.clock.phase("gateway"):
-                doors = self._start_gateway(max_model_len)
-                self.grpc_address, self.http_address = doors.grpc, doors.http
+                addresses = self._start_gateway(max_model_len)
+                self.grpc_address, self.http_address = addresses.grpc, addresses.http
         except BaseException:
             self.stop()
             raise
@@ -171,7 +171,7 @@ class Cluster:
         config = self._config.model_copy(update={"island": section})
         return Island(self._processes, config, max_model_len, name, epoch)
 
-    def _start_gateway(self, max_model_len: int) -> Doors:
+    def _start_gateway(self, max_model_len: int) -> GatewayAddresses:
         num_pages = min(island.num_pages for island in self._islands)
         settings = gateway_settings(self._config, max_model_len, num_pages)
         self._gateway = GatewaySupervisor(
@@ -179,7 +179,7 @@ class Cluster:
         )
         self._gateway.start()
         self._wait_until_ready([self._gateway], None)
-        return self._gateway.doors
+        return self._gateway.addresses
 
     def _wait_until_ready(self, parts: Sequence[Supervisor], progress: Progress | None) -> None:
         pending = [part.ready for part in parts]
@@ -225,7 +225,7 @@ def _check_memory(layout: KVLayout, num_pages: int) -> None:
         )
 
 
-def _check_doors(section: GatewaySection) -> None:
+def _check_ports(section: GatewaySection) -> None:
     _check_port(section.host, section.port, "port", "--grpc-port")
     if section.http_port is None:
         return

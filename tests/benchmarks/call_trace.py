@@ -15,7 +15,7 @@ from typing import Any
 
 from tandem.cluster.processes.forked_actor import ForkedActor
 from tandem.cluster.processes.processes import ActorSpec
-from tandem.cluster.routing.prefill_hints import Announcements
+from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.supervision.actors import GatewayActor, WorkerActor
 from tandem.workers.config import Role, WorkerConfig
 from tests.support.local_processes import LocalGroup, LocalProcesses
@@ -27,7 +27,7 @@ TRACED: dict[str, Sequence[tuple[str, str, str]]] = {
     "gateway": (
         ("tandem.cluster.gateway", "Gateway", "Generate"),
         ("tandem.cluster.routing.router", "Router", "place"),
-        ("tandem.cluster.routing.prefill_hints", "Announcements", "send"),
+        ("tandem.cluster.routing.prefill_hints", "PrefillHints", "send"),
         ("tandem.cluster.requests.generation", "Generation", "_answer"),
         ("tandem.cluster.requests.generation", "Generation", "_first_message"),
         ("tandem.cluster.requests.generation", "Generation", "_message"),
@@ -78,7 +78,7 @@ class TracedGateway(GatewayActor):
 
     def announcements(self, wanted: bool) -> None:
         """Whether prompts are announced from now on."""
-        announcements: Any = Announcements
+        announcements: Any = PrefillHints
         announcements.send = _send if wanted else _send_nothing
 
 
@@ -111,7 +111,7 @@ class TracedProcesses(LocalProcesses):
         return super().start_group(traced, gpus=0, threads=threads)
 
 
-_send = Announcements.send
+_send = PrefillHints.send
 
 
 async def _send_nothing(*_: object) -> None:

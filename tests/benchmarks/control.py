@@ -23,12 +23,13 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.cache.plan.rope import RopeParameters
-from tandem.cluster.requests.fair_turns import Turns
+from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.generation import Generation
 from tandem.cluster.requests.validation import ValidRequest
 from tandem.cluster.routing.admission import AdmissionQueue
 from tandem.cluster.routing.islands import Islands
 from tandem.cluster.routing.membership import IslandState
+from tandem.cluster.routing.policy import least_loaded
 from tandem.cluster.routing.router import Router
 from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.proto import worker_pb2, worker_pb2_grpc
@@ -180,12 +181,12 @@ async def call_costs(rounds: int) -> dict[str, float]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     address = f"127.0.0.1:{port}"
-    islands = Islands(16 << 20)
+    islands = Islands(16 << 20, least_loaded)
     workers = tuple(WorkerAddress(role, pe, address, token) for pe, role in enumerate((Role.PREFILL, Role.DECODE)))
     await islands.update(IslandState("i", epoch=1, restarts=0, workers=workers, version=1))
     router = Router(islands, AdmissionQueue(8, 1 << 20), id_prefix="1.", queue_seconds=5)
     prompt = np.arange(1024)
-    params, turns = SamplingParams(max_tokens=2, temperature=0, seed=1), Turns(1)
+    params, turns = SamplingParams(max_tokens=2, temperature=0, seed=1), FairTurns(1)
 
     async def request() -> None:
         placement = await router.place("r", prompt, 2, "client")

@@ -32,7 +32,7 @@ import torch
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
-from tandem.cluster.gateway import Doors
+from tandem.cluster.gateway import GatewayAddresses
 from tests.benchmarks.load import LoadProcesses, Outcome, Share, numbers_of
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.model_shapes import SHAPES, shape_name, write_shape
@@ -66,7 +66,7 @@ CPU_SIZE = Size(64, 32, 32, (1, 8))
 class Load:
     """Loads of one size on one gateway, shared out among processes of clients."""
 
-    def __init__(self, processes: LoadProcesses, doors: Doors, size: Size, seed: int) -> None:
+    def __init__(self, processes: LoadProcesses, doors: GatewayAddresses, size: Size, seed: int) -> None:
         self._processes = processes
         self._doors = doors
         self._size = size
@@ -163,7 +163,7 @@ def result_of(model: str, size: Size, loads: Loads) -> dict[str, Any]:
 
 
 @contextmanager
-def cluster_for(config: str, shape: str, *, http: bool) -> Iterator[tuple[str, Doors]]:
+def cluster_for(config: str, shape: str, *, http: bool) -> Iterator[tuple[str, GatewayAddresses]]:
     """Name of the model and doors of a cluster that lives as long. config: a file of deploy/; http: both doors."""
     with tempfile.TemporaryDirectory() as folder:
         if load_config(DEPLOY / config).island.device == "cuda":
@@ -175,7 +175,7 @@ def cluster_for(config: str, shape: str, *, http: bool) -> Iterator[tuple[str, D
             make_checkpoint(path, arch="llama", size="small")
         overrides |= {"gateway.http_port": 0} if http else {}
         with running_cluster(config, path, overrides) as cluster:
-            yield f"{name}, {config}", Doors(cluster.grpc_address, cluster.http_address)
+            yield f"{name}, {config}", GatewayAddresses(cluster.grpc_address, cluster.http_address)
 
 
 def gpus_of(config: str) -> int:
@@ -185,9 +185,9 @@ def gpus_of(config: str) -> int:
     return workers if loaded.island.device == "cuda" else 0
 
 
-def doors_of(address: str) -> Doors:
+def doors_of(address: str) -> GatewayAddresses:
     with Client(address) as client:
-        return Doors(address, client.cluster_info().http_address or None)
+        return GatewayAddresses(address, client.cluster_info().http_address or None)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import grpc.aio
 from tandem.cluster.gateway import GatewaySettings
 from tandem.cluster.processes.forked_actor import ForkedActor
 from tandem.cluster.processes.processes import ActorSpec
-from tandem.cluster.routing.prefill_hints import Announcements
+from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.supervision.actors import GatewayActor, WorkerActor
 from tandem.cluster.supervision.island import GPU_MODULES
 from tests.support.local_processes import LocalGroup, LocalProcesses
@@ -58,7 +58,7 @@ class BadlyConnectedGateway(GatewayActor):
         faults = _Faults(argument.network, argument.settings.incarnation)
         connect = grpc.aio.insecure_channel
         grpc.aio.insecure_channel = partial(connect, interceptors=[_Answers(faults), _Streams(faults)])
-        Announcements.send = lambda *message: faults.announce(*message)  # type: ignore[method-assign]
+        PrefillHints.send = lambda *message: faults.announce(*message)  # type: ignore[method-assign]
         super().__init__(argument.settings)
 
 
@@ -90,7 +90,7 @@ class BadlyConnectedOnGpus(BadlyConnectedProcesses):
         return replace(spec, kind=import_module(SHARING).SharingWorker)
 
 
-_send = Announcements.send
+_send = PrefillHints.send
 
 
 class _Faults:
@@ -118,7 +118,7 @@ class _Faults:
             self.in_background(_again(continuation, details, request, amount, answer))
         return call, amount if kind == "answer lost" else None
 
-    async def announce(self, announcements: Announcements, request: Any) -> None:
+    async def announce(self, announcements: PrefillHints, request: Any) -> None:
         kind, amount = self._draw("Announce")
         if kind == "late":
             await asyncio.sleep(amount * LONGEST_DELAY_SECONDS)

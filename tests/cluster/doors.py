@@ -29,15 +29,15 @@ class Door:
 
     @property
     def http(self) -> str:
-        return self.gateway._doors.http or ""
+        return self.gateway._addresses.http or ""
 
     @property
     def grpc(self) -> str:
-        return self.gateway._doors.grpc
+        return self.gateway._addresses.grpc
 
     @property
     def running(self) -> int:
-        return self.gateway._intake.running
+        return self.gateway._requests.running
 
     def island_comes(self) -> None:
         self.events.run(self.gateway.update_island(self.worker.state("i", epoch=1, version=1)), timeout=10)

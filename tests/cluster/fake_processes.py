@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.cluster.errors import ProcessEnded, StartFailed
-from tandem.cluster.gateway import Doors
+from tandem.cluster.gateway import GatewayAddresses
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes
 from tests.support.local_processes import LocalGroup
 
@@ -53,7 +53,7 @@ class FakeProcess(ActorProcess):
 
     def _answer(self, method: str) -> Any:
         if method == "serve":
-            return Doors(ADDRESS, "127.0.0.1:2") if "/gateway." in self.name else ADDRESS
+            return GatewayAddresses(ADDRESS, "127.0.0.1:2") if "/gateway." in self.name else ADDRESS
         return ANSWERS[method] if method in ANSWERS else self._answers(method)
 
     def kill(self) -> None:

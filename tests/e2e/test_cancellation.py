@@ -47,7 +47,7 @@ class Scene:
     @property
     def active(self) -> int:
         """Requests at the gateway; needs no worker's answer."""
-        return self.island.gateway._intake.running
+        return self.island.gateway._requests.running
 
     @property
     def queued(self) -> int:

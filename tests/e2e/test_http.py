@@ -220,7 +220,7 @@ def test_a_client_that_goes_away_frees_all_pages(island: Island, stream: bool) -
         else:
             with pytest.raises(httpx.ReadTimeout):
                 client.post(COMPLETIONS, json=body, timeout=0.5)
-    while island.gateway._intake.running or any(map(held_pages, island.workers)):  # the test's timeout bounds it
+    while island.gateway._requests.running or any(map(held_pages, island.workers)):  # the test's timeout bounds it
         time.sleep(0.01)
     assert answer(island.http, COMPLETIONS, prompt=PROMPT, max_tokens=2)["usage"]["completion_tokens"] == 2
 

@@ -36,15 +36,17 @@ class HangingProcesses(LocalProcesses):
 def test_the_worker_and_the_phase_are_named(
     small_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(heartbeat, "TOLD_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat, "WARN_SECONDS", 0.5)
     monkeypatch.setattr(heartbeat, "MEETING_SECONDS", 1.5)
     overrides: dict[str, Any] = {"gateway.port": 0, "island.threads_per_worker": 1, "cache.num_pages": 64}
     processes, shown = HangingProcesses(), list[LoadState]()
     cluster = Cluster(load_config(None, {"model.path": str(small_model), **overrides}), processes)
-    with pytest.raises(ProcessEnded, match=r"decode \(PE 1\) ended: it has not got on for 1\.\d s in phase 'island'"):
+    with pytest.raises(
+        ProcessEnded, match=r"decode \(PE 1\) ended: it has made no progress for 1\.\d s in phase 'island'"
+    ):
         cluster.start(shown.extend)
     told = [record.message for record in caplog.records if record.name == heartbeat.__name__]
-    assert "local.1/decode (PE 1) has not got on for" in told[-1]
+    assert "local.1/decode (PE 1) has made no progress for" in told[-1]
     assert told[-1].endswith("in phase 'island' of its start")
     assert {phase for name, phase, *_ in shown if name == "local decode (PE 1)"} >= {"island"}
     assert not processes.pids

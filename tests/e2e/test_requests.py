@@ -282,7 +282,7 @@ def test_clients_that_wait_take_turns(folder: Path) -> None:
             tasks = []
             for number, client in enumerate(["much"] * 6 + ["little"]):
                 tasks.append(asyncio.create_task(one(stub, client, number)))
-                while island.gateway._intake.running + len(order) <= number:
+                while island.gateway._requests.running + len(order) <= number:
                     await asyncio.sleep(0.001)
             await asyncio.gather(*tasks)
 
@@ -292,7 +292,7 @@ def test_clients_that_wait_take_turns(folder: Path) -> None:
         assert thread is not None
         thread.call(lambda: (stopped.set(), resume.wait(30)))  # until all of them wait
         assert stopped.wait(30)
-        releaser = threading.Thread(target=lambda: (until(lambda: island.gateway._intake.running == 7), resume.set()))
+        releaser = threading.Thread(target=lambda: (until(lambda: island.gateway._requests.running == 7), resume.set()))
         releaser.start()
         asyncio.run(crowd(island))
         releaser.join(30)

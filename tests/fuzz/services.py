@@ -296,12 +296,12 @@ class Fuzz:
         gateway: Any = self._island.gateway
         links = [link for island in gateway._islands._current.values() for link in island.links]
         of_gateway = {
-            "calls": gateway._intake.running,
+            "calls": gateway._requests.running,
             "queued": gateway._router.queued,
             "clean-ups": len(gateway._router._cleanup),
             "orders": len(gateway._admin._outcomes),
             "placed tokens": sum(link.load for link in links),
-            "first tokens": sum(len(link.announcements._expected) for link in links),
+            "first tokens": sum(len(link.hints._expected) for link in links),
         }
         return held + [f"gateway: {count} {name}" for name, count in of_gateway.items() if count]
 

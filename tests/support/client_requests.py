@@ -1,4 +1,4 @@
-"""Requests through the gRPC door, as tests send them."""
+"""Requests through the gRPC server, as tests send them."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Calls through the HTTP door, as tests make them."""
+"""Calls through the HTTP server, as tests make them."""
 
 import json
 from collections.abc import Iterator

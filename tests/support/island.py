@@ -39,8 +39,8 @@ class Island:
 
     @property
     def http(self) -> str:
-        """HOST:PORT of the HTTP door; empty where there is none."""
-        return self.gateway._doors.http or ""
+        """HOST:PORT of the HTTP server; empty where there is none."""
+        return self.gateway._addresses.http or ""
 
     def client(self) -> Client:
         return Client(self.address)
@@ -115,10 +115,10 @@ def running_gateway(
             WorkerAddress(worker.role, worker.pe, address, worker.token)
             for worker, address in zip(workers, addresses, strict=True)
         )
-        doors = events.run(gateway.start(), timeout=30)
+        listening = events.run(gateway.start(), timeout=30)
         state = IslandState(workers[0].island, workers[0].epoch, 0, there, version=1)
         events.run(gateway.update_island(state), timeout=30)
-        yield doors.grpc, gateway
+        yield listening.grpc, gateway
     finally:
         events.run(gateway.stop(0.5), timeout=30)
         events.stop()

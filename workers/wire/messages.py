@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from tandem.workers.sampling.token_logprobs import TokenLogprobs
 from tandem.workers.wire.reservation import Reservation
 from tandem.workers.wire.seal import is_sealed, seal
 
-OPTIONAL_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "skip_special_tokens")
 PROMPT_DTYPE = np.dtype("<u4")
 
 
@@ -33,26 +33,15 @@ def prompt_from_bytes(prompt: bytes, field: str = "prompt") -> Int64Array:
 
 
 def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams:
-    """Unset fields take the defaults of SamplingParams; nothing is validated here."""
-    given = {name: getattr(message, name) for name in OPTIONAL_FIELDS if message.HasField(name)}
-    return SamplingParams(
-        **given,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        include_stop_str_in_output=message.include_stop_str_in_output,
-    )
+    """Both have fields of the same names. Unset ones take the defaults of SamplingParams; nothing is validated here."""
+    given: dict[str, Any] = {
+        field.name: tuple(value) if field.is_repeated else value for field, value in message.ListFields()
+    }
+    return SamplingParams(**given)
 
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
-    given = {name: getattr(params, name) for name in OPTIONAL_FIELDS if getattr(params, name) is not None}
-    return inference_pb2.SamplingParams(
-        **given,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-    )
+    return inference_pb2.SamplingParams(**{name: value for name, value in vars(params).items() if value is not None})
 
 
 def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Reservation:

@@ -1,4 +1,4 @@
-"""What clients of the HTTP door get: the gateway's messages as objects of OpenAI's API."""
+"""Answers of the HTTP server: the gateway's messages as objects of OpenAI's API."""
 
 import time
 from abc import ABC, abstractmethod

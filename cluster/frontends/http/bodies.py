@@ -1,4 +1,4 @@
-"""What clients of the HTTP door may ask for: bodies of OpenAI's API, with vLLM's further sampling parameters."""
+"""Request bodies of the HTTP server: those of OpenAI's API, with vLLM's further sampling parameters."""
 
 import difflib
 import json
@@ -7,20 +7,30 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from google.protobuf.descriptor import FieldDescriptor
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 from typing_extensions import TypeAliasType
 
-from tandem.cluster.client.client_messages import Prompt, Sampling, build_request
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.protocol import Prompt, accepted_value, build_request
 from tandem.cluster.requests.validation import MAX_MESSAGES
 from tandem.proto import inference_pb2
 
 HARMLESS = ("metadata", "prompt_cache_key", "safety_identifier", "user")
-"""They say whose request it is or what to call it, and change no answer."""
+"""These name a request or its owner, and change no answer."""
 
 ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -52,8 +62,18 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "web_search_options": (),
     }
 )
-"""Parameters of those APIs that are not supported here, with the values that ask for nothing."""
+"""Parameters that are not supported here, with the values that ask for nothing."""
 
+KINDS: Mapping[int, type] = MappingProxyType(
+    {
+        FieldDescriptor.TYPE_UINT32: int,
+        FieldDescriptor.TYPE_INT32: int,
+        FieldDescriptor.TYPE_UINT64: int,
+        FieldDescriptor.TYPE_FLOAT: float,
+        FieldDescriptor.TYPE_BOOL: bool,
+        FieldDescriptor.TYPE_STRING: str,
+    }
+)
 MAX_FIELDS = 100  # of an object
 BodyT = TypeVar("BodyT", bound="GenerationBody")
 
@@ -96,8 +116,27 @@ class Message(Part):
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
 
-class GenerationBody(Part, ABC):
-    """What completions and chats have in common. Limits are the request validator's."""
+def _sampling_field(field: FieldDescriptor) -> tuple[Any, Any]:
+    """Type and default of the sampling parameter that a protobuf field holds."""
+    kind: Any = KINDS[field.type]
+    accepted = accepted_value(field.name)
+    if field.is_repeated:
+        kind, accepted = (str | Texts, "text, or a list of texts") if kind is str else (TokenIds, "a list of token ids")
+    return kind | None, Field(default=None, description=accepted)
+
+
+SAMPLING = inference_pb2.SamplingParams.DESCRIPTOR.fields
+if TYPE_CHECKING:
+    SamplingFields = Part
+else:
+    SamplingFields = create_model(
+        "SamplingFields", __base__=Part, **{field.name: _sampling_field(field) for field in SAMPLING}
+    )
+"""All sampling parameters that the protocol has."""
+
+
+class GenerationBody(SamplingFields, ABC):
+    """The common part of completions and chats. Limits are the request validator's."""
 
     renamed: ClassVar[Mapping[str, str]]
     """This body's names for what the gateway's messages call otherwise."""
@@ -108,16 +147,6 @@ class GenerationBody(Part, ABC):
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions | None = Field(default=None, description="an object with include_usage")
     max_tokens: int | None = Field(default=None, description="an integer of at least 1")
-    temperature: float | None = Field(default=None, description="a number")
-    top_p: float | None = Field(default=None, description="a number")
-    top_k: int | None = Field(default=None, description="an integer")
-    min_p: float | None = Field(default=None, description="a number")
-    seed: int | None = Field(default=None, description="an integer in [0, 2^64)")
-    stop: str | Texts | None = Field(default=None, description="text, or a list of texts")
-    stop_token_ids: TokenIds | None = Field(default=None, description="a list of token ids")
-    ignore_eos: bool | None = Field(default=None, description="true or false")
-    skip_special_tokens: bool | None = Field(default=None, description="true or false")
-    include_stop_str_in_output: bool | None = Field(default=None, description="true or false")
     return_token_ids: bool = Field(default=False, description="true or false")
     return_tokens_as_token_ids: bool = Field(default=False, description="true or false")
 
@@ -133,7 +162,7 @@ class GenerationBody(Part, ABC):
 
     def request(self) -> inference_pb2.GenerateRequest:
         """The same for the gateway. Raises InvalidRequest, with the gateway's names: see blame()."""
-        given = {name: getattr(self, name) for name in Sampling.__annotations__ if name in type(self).model_fields}
+        given = {field.name: getattr(self, field.name) for field in SAMPLING}
         sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens}
         return build_request(self.input, {name: value for name, value in sampling.items() if value is not None}, None)
 
@@ -241,7 +270,8 @@ def read_body(kind: type[BodyT], data: bytes) -> BodyT:
     if len(values) > MAX_FIELDS:
         raise HttpError(400, f"the body has {len(values)} fields; at most {MAX_FIELDS} are accepted")
     for name, accepted in ONLY.items():
-        _check_unsupported(name, values.pop(name, None), accepted)
+        if name not in kind.model_fields:
+            _check_unsupported(name, values.pop(name, None), accepted)
     for name in HARMLESS:
         values.pop(name, None)
     try:

@@ -1,30 +1,12 @@
-"""How an error is said over HTTP: a status, and a body in the form of OpenAI's API."""
+"""Errors over HTTP: a status, and a body in the form of OpenAI's API."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.cluster.client.client_messages import RETRY_AFTER_KEY
-from tandem.cluster.errors import (
-    AttemptsExhausted,
-    CallError,
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    Superseded,
-    Unauthenticated,
-    Unavailable,
-)
+from tandem.cluster.errors import CallError, Overloaded, Unauthenticated
+from tandem.cluster.statuses import RETRY_AFTER_KEY, http_status, retry_after_ms
 
-STATUS_OF_ERROR: Mapping[type[CallError], int] = {
-    InvalidRequest: 400,
-    Unauthenticated: 401,
-    Overloaded: 429,
-    AttemptsExhausted: 503,
-    Superseded: 503,
-    Unavailable: 503,
-    DeadlineExceeded: 504,
-}
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -48,14 +30,14 @@ class HttpError(Exception):
 
     @classmethod
     def of(cls, error: CallError) -> "HttpError":
-        """What a failed call comes to; 500 for what is nobody's fault but the server's."""
+        """The answer to a failed call."""
         headers: dict[str, str] = {}
         if isinstance(error, Overloaded):
             seconds = error.retry_after_seconds
-            headers = {"retry-after": str(math.ceil(seconds)), RETRY_AFTER_KEY: str(math.ceil(1000 * seconds))}
+            headers = {"retry-after": str(math.ceil(seconds)), RETRY_AFTER_KEY: retry_after_ms(error)}
         elif isinstance(error, Unauthenticated):
             headers = {"www-authenticate": "Bearer"}
-        return cls(STATUS_OF_ERROR.get(type(error), 500), str(error), headers=headers)
+        return cls(http_status(error), str(error), headers=headers)
 
     @classmethod
     def other_model(cls, asked: str, served: str) -> "HttpError":

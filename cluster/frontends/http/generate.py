@@ -1,16 +1,16 @@
-"""The routes of the HTTP door that generate."""
+"""The HTTP routes that generate."""
 
 import asyncio
 from dataclasses import dataclass
 
-from tandem.cluster.client.client_messages import CLIENT_ID_KEY
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.answers import Answer
 from tandem.cluster.frontends.http.bodies import GenerationBody, read_body
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
-from tandem.cluster.requests.active_requests import Intake
-from tandem.cluster.requests.fair_turns import Turns
+from tandem.cluster.protocol import CLIENT_ID_KEY
+from tandem.cluster.requests.active_requests import ActiveRequests
+from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.event_loop import unwatched
@@ -30,14 +30,14 @@ class GenerationRoute:
 
     body: type[GenerationBody]
     answer: type[Answer]
-    intake: Intake
+    requests: ActiveRequests
     model: str
     tokenizer: Tokenizer | None
     max_bytes: int
-    turns: Turns
+    turns: FairTurns
 
     async def serve(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        """A client that goes away ends its request. Raises HttpError, ClientGone and what Intake.serve raises."""
+        """A client that goes away ends its request. Raises HttpError, ClientGone and as ActiveRequests.serve."""
         body = await self._body(scope, receive)
         if body.model not in (None, self.model):
             raise HttpError.other_model(body.model or "", self.model)
@@ -102,7 +102,7 @@ class GenerationRoute:
                 messages.append(message)
 
         try:
-            await self.intake.serve(body.request(), client, write, open_ended=body.open_ended)
+            await self.requests.serve(body.request(), client, write, open_ended=body.open_ended)
         except InvalidRequest as error:
             raise body.blame(error) from error
         if not body.stream:

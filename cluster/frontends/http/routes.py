@@ -1,4 +1,4 @@
-"""The HTTP door's routes, as an ASGI application: OpenAI's API over the gateway's own intake."""
+"""The HTTP server's routes, as an ASGI application with OpenAI's API."""
 
 import asyncio
 import logging
@@ -13,9 +13,9 @@ from tandem.cluster.frontends.http.bodies import ChatBody, CompletionBody
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.generate import ClientGone, GenerationRoute, header
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, Send
-from tandem.cluster.requests.active_requests import Intake
+from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.call_limit import CallLimit
-from tandem.cluster.requests.fair_turns import Turns
+from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.authentication import HEADER, BearerToken
 
@@ -33,7 +33,7 @@ class HttpApp:
 
     def __init__(
         self,
-        intake: Intake,
+        requests: ActiveRequests,
         tokenizer: Tokenizer | None,
         *,
         model: str,
@@ -53,9 +53,9 @@ class HttpApp:
             "owned_by": "tandem",
             "max_model_len": max_model_len,
         }
-        turns = Turns(REQUESTS_A_ROUND)
-        completions = GenerationRoute(CompletionBody, CompletionAnswer, intake, model, tokenizer, max_bytes, turns)
-        chats = GenerationRoute(ChatBody, ChatAnswer, intake, model, tokenizer, max_bytes, turns)
+        turns = FairTurns(REQUESTS_A_ROUND)
+        completions = GenerationRoute(CompletionBody, CompletionAnswer, requests, model, tokenizer, max_bytes, turns)
+        chats = GenerationRoute(ChatBody, ChatAnswer, requests, model, tokenizer, max_bytes, turns)
         reads = ("GET", "HEAD")
         self._routes: dict[str, tuple[tuple[str, ...], Route]] = {
             HEALTH: (reads, self._health),
@@ -110,7 +110,7 @@ class HttpApp:
         return route
 
     def _check_caller(self, scope: Scope) -> None:
-        """Without a token the door is this machine's: a browser that a foreign name has led here may not ask."""
+        """Without a token only this machine may ask: not a browser that a foreign name has led here."""
         if self._token is not None and not self._token.admits(header(scope, HEADER)):
             raise Unauthenticated("a valid bearer token is needed")
         foreign = [host for host in header(scope, "host") if not _is_local(host)]

@@ -11,7 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import StartFailed
 from tandem.cluster.frontends.http.routes import HttpApp
-from tandem.cluster.requests.call_limit import connections_of_a_door
+from tandem.cluster.requests.call_limit import connections_per_frontend
 
 START_POLL_SECONDS = 0.001
 END_SECONDS = 2.0  # between the end of the calls and the end of connections that nobody reads from
@@ -34,7 +34,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.idle_since: float | None = None
         self._become_idle()
-        if len(self.connections) > connections_of_a_door():
+        if len(self.connections) > connections_per_frontend():
             self._end_the_longest_idle()
 
     def handle_events(self) -> None:
@@ -56,14 +56,14 @@ class Connection(H11Protocol):
         self._end_of_idleness = self.loop.call_later(IDLE_SECONDS, self.transport.close)
 
     def _end_the_longest_idle(self) -> None:
-        """Unless enough are ending already. Perhaps this one: a stranger's must not keep others from the door."""
+        """Ends one, perhaps this one, unless enough are ending already: strangers must not keep others out."""
         there = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
         idle = [one for one in there if one.idle_since is not None]
-        if idle and len(there) > connections_of_a_door():
+        if idle and len(there) > connections_per_frontend():
             min(idle, key=lambda one: one.idle_since or 0.0).transport.abort()
 
 
-class HttpDoor:
+class HttpServer:
     """Serves an application on the event loop that start() is called on; stop() closes what start() opened."""
 
     def __init__(self, app: HttpApp, host: str, port: int, security: ServerSecurity) -> None:

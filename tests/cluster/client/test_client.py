@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from tandem.cluster.client import AsyncClient, Client
-from tandem.cluster.client.client_messages import GenerateUpdate, Prompt
+from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.errors import (
     CallError,
@@ -19,6 +19,7 @@ from tandem.cluster.errors import (
     ServerError,
     Unavailable,
 )
+from tandem.cluster.protocol import Prompt
 from tests.cluster.fake_gateway import FakeGateway, serving
 
 Generate = Callable[..., list[GenerateUpdate]]

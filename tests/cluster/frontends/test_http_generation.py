@@ -9,7 +9,7 @@ from tandem.cluster.frontends.http.answers import CompletionAnswer
 from tandem.cluster.frontends.http.bodies import CompletionBody
 from tandem.cluster.frontends.http.generate import GenerationRoute
 from tandem.cluster.frontends.http.reply import Reply
-from tandem.cluster.requests.fair_turns import Turns
+from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.proto import inference_pb2
 from tests.cluster.doors import PROMPT
 
@@ -18,7 +18,7 @@ BODY = json.dumps({"prompt": PROMPT, "stream": True}).encode()
 SCOPE: dict[str, Any] = {"headers": [(b"content-type", b"application/json")], "client": ("127.0.0.1", 1)}
 
 
-class RoundedIntake:
+class RoundedRequests:
     """Answers each request with one message; counts them by the rounds of the event loop that they come in."""
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class RoundedIntake:
 
 
 def test_so_many_a_round() -> None:
-    async def crowd(intake: Any, size: int) -> list[bytes]:
-        route = GenerationRoute(CompletionBody, CompletionAnswer, intake, "m", None, 1 << 20, Turns(A_ROUND))
-        intake.look()
+    async def crowd(requests: Any, size: int) -> list[bytes]:
+        route = GenerationRoute(CompletionBody, CompletionAnswer, requests, "m", None, 1 << 20, FairTurns(A_ROUND))
+        requests.look()
         return await asyncio.gather(*(one(route) for _ in range(size)))
 
     async def one(route: GenerationRoute) -> bytes:
@@ -53,7 +53,7 @@ def test_so_many_a_round() -> None:
         await route.serve(SCOPE, receive, Reply(send))
         return b"".join(said)
 
-    intake = RoundedIntake()
-    answers = asyncio.run(crowd(intake, 5 * A_ROUND))
+    requests = RoundedRequests()
+    answers = asyncio.run(crowd(requests, 5 * A_ROUND))
     assert all(answer.endswith(b"data: [DONE]\n\n") for answer in answers)
-    assert set(intake.requests.values()) == {A_ROUND}
+    assert set(requests.requests.values()) == {A_ROUND}

@@ -89,7 +89,7 @@ class TestHttp:
             assert answers[0]["choices"][0]["token_ids"] == TOKENS
 
     def test_the_longest_idle_makes_room(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.connections_of_a_door", lambda: 2)
+        monkeypatch.setattr("tandem.cluster.frontends.http.server.connections_per_frontend", lambda: 2)
         with door(model, alone=True) as opened:
             asked = threading.Thread(target=partial(answer, opened.http, COMPLETIONS, **BODY))
             asked.start()
@@ -103,7 +103,7 @@ class TestHttp:
             assert get(opened.http, "/health").status_code == 200
 
     def test_many_at_once_make_room_for_each_other(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.connections_of_a_door", lambda: 3)
+        monkeypatch.setattr("tandem.cluster.frontends.http.server.connections_per_frontend", lambda: 3)
         monkeypatch.setattr("tandem.cluster.frontends.http.server.IDLE_SECONDS", 600.0)
         with door(model, alone=True) as opened, ExitStack() as stack:
             held = threading.Event()
@@ -199,7 +199,7 @@ class TestGrpc:
             until(lambda: not opened.running)
 
     def test_connections_are_bounded(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.cluster.frontends.grpc_server.connections_of_a_door", lambda: 1)
+        monkeypatch.setattr("tandem.cluster.frontends.grpc_server.connections_per_frontend", lambda: 1)
         with door(model, alone=True) as opened, connected(opened.grpc) as first:
             assert first.recv(100)  # it is taken
             with connected(opened.grpc) as second:

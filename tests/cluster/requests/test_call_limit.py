@@ -11,9 +11,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.cluster.client import Client
-from tandem.cluster.client.client_messages import build_request
 from tandem.cluster.errors import Overloaded
 from tandem.cluster.frontends.grpc_server import OPEN_CALLS
+from tandem.cluster.protocol import build_request
 from tests.cluster.doors import BODY, PROMPT, TOKENS, Door, door
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import tokens_of

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.client import AsyncClient
+from tandem.cluster.errors import PlacementLost
 from tandem.cluster.gateway import Gateway
-from tandem.cluster.requests.fair_turns import Turns
+from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.routing import token_feed
-from tandem.cluster.routing.token_inbox import FeedLost, TokenInbox
+from tandem.cluster.routing.token_inbox import TokenInbox
 from tandem.proto.worker_pb2 import GeneratedTokens
 from tests.cluster.fake_worker import FakeWorker
-from tests.cluster.requests.test_attempts import PROMPT, TOKENS, ask, say, with_gateway
+from tests.cluster.requests.test_replay import PROMPT, TOKENS, ask, say, with_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import tokens_of
 
@@ -39,7 +40,7 @@ def test_a_message_waits_for_what_was_fed_before_it() -> None:
         inbox.add(2)
         assert await waiting == [2]
         inbox.add(3)
-        inbox.lose(FeedLost())  # not of this request: all of it has come
+        inbox.lose(PlacementLost())  # not of this request: all of it has come
         assert await next_of(inbox) == [3]
         assert await next_of(inbox) == [5]
 
@@ -52,8 +53,8 @@ def test_a_reader_that_is_slow_gets_what_has_gathered() -> None:
         for token in range(5):
             inbox.add(token)
         assert await next_of(inbox) == list(range(5))
-        inbox.lose(FeedLost("gone"))
-        with pytest.raises(FeedLost, match="gone"):
+        inbox.lose(PlacementLost("gone"))
+        with pytest.raises(PlacementLost, match="gone"):
             await next_of(inbox)
 
     asyncio.run(run())
@@ -63,8 +64,9 @@ def test_a_call_that_ends_early_is_an_end() -> None:
     async def run() -> None:
         inbox = TokenInbox()
         await inbox.read(call_of(GeneratedTokens(token_ids=[1])))
+        inbox.end(PlacementLost("ended"))
         assert await next_of(inbox) == [1]
-        with pytest.raises(EOFError):
+        with pytest.raises(PlacementLost, match="ended"):
             await next_of(inbox)
 
     asyncio.run(run())
@@ -72,7 +74,7 @@ def test_a_call_that_ends_early_is_an_end() -> None:
 
 def test_turns_go_round_by_round_in_order() -> None:
     async def run() -> None:
-        turns, rounds, taken = Turns(3), 0, list[tuple[int, int]]()
+        turns, rounds, taken = FairTurns(3), 0, list[tuple[int, int]]()
 
         async def take(number: int) -> None:
             await turns.take()

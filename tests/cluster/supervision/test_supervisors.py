@@ -73,7 +73,7 @@ class TestHeartbeat:
         process.silent.add("ping")
         heartbeat.tick(0.5)
         assert [record.message for record in caplog.records] == [
-            f"p has not got on for {seconds} s in phase 'kernels' of its start" for seconds in (15.0, 30.0)
+            f"p has made no progress for {seconds} s in phase 'kernels' of its start" for seconds in (15.0, 30.0)
         ]
 
     def test_who_is_silent_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,9 +128,9 @@ class TestLiveness:
 
     @pytest.mark.parametrize(
         ("answers", "silent", "why"),
-        [(("kernels", 7), {"wait"}, "it has not got on for .* in phase 'kernels'"),
+        [(("kernels", 7), {"wait"}, "it has made no progress for .* in phase 'kernels'"),
          (None, {"wait", "ping"}, "it was silent"),
-         (None, {"wait", "ping", "there"}, "it has not got on for .* in phase 'imports'")],
+         (None, {"wait", "ping", "there"}, "it has made no progress for .* in phase 'imports'")],
     )  # fmt: skip
     def test_who_hangs_is_ended(self, answers: tuple[str, int] | None, silent: set[str], why: str) -> None:
         member = FakeProcess("a", lambda method: answers)

@@ -10,11 +10,12 @@ import pytest
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.client import AsyncClient
-from tandem.cluster.client.client_messages import GenerateUpdate, Sampling
+from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, ServerError
 from tandem.cluster.gateway import Gateway
-from tandem.cluster.routing.prefill_hints import Announcements
+from tandem.cluster.protocol import Sampling
+from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.workers.wire.messages import prompt_to_bytes
@@ -45,10 +46,10 @@ def with_gateway(model: Path, worker: FakeWorker, body: Body, max_model_len: int
     async def run() -> None:
         await worker.start()
         gateway = Gateway(gateway_settings(config, max_model_len, num_pages=max_model_len // 4))
-        doors = await gateway.start()
+        addresses = await gateway.start()
         await gateway.update_island(worker.state("i", epoch=1, version=1))
         try:
-            async with AsyncClient(doors.grpc) as client:
+            async with AsyncClient(addresses.grpc) as client:
                 await body(gateway, client, worker)
         finally:
             await gateway.stop(0.1)
@@ -345,7 +346,7 @@ def test_announcements_at_once_all_arrive(model: Path) -> None:
 
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
         async with grpc.aio.insecure_channel(worker.address) as channel:
-            announcements = Announcements(worker_pb2_grpc.WorkerStub(channel))
+            announcements = PrefillHints(worker_pb2_grpc.WorkerStub(channel))
             prompts = {f"r{number}": [number + 5] for number in range(20)}
             drawn = [announcements.expect(request_id) for request_id in prompts]
             messages = [

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from tandem.cluster.routing.prefill_hints import Announcements
+from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.proto import worker_pb2
 
 
@@ -29,7 +29,7 @@ class Told:
 
 def test_what_is_told_twice_or_in_vain_keeps_nobody_from_its_token() -> None:
     async def told() -> tuple[int, int, bool]:
-        announcements = Announcements(Told(("a", 1), ("gone", 2), ("a", 1), ("unknown", 3), ("b", 4)))  # type: ignore[arg-type]
+        announcements = PrefillHints(Told(("a", 1), ("gone", 2), ("a", 1), ("unknown", 3), ("b", 4)))  # type: ignore[arg-type]
         gone, first, second = (announcements.expect(name) for name in ("gone", "a", "b"))
         await announcements.send(worker_pb2.AnnounceRequest(request_id="a"))
         gone.cancel()

@@ -14,7 +14,7 @@ import pytest
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import ConfigError, DeadlineExceeded, StartFailed
-from tandem.cluster.requests.fair_turns import Turns
+from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2
 from tests.cluster.doors import BODY, PROMPT, TOKENS, Door, door
@@ -130,21 +130,21 @@ class TestCalls:
         async def broken(*_: object, **__: object) -> None:
             raise KeyError("secret")
 
-        monkeypatch.setattr(quiet.gateway._intake, "serve", broken)
+        monkeypatch.setattr(quiet.gateway._requests, "serve", broken)
         error = refused(post(quiet.http, COMPLETIONS, BODY), 500)
         assert (error["type"], "secret" in error["message"]) == ("server_error", False)
         assert "secret" in caplog.text
 
     def test_a_message_waits_for_one_turn(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """None for the first one; beside the one that the request itself waits for."""
-        taken: list[Turns] = []
-        take = Turns.take
+        taken: list[FairTurns] = []
+        take = FairTurns.take
 
-        async def counted(turns: Turns) -> None:
+        async def counted(turns: FairTurns) -> None:
             taken.append(turns)
             await take(turns)
 
-        monkeypatch.setattr(Turns, "take", counted)
+        monkeypatch.setattr(FairTurns, "take", counted)
         with door(model) as opened:
             messages = chunks(opened.http, COMPLETIONS, **BODY)
             of_requests, *of_messages = taken
@@ -182,7 +182,7 @@ class TestWorkersThatFail:
         fails = {"StartGenerate": ["go on", "INVALID_ARGUMENT"]}
         with door(model, fails=fails) as opened, streaming(opened.http, COMPLETIONS, **BODY) as lines:
             *_, last = [line for line in lines if line]
-        assert last.startswith('data: {"error":{"message":"a worker answered INVALID_ARGUMENT')
+        assert last.startswith('data: {"error":{"message":"decode worker (PE 1, epoch 1) answered INVALID_ARGUMENT')
 
 
 class TestWaiting:
@@ -218,7 +218,7 @@ class TestWaiting:
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=PROMPT))
         with door(model) as opened:
             with pytest.raises(DeadlineExceeded, match="did not read"):
-                opened.events.run(opened.gateway._intake.serve(request, "c", write, seconds=0.1), timeout=20)
+                opened.events.run(opened.gateway._requests.serve(request, "c", write, seconds=0.1), timeout=20)
             until(lambda: len(opened.worker.ended) == 2)  # both workers were told
             assert not opened.running
 
@@ -293,7 +293,7 @@ class TestPorts:
             load_config(None, {"gateway.http_port": 50051})
 
     def test_the_cluster_says_where_it_is(self, quiet: Door) -> None:
-        with Client(quiet.gateway._doors.grpc) as client:
+        with Client(quiet.gateway._addresses.grpc) as client:
             assert client.cluster_info().http_address == quiet.http
 
     def test_small_events_are_sent_at_once(self, quiet: Door) -> None:

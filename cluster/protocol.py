@@ -1,0 +1,87 @@
+"""The gateway's protocol for both of its ends: metadata keys, and requests from Python values."""
+
+import difflib
+import struct
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypedDict
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from tandem.cluster.errors import InvalidRequest
+from tandem.proto import inference_pb2
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+CLIENT_ID_KEY = "client-id"
+ACCEPTED = MappingProxyType(
+    {
+        FieldDescriptor.TYPE_UINT32: "an integer in [0, 2^32)",
+        FieldDescriptor.TYPE_INT32: "an integer in [-2^31, 2^31)",
+        FieldDescriptor.TYPE_UINT64: "an integer in [0, 2^64)",
+        FieldDescriptor.TYPE_FLOAT: "a number",
+        FieldDescriptor.TYPE_BOOL: "true or false",
+        FieldDescriptor.TYPE_STRING: "Unicode text",
+    }
+)
+
+
+class Sampling(TypedDict, total=False):
+    """Sampling parameters by vLLM's names, for type checkers. inference.proto has the list and the defaults."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    logprobs: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
+
+
+def accepted_value(name: str) -> str:
+    """The values that a sampling parameter's field can hold, in words. KeyError for an unknown parameter."""
+    return ACCEPTED[inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].type]
+
+
+def build_request(prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None) -> inference_pb2.GenerateRequest:
+    """prompt: text, token ids, or chat messages with role and content. Raises InvalidRequest."""
+    request = inference_pb2.GenerateRequest()
+    try:
+        request.request_id = request_id or ""
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"request_id is {request_id!r:.80}; it must be Unicode text") from None
+    _set_prompt(request, prompt)
+    known = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    for name, value in sampling.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise InvalidRequest(f"unknown sampling parameter {name!r}; {hint}known: {', '.join(known)}")
+        one: Any = [value] if name == "stop" and isinstance(value, str) else value
+        try:
+            request.sampling.MergeFrom(inference_pb2.SamplingParams(**{name: one}))
+        except (TypeError, ValueError):
+            which = "each" if known[name].is_repeated else "it"
+            raise InvalidRequest(f"sampling.{name} is {value!r:.80}; {which} must be {accepted_value(name)}") from None
+    return request
+
+
+def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    items: Any = prompt
+    try:
+        if isinstance(items, str):
+            request.text = items
+        elif len(items) and isinstance(items[0], Mapping):
+            request.chat.messages.extend(inference_pb2.ChatMessage(**turn) for turn in items)
+        else:
+            request.token_bytes = struct.pack(f"<{len(items)}I", *items)
+    except (TypeError, ValueError, KeyError, struct.error) as error:
+        raise InvalidRequest(
+            f"prompt is {items!r:.80}: {error}; "
+            "Unicode text, token ids in [0, 2^32) or a list of chat messages are accepted"
+        ) from None

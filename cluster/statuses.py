@@ -1,0 +1,109 @@
+"""How errors travel: gRPC and HTTP status of each error, and the error of each status. No other file compares codes.
+
+RESOURCE_EXHAUSTED and 429 carry the header retry-after-ms.
+"""
+
+import asyncio
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from tandem.cluster.errors import (
+    AttemptsExhausted,
+    CallError,
+    Cancelled,
+    DeadlineExceeded,
+    ForwardFailed,
+    InvalidRequest,
+    Overloaded,
+    PlacementLost,
+    RequestRefused,
+    ScaleRefused,
+    ServerError,
+    Superseded,
+    TandemError,
+    Unauthenticated,
+    Unavailable,
+    WorkerCallError,
+    WorkerFull,
+    WorkerTimedOut,
+    WorkerUnreachable,
+)
+
+RETRY_AFTER_KEY = "retry-after-ms"
+Code = grpc.StatusCode
+
+# A status stands for the first error that has it.
+STATUSES: tuple[tuple[type[CallError], grpc.StatusCode, int], ...] = (
+    (InvalidRequest, Code.INVALID_ARGUMENT, 400),
+    (Unauthenticated, Code.UNAUTHENTICATED, 401),
+    (ScaleRefused, Code.FAILED_PRECONDITION, 409),
+    (Overloaded, Code.RESOURCE_EXHAUSTED, 429),
+    (Cancelled, Code.CANCELLED, 500),
+    (ServerError, Code.INTERNAL, 500),
+    (AttemptsExhausted, Code.ABORTED, 503),
+    (Superseded, Code.ABORTED, 503),
+    (Unavailable, Code.UNAVAILABLE, 503),  # over gRPC only the connection says so, never the gateway
+    (DeadlineExceeded, Code.DEADLINE_EXCEEDED, 504),
+)
+HTTP_OF_ERROR: dict[type[CallError], int] = {kind: status for kind, _, status in STATUSES}
+ERROR_OF_GRPC: dict[grpc.StatusCode, type[CallError]] = {code: kind for kind, code, _ in reversed(STATUSES)}
+
+WORKER_ERRORS: dict[grpc.StatusCode, type[WorkerCallError]] = {
+    Code.UNAVAILABLE: WorkerUnreachable,
+    Code.FAILED_PRECONDITION: WorkerUnreachable,  # it is of another epoch
+    Code.UNAUTHENTICATED: WorkerUnreachable,  # another process got the port of a lost one
+    Code.CANCELLED: WorkerUnreachable,
+    Code.UNKNOWN: WorkerUnreachable,
+    Code.ABORTED: PlacementLost,
+    Code.DATA_LOSS: PlacementLost,  # the KV that landed is not the KV that was sent
+    Code.RESOURCE_EXHAUSTED: WorkerFull,
+    Code.DEADLINE_EXCEEDED: WorkerTimedOut,
+    Code.INTERNAL: ForwardFailed,
+    Code.INVALID_ARGUMENT: RequestRefused,
+}
+
+
+def http_status(error: CallError) -> int:
+    return HTTP_OF_ERROR.get(type(error), 500)
+
+
+def retry_after_ms(error: Overloaded) -> str:
+    """The value of RETRY_AFTER_KEY."""
+    return str(math.ceil(1000 * error.retry_after_seconds))
+
+
+async def refuse(context: grpc.aio.ServicerContext, error: TandemError) -> NoReturn:
+    """Ends a call with the error's status. Errors without one are INTERNAL."""
+    code = next((code for kind, code, _ in STATUSES if kind is type(error)), Code.INTERNAL)
+    advice = ((RETRY_AFTER_KEY, retry_after_ms(error)),) if isinstance(error, Overloaded) else ()
+    await context.abort(code, str(error), trailing_metadata=advice)
+    raise AssertionError("abort() raises")
+
+
+def error_of(error: grpc.RpcError) -> type[CallError]:
+    """The error that a call to a gateway failed with."""
+    code: Any = error.code()  # type: ignore[attr-defined]  # unseen by pyright
+    return ERROR_OF_GRPC.get(code, ServerError)
+
+
+@contextmanager
+def worker_errors(worker: str) -> Iterator[None]:
+    """Raises the failure of a call to a worker as a WorkerCallError. worker: its name in the error's text."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        kind = WORKER_ERRORS.get(error.code(), WorkerCallError)
+        raise kind(f"{worker} answered {error.code().name}: {error.details()}") from error
+    except grpc.aio.UsageError as error:
+        raise WorkerUnreachable(f"the connection to {worker} was closed") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled this task: the connection was closed under the call, because the process is gone.
+        raise WorkerUnreachable(f"the connection to {worker} was closed") from error

@@ -26,7 +26,7 @@ SLOW = (
     "tests/cluster/cli/test_bench.py",
     "tests/cluster/cli/test_random_checkpoint.py",
     "tests/cluster/processes",
-    "tests/cluster/requests/test_attempts.py",
+    "tests/cluster/requests/test_replay.py",
     "tests/transfer/test_shared_memory.py",
     "tests/workers/kernels/test_cubin_build.py",
     "tests/workers/models/test_weights.py",

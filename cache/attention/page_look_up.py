@@ -7,7 +7,7 @@ import numpy as np
 
 from tandem.cache.kernels.build.native_build import load_short_calls
 from tandem.cache.pages.group_table import GroupTable
-from tandem.cache.pages.stream_table import StreamTable
+from tandem.cache.pages.sliding_table import SlidingTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array, address_of, indptr_of
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
 from tandem.cache.plan.tables import PageTables, TokenLayout, look_up_pages, slots_in
@@ -39,15 +39,15 @@ class PageLookUp:
         begins = None if self._window is None else self._table.begins[rows]
         return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins, shared)
 
-    def stream_slots(
-        self, rows: Int64Array, lengths: Int64Array, streams: StreamTable
+    def sliding_slots(
+        self, rows: Int64Array, lengths: Int64Array, sliding: SlidingTable
     ) -> tuple[Int32Array, Int32Array]:
         """bounds int32 [N + 1] and slots int32: slots[bounds[i] : bounds[i + 1]] are those of all that rows[i] (int64
-        [N], of `streams`) stores, in order; at least one. lengths: int64 [max_sequences]."""
-        bounds = indptr_of(lengths[rows] - streams.holes[rows])
+        [N], of `sliding`) stores, in order; at least one. lengths: int64 [max_sequences]."""
+        bounds = indptr_of(lengths[rows] - sliding.holes[rows])
         if self._native is not None:
-            return bounds, self._native.stream_slots(rows, lengths, streams, int(bounds[-1]))
-        indices = streams.in_use(rows, lengths[rows])
+            return bounds, self._native.sliding_slots(rows, lengths, sliding, int(bounds[-1]))
+        indices = sliding.in_use(rows, lengths[rows])
         return bounds, slots_in(self._table.pages, rows.repeat(np.diff(bounds)), indices, self._page_size)
 
 
@@ -57,11 +57,11 @@ class _NativeLookUp:
     def __init__(self, library: ctypes.PyDLL, table: GroupTable, page_size: int) -> None:
         self._table = _Table(address_of(table.pages), address_of(table.begins), table.pages.shape[1], page_size)
         self._address = ctypes.addressof(self._table)
-        self._look_up, self._stream_slots = library.look_up, library.stream_slots
+        self._look_up, self._sliding_slots = library.look_up, library.stream_slots
         self._look_up.argtypes = (POINTER, INT32, *(POINTER,) * 3, INT32, POINTER, INT64)
         self._look_up.restype = INT64
-        self._stream_slots.argtypes = (POINTER, INT32, *(POINTER,) * 5)
-        self._stream_slots.restype = None
+        self._sliding_slots.argtypes = (POINTER, INT32, *(POINTER,) * 5)
+        self._sliding_slots.restype = None
         self._num_pages = 0  # of the last look-up
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None) -> PageTables:
@@ -82,8 +82,8 @@ class _NativeLookUp:
             arrays[:first], arrays[first:second], kv_indices, arrays[second:third], arrays[third:begin], shared
         )
 
-    def stream_slots(self, rows: Int64Array, lengths: Int64Array, streams: StreamTable, count: int) -> Int32Array:
+    def sliding_slots(self, rows: Int64Array, lengths: Int64Array, sliding: SlidingTable, count: int) -> Int32Array:
         slots = np.empty(count, np.int32)
-        arrays = rows, lengths, streams.sinks, streams.holes, slots
-        self._stream_slots(self._address, rows.size, *map(address_of, arrays))
+        arrays = rows, lengths, sliding.sinks, sliding.holes, slots
+        self._sliding_slots(self._address, rows.size, *map(address_of, arrays))
         return slots

@@ -38,7 +38,7 @@ class ForwardCalls(Parts):
             raise InvalidArgument(f"rope_lengths has shape {lengths.shape}; it must be [B], B = {len(sequences)}")
         rows, tokens = self._growth.grow(sequences, appends, batch.token_tree_parents)
         sends, sent = self._transmissions.plan(rows, tokens) if batch.push else self._transmissions.nothing
-        rotations, sliding = self._streams.plan(rows, tokens, lengths)
+        rotations, sliding = self._sliding.plan(rows, tokens, lengths)
         plans = tuple(
             group.plan(rows, tokens, rotation, to_send, slides)
             for group, rotation, to_send, slides in zip(self._groups, rotations, sends, sliding, strict=True)
@@ -205,5 +205,5 @@ class ForwardCalls(Parts):
             raise InvalidArgument("token_tree_parents is given; graph buffers take no token trees")
         if batch.push and self._marks.any_open(rows):
             raise InvalidArgument("seq_ids has a sequence that is being sent; graph buffers push nothing")
-        if self._table.streams.count and self._table.streams.windows[rows].any():
+        if self._table.sliding.count and self._table.sliding.windows[rows].any():
             raise InvalidArgument("seq_ids has a sequence that slides; graph buffers take only others")

@@ -37,7 +37,7 @@ class Growth:
     """Owned by a PagedKVCache, whose parts it works on."""
 
     def __init__(self, store: Store, receptions: Receptions, trees: OpenTrees) -> None:
-        self._table, self._pages, self._streams, self._marks = store.table, store.pages, store.streams, store.marks
+        self._table, self._pages, self._sliding, self._marks = store.table, store.pages, store.sliding, store.marks
         self._max_length = store.max_length
         self._receptions = receptions
         self._trees = trees
@@ -60,13 +60,13 @@ class Growth:
         """
         rows = self._table.rows(seq_ids)
         each_one = self._check_appends(rows, appends)
-        self._streams.check_unsent(seq_ids, rows, appends, self._marks)
+        self._sliding.check_unsent(seq_ids, rows, appends, self._marks)
         self._pages.check_unsent(seq_ids, rows, self._marks)
         trees = self._trees.extended(seq_ids, appends, parents)
         steps = each_one and not trees and not np.count_nonzero(self._table.shortened[rows])
         held = self._table.lengths[rows]
         cleared = self.is_foreseen(rows)
-        with self._streams.slid(rows, appends) as gone:
+        with self._sliding.slid(rows, appends) as gone:
             lengths = self._table.lengths[rows]
             new_lengths = lengths + appends
             self._check_longest(seq_ids, new_lengths)
@@ -75,7 +75,7 @@ class Growth:
             else:
                 queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
             if steps:
-                slid = lengths != held if self._table.streams.count else None
+                slid = lengths != held if self._table.sliding.count else None
                 self._pages.step(rows, lengths, new_lengths, queries, gone, slid, clear=not cleared)
             else:
                 self._pages.grow(rows, lengths, new_lengths, queries, gone)

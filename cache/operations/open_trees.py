@@ -128,7 +128,7 @@ class OpenTrees:
                     f"token_tree_parents is given; {type(backend).__name__}, the backend of layer group {index}, "
                     "takes no token trees"
                 )
-        if self._table.streams.windows[self._table.row(sequence)]:
+        if self._table.sliding.windows[self._table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not take token trees")
         if self._marks.any_open(self._table.row(sequence)):
             raise InvalidArgument(

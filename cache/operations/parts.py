@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tandem.cache.attention.layer_groups import Heads, make_groups, make_pages
 from tandem.cache.attention.rotations import Rotations
-from tandem.cache.attention.streams import Streams
+from tandem.cache.attention.sliding_sequences import SlidingSequences
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.operations.growth import Growth
 from tandem.cache.operations.open_trees import OpenTrees
@@ -44,10 +44,10 @@ class Parts:
         self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
         self._marks = SendMarks(len(pools), max_sequences)
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
-        self._streams = Streams(self._table, self._rotations, layout.page_size)
+        self._sliding = SlidingSequences(self._table, self._rotations, layout.page_size)
         self._groups = make_groups(layout, pools, self._table.groups, writer, heads, kernels)
         self._pages = make_pages(layout, self._table, self._pools, self._groups)
-        parts = self._pools, self._table, self._marks, self._streams, self._groups, self._pages
+        parts = self._pools, self._table, self._marks, self._sliding, self._groups, self._pages
         store = Store(layout, max_sequence_length, *parts)
         self._receptions = Receptions(store, pools)
         self._trees = OpenTrees(store)

@@ -24,7 +24,7 @@ class Receptions:
 
     def __init__(self, store: Store, memory: Sequence[Tensor]) -> None:
         """memory: per layer group the pages, [num_pages, …, page_size, elements]."""
-        self._table, self._pages, self._pools, self._streams = store.table, store.pages, store.pools, store.streams
+        self._table, self._pages, self._pools, self._sliding = store.table, store.pages, store.pools, store.sliding
         self._page_size = store.layout.page_size
         self._memory = tuple(memory)
         self._incoming: dict[int, PageIds] = {}
@@ -41,9 +41,9 @@ class Receptions:
         row = table.row(sequence)
         begin = table.num_positions(row)
         rows = np.array([row])
-        with self._streams.slid(rows, np.array([length]), receive=True) as gone:
-            stored = int(table.lengths[row])  # a stream that slid holds its positions at lower indices now
-            end = begin + length - int(table.streams.dropped[row])
+        with self._sliding.slid(rows, np.array([length]), receive=True) as gone:
+            stored = int(table.lengths[row])  # a sequence that slid holds its positions at lower indices now
+            end = begin + length - int(table.sliding.dropped[row])
             ends = np.array([end])
             self._pages.grow(rows, table.lengths[rows], ends, queries=ends, gone=gone, clear=False)
         pages = table.held_pages(row, min(stored, end) // size, -(-end // size))
@@ -53,7 +53,7 @@ class Receptions:
         device = self._memory[0].device
         if device.type == "cuda" and stored % size:  # growing may have queued the copy of a shared partial page
             torch.cuda.current_stream(device).synchronize()
-        return PositionMap(begin, self._runs(row, begin, begin + length), table.streams.sliding(row))
+        return PositionMap(begin, self._runs(row, begin, begin + length), table.sliding.sliding(row))
 
     def clear_ends(self, rows: Int64Array, lengths: Int64Array) -> None:
         """Clears what stands past `lengths` (int64 [B]) in the last pages of rows that have not been cleared yet, on
@@ -70,9 +70,9 @@ class Receptions:
 
     def _runs(self, row: int, begin: int, end: int) -> tuple[SlotRuns, ...]:
         groups, size = self._table.groups, self._page_size
-        if self._table.streams.windows[row] == 0:
+        if self._table.sliding.windows[row] == 0:
             return tuple(runs_of(group.pages[row], begin, end, size, int(group.begins[row])) for group in groups)
-        indices = self._table.streams.find(row, begin, end)
+        indices = self._table.sliding.find(row, begin, end)
         wanted = indices >= 0
         slots = (np.where(wanted, slots_of(group.pages[row], np.maximum(indices, 0), size), SKIP) for group in groups)
         return tuple(map(SlotRuns.from_slots, slots))

@@ -60,7 +60,7 @@ def plan_sends(
 
 def _find_due(marks: SendMarks, table: SequenceTable, rows: Int64Array, firsts: Int32Array, lasts: Int32Array) -> _Due:
     """firsts, lasts: int32 [m], tokens firsts[i] … lasts[i] - 1 are those of rows[i]."""
-    lengths = table.lengths[rows] + table.streams.dropped[rows]
+    lengths = table.lengths[rows] + table.sliding.dropped[rows]
     cached, begins = lengths - (lasts - firsts), marks.planned[rows]
     ends = np.maximum(np.minimum(lengths, marks.ends[rows]), begins)
     middles = np.maximum(np.minimum(cached, ends), begins)
@@ -88,7 +88,7 @@ def _cached_slots(
         return [NO_SLOTS] * len(table.groups)
     of, positions = ragged_pairs(np.arange(counts.size), due.begins, counts)
     rows, entries = due.rows[of], positions + due.entries[of]
-    indices = table.streams.indices_of(rows, positions)
+    indices = table.sliding.indices_of(rows, positions)
     found = []
     for slots, group in zip(marks.slots.slots, table.groups, strict=True):
         targets = slots[entries]

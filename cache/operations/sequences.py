@@ -32,8 +32,8 @@ class SequenceCalls(Parts):
         """A new sequence with the first `position` positions of `parent` (-1: all): shares full pages, copies a
         partial one. With windows, what a query at `position` sees must be there yet."""
         integer("position", position)
-        row, streams = self._settled_row(parent), self._table.streams
-        window, sink = int(streams.windows[row]), int(streams.sinks[row])
+        row, sliding_table = self._settled_row(parent), self._table.sliding
+        window, sink = int(sliding_table.windows[row]), int(sliding_table.sinks[row])
         length = self._table.num_positions(row)
         at, most = (length if position == -1 else position), (min(sink, length) if window else length)
         if not 0 <= at <= most:
@@ -42,7 +42,7 @@ class SequenceCalls(Parts):
         try:
             self._pages.fork(row, self._table.row(child), at)
             if window:
-                streams.enable(self._table.row(child), window, sink)
+                sliding_table.enable(self._table.row(child), window, sink)
         except CacheError:
             self._table.remove(child)
             raise
@@ -58,7 +58,7 @@ class SequenceCalls(Parts):
         length = int(self._table.lengths[row]) - integer("count", count)
         if count < 0 or length < 0:
             raise InvalidArgument(f"count is {count}; 0 … {length + count} are accepted")
-        self._streams.check_cut(row, length)
+        self._sliding.check_cut(row, length)
         self._trees.pop(sequence, count)
         self._pages.cut(row, length)
         self._marks.rewind(row, self._table.num_positions(row))
@@ -72,8 +72,8 @@ class SequenceCalls(Parts):
         """
         num_tokens, longest = checked_reach(num_tokens, longest_append)
         row = self._table.row(sequence)
-        if self._table.streams.windows[row]:
-            num_tokens = min(num_tokens, self._table.streams.longest(row, longest))
+        if self._table.sliding.windows[row]:
+            num_tokens = min(num_tokens, self._table.sliding.longest(row, longest))
         self._growth.check_length(sequence, num_tokens)
         self._pages.reserve(row, num_tokens, longest)
 
@@ -91,12 +91,12 @@ class SequenceCalls(Parts):
             raise InvalidArgument("the layout has groups with latents; sequences slide only in layouts without")
         if self._table.num_positions(row):
             raise InvalidArgument(f"sequence {sequence} holds positions; only an empty one can begin to slide")
-        if self._table.streams.windows[row]:
+        if self._table.sliding.windows[row]:
             raise InvalidArgument(f"sequence {sequence} slides already; its window is set once")
         if self._marks.any_open(row):  # the receiver of its position map would have to slide alike
             raise InvalidArgument(f"sequence {sequence} is marked to be sent; only one that is not can begin to slide")
-        self._streams.check_window(window, sink, self.max_sequence_length)
-        self._table.streams.enable(row, window, sink)
+        self._sliding.check_window(window, sink, self.max_sequence_length)
+        self._table.sliding.enable(row, window, sink)
 
     def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> int:
         """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
@@ -201,10 +201,10 @@ class SequenceCalls(Parts):
         if begin < min(first, end):
             raise InvalidArgument(f"begin is {begin}; positions before {first} have left the window of group {group}")
         layers = range(len(self.layout.groups[group].layers))
-        return self._groups[group].gather(layers, row, self._streams.indices(row, begin, end))
+        return self._groups[group].gather(layers, row, self._sliding.indices(row, begin, end))
 
     def _check_sharing(self, sequence: int) -> None:
-        if self._table.streams.windows[self._table.row(sequence)]:
+        if self._table.sliding.windows[self._table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
         if self.layout.has_windows:
             raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tandem.cache.attention.layer_groups import LayerGroups
-from tandem.cache.attention.streams import Streams
+from tandem.cache.attention.sliding_sequences import SlidingSequences
 from tandem.cache.pages.page_pools import PagePools
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_pages import SequencePages
@@ -21,6 +21,6 @@ class Store:
     pools: PagePools
     table: SequenceTable
     marks: SendMarks
-    streams: Streams
+    sliding: SlidingSequences
     groups: LayerGroups
     pages: SequencePages

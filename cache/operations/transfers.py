@@ -19,7 +19,7 @@ class TransferCalls(Parts):
         integer("length", length, least=1)
         if self.layout.has_windows and self._marks.any_open(row):  # what it is to send may leave a window
             raise InvalidArgument(f"sequence {sequence} is marked to be sent; with windows it receives only afterwards")
-        if self._table.streams.windows[row] == 0:  # a stream has room for any number
+        if self._table.sliding.windows[row] == 0:  # a sliding sequence has room for any number
             self._growth.check_length(sequence, int(self._table.lengths[row]) + length)
         return self._receptions.begin(sequence, length)
 

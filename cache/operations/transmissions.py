@@ -18,7 +18,7 @@ class Transmissions:
     """The sending end of a transfer; calls as PagedKVCache has them."""
 
     def __init__(self, store: Store, trees: OpenTrees, writer: PageWriter | None) -> None:
-        self._table, self._marks, self._streams = store.table, store.marks, store.streams
+        self._table, self._marks, self._sliding = store.table, store.marks, store.sliding
         self._groups, self._layout = store.groups, store.layout
         self._trees = trees
         self._writer = writer
@@ -65,5 +65,5 @@ class Transmissions:
                     f"ends at {peer_pool.shape[0] * self._layout.page_size - 1}"
                 )
         held = [int(group.begins[row]) * self._layout.page_size for group in self._table.groups]
-        self._streams.check_map(row, position_map)
+        self._sliding.check_map(row, position_map)
         self._marks.add(sequence, row, position_map, target_pe, held)

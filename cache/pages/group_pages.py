@@ -127,7 +127,7 @@ class GroupPages:
         if partial.size:
             tails = table.pages[rows[partial], appends.places[partial]]
             copied = partial[self._pools.are_shared(self._group, tails)]
-        counts = np.maximum(wanted - starts, 0)  # a stream gives pages back before it takes some
+        counts = np.maximum(wanted - starts, 0)  # a sliding sequence gives pages back before it takes some
         return PlaceGrowth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
 
     def grow(self, appends: Appends, growth: PlaceGrowth, pages: Int32Array, *, clear: bool) -> None:

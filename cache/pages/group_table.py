@@ -12,7 +12,7 @@ class GroupTable:
     each): places before have left the group's window, places past the sequence's end are reserved. budgets: int64
     [max_sequences], the pages that a reservation keeps for a row from the first on that is its own; 0 without one.
     num_changes: how often a row has lost a page that it held, or got another in its place, and went on; but by a window
-    or as streams slide, which share nothing.
+    or as sequences slide, which share nothing.
     """
 
     def __init__(self, max_sequences: int, max_pages: int) -> None:

@@ -109,8 +109,8 @@ class SequencePages:
         clear: bool,
     ) -> None:
         """As grow() by one position of rows that were not shortened, whose partial pages so are their own: something
-        changes only where one begins a page, a page leaves a window, or a stream has let go of some: those in `slid`
-        (bool [B]; None: none)."""
+        changes only where one begins a page, a page leaves a window, or a sequence has slid: those in `slid` (bool
+        [B]; None: none)."""
         changing = lengths % self._page_size == 0
         if slid is not None:
             changing |= slid

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tandem.cache.pages.group_table import GroupTable
-from tandem.cache.pages.stream_table import StreamTable
+from tandem.cache.pages.sliding_table import SlidingTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array, integer
 from tandem.cache.plan.errors import InvalidArgument, OutOfSequences
 
@@ -46,8 +46,8 @@ class Standing(NamedTuple):
 class SequenceTable:
     """One row a sequence; its caller knows it by any int, the arrays by its row.
 
-    lengths: positions stored, which are those appended except in a stream: a sequence with a sliding window, of which
-    `streams` knows what was evicted. reserved_places: those that a reservation reaches to. receiving: a remote writer
+    lengths: positions stored, which are those appended except in a sequence with a sliding window, of which
+    `sliding` knows what was evicted. reserved_places: those that a reservation reaches to. receiving: a remote writer
     fills the last positions. unclean: what stands past the end in the last page was not cleared, see Receptions.
     cuts: how often positions of a row were taken back. shortened: whether they were since it last grew: only then its
     last page, partly used, may be another's too, for else what is shared is full pages. groups: pages, per layer group.
@@ -62,7 +62,7 @@ class SequenceTable:
         self.cuts = np.zeros(max_sequences, np.int64)
         self.shortened = np.zeros(max_sequences, np.bool_)
         self.num_cuts = 0  # of all rows
-        self.streams = StreamTable(max_sequences, page_size)
+        self.sliding = SlidingTable(max_sequences, page_size)
         self.groups = tuple(GroupTable(max_sequences, -(-max_length // page_size)) for _ in range(num_groups))
         self._rows: dict[int, int] = {}
         self._vacant = list(range(max_sequences - 1, -1, -1))
@@ -99,7 +99,7 @@ class SequenceTable:
 
     def remove(self, sequence: int) -> None:
         row = self._rows.pop(sequence)
-        self.streams.reset(row)
+        self.sliding.reset(row)
         self.count_cut(row)
         self._vacant.append(row)
         self._last_keys, self._last_rows = (), np.empty(0, np.int64)
@@ -118,7 +118,7 @@ class SequenceTable:
 
     def num_positions(self, row: int) -> int:
         """Positions appended to a row."""
-        return int(self.lengths[row] + self.streams.dropped[row])
+        return int(self.lengths[row] + self.sliding.dropped[row])
 
     def rows(self, keys: tuple[int, ...]) -> Int64Array:
         """int64 [B], to be read only; InvalidArgument when one is unknown or stands twice.

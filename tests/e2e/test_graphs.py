@@ -1,4 +1,4 @@
-"""The whole path with prompts and decode steps over fixed arrays, these one step ahead, as on a GPU; here what would be
+"""The whole path with prompts and decode steps in graph buffers, these one step ahead, as on a GPU; here what would be
 a graph is run anew."""
 
 from collections.abc import Callable, Iterator

@@ -7,7 +7,7 @@ from tandem.cache.attention import page_look_up
 from tandem.cache.attention.page_look_up import SOURCE, PageLookUp
 from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.pages.group_table import GroupTable
-from tandem.cache.pages.stream_table import StreamTable
+from tandem.cache.pages.sliding_table import SlidingTable
 from tandem.cache.plan.tables import PageTables, lay_out_tokens
 from tests.cache.known import assert_same
 
@@ -58,10 +58,10 @@ def test_tables(window: int | None) -> None:
 
 
 @pytest.mark.usefixtures("_way")
-def test_slots_of_streams() -> None:
+def test_slots_of_sliding_sequences() -> None:
     """Sinks are whole pages or not, more than there are positions, or none."""
     random = np.random.default_rng(0)
-    table, streams = GroupTable(ROWS, PLACES), StreamTable(ROWS, PAGE)
+    table, streams = GroupTable(ROWS, PLACES), SlidingTable(ROWS, PAGE)
     table.pages[:] = random.permutation(ROWS * PLACES).reshape(ROWS, PLACES)
     look_up = PageLookUp(table, None, PAGE)
     for _ in range(20):
@@ -69,7 +69,7 @@ def test_slots_of_streams() -> None:
         lengths = random.integers(1, PAGE * PLACES, ROWS)
         streams.holes[:] = random.integers(0, np.maximum(lengths - streams.sinks, 1))
         rows = random.permutation(ROWS)[: random.integers(1, ROWS + 1)]
-        bounds, slots = look_up.stream_slots(rows, lengths, streams)
+        bounds, slots = look_up.sliding_slots(rows, lengths, streams)
         expected, ends = [], [0]
         for row in rows.tolist():
             sink, hole = int(streams.sinks[row]), int(streams.holes[row])

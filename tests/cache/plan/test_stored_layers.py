@@ -114,7 +114,7 @@ def test_what_a_push_finds_cached_has_no_stages() -> None:
     assert island.writer.stages == [()]
 
 
-def test_a_forward_over_fixed_arrays_notes_its_layers_too() -> None:
+def test_a_forward_in_graph_buffers_notes_its_layers_too() -> None:
     """As the graph that is captured does, at each replay."""
     cache = make_cache()
     note(cache)

@@ -1,4 +1,4 @@
-"""Forwards of prompts over fixed arrays, as they are in CUDA graphs, against plain ones; here they are run anew."""
+"""Forwards of prompts in graph buffers, as for CUDA graphs, against plain ones; here they are run anew."""
 
 from itertools import pairwise
 from pathlib import Path

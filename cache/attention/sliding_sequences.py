@@ -12,7 +12,7 @@ from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.pages.page_pools import PageIds
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_table import SequenceTable
-from tandem.cache.pages.stream_table import Slides
+from tandem.cache.pages.sliding_table import Slides
 from tandem.cache.plan.arrays import Int32Array, Int64Array, integer
 from tandem.cache.plan.errors import CacheError, InvalidArgument
 from tandem.cache.plan.position_map import SKIP, PositionMap
@@ -33,8 +33,8 @@ class _Before:
     tables: list[tuple[Int64Array, Int32Array]]
 
 
-class Streams:
-    """What makes rows of `table` slide; see StreamTable for how they are stored."""
+class SlidingSequences:
+    """What makes rows of `table` slide; see SlidingTable for how they are stored."""
 
     def __init__(self, table: SequenceTable, rotations: Rotations, page_size: int) -> None:
         self._table = table
@@ -61,10 +61,10 @@ class Streams:
 
         Gives per group the pages that are gone, for the caller to release.
         """
-        streams = self._table.streams
+        sliding_table = self._table.sliding
         slides = None
-        if streams.count:
-            slides = streams.plan_slides(rows, self._table.lengths[rows], appends, receive=receive)
+        if sliding_table.count:
+            slides = sliding_table.plan_slides(rows, self._table.lengths[rows], appends, receive=receive)
         return self._unslid if slides is None else self._sliding(slides)
 
     @contextmanager
@@ -77,15 +77,15 @@ class Streams:
             raise
 
     def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, appends: Int64Array, marks: SendMarks) -> None:
-        """A stream evicts for all that it appends before anything is sent: not what its position map asks for."""
-        streams = self._table.streams
-        if streams.count == 0 or marks.count == 0:
+        """A sliding sequence evicts before anything is sent, for all that it appends: not what its map asks for."""
+        sliding_table = self._table.sliding
+        if sliding_table.count == 0 or marks.count == 0:
             return
         ends = marks.ends[rows]
-        sending = (marks.planned[rows] < ends) & (streams.windows[rows] > 0)
+        sending = (marks.planned[rows] < ends) & (sliding_table.windows[rows] > 0)
         if not np.count_nonzero(sending):
             return
-        lengths = self._table.lengths[rows] + streams.dropped[rows]
+        lengths = self._table.lengths[rows] + sliding_table.dropped[rows]
         unsent = sending & (marks.planned[rows] < lengths)
         beyond = (unsent & (lengths + appends > ends)).nonzero()[0]
         if beyond.size:
@@ -98,11 +98,11 @@ class Streams:
     def plan(
         self, rows: Int64Array, tokens: TokenLayout, rope_lengths: Int64Array | None
     ) -> tuple[list[Rotation | None], list[SlidingParts | None]]:
-        """Per group the rotation of a forward's tokens, which leaves what streams append as it is, and the streams."""
+        """Per group the rotation of a forward's tokens, without those of sliding sequences, and these sequences."""
         table = self._table
-        if table.streams.count == 0:
+        if table.sliding.count == 0:
             return self._rotations.plan(tokens, rope_lengths), self._no_parts
-        slides = table.streams.windows[rows] > 0
+        slides = table.sliding.windows[rows] > 0
         sliding = slides.nonzero()[0]
         if sliding.size == 0:
             return self._rotations.plan(tokens, rope_lengths), self._no_parts
@@ -110,7 +110,7 @@ class Streams:
         begins, ends = tokens.qo_indptr[sliding], tokens.qo_indptr[sliding + 1]
         parts: list[SlidingParts | None] = [
             SlidingParts(
-                sliding, begins, ends, *look_up.stream_slots(rows[sliding], table.lengths, table.streams), rotation
+                sliding, begins, ends, *look_up.sliding_slots(rows[sliding], table.lengths, table.sliding), rotation
             )
             for look_up, rotation in zip(self._look_ups, self._rotations.of_places, strict=True)
         ]
@@ -118,40 +118,40 @@ class Streams:
 
     def indices(self, row: int, begin: int, end: int) -> Int64Array:
         """int64: where a row stores positions begin … end - 1, which it has."""
-        streams = self._table.streams
-        found = streams.find(row, begin, end)
+        sliding_table = self._table.sliding
+        found = sliding_table.find(row, begin, end)
         if (found < 0).any():
+            sink, gone = int(sliding_table.sinks[row]), int(sliding_table.dropped[row] + sliding_table.holes[row])
             raise InvalidArgument(
-                f"begin and end are {begin} and {end}; positions {int(streams.sinks[row])} … "
-                f"{int(streams.dropped[row] + streams.sinks[row] + streams.holes[row]) - 1} have left the window"
+                f"begin and end are {begin} and {end}; positions {sink} … {sink + gone - 1} have left the window"
             )
         return found
 
     def check_cut(self, row: int, length: int) -> None:
         """InvalidArgument unless a row can be cut to `length` indices: no further than what it has not evicted."""
-        streams = self._table.streams
-        least = int(streams.sinks[row] + streams.holes[row])
-        if int(streams.holes[row] + streams.dropped[row]) and length < least:
+        sliding_table = self._table.sliding
+        least = int(sliding_table.sinks[row] + sliding_table.holes[row])
+        if int(sliding_table.holes[row] + sliding_table.dropped[row]) and length < least:
             most = int(self._table.lengths[row]) - least
             raise InvalidArgument(f"only the last {most} positions are there; what was before has left the window")
 
     def check_map(self, row: int, position_map: PositionMap) -> None:
         """InvalidArgument for the map of a sequence that slides otherwise, whose K is rotated otherwise too, and when a
         map asks for what the row has evicted, or does before the map's end is reached."""
-        streams = self._table.streams
-        sliding = streams.sliding(row)
+        sliding_table = self._table.sliding
+        sliding = sliding_table.sliding(row)
         if position_map.sliding != sliding:
             raise InvalidArgument(
                 f"the position map's (window, sink) are {position_map.sliding}; the sender's, {sliding}, are accepted: "
                 "the receiver must slide alike"
             )
-        cached = int(self._table.lengths[row] + streams.dropped[row])
+        cached = int(self._table.lengths[row] + sliding_table.dropped[row])
         begin, end = position_map.start_position, position_map.end_position
         if sliding is None or begin >= cached:
             return
         window, sink = sliding
         positions = np.arange(begin, min(end, cached))
-        lost = streams.find(row, begin, min(end, cached)) < 0
+        lost = sliding_table.find(row, begin, min(end, cached)) < 0
         lost |= (positions >= sink) & (positions < end - (window - sink))
         for runs in position_map.runs:
             wanted = positions[lost & (runs.slots()[: positions.size] != SKIP)]
@@ -165,25 +165,25 @@ class Streams:
         table, rows, moved = self._table, slides.rows, slides.moved
         return _Before(
             rows,
-            table.streams.holes[rows],
+            table.sliding.holes[rows],
             moved,
             table.lengths[moved],
-            table.streams.dropped[moved],
+            table.sliding.dropped[moved],
             [(group.ends[moved], group.pages[moved]) for group in table.groups] if moved.size else [],
         )
 
     def _apply(self, slides: Slides) -> PageIds:
         """The pages that are gone."""
         table, moved = self._table, slides.moved
-        table.streams.holes[slides.rows] = slides.holes
+        table.sliding.holes[slides.rows] = slides.holes
         if moved.size == 0:
             return self._nothing
-        table.lengths[moved], table.streams.dropped[moved] = slides.lengths, slides.dropped
+        table.lengths[moved], table.sliding.dropped[moved] = slides.lengths, slides.dropped
         return tuple(group.take_out(moved, slides.firsts, slides.ends) for group in table.groups)
 
     def _restore(self, before: _Before) -> None:
         table, moved = self._table, before.moved
-        table.streams.holes[before.rows] = before.holes
-        table.lengths[moved], table.streams.dropped[moved] = before.lengths, before.dropped
+        table.sliding.holes[before.rows] = before.holes
+        table.lengths[moved], table.sliding.dropped[moved] = before.lengths, before.dropped
         for group, (ends, pages) in zip(table.groups, before.tables, strict=False):
             group.ends[moved], group.pages[moved] = ends, pages

@@ -32,7 +32,7 @@ class Slides:
     dropped: Int64Array
 
 
-class StreamTable:
+class SlidingTable:
     """Arrays int64 [max_sequences]. windows: positions that may be stored, sinks included; 0 for other sequences.
 
     holes: indices after the sinks that are not in use. dropped: by how much positions after the sinks are above their

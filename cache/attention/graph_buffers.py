@@ -71,6 +71,8 @@ class GraphBuffers:
         """Of the forward that was filled in last when it runs. On the device this fetches its arrays, and computes the
         rotation of its positions."""
         self._fetch()
+        for group, buffers in zip(self._groups, self._buffers, strict=True):
+            group.backend.begin_captured(buffers)
         noted = [None if self.limits.one_each else group.stored for group in self._groups]
         plans = [
             GroupPlan(own, rotation, num_tokens=self.size, stored=stored, captured=True)

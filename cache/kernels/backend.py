@@ -39,6 +39,9 @@ class PoolBackend(PageMemory):
     def buffers(self, limits: Limits, tables: DeviceTables) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no graph buffers")
 
+    def begin_captured(self, buffers: Any) -> None:
+        """Nothing is computed for all layers together."""
+
     def takes_shared(self, buffers: Any, shared: SharedPrefixes) -> bool:
         return False
 

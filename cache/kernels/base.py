@@ -183,6 +183,10 @@ class AttentionBackend(PageOperations, Protocol[InputsT]):
         """Graph buffers: run() reads `tables` whenever the captured graph is replayed. The caller fills `tables`."""
         ...
 
+    def begin_captured(self, buffers: Any) -> None:
+        """Queues, in the graph, what all layers of a replay need that follows from the tables of `buffers`."""
+        ...
+
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
         """Whatever run() needs of a forward; waits for no device.
 

@@ -27,7 +27,7 @@ from tandem.cache.kernels.gpu_limits import check_sizes, head_sizes
 from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton.append import AppendTargets, append
-from tandem.cache.kernels.triton.decode import DecodePlan, decode
+from tandem.cache.kernels.triton.decode import DecodePlan, decode, schedule_splits
 from tandem.cache.kernels.triton.gather import gather
 from tandem.cache.kernels.triton.merge import merge_parts
 from tandem.cache.kernels.triton.tree import attend_trees
@@ -156,6 +156,10 @@ class FlashInferKernels(AppendThenAttend):
         fixed.plan_largest(sizes, self._paged_options)
         wrapper = self._fixed_wrapper(tables, limits.num_q_heads)
         return SharingBuffers(AppendTargets(tables.slots, None), wrapper, fixed, limits.num_q_heads)
+
+    def begin_captured(self, buffers: Any) -> None:
+        if isinstance(buffers, DecodePlan):
+            schedule_splits(buffers, self._pool, self.scoring, self._fp8)
 
     def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
         return largest_prompt(self._workspace, num_sequences, self._sizes(num_q_heads))

@@ -1,8 +1,9 @@
 """A layer's decode step in one Triton kernel: norm of heads, rotation, append and attention over the page table.
 
-Flash-decoding (Dao et al., 2023): the positions of a sequence are shared out over several programs for each KV head,
-and the last of them to finish merges what all have found. The shares follow from the lengths on the device: nothing has
-to be planned on the host.
+Flash-decoding (Dao et al., 2023): the positions of a sequence are split over several programs for each KV head, and
+the last of them to finish merges what all have found. Attention takes as long as its longest program. So the splits
+follow from the lengths of all sequences, on the device, once a step: schedule_splits() cuts long sequences into pieces
+about as long as short ones are. Nothing has to be planned on the host.
 """
 
 import math
@@ -25,7 +26,9 @@ from tandem.cache.plan.rope import Rotation
 
 PROGRAMS = 256  # that a step is shared out over at most, two a multiprocessor: more cost more to merge than they bring
 THREE_EACH = 384  # programs, three a multiprocessor
-MAX_SPLITS = 32
+MAX_SPLITS = 32  # of one sequence alone
+ENTRY = tl.constexpr(8)  # words of an entry: row, split, splits of the row, begin, end, first entry, first page, -
+SPARE = 16  # entries that a step has at least beyond one a row
 LEAST_ROWS = 16  # of a tensor core's tile
 
 
@@ -39,9 +42,10 @@ class Tiling:
     two: bool = False
 
 
-# By measurement, see LOG.md. MANY: as many programs on a multiprocessor as fit. FEW, by head_dim, others as of 128 (in
-# Triton's interpreter): tiles of K and V that take 64 KiB; with their stages those of 8 bits leave no room for a third
-# program. Heads of 256 were not measured with two. SOME: of no more than three programs a multiprocessor.
+# By measurement, see docs/decisions 0019 to 0022.
+# MANY: as many programs on a multiprocessor as fit. FEW, by head_dim, others as of 128 (in Triton's interpreter): tiles
+# of K and V that take 64 KiB; with their stages those of 8 bits leave no room for a third program. Heads of 256 were
+# not measured with two. SOME: of no more than three programs a multiprocessor.
 MANY, MANY_FP8 = Tiling(64, 2, 3), Tiling(128, 2, 3)
 FEW = {64: Tiling(256, 8, 2, two=True), 128: Tiling(128, 4, 3, two=True), 256: Tiling(64, 4, 3)}
 SOME = {128: Tiling(128, 4, 3)}
@@ -53,25 +57,39 @@ ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding include
 
 @dataclass(frozen=True, eq=False)
 class DecodePlan:
-    """tables: where they stand. splits: the most programs for one sequence and KV head. programs: in all.
-    partial: float32 [B, Hq, splits, D + 4], what each found, then its largest score, its sum and padding to 16 bytes;
-    counters: int32 [B, Hkv], 0 between steps.
+    """A decode step of B rows at fixed addresses, of a pool with Hkv heads of D numbers.
+
+    programs is how many programs like lengths occupy; by it the tiling is chosen.
     """
 
     tables: DeviceTables
-    splits: int
     programs: int
+    schedule: Tensor
+    """int32 [entries, 8]: each entry is one piece of one sequence, as schedule_splits() writes it."""
     partial: Tensor
+    """float32 [Hq, entries, D + 4]: what each piece found, then its row_max, its row_sum and padding to 16 bytes."""
     counters: Tensor
+    """int32 [B, Hkv]: pieces that are done; 0 between layers."""
 
     @classmethod
     def make(cls, tables: DeviceTables, num_q_heads: int, num_kv_heads: int, head_dim: int) -> "DecodePlan":
         rows, device = tables.slots.shape[0], tables.slots.device
         fair = PROGRAMS // (rows * num_kv_heads)
-        splits = max(1, min(1 << fair.bit_length() >> 1, MAX_SPLITS))  # a power of two, rounded down
-        partial = torch.empty((rows, num_q_heads, splits, head_dim + ENDS.value), dtype=torch.float32, device=device)
-        counters = torch.zeros((rows, num_kv_heads), dtype=torch.int32, device=device)
-        return cls(tables, splits, rows * num_kv_heads * splits, partial, counters)
+        # Rows of unlike lengths need entries beyond one a row, or the longest could not be cut. Each costs a program,
+        # which ends at once where lengths are alike.
+        entries = max(min(PROGRAMS // num_kv_heads, MAX_SPLITS * rows), rows + max(SPARE, rows // 4))
+        return cls(
+            tables,
+            rows * num_kv_heads * max(1, min(fair, MAX_SPLITS)),
+            torch.full((entries, ENTRY.value), -1, dtype=torch.int32, device=device),
+            torch.empty((num_q_heads, entries, head_dim + ENDS.value), dtype=torch.float32, device=device),
+            torch.zeros((rows, num_kv_heads), dtype=torch.int32, device=device),
+        )
+
+    @property
+    def most_splits(self) -> int:
+        """That one sequence can have: each other sequence has one."""
+        return self.schedule.shape[0] - self.tables.slots.shape[0] + 1
 
 
 def _choose_tiling(plan: DecodePlan, head_dim: int, fp8: Fp8Entries | None) -> Tiling:
@@ -81,6 +99,31 @@ def _choose_tiling(plan: DecodePlan, head_dim: int, fp8: Fp8Entries | None) -> T
     if fp8 is not None:
         return MANY_FP8
     return SOME.get(head_dim, MANY) if plan.programs <= THREE_EACH else MANY
+
+
+def schedule_splits(plan: DecodePlan, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
+    """Queues the kernel that cuts the sequences of plan.tables into pieces, as long as they are when it runs. It comes
+    before the step's first decode(), once for all layers, and not right before it: decode() reads without waiting."""
+    page_size, head_dim = pool.shape[4], pool.shape[5]
+    rows, entries = plan.tables.slots.shape[0], plan.schedule.shape[0]
+    tiling = _choose_tiling(plan, head_dim, fp8)
+    longest = plan.tables.kv_indices.shape[0] * page_size // tiling.block + 1
+    kernel: Any = _schedule[(rows,)]
+    kernel(
+        plan.tables.kv_indptr,
+        plan.tables.kv_last_page_len,
+        plan.schedule,
+        rows,
+        ENTRIES=entries,
+        ROWS=triton.next_power_of_2(rows),
+        MOST=triton.next_power_of_2(max(plan.most_splits, entries - rows + 1)),
+        PAGE_SIZE=page_size,
+        BLOCK=tiling.block,
+        WINDOW=scoring.window or 0,
+        BITS=longest.bit_length(),
+        FULL=plan.programs > PROGRAMS,
+        num_warps=1,
+    )
 
 
 def decode(
@@ -98,6 +141,8 @@ def decode(
 ) -> Tensor:
     """o [B, num_q_heads, head_dim] of one new token each of B sequences; see AttentionBackend.run.
 
+    schedule_splits() has been queued for the lengths that plan.tables have.
+
     pool: as for append. q [B, num_q_heads, head_dim], k and v [B, num_kv_heads, head_dim]: rows of tokens may lie
     apart, a token's heads not; head_dim a power of two, at least 16. fp8: of a pool of 8-bit entries.
     """
@@ -112,7 +157,8 @@ def decode(
     tiling = _choose_tiling(plan, head_dim, fp8)
     on_gpu = pool.device.type == "cuda"
     tile_rows = max(LEAST_ROWS, triton.next_power_of_2(group))
-    kernel: Any = _decode[(rows * num_kv_heads * plan.splits,)]
+    entries = plan.schedule.shape[0]
+    kernel: Any = _decode[(entries * num_kv_heads,)]
     kernel(
         q=q,
         k=k,
@@ -122,9 +168,8 @@ def decode(
         sin=sin,
         pool=pool,
         slots=tables.slots,
-        kv_indptr=tables.kv_indptr,
         kv_indices=tables.kv_indices,
-        kv_last_page_len=tables.kv_last_page_len,
+        schedule=plan.schedule,
         sinks=q if sinks is None else sinks,
         factors=factors,
         inverse=inverse,
@@ -149,8 +194,8 @@ def decode(
         HALF=rotary_dim // 2,
         PAGE_SIZE=page_size,
         BLOCK=tiling.block,
-        SPLITS=plan.splits,
-        WINDOW=scoring.window or 0,
+        ENTRIES=entries,
+        MOST_SPLITS=triton.next_power_of_2(plan.most_splits),
         CAPPED=scoring.softcap is not None,
         SINKS=sinks is not None,
         NORM=norm is not None,
@@ -170,37 +215,93 @@ LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
+def _schedule(
+    kv_indptr, kv_last_page_len, schedule, rows,
+    ENTRIES: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, BITS: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the entries of one row; longer pieces come first, so that the last to run are short.
+
+    A piece has at most `most` blocks of positions: the fewest with which all rows fit into ENTRIES. Where like lengths
+    fill the device anyway (FULL), pieces shorter than the mean sequence would only add merges.
+    """
+    row, mine = tl.arange(0, ROWS), tl.program_id(0)
+    here = row < rows
+    first_page = tl.load(kv_indptr + row, mask=here, other=0)
+    num_pages = tl.load(kv_indptr + row + 1, mask=here, other=1) - first_page
+    stored = (num_pages - 1) * PAGE_SIZE + tl.load(kv_last_page_len + row, mask=here, other=1) - 1
+    oldest = tl.maximum(stored + 1 - WINDOW, 0) if WINDOW > 0 else tl.zeros_like(stored)
+    blocks = tl.where(here, tl.cdiv(stored - oldest, BLOCK), 0)
+    one = tl.where(here, 1, 0)
+    too_few = 0
+    for bit in tl.static_range(BITS):
+        tried = too_few + (1 << (BITS - 1 - bit))
+        used = tl.maximum(tl.cdiv(blocks, tried), one)
+        too_few = tl.where(tl.sum(used, 0) > ENTRIES, tried, too_few)
+    most = too_few + 1
+    if FULL:
+        most = tl.maximum(most, tl.cdiv(tl.sum(blocks, 0) * 9, rows * 8))
+    used = tl.maximum(tl.cdiv(blocks, most), one)
+    piece = tl.maximum(tl.cdiv(blocks, tl.maximum(used, 1)), 1)  # pieces of a row are alike
+    used = tl.maximum(tl.cdiv(blocks, piece), one)
+    is_mine = row == mine
+    my_piece = tl.sum(tl.where(is_mine, piece, 0), 0)
+    my_used = tl.sum(tl.where(is_mine, used, 0), 0)
+    begin = tl.sum(tl.where(is_mine, oldest, 0), 0)
+    end = tl.sum(tl.where(is_mine, stored, 0), 0)
+    page = tl.sum(tl.where(is_mine, first_page, 0), 0)
+    before = (piece > my_piece) | ((piece == my_piece) & (row < mine))
+    first = tl.sum(tl.where(before, used, 0), 0)
+    split = tl.arange(0, MOST)
+    entry = schedule + (first + split) * ENTRY
+    mask = split < my_used
+    tl.store(entry, tl.zeros_like(split) + mine, mask=mask)
+    tl.store(entry + 1, split, mask=mask)
+    tl.store(entry + 2, tl.zeros_like(split) + my_used, mask=mask)
+    from_ = begin + split * my_piece * BLOCK
+    tl.store(entry + 3, from_, mask=mask)
+    tl.store(entry + 4, tl.minimum(from_ + my_piece * BLOCK, end), mask=mask)
+    tl.store(entry + 5, tl.zeros_like(split) + first, mask=mask)
+    tl.store(entry + 6, tl.zeros_like(split) + page, mask=mask)
+    if mine == 0:
+        total = tl.sum(used, 0)
+        tl.store(schedule + (total + split) * ENTRY, tl.zeros_like(split) - 1, mask=total + split < ENTRIES)
+
+
+@triton.jit
 def _decode(
-    q, k, v, norm, cos, sin, pool, slots, kv_indptr, kv_indices, kv_last_page_len, sinks,
+    q, k, v, norm, cos, sin, pool, slots, kv_indices, schedule, sinks,
     factors, inverse, partial, counters, output,
     q_token, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
     ROTATE: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program has a share of the positions of one sequence, for the q heads of one KV head.
+    """Each program has one piece of one sequence, for the q heads of one KV head.
 
-    Tables and stored positions are older than the step: only the new token waits for earlier kernels. The first
-    program of a KV head stores it, and begins its softmax with it, so that nobody reads what is being written.
+    Schedule, tables and stored positions are older than the step's products: only the new token waits for earlier
+    kernels. The first program of a KV head stores it, and begins its softmax with it, so that nobody reads what is
+    being written.
     """
     if PDL:
         gdc_launch_dependents()
     if TWO:
         _keep_room()
-    split = tl.program_id(0) % SPLITS
-    head = tl.program_id(0) // SPLITS % KV_HEADS
-    token = (tl.program_id(0) // (SPLITS * KV_HEADS)).to(tl.int64)
-    first_page = tl.load(kv_indptr + token)
-    num_pages = tl.load(kv_indptr + token + 1) - first_page
-    stored = (num_pages - 1) * PAGE_SIZE + tl.load(kv_last_page_len + token) - 1
-    oldest = tl.maximum(stored + 1 - WINDOW, 0) if WINDOW > 0 else 0
-    share = tl.maximum(tl.cdiv(tl.cdiv(stored - oldest, SPLITS), BLOCK) * BLOCK, BLOCK)
-    used = tl.maximum(tl.cdiv(stored - oldest, share), 1)
+    head = tl.program_id(0) % KV_HEADS
+    entry = schedule + tl.program_id(0) // KV_HEADS * ENTRY
+    owner = tl.load(entry)
+    split = tl.load(entry + 1)
+    used = tl.load(entry + 2)
+    begin = tl.load(entry + 3)
+    end = tl.load(entry + 4)
+    first = tl.load(entry + 5)
+    first_page = tl.load(entry + 6)
+    token = tl.maximum(owner, 0).to(tl.int64)
     slot = tl.load(slots + token)
     if PDL:
         gdc_wait()
-    if split < used:
+    if owner >= 0:
         row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
         one = tl.arange(0, 1)[:, None]
         cos += token * cos_token
@@ -233,8 +334,6 @@ def _decode(
         row_max = tl.where(split == 0, new, float("-inf"))
         row_sum = tl.where(split == 0, new * 0.0 + 1.0, 0.0)
         acc = tl.where(split == 0, value.to(tl.float32), 0.0) + tl.zeros((ROWS, HEAD_DIM), tl.float32)
-        begin = oldest + split * share
-        end = tl.minimum(begin + share, stored)
         row_max, row_sum, acc = _attend(
             *(query, row_max, row_sum, acc, places, to_values, kv_indices + first_page, begin, end),
             *(page_elements, scale, softcap, ROWS, HEAD_DIM, PAGE_SIZE, BLOCK, CAPPED, FP8, PTX),
@@ -244,7 +343,7 @@ def _decode(
         counter = counters + token * KV_HEADS + head
         _leave(
             *(row_max, row_sum, acc, partial, counter, sinks, output, token * (KV_HEADS * GROUP) + head * GROUP, head),
-            *(split, used, GROUP, ROWS, FEW_ROWS, HEAD_DIM, SPLITS, SINKS),
+            *(split, used, first, GROUP, ROWS, FEW_ROWS, HEAD_DIM, ENTRIES, MOST_SPLITS, SINKS),
         )
 
 
@@ -344,9 +443,9 @@ def _score(products, scale, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _leave(
-    row_max, row_sum, acc, partial, counter, sinks, output, q_heads, head, split, used,
+    row_max, row_sum, acc, partial, counter, sinks, output, q_heads, head, split, used, first,
     GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    ENTRIES: tl.constexpr, MOST_SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Writes the output of one KV head's q heads, or what `split` has found of it: the last of `used` merges."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
@@ -358,26 +457,31 @@ def _leave(
         result = acc / row_sum[:, None]
         tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=row < GROUP)
     else:
-        places = partial + ((q_heads + row) * SPLITS + split) * (HEAD_DIM + ENDS)
+        places = partial + ((head * GROUP + row) * ENTRIES + first + split) * (HEAD_DIM + ENDS)
         tl.store(places + column, acc, mask=row < GROUP)
         tl.store(places + HEAD_DIM, row_max[:, None], mask=row < GROUP)
         tl.store(places + HEAD_DIM + 1, row_sum[:, None], mask=row < GROUP)
         tl.debug_barrier()  # all threads have stored before the count says so
         if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
             tl.store(counter, 0)
-            _merge(partial, sinks, output, q_heads, head, used, GROUP, FEW_ROWS, HEAD_DIM, SPLITS, SINKS)
+            partial += first * (HEAD_DIM + ENDS)
+            _merge(
+                *(partial, sinks, output, q_heads, head, used),
+                *(GROUP, FEW_ROWS, HEAD_DIM, ENTRIES, MOST_SPLITS, SINKS),
+            )
 
 
 @triton.jit
 def _merge(
     partial, sinks, output, q_heads, head, used,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, ENTRIES: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Writes the output of one KV head's q heads from what its `used` programs have found."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
-    split = tl.arange(0, SPLITS)[None, :]
+    split = tl.arange(0, MOST_SPLITS)[None, :]
     here = row < GROUP
-    found = partial + (q_heads + row) * (SPLITS * (HEAD_DIM + ENDS))
+    found = partial + (head * GROUP + row) * (ENTRIES * (HEAD_DIM + ENDS))
     ends = found + split * (HEAD_DIM + ENDS) + HEAD_DIM
     row_max = tl.load(ends, mask=here & (split < used), other=float("-inf"), cache_modifier=".cg")
     row_sums = tl.load(ends + 1, mask=here & (split < used), other=0.0, cache_modifier=".cg")

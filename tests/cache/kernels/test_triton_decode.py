@@ -1,10 +1,14 @@
 """A layer's decode step against norm, rotation and softmax in float64: on a GPU, else in Triton's interpreter."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count, pairwise
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.cache.kernels.base import DeviceTables
@@ -18,7 +22,7 @@ from tests.support.tolerances import assert_close
 pytest.importorskip("triton")
 
 from tandem.cache.kernels.triton import decode as triton_decode
-from tandem.cache.kernels.triton.decode import DecodePlan, decode
+from tandem.cache.kernels.triton.decode import DecodePlan, decode, schedule_splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGES, LAYERS, LAYER = 90, 2, 1
@@ -42,7 +46,7 @@ class Case:
     sinks: bool = False
     norm: bool = False
     rotate: bool = True
-    splits: int = 2
+    entries: int = 6
     programs: int = 1000
     fp8: bool = False
     dtype: torch.dtype = torch.float16
@@ -50,12 +54,12 @@ class Case:
 
 CASES = {
     "plain": Case(),
-    "shares of one sequence": Case(lengths=(300, 8, 129), splits=4),
-    "one program": Case(lengths=(200, 65), splits=1),
-    "few sequences": Case(lengths=(400,), splits=16, programs=100),
+    "shares of one sequence": Case(lengths=(300, 8, 129), entries=9),
+    "one program": Case(lengths=(200, 65), entries=2),
+    "few sequences": Case(lengths=(400,), entries=16, programs=100),
     "few sequences, heads of 64": Case(lengths=(300, 380), head_dim=64, programs=100, norm=True),
     "few sequences, heads of 128": Case(
-        lengths=(400, 9), head_dim=128, page_size=16, splits=4, programs=100, norm=True
+        lengths=(400, 9), head_dim=128, page_size=16, entries=8, programs=100, norm=True
     ),
     "some sequences, heads of 128": Case(lengths=(300, 9), head_dim=128, page_size=16, programs=300, norm=True),
     "pages of 64": Case(lengths=(130, 64, 65), page_size=64),
@@ -70,10 +74,10 @@ CASES = {
     "sinks": Case(sinks=True, lengths=(140, 1)),
     "all at once": Case(sinks=True, norm=True, window=100, softcap=3.0, q_heads=14, lengths=(250, 0)),
     "8 bits": Case(fp8=True),
-    "8 bits, shares": Case(fp8=True, head_dim=64, lengths=(300, 8, 129), splits=4, norm=True),
-    "8 bits, few sequences": Case(fp8=True, lengths=(700,), splits=16, programs=100),
+    "8 bits, shares": Case(fp8=True, head_dim=64, lengths=(300, 8, 129), entries=9, norm=True),
+    "8 bits, few sequences": Case(fp8=True, lengths=(700,), entries=16, programs=100),
     "8 bits, few sequences, heads of 64": Case(fp8=True, lengths=(700,), head_dim=64, programs=100),
-    "8 bits, bfloat16": Case(fp8=True, dtype=torch.bfloat16, rotate=False, splits=1),
+    "8 bits, bfloat16": Case(fp8=True, dtype=torch.bfloat16, rotate=False, entries=4),
     "8 bits, all at once": Case(
         sinks=True, norm=True, window=100, softcap=3.0, q_heads=14, lengths=(250, 0), head_dim=32, fp8=True
     ),
@@ -147,6 +151,7 @@ class Step:
     def run(self, plan: DecodePlan) -> Tensor:
         scoring = Scoring(0.3, self.case.window, self.case.softcap)
         new = (self.q, self.k, self.v, self.rotation)
+        schedule_splits(plan, self.pool, scoring, self.fp8)
         return decode(self.pool, LAYER, *new, plan, scoring, self.sinks, self.norm, self.fp8)
 
     def normed(self, heads: Tensor, weight: Tensor) -> Tensor:
@@ -190,7 +195,7 @@ def test_step(case: Case) -> None:
     step = Step(case)
     tables = step.tables()
     plan = DecodePlan.make(tables, case.q_heads, case.kv_heads, case.head_dim)
-    plan = replace(plan, splits=min(plan.splits, case.splits), programs=case.programs)
+    plan = with_entries(plan, case.entries, case.programs)
     before = step.pool.clone()
     output = step.run(plan)
     assert not plan.counters.any()  # the next step begins as this did
@@ -210,16 +215,86 @@ def test_step(case: Case) -> None:
     assert torch.equal(after.view(torch.uint8), before.view(torch.uint8))  # nothing else was written
 
 
-def test_a_step_is_shared_out_over_about_as_many_programs() -> None:
+def with_entries(plan: DecodePlan, entries: int, programs: int) -> DecodePlan:
+    """Of no more entries than it has, but one for each row at least."""
+    entries = max(min(plan.schedule.shape[0], entries), plan.tables.slots.shape[0])
+    partial = plan.partial[:, :entries].contiguous()
+    return replace(plan, schedule=plan.schedule[:entries], partial=partial, programs=programs)
+
+
+def scheduled(lengths: Sequence[int], window: int | None, entries: int, programs: int) -> list[list[int]]:
+    """The schedule's entries [row, split, splits, begin, end, first entry, first page] for stored `lengths`."""
+    size, block = 8, triton_decode.FEW[128].block if programs <= triton_decode.PROGRAMS else triton_decode.MANY.block
+    counts = [length // size + 1 for length in lengths]  # the new token's page included
+    arrays = [0] * len(lengths), np.cumsum([0, *counts]), [n % size + 1 for n in lengths], [0] * sum(counts)
+    tables = DeviceTables(*(torch.tensor(one, dtype=torch.int32, device=DEVICE) for one in arrays))
+    plan = with_entries(DecodePlan.make(tables, 2, 1, 16), entries, programs)
+    plan.schedule.fill_(-7)
+    pool = torch.empty((1, 1, 2, 1, size, 16), device=DEVICE)
+    assert block % size == 0
+    schedule_splits(plan, pool, Scoring(0.3, window))
+    return plan.schedule[:, :7].tolist()
+
+
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=6),
+    st.sampled_from([None, 1, 700]),
+    st.integers(0, 20),
+    st.sampled_from([100, 1000]),
+)
+@settings(max_examples=60, deadline=None)
+def test_pieces_cover_what_a_window_shows_and_none_is_longer_than_it_must_be(
+    lengths: list[int], window: int | None, spare: int, programs: int
+) -> None:
+    entries = len(lengths) + spare
+    found = scheduled(lengths, window, entries, programs)
+    assert len(found) <= entries
+    used = [one for one in found if one[0] >= 0]
+    assert [one[0] for one in found[len(used) :]] == [-1] * (len(found) - len(used))  # others are marked as unused
+    few = programs <= triton_decode.PROGRAMS
+    block = triton_decode.FEW[128].block if few else triton_decode.MANY.block
+    seen = [stored - max(stored + 1 - window, 0) if window else stored for stored in lengths]
+    blocks = [-(-one // block) for one in seen]
+    for row, (stored, positions) in enumerate(zip(lengths, seen, strict=True)):
+        pieces = [one for one in used if one[0] == row]
+        assert [one[1] for one in pieces] == list(range(len(pieces)))
+        assert {(one[2], one[5]) for one in pieces} == {(len(pieces), used.index(pieces[0]))}
+        assert {one[6] for one in pieces} == {sum(length // 8 + 1 for length in lengths[:row])}
+        edges = [one[3] for one in pieces] + [pieces[-1][4]]
+        assert edges[0] == stored - positions
+        assert edges[-1] == stored
+        assert [one[4] for one in pieces] == edges[1:]
+        assert all(end > begin for begin, end in pairwise(edges)) or positions == 0
+    longest = max(-(-(one[4] - one[3]) // block) for one in used)
+    rows = len(lengths)
+    fewest = next(most for most in count(1) if sum(max(-(-one // most), 1) for one in blocks) <= len(found))
+    mean = -(-sum(blocks) * 9 // (rows * 8))
+    assert longest <= (fewest if few else max(fewest, mean))
+    sizes = [max(-(-(one[4] - one[3]) // block), 1) for one in used if one[1] == 0]
+    assert sizes == sorted(sizes, reverse=True)  # what runs last is short
+
+
+def test_like_sequences_that_fill_a_device_are_not_split() -> None:
+    found = scheduled([1000] * 6, None, 9, 1000)
+    assert [one[2] for one in found if one[0] >= 0] == [1] * 6
+
+
+def test_one_long_sequence_among_short_ones_is_split() -> None:
+    found = scheduled([2048, *[300] * 5], None, 12, 1000)
+    assert max(end - begin for row, _, _, begin, end, _, _ in found if row >= 0) < 2048 / 2
+    assert sum(one[0] == 0 for one in found) >= 3
+
+
+def test_a_step_of_like_rows_is_split_over_about_as_many_programs() -> None:
     def plan(rows: int, kv_heads: int) -> DecodePlan:
         tables = DeviceTables(*(torch.zeros(rows, dtype=torch.int32) for _ in range(4)))
         return DecodePlan.make(tables, 4 * kv_heads, kv_heads, 16)
 
-    assert plan(1, 1).splits == triton_decode.MAX_SPLITS
-    for rows, kv_heads in ((1, 8), (2, 8), (4, 8), (16, 8), (24, 8), (10, 3)):
+    assert plan(1, 1).schedule.shape[0] == triton_decode.MAX_SPLITS
+    for rows, kv_heads in ((1, 8), (2, 8), (4, 8), (16, 8), (10, 3)):
         few = plan(rows, kv_heads)
-        assert few.programs == few.splits * rows * kv_heads
         assert triton_decode.PROGRAMS / 2 < few.programs <= triton_decode.PROGRAMS
+        assert few.schedule.shape[0] == triton_decode.PROGRAMS // kv_heads
     for rows, kv_heads in ((33, 8), (64, 8), (10_000, 8)):
-        assert plan(rows, kv_heads).splits == 1
         assert plan(rows, kv_heads).programs == rows * kv_heads
+        assert plan(rows, kv_heads).most_splits > triton_decode.SPARE

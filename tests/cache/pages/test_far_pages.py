@@ -16,7 +16,7 @@ from tests.cache.kernels.test_triton_tree import BUSH, layout_of
 pytest.importorskip("triton")
 
 from tandem.cache.kernels.triton.append import AppendTargets, append
-from tandem.cache.kernels.triton.decode import DecodePlan, decode
+from tandem.cache.kernels.triton.decode import DecodePlan, decode, schedule_splits
 from tandem.cache.kernels.triton.gather import gather
 from tandem.cache.kernels.triton.latent_append import append_latents
 from tandem.cache.kernels.triton.latent_tree import attend_latent_trees
@@ -60,6 +60,7 @@ def decodes(pool: Tensor, first: int) -> Tensor:
     slots = pages[[2, 4]] * PAGE_SIZE + torch.tensor([1, 3], dtype=torch.int32, device=DEVICE)
     indptr, last = (torch.tensor(one, dtype=torch.int32, device=DEVICE) for one in ([0, 3, 5], [2, 4]))
     plan = DecodePlan.make(DeviceTables(slots, indptr, last, pages), 4, 2, 16)
+    schedule_splits(plan, pool, Scoring(0.3))
     return decode(pool, LAYER, q, k, v, None, plan, Scoring(0.3), None, None)
 
 

@@ -1,6 +1,5 @@
 """Decode steps of a whole model by the step kernel, in Triton's interpreter, against plain forwards by torch."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.support.checkpoints import make_model
 
 pytest.importorskip("triton")
 
-from tandem.cache.kernels.triton.decode import DecodePlan, decode
+from tandem.cache.kernels.triton.decode import DecodePlan, decode, schedule_splits
 
 LENGTHS = (5, 12)
 
@@ -35,8 +34,10 @@ class StepKernels(TorchKernels):
         self.capabilities = Capabilities(step_graphs=True)
 
     def buffers(self, limits: Limits, tables: DeviceTables) -> DecodePlan:
-        plan = DecodePlan.make(tables, limits.num_q_heads, self._pool.shape[3], self._pool.shape[5])
-        return replace(plan, splits=1)  # the interpreter takes time for idle programs too
+        return DecodePlan.make(tables, limits.num_q_heads, self._pool.shape[3], self._pool.shape[5])
+
+    def begin_captured(self, buffers: DecodePlan) -> None:
+        schedule_splits(buffers, self._pool, self.scoring)
 
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
         """The kernel reads all that it needs on the device."""

@@ -14,7 +14,7 @@ help:
 	@echo "make check   ruff, pyright, layering, documentation, generated files up to date"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make proto   generate the protobuf modules"
-	@echo "make docs    generate docs/configuration.md"
+	@echo "make docs    generate docs/configuration.md, benchmarks' RESULTS.md and the index of decisions"
 	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
 	@echo "make explore all that can happen to a request in a few small worlds, one state after another"
 	@echo "make fuzz    100,000 bad inputs for services and configuration, 500,000 steps of random programs on caches"
@@ -38,6 +38,7 @@ check: .venv/.dev $(TREE)
 	@$(BIN)/ruff format --check
 	@$(BIN)/python proto/generate.py --check
 	@$(BIN)/python docs/generate.py --check
+	@$(BIN)/python -m tests.benchmarks.report --check
 	@$(BIN)/pyright
 	@$(BIN)/pytest -q tests/test_layering.py tests/test_docs.py tests/test_prose.py
 
@@ -50,6 +51,7 @@ proto: .venv/.dev
 
 docs: .venv/.dev
 	@$(BIN)/python docs/generate.py
+	@$(BIN)/python -m tests.benchmarks.report
 
 chaos: .venv/.dev
 	@$(BIN)/python -m tests.chaos

@@ -5,15 +5,16 @@ PACKAGES := cache transfer workers cluster proto
 TREE := build/import-root/tandem
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check format proto chaos explore fuzz bench clean
+.PHONY: help demo test test-fast check format proto docs chaos explore fuzz bench clean
 
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
 	@echo "make test    the tests that need no GPU"
 	@echo "make test-fast  those of them that are over in two minutes: run it before each commit"
-	@echo "make check   ruff, pyright, layering, generated protobuf up to date"
+	@echo "make check   ruff, pyright, layering, documentation, generated files up to date"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make proto   generate the protobuf modules"
+	@echo "make docs    generate docs/configuration.md, benchmarks' RESULTS.md and the index of decisions"
 	@echo "make chaos   a long storm: processes killed and stopped under load, nothing lost; prints JSON"
 	@echo "make explore all that can happen to a request in a few small worlds, one state after another"
 	@echo "make fuzz    100,000 bad inputs for services and configuration, 500,000 steps of random programs on caches"
@@ -36,8 +37,10 @@ check: .venv/.dev $(TREE)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/python proto/generate.py --check
+	@$(BIN)/python docs/generate.py --check
+	@$(BIN)/python -m tests.benchmarks.report --check
 	@$(BIN)/pyright
-	@$(BIN)/pytest -q tests/test_layering.py
+	@$(BIN)/pytest -q tests/test_layering.py tests/test_docs.py tests/test_prose.py
 
 format: .venv/.dev
 	@$(BIN)/ruff check --fix
@@ -45,6 +48,10 @@ format: .venv/.dev
 
 proto: .venv/.dev
 	@$(BIN)/python proto/generate.py
+
+docs: .venv/.dev
+	@$(BIN)/python docs/generate.py
+	@$(BIN)/python -m tests.benchmarks.report
 
 chaos: .venv/.dev
 	@$(BIN)/python -m tests.chaos

@@ -14,7 +14,25 @@ from tandem.cluster.errors import ConfigError
 from tandem.cluster.routing.policy import POLICIES
 from tandem.transfer.factory import TRANSPORTS
 
-Count = Annotated[int, Field(ge=1)]
+# A number's unit stands in its type, for docs/configuration.md.
+Calls = Annotated[int, Field(ge=1, json_schema_extra={"unit": "calls"})]
+Cpus = Annotated[int, Field(ge=1, json_schema_extra={"unit": "CPUs"})]
+Factor = Annotated[float, Field(gt=0, json_schema_extra={"unit": "factor"})]
+Fraction = Annotated[float, Field(gt=0, le=1, json_schema_extra={"unit": "fraction"})]
+Islands = Annotated[int, Field(ge=1, json_schema_extra={"unit": "islands"})]
+Mebibytes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "MiB"})]
+Messages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "messages/s"})]
+Pages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "pages"})]
+Placements = Annotated[int, Field(ge=1, json_schema_extra={"unit": "placements"})]
+Port = Annotated[int, Field(ge=0, le=65535, json_schema_extra={"unit": "TCP port"})]
+Positions = Annotated[int, Field(ge=1, json_schema_extra={"unit": "positions"})]
+Requests = Annotated[int, Field(ge=1, json_schema_extra={"unit": "requests"})]
+Restarts = Annotated[int, Field(ge=0, json_schema_extra={"unit": "restarts"})]
+Seconds = Annotated[float, Field(json_schema_extra={"unit": "s"})]
+Sequences = Annotated[int, Field(ge=1, json_schema_extra={"unit": "sequences"})]
+Threads = Annotated[int, Field(ge=1, json_schema_extra={"unit": "threads"})]
+Tokens = Annotated[int, Field(ge=1, json_schema_extra={"unit": "tokens"})]
+Workers = Annotated[int, Field(ge=1, json_schema_extra={"unit": "workers"})]
 
 
 class Section(BaseModel):
@@ -39,8 +57,10 @@ class ModelSection(Section):
         default="safetensors",
         description="where weights come from; dummy draws them at random and needs config.json only",
     )
-    max_model_len: Count | None = Field(
-        default=None, le=1 << 24, description="most positions of one sequence; null takes the checkpoint's limit"
+    max_model_len: Positions | None = Field(
+        default=None,
+        le=1 << 24,
+        description="most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit",
     )
 
     @field_validator("path")
@@ -51,17 +71,19 @@ class ModelSection(Section):
 
 
 class CacheSection(Section):
-    page_size: Literal[8, 16, 32, 64, 128] = Field(default=16, description="positions in one KV page")
-    num_pages: Count | None = Field(
+    page_size: Literal[8, 16, 32, 64, 128] = Field(
+        default=16,
+        json_schema_extra={"unit": "positions"},
+        description="positions in one KV page; 16-bit kernels on a GPU take at most 64",
+    )
+    num_pages: Pages | None = Field(
         default=None,
         le=1 << 24,
         description="KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU "
         "and what gpu_memory_utilization leaves on a GPU",
     )
-    gpu_memory_utilization: float | None = Field(
+    gpu_memory_utilization: Fraction | None = Field(
         default=None,
-        gt=0,
-        le=1,
         description="fraction of a GPU's memory that weights, KV pages and workspace may take; "
         "null is 0.9, unless num_pages is given",
     )
@@ -69,13 +91,12 @@ class CacheSection(Section):
         default="auto",
         description="element type of stored K and V; auto is model.dtype, or FP8 where the checkpoint asks for it",
     )
-    k_scale: float | None = Field(
+    k_scale: Factor | None = Field(
         default=None,
-        gt=0,
         description="with fp8_e4m3, what stored K is multiplied by in every layer; null is the checkpoint's, else 1",
         allow_inf_nan=False,
     )
-    v_scale: float | None = Field(default=None, gt=0, description="the same for V", allow_inf_nan=False)
+    v_scale: Factor | None = Field(default=None, description="the same for V", allow_inf_nan=False)
     prefix_sharing: bool = Field(default=True, description="whether requests share the pages of equal prefixes")
 
     @field_validator("gpu_memory_utilization")
@@ -97,9 +118,9 @@ class CacheSection(Section):
 
 
 class SchedulerSection(Section):
-    max_batch_tokens: Count = Field(default=1024, le=1 << 20, description="most tokens in one forward")
-    max_sequences: Count = Field(default=256, le=1 << 16, description="most sequences in one forward")
-    stream_messages_per_second: Count | None = Field(
+    max_batch_tokens: Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
+    max_sequences: Sequences = Field(default=256, le=1 << 16, description="most sequences in one forward")
+    stream_messages_per_second: Messages | None = Field(
         default=None,
         le=1 << 20,
         description="most messages that the clients of one decode worker get; when more tokens come, a message carries "
@@ -117,21 +138,21 @@ class IslandSection(Section):
         description="how workers write into each other's pages: shared_memory between CPUs, nvshmem between GPUs",
         validate_default=True,
     )
-    num_prefill: Count = Field(default=1, le=256, description="prefill workers")
-    num_decode: Count = Field(default=1, le=256, description="decode workers")
-    num_signals: Count = Field(
-        default=256, le=1 << 16, description="requests that one decode worker can await at a time"
+    num_prefill: Workers = Field(default=1, le=256, description="prefill workers")
+    num_decode: Workers = Field(default=1, le=256, description="decode workers")
+    num_signals: Requests = Field(
+        default=256, le=1 << 16, description="requests whose KV one decode worker can await at a time"
     )
-    lease_seconds: float = Field(
+    lease_seconds: Seconds = Field(
         default=30.0,
         ge=0.05,
         le=3600,
-        description="how long workers keep pages and work on for a gateway that shows no sign of life, in seconds",
+        description="how long workers keep pages and work on for a gateway that shows no sign of life",
     )
     verify_kv: bool = Field(
         default=False, description="whether decode workers compare digests of the KV pushed to them"
     )
-    threads_per_worker: Count | None = Field(
+    threads_per_worker: Threads | None = Field(
         default=None, le=1024, description="torch threads of one worker; null shares the machine's cores evenly"
     )
 
@@ -149,30 +170,27 @@ class IslandSection(Section):
 
 class GatewaySection(Section):
     host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=50051, ge=0, le=65535, description="gRPC port; 0 takes any free one")
-    http_port: int | None = Field(
-        default=None,
-        ge=0,
-        le=65535,
-        description="port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none",
+    port: Port = Field(default=50051, description="gRPC port; 0 takes any free one")
+    http_port: Port | None = Field(
+        default=None, description="port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"
     )
     routing_policy: str = Field(
-        default="least_loaded", description=f"how requests are placed on workers: {' or '.join(POLICIES)}"
+        default="least_loaded",
+        json_schema_extra={"enum": [*POLICIES]},
+        description=f"how requests are placed on workers: {' or '.join(POLICIES)}",
     )
-    max_queued: Count = Field(default=1024, le=1 << 20, description="most requests that wait for room")
-    max_queued_tokens: Count = Field(
+    max_queued: Requests = Field(default=1024, le=1 << 20, description="most requests that wait for room")
+    max_queued_tokens: Tokens = Field(
         default=1 << 22, le=1 << 40, description="most tokens, prompts and outputs, that wait for room"
     )
-    max_attempts: Count = Field(
+    max_attempts: Placements = Field(
         default=5, le=1000, description="how often a request is placed when workers are lost while they serve it"
     )
-    queue_seconds: float = Field(default=60.0, gt=0, le=86400, description="longest wait for room")
-    request_seconds: float = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
-    max_message_mib: Count = Field(default=16, le=1024, description="largest message that the gateway takes, in MiB")
-    max_calls: Count = Field(
-        default=4096,
-        le=1 << 20,
-        description="most calls at a time through gRPC and HTTP, waiting ones included",
+    queue_seconds: Seconds = Field(default=60.0, gt=0, le=86400, description="longest wait for room")
+    request_seconds: Seconds = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
+    max_message_mib: Mebibytes = Field(default=16, le=1024, description="largest message that the gateway takes")
+    max_calls: Calls = Field(
+        default=4096, le=1 << 20, description="most calls at a time, gRPC and HTTP together, waiting ones included"
     )
 
     @field_validator("routing_policy")
@@ -217,27 +235,33 @@ class SecuritySection(Section):
 
 
 class RecoverySection(Section):
-    unresponsive_seconds: float = Field(
+    unresponsive_seconds: Seconds = Field(
         default=60.0, gt=0, le=86400, description="a process that is silent for so long is ended and started again"
     )
-    stalled_seconds: float = Field(
+    stalled_seconds: Seconds = Field(
         default=300.0,
         gt=0,
         le=86400,
-        description="the same for one that does not get on with its start, be it imports, weights or kernels: longer "
-        "than it takes to compile one; where workers wait for each other, 60 if that is less",
+        description="a process whose start makes no progress for so long, in imports, weights or kernels, is ended and "
+        "started again; give it more time than one kernel takes to compile; where workers wait for each other, 60 s "
+        "are the most",
     )
-    drain_seconds: float = Field(
-        default=10.0, ge=0, le=86400, description="longest wait for what a broken island's other workers can finish"
+    drain_seconds: Seconds = Field(
+        default=10.0,
+        ge=0,
+        le=86400,
+        description="longest wait for what the other workers of a broken island can finish",
     )
-    max_restarts: int = Field(
-        default=10, ge=0, le=1 << 20, description="most restarts of an island, or of the gateway, in window_seconds"
+    max_restarts: Restarts = Field(
+        default=10,
+        le=1 << 20,
+        description="most restarts of an island, or of the gateway, in window_seconds; one more loss ends the cluster",
     )
-    window_seconds: float = Field(default=600.0, gt=0, le=86400, description="the time in which restarts are counted")
+    window_seconds: Seconds = Field(default=600.0, gt=0, le=86400, description="the time in which restarts are counted")
 
 
 class RaySection(Section):
-    num_cpus: Count | None = Field(
+    num_cpus: Cpus | None = Field(
         default=None, le=1 << 16, description="CPUs that a Ray started here offers; null is all"
     )
 
@@ -253,9 +277,13 @@ class ClusterConfig(Section):
     model: ModelSection = Field(default=ModelSection(), description="what is served")
     cache: CacheSection = Field(default=CacheSection(), description="each worker's KV")
     scheduler: SchedulerSection = Field(default=SchedulerSection(), description="limits of one forward")
-    num_islands: Count = Field(default=1, le=256, description="islands of the shape that `island` gives")
+    num_islands: Islands = Field(
+        default=1,
+        le=256,
+        description="islands of the shape that `island` gives; a lost worker stops its own island only",
+    )
     island: IslandSection = Field(default=IslandSection(), description="the workers that can write into each other")
-    gateway: GatewaySection = Field(default=GatewaySection(), description="the server for clients")
+    gateway: GatewaySection = Field(default=GatewaySection(), description="what clients connect to")
     recovery: RecoverySection = Field(
         default=RecoverySection(), description="what happens when a process ends or falls silent"
     )

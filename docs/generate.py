@@ -1,0 +1,111 @@
+"""Generates docs/configuration.md from the schema in cluster/config.py.
+
+`python docs/generate.py` writes it; with `--check` it writes nothing and exits with 1 when the file is stale.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster.config import ClusterConfig
+
+PAGE = Path(__file__).resolve().with_name("configuration.md")
+INTRO = """\
+# Configuration
+
+A cluster is described by one YAML file. `tandem up FILE` reads it. This page is generated from the schema in
+`cluster/config.py` by `make docs`; `make check` fails when it is stale.
+
+- Every key may be left out. `deploy/local.yaml` lists all of them with their defaults.
+- `--set cache.num_pages=4096` overrides one key. The value is YAML. The option may be repeated.
+- `--model`, `--grpc-port`, `--http-port` and `--verify-kv` override `model.path`, `gateway.port`, `gateway.http_port`
+  and `island.verify_kv`.
+- Unknown keys are refused, and the error names the nearest known key.
+- No value is converted, except an integer where a fraction is accepted: `"16"` is not 16.
+- Relative paths start at the folder in which `tandem up` runs. `~` is your home.
+
+## Rules between keys
+
+| key | rule |
+|---|---|
+| `cache.gpu_memory_utilization` | must be null where `cache.num_pages` is given, and where `island.device` is cpu |
+| `cache.k_scale`, `cache.v_scale` | must be null unless `cache.kv_cache_dtype` is fp8_e4m3 |
+| `island.transport` | must be shared_memory where `island.device` is cpu, and nvshmem where it is cuda |
+| `gateway.host` | must be a loopback address unless `security` has a token and TLS |
+| `gateway.http_port` | must differ from `gateway.port`; it needs `pip install 'tandem[http]'` |
+| `security.tls_cert`, `security.tls_key` | come together; `security.client_ca` needs both |
+| `model.max_model_len` | at most what the checkpoint takes |
+
+`tandem up` checks these rules, the checkpoint, the token file and the certificates before it starts a process.
+"""
+
+Schema = Mapping[str, Any]
+
+
+def generate() -> str:
+    """The whole page. Raises LookupError for a number without a unit."""
+    schema = ClusterConfig.model_json_schema()
+    fields: Schema = schema["properties"]
+    plain = {key: field for key, field in fields.items() if "$ref" not in field}
+    parts = [INTRO, "## The cluster\n", _table("", plain)]
+    for section, field in fields.items():
+        if section not in plain:
+            keys: Schema = schema["$defs"][field["$ref"].rpartition("/")[2]]["properties"]
+            parts += [f"## `{section}`: {field['description']}\n", _table(f"{section}.", keys)]
+    return "\n".join(parts)
+
+
+def _table(prefix: str, fields: Schema) -> str:
+    rows = ["| key | default | accepted | unit | meaning |", "|---|---|---|---|---|"]
+    rows += [f"| {' | '.join(_cells(prefix + key, field))} |" for key, field in fields.items()]
+    return "\n".join([*rows, ""])
+
+
+def _cells(key: str, field: Schema) -> Iterator[str]:
+    kinds = [kind for kind in field.get("anyOf", [field]) if kind["type"] != "null"]
+    (kind,) = kinds
+    nullable = ["null"] if "anyOf" in field else []
+    yield f"`{key}`"
+    yield _value(field["default"])
+    yield ", ".join([_accepted(kind), *nullable])
+    if kind["type"] in ("integer", "number") and "unit" not in kind:
+        raise LookupError(f"{key} is a number without a unit; its type in cluster/config.py must give one")
+    yield kind.get("unit", "")
+    yield field["description"]
+
+
+def _value(value: object) -> str:
+    """As YAML writes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _accepted(kind: Schema) -> str:
+    if "enum" in kind:
+        return ", ".join(map(str, kind["enum"]))
+    if kind["type"] == "boolean":
+        return "true, false"
+    if kind["type"] == "string":
+        return "text"
+    least = f"> {kind['exclusiveMinimum']:,}" if "exclusiveMinimum" in kind else f"≥ {kind['minimum']:,}"
+    return least + (f" and ≤ {kind['maximum']:,}" if "maximum" in kind else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when the page is stale")
+    check = parser.parse_args().check
+    text = generate()
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    if check:
+        print(f"docs/{PAGE.name} is stale: run `make docs`", file=sys.stderr)
+        return 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Whether the documentation speaks of what is there: paths, links, configuration keys and their defaults."""
+
+import fnmatch
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.config import ClusterConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+FOLDERS = ("cache", "transfer", "workers", "cluster", "proto", "tests", "deploy", "docs", ".ci")
+OURS = (".py", ".cu", ".cuh", ".c", ".h", ".proto", ".yaml", ".md", ".toml")  # names of files that stand alone
+NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*")} | {
+    path.name for path in ROOT.iterdir()
+}
+SECTIONS = [name for name, value in ClusterConfig().model_dump().items() if isinstance(value, dict)]
+
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+PLACEHOLDER = re.compile(r"<[^>]+>")
+KEY = re.compile(rf"(?<![\w/])({'|'.join(SECTIONS)})\.(?!py\b)(\w+)")
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def paths(text: str) -> set[str]:
+    """Words of code, in a line or a block, that are paths of this repository or names of its files."""
+    words = {word for code in (*CODE.findall(FENCED.sub("", text)), *FENCED.findall(text)) for word in code.split()}
+    named = {word.strip("`'\",:;()[]") for word in words}
+    return {
+        word
+        for word in named
+        if word.startswith(tuple(f"{folder}/" for folder in FOLDERS)) or (word.endswith(OURS) and "/" not in word)
+    }
+
+
+def exists(path: str) -> bool:
+    """<placeholders> stand for anything."""
+    pattern = PLACEHOLDER.sub("*", path.rstrip("/"))
+    return any(ROOT.glob(pattern)) if "/" in path else bool(fnmatch.filter(NAMES, pattern))
+
+
+def anchors(text: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page: str) -> None:
+    assert {path for path in paths(read(page)) if not exists(path)} == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    broken = []
+    for target, anchor in LINK.findall(read(page)):
+        file = (ROOT / page).parent / target if target else ROOT / page
+        if not file.exists() or (anchor and anchor[1:] not in anchors(file.read_text(encoding="utf-8"))):
+            broken.append(target + anchor)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_configuration_keys_exist(page: str) -> None:
+    named = set(KEY.findall(" ".join(CODE.findall(FENCED.sub("", read(page))))))
+    defaults = ClusterConfig().model_dump()
+    assert {f"{section}.{key}" for section, key in named if key not in defaults[section]} == set()
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    generate = runpy.run_path(str(ROOT / "docs/generate.py"))["generate"]
+    assert read("docs/configuration.md") == generate(), "run `make docs`"
+
+
+def test_a_path_that_is_not_there_is_noticed() -> None:
+    text = "`cache/nothing.py` and `cluster/config.py`, `nothing.py`\n```\ntandem up deploy/nothing.yaml\n```\n`a.json`"
+    assert paths(text) == {"cache/nothing.py", "cluster/config.py", "nothing.py", "deploy/nothing.yaml"}
+    assert [path for path in sorted(paths(text)) if exists(path)] == ["cluster/config.py"]

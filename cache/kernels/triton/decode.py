@@ -114,9 +114,9 @@ def schedule_splits(plan: DecodePlan, pool: Tensor, scoring: Scoring, fp8: Fp8En
         plan.tables.kv_last_page_len,
         plan.schedule,
         rows,
-        ENTRIES=entries,
+        entries,
         ROWS=triton.next_power_of_2(rows),
-        MOST=triton.next_power_of_2(max(plan.most_splits, entries - rows + 1)),
+        MOST=triton.next_power_of_2(plan.most_splits),
         PAGE_SIZE=page_size,
         BLOCK=tiling.block,
         WINDOW=scoring.window or 0,
@@ -186,6 +186,7 @@ def decode(
         scale=scoring.scale,
         softcap=scoring.softcap or 0.0,
         eps=0.0 if norm is None else norm.eps,
+        entries=entries,
         KV_HEADS=num_kv_heads,
         GROUP=group,
         ROWS=tile_rows,
@@ -194,7 +195,6 @@ def decode(
         HALF=rotary_dim // 2,
         PAGE_SIZE=page_size,
         BLOCK=tiling.block,
-        ENTRIES=entries,
         MOST_SPLITS=triton.next_power_of_2(plan.most_splits),
         CAPPED=scoring.softcap is not None,
         SINKS=sinks is not None,
@@ -214,16 +214,16 @@ def decode(
 LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "entries"])  # numbers of rows share what is compiled
 def _schedule(
-    kv_indptr, kv_last_page_len, schedule, rows,
-    ENTRIES: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    kv_indptr, kv_last_page_len, schedule, rows, entries,
+    ROWS: tl.constexpr, MOST: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, BITS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Each program writes the entries of one row; longer pieces come first, so that the last to run are short.
 
-    A piece has at most `most` blocks of positions: the fewest with which all rows fit into ENTRIES. Where like lengths
-    fill the device anyway (FULL), pieces shorter than the mean sequence would only add merges.
+    A piece has at most `most` blocks of positions: the fewest with which all rows fit into `entries`. Where like
+    lengths fill the device anyway (FULL), pieces shorter than the mean sequence would only add merges.
     """
     row, mine = tl.arange(0, ROWS), tl.program_id(0)
     here = row < rows
@@ -237,7 +237,7 @@ def _schedule(
     for bit in tl.static_range(BITS):
         tried = too_few + (1 << (BITS - 1 - bit))
         used = tl.maximum(tl.cdiv(blocks, tried), one)
-        too_few = tl.where(tl.sum(used, 0) > ENTRIES, tried, too_few)
+        too_few = tl.where(tl.sum(used, 0) > entries, tried, too_few)
     most = too_few + 1
     if FULL:
         most = tl.maximum(most, tl.cdiv(tl.sum(blocks, 0) * 9, rows * 8))
@@ -265,16 +265,16 @@ def _schedule(
     tl.store(entry + 6, tl.zeros_like(split) + page, mask=mask)
     if mine == 0:
         total = tl.sum(used, 0)
-        tl.store(schedule + (total + split) * ENTRY, tl.zeros_like(split) - 1, mask=total + split < ENTRIES)
+        tl.store(schedule + (total + split) * ENTRY, tl.zeros_like(split) - 1, mask=total + split < entries)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def _decode(
     q, k, v, norm, cos, sin, pool, slots, kv_indices, schedule, sinks,
     factors, inverse, partial, counters, output,
-    q_token, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps,
+    q_token, k_token, v_token, cos_token, sin_token, page_elements, layer_elements, scale, softcap, eps, entries,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     MOST_SPLITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
     ROTATE: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -299,9 +299,9 @@ def _decode(
     first_page = tl.load(entry + 6)
     token = tl.maximum(owner, 0).to(tl.int64)
     slot = tl.load(slots + token)
-    if PDL:
-        gdc_wait()
-    if owner >= 0:
+    if owner >= 0:  # others end at once, also before earlier kernels do
+        if PDL:
+            gdc_wait()
         row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
         one = tl.arange(0, 1)[:, None]
         cos += token * cos_token
@@ -343,7 +343,7 @@ def _decode(
         counter = counters + token * KV_HEADS + head
         _leave(
             *(row_max, row_sum, acc, partial, counter, sinks, output, token * (KV_HEADS * GROUP) + head * GROUP, head),
-            *(split, used, first, GROUP, ROWS, FEW_ROWS, HEAD_DIM, ENTRIES, MOST_SPLITS, SINKS),
+            *(split, used, first, entries, GROUP, ROWS, FEW_ROWS, HEAD_DIM, MOST_SPLITS, SINKS),
         )
 
 
@@ -443,9 +443,9 @@ def _score(products, scale, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _leave(
-    row_max, row_sum, acc, partial, counter, sinks, output, q_heads, head, split, used, first,
+    row_max, row_sum, acc, partial, counter, sinks, output, q_heads, head, split, used, first, entries,
     GROUP: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ENTRIES: tl.constexpr, MOST_SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Writes the output of one KV head's q heads, or what `split` has found of it: the last of `used` merges."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
@@ -457,7 +457,7 @@ def _leave(
         result = acc / row_sum[:, None]
         tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=row < GROUP)
     else:
-        places = partial + ((head * GROUP + row) * ENTRIES + first + split) * (HEAD_DIM + ENDS)
+        places = partial + ((head * GROUP + row) * entries + first + split) * (HEAD_DIM + ENDS)
         tl.store(places + column, acc, mask=row < GROUP)
         tl.store(places + HEAD_DIM, row_max[:, None], mask=row < GROUP)
         tl.store(places + HEAD_DIM + 1, row_sum[:, None], mask=row < GROUP)
@@ -466,22 +466,22 @@ def _leave(
             tl.store(counter, 0)
             partial += first * (HEAD_DIM + ENDS)
             _merge(
-                *(partial, sinks, output, q_heads, head, used),
-                *(GROUP, FEW_ROWS, HEAD_DIM, ENTRIES, MOST_SPLITS, SINKS),
+                *(partial, sinks, output, q_heads, head, used, entries),
+                *(GROUP, FEW_ROWS, HEAD_DIM, MOST_SPLITS, SINKS),
             )
 
 
 @triton.jit
 def _merge(
-    partial, sinks, output, q_heads, head, used,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, ENTRIES: tl.constexpr,
+    partial, sinks, output, q_heads, head, used, entries,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     MOST_SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Writes the output of one KV head's q heads from what its `used` programs have found."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
     split = tl.arange(0, MOST_SPLITS)[None, :]
     here = row < GROUP
-    found = partial + (head * GROUP + row) * (ENTRIES * (HEAD_DIM + ENDS))
+    found = partial + (head * GROUP + row) * (entries * (HEAD_DIM + ENDS))
     ends = found + split * (HEAD_DIM + ENDS) + HEAD_DIM
     row_max = tl.load(ends, mask=here & (split < used), other=float("-inf"), cache_modifier=".cg")
     row_sums = tl.load(ends + 1, mask=here & (split < used), other=0.0, cache_modifier=".cg")

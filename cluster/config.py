@@ -177,7 +177,7 @@ class GatewaySection(Section):
     routing_policy: str = Field(
         default="least_loaded",
         json_schema_extra={"enum": [*POLICIES]},
-        description=f"how requests are placed on workers: {' or '.join(POLICIES)}",
+        description="how requests are placed on workers",
     )
     max_queued: Requests = Field(default=1024, le=1 << 20, description="most requests that wait for room")
     max_queued_tokens: Tokens = Field(

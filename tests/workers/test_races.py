@@ -124,7 +124,7 @@ def test_a_late_completion_is_not_lost_nor_taken_for_the_next(folder: Path, orac
     pair.send("a", PROMPT, pair.prepare("a", PROMPT))
     pair.step_prefill()
     pair.decode.abort("a", writer_quiet=False)
-    with pytest.raises(NoRoom, match="signal slots"):
+    with pytest.raises(NoRoom, match="mailbox rows"):
         pair.prepare("b", OTHER)
     pair.run_prefill()  # a completes all the same
     pair.step_decode()

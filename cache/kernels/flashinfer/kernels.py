@@ -27,7 +27,8 @@ from tandem.cache.kernels.gpu_limits import check_sizes, head_sizes
 from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton.append import AppendTargets, append
-from tandem.cache.kernels.triton.decode import DecodePlan, decode, schedule_splits
+from tandem.cache.kernels.triton.decode import decode
+from tandem.cache.kernels.triton.decode_plan import DecodePlan, schedule_splits
 from tandem.cache.kernels.triton.gather import gather
 from tandem.cache.kernels.triton.merge import merge_parts
 from tandem.cache.kernels.triton.tree import attend_trees

@@ -1,13 +1,10 @@
 """A layer's decode step in one Triton kernel: norm of heads, rotation, append and attention over the page table.
 
 Flash-decoding (Dao et al., 2023): the positions of a sequence are split over several programs for each KV head, and
-the last of them to finish merges what all have found. Attention takes as long as its longest program. So the splits
-follow from the lengths of all sequences, on the device, once a step: schedule_splits() cuts long sequences into pieces
-about as long as short ones are. Nothing has to be planned on the host.
+the last of them to finish merges what all have found. decode_plan.py says which program has which positions.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,114 +13,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kernels.triton.decode_plan import ENDS, ENTRY, DecodePlan, choose_tiling
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.fp8 import quantise, widen_pairs
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.rope import Rotation
 
-PROGRAMS = 256  # that a step is shared out over at most, two a multiprocessor: more cost more to merge than they bring
-THREE_EACH = 384  # programs, three a multiprocessor
-MAX_SPLITS = 32  # of one sequence alone
-ENTRY = tl.constexpr(8)  # words of an entry: row, split, splits of the row, begin, end, first entry, first page, -
-SPARE = 16  # entries that a step has at least beyond one a row
 LEAST_ROWS = 16  # of a tensor core's tile
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """block: positions at once, the least that a share has. two: no third program may stand on a multiprocessor."""
-
-    block: int
-    warps: int
-    stages: int
-    two: bool = False
-
-
-# By measurement, see docs/decisions 0019 to 0022.
-# MANY: as many programs on a multiprocessor as fit. FEW, by head_dim, others as of 128 (in Triton's interpreter): tiles
-# of K and V that take 64 KiB; with their stages those of 8 bits leave no room for a third program. Heads of 256 were
-# not measured with two. SOME: of no more than three programs a multiprocessor.
-MANY, MANY_FP8 = Tiling(64, 2, 3), Tiling(128, 2, 3)
-FEW = {64: Tiling(256, 8, 2, two=True), 128: Tiling(128, 4, 3, two=True), 256: Tiling(64, 4, 3)}
-SOME = {128: Tiling(128, 4, 3)}
-FEW_FP8 = {64: Tiling(256, 4, 7), 128: Tiling(128, 4, 7), 256: Tiling(64, 4, 7)}
 MAX_WARPS = 8
 SUMS_OF_A_WARP = 1024  # of V: more do not fit into its registers
-ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding included
-
-
-@dataclass(frozen=True, eq=False)
-class DecodePlan:
-    """A decode step of B rows at fixed addresses, of a pool with Hkv heads of D numbers.
-
-    programs is how many programs like lengths occupy; by it the tiling is chosen.
-    """
-
-    tables: DeviceTables
-    programs: int
-    schedule: Tensor
-    """int32 [entries, 8]: each entry is one piece of one sequence, as schedule_splits() writes it."""
-    partial: Tensor
-    """float32 [Hq, entries, D + 4]: what each piece found, then its row_max, its row_sum and padding to 16 bytes."""
-    counters: Tensor
-    """int32 [B, Hkv]: pieces that are done; 0 between layers."""
-
-    @classmethod
-    def make(cls, tables: DeviceTables, num_q_heads: int, num_kv_heads: int, head_dim: int) -> "DecodePlan":
-        rows, device = tables.slots.shape[0], tables.slots.device
-        fair = PROGRAMS // (rows * num_kv_heads)
-        # Rows of unlike lengths need entries beyond one a row, or the longest could not be cut. Each costs a program,
-        # which ends at once where lengths are alike.
-        entries = max(min(PROGRAMS // num_kv_heads, MAX_SPLITS * rows), rows + max(SPARE, rows // 4))
-        return cls(
-            tables,
-            rows * num_kv_heads * max(1, min(fair, MAX_SPLITS)),
-            torch.full((entries, ENTRY.value), -1, dtype=torch.int32, device=device),
-            torch.empty((num_q_heads, entries, head_dim + ENDS.value), dtype=torch.float32, device=device),
-            torch.zeros((rows, num_kv_heads), dtype=torch.int32, device=device),
-        )
-
-    @property
-    def most_splits(self) -> int:
-        """That one sequence can have: each other sequence has one."""
-        return self.schedule.shape[0] - self.tables.slots.shape[0] + 1
-
-
-def _choose_tiling(plan: DecodePlan, head_dim: int, fp8: Fp8Entries | None) -> Tiling:
-    if plan.programs <= PROGRAMS:
-        few = FEW if fp8 is None else FEW_FP8
-        return few.get(head_dim, few[128])
-    if fp8 is not None:
-        return MANY_FP8
-    return SOME.get(head_dim, MANY) if plan.programs <= THREE_EACH else MANY
-
-
-def schedule_splits(plan: DecodePlan, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
-    """Queues the kernel that cuts the sequences of plan.tables into pieces, as long as they are when it runs. It comes
-    before the step's first decode(), once for all layers, and not right before it: decode() reads without waiting."""
-    page_size, head_dim = pool.shape[4], pool.shape[5]
-    rows, entries = plan.tables.slots.shape[0], plan.schedule.shape[0]
-    tiling = _choose_tiling(plan, head_dim, fp8)
-    longest = plan.tables.kv_indices.shape[0] * page_size // tiling.block + 1
-    kernel: Any = _schedule[(rows,)]
-    kernel(
-        plan.tables.kv_indptr,
-        plan.tables.kv_last_page_len,
-        plan.schedule,
-        rows,
-        entries,
-        ROWS=triton.next_power_of_2(rows),
-        MOST=triton.next_power_of_2(plan.most_splits),
-        PAGE_SIZE=page_size,
-        BLOCK=tiling.block,
-        WINDOW=scoring.window or 0,
-        BITS=longest.bit_length(),
-        FULL=plan.programs > PROGRAMS,
-        num_warps=1,
-    )
 
 
 def decode(
@@ -154,7 +56,7 @@ def decode(
     factors, inverse = (q, q) if fp8 is None else (fp8.scales[layer], fp8.inverse[layer])
     output = torch.empty((rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
     tables = plan.tables
-    tiling = _choose_tiling(plan, head_dim, fp8)
+    tiling = choose_tiling(plan, head_dim, fp8)
     on_gpu = pool.device.type == "cuda"
     tile_rows = max(LEAST_ROWS, triton.next_power_of_2(group))
     entries = plan.schedule.shape[0]
@@ -212,60 +114,6 @@ def decode(
 
 
 LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))
-
-
-@triton.jit(do_not_specialize=["rows", "entries"])  # numbers of rows share what is compiled
-def _schedule(
-    kv_indptr, kv_last_page_len, schedule, rows, entries,
-    ROWS: tl.constexpr, MOST: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, BITS: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """Each program writes the entries of one row; longer pieces come first, so that the last to run are short.
-
-    A piece has at most `most` blocks of positions: the fewest with which all rows fit into `entries`. Where like
-    lengths fill the device anyway (FULL), pieces shorter than the mean sequence would only add merges.
-    """
-    row, mine = tl.arange(0, ROWS), tl.program_id(0)
-    here = row < rows
-    first_page = tl.load(kv_indptr + row, mask=here, other=0)
-    num_pages = tl.load(kv_indptr + row + 1, mask=here, other=1) - first_page
-    stored = (num_pages - 1) * PAGE_SIZE + tl.load(kv_last_page_len + row, mask=here, other=1) - 1
-    oldest = tl.maximum(stored + 1 - WINDOW, 0) if WINDOW > 0 else tl.zeros_like(stored)
-    blocks = tl.where(here, tl.cdiv(stored - oldest, BLOCK), 0)
-    one = tl.where(here, 1, 0)
-    too_few = 0
-    for bit in tl.static_range(BITS):
-        tried = too_few + (1 << (BITS - 1 - bit))
-        used = tl.maximum(tl.cdiv(blocks, tried), one)
-        too_few = tl.where(tl.sum(used, 0) > entries, tried, too_few)
-    most = too_few + 1
-    if FULL:
-        most = tl.maximum(most, tl.cdiv(tl.sum(blocks, 0) * 9, rows * 8))
-    used = tl.maximum(tl.cdiv(blocks, most), one)
-    piece = tl.maximum(tl.cdiv(blocks, tl.maximum(used, 1)), 1)  # pieces of a row are alike
-    used = tl.maximum(tl.cdiv(blocks, piece), one)
-    is_mine = row == mine
-    my_piece = tl.sum(tl.where(is_mine, piece, 0), 0)
-    my_used = tl.sum(tl.where(is_mine, used, 0), 0)
-    begin = tl.sum(tl.where(is_mine, oldest, 0), 0)
-    end = tl.sum(tl.where(is_mine, stored, 0), 0)
-    page = tl.sum(tl.where(is_mine, first_page, 0), 0)
-    before = (piece > my_piece) | ((piece == my_piece) & (row < mine))
-    first = tl.sum(tl.where(before, used, 0), 0)
-    split = tl.arange(0, MOST)
-    entry = schedule + (first + split) * ENTRY
-    mask = split < my_used
-    tl.store(entry, tl.zeros_like(split) + mine, mask=mask)
-    tl.store(entry + 1, split, mask=mask)
-    tl.store(entry + 2, tl.zeros_like(split) + my_used, mask=mask)
-    from_ = begin + split * my_piece * BLOCK
-    tl.store(entry + 3, from_, mask=mask)
-    tl.store(entry + 4, tl.minimum(from_ + my_piece * BLOCK, end), mask=mask)
-    tl.store(entry + 5, tl.zeros_like(split) + first, mask=mask)
-    tl.store(entry + 6, tl.zeros_like(split) + page, mask=mask)
-    if mine == 0:
-        total = tl.sum(used, 0)
-        tl.store(schedule + (total + split) * ENTRY, tl.zeros_like(split) - 1, mask=total + split < entries)
 
 
 @triton.jit(do_not_specialize=["entries"])

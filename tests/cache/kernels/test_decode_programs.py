@@ -8,7 +8,8 @@ from tests.support.hopper import GRANULE, REGISTERS, SHARED_BYTES, Taken, taken,
 
 pytest.importorskip("triton")
 
-from tandem.cache.kernels.triton.decode import FEW, FEW_FP8, Tiling, _decode
+from tandem.cache.kernels.triton.decode import _decode
+from tandem.cache.kernels.triton.decode_plan import FEW, FEW_FP8, Tiling
 
 TYPES = dict.fromkeys(("slots", "kv_indices", "schedule", "counters"), "*i32")
 TYPES |= {"partial": "*fp32", "scale": "fp32", "softcap": "fp32", "eps": "fp32", "entries": "i32"}

@@ -21,8 +21,9 @@ from tests.support.tolerances import assert_close
 
 pytest.importorskip("triton")
 
-from tandem.cache.kernels.triton import decode as triton_decode
-from tandem.cache.kernels.triton.decode import DecodePlan, decode, schedule_splits
+from tandem.cache.kernels.triton import decode_plan
+from tandem.cache.kernels.triton.decode import decode
+from tandem.cache.kernels.triton.decode_plan import DecodePlan, schedule_splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGES, LAYERS, LAYER = 90, 2, 1
@@ -224,7 +225,7 @@ def with_entries(plan: DecodePlan, entries: int, programs: int) -> DecodePlan:
 
 def scheduled(lengths: Sequence[int], window: int | None, entries: int, programs: int) -> list[list[int]]:
     """The schedule's entries [row, split, splits, begin, end, first entry, first page] for stored `lengths`."""
-    size, block = 8, triton_decode.FEW[128].block if programs <= triton_decode.PROGRAMS else triton_decode.MANY.block
+    size, block = 8, decode_plan.FEW[128].block if programs <= decode_plan.PROGRAMS else decode_plan.MANY.block
     counts = [length // size + 1 for length in lengths]  # the new token's page included
     arrays = [0] * len(lengths), np.cumsum([0, *counts]), [n % size + 1 for n in lengths], [0] * sum(counts)
     tables = DeviceTables(*(torch.tensor(one, dtype=torch.int32, device=DEVICE) for one in arrays))
@@ -251,8 +252,8 @@ def test_pieces_cover_what_a_window_shows_and_none_is_longer_than_it_must_be(
     assert len(found) <= entries
     used = [one for one in found if one[0] >= 0]
     assert [one[0] for one in found[len(used) :]] == [-1] * (len(found) - len(used))  # others are marked as unused
-    few = programs <= triton_decode.PROGRAMS
-    block = triton_decode.FEW[128].block if few else triton_decode.MANY.block
+    few = programs <= decode_plan.PROGRAMS
+    block = decode_plan.FEW[128].block if few else decode_plan.MANY.block
     seen = [stored - max(stored + 1 - window, 0) if window else stored for stored in lengths]
     blocks = [-(-one // block) for one in seen]
     for row, (stored, positions) in enumerate(zip(lengths, seen, strict=True)):
@@ -290,11 +291,11 @@ def test_a_step_of_like_rows_is_split_over_about_as_many_programs() -> None:
         tables = DeviceTables(*(torch.zeros(rows, dtype=torch.int32) for _ in range(4)))
         return DecodePlan.make(tables, 4 * kv_heads, kv_heads, 16)
 
-    assert plan(1, 1).schedule.shape[0] == triton_decode.MAX_SPLITS
+    assert plan(1, 1).schedule.shape[0] == decode_plan.MAX_SPLITS
     for rows, kv_heads in ((1, 8), (2, 8), (4, 8), (16, 8), (10, 3)):
         few = plan(rows, kv_heads)
-        assert triton_decode.PROGRAMS / 2 < few.programs <= triton_decode.PROGRAMS
-        assert few.schedule.shape[0] == triton_decode.PROGRAMS // kv_heads
+        assert decode_plan.PROGRAMS / 2 < few.programs <= decode_plan.PROGRAMS
+        assert few.schedule.shape[0] == decode_plan.PROGRAMS // kv_heads
     for rows, kv_heads in ((33, 8), (64, 8), (10_000, 8)):
         assert plan(rows, kv_heads).programs == rows * kv_heads
-        assert plan(rows, kv_heads).most_splits > triton_decode.SPARE
+        assert plan(rows, kv_heads).most_splits > decode_plan.SPARE

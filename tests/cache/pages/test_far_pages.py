@@ -16,7 +16,8 @@ from tests.cache.kernels.test_triton_tree import BUSH, layout_of
 pytest.importorskip("triton")
 
 from tandem.cache.kernels.triton.append import AppendTargets, append
-from tandem.cache.kernels.triton.decode import DecodePlan, decode, schedule_splits
+from tandem.cache.kernels.triton.decode import decode
+from tandem.cache.kernels.triton.decode_plan import DecodePlan, schedule_splits
 from tandem.cache.kernels.triton.gather import gather
 from tandem.cache.kernels.triton.latent_append import append_latents
 from tandem.cache.kernels.triton.latent_tree import attend_latent_trees

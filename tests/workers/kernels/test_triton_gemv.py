@@ -21,7 +21,8 @@ from tests.support.checkpoints import make_model
 
 pytest.importorskip("triton")
 
-from tandem.cache.kernels.triton.decode import DecodePlan, decode, schedule_splits
+from tandem.cache.kernels.triton.decode import decode
+from tandem.cache.kernels.triton.decode_plan import DecodePlan, schedule_splits
 
 LENGTHS = (5, 12)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
-from tandem.cache.plan.window import first_place
+from tandem.cache.plan.window import first_page_index
 from tandem.transfer.codec import decode_runs, encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 
@@ -57,7 +57,7 @@ def decode_map(
     runs = tuple(_decode_group(f"runs[{group}]", data, expected_tokens) for group, data in enumerate(wire.runs))
     end, size = expected_start + expected_tokens, layout.page_size
     for group, decoded in enumerate(runs):
-        needed = min(first_place(layout.groups[group].window, end, size) * size, end)
+        needed = min(first_page_index(layout.groups[group].window, end, size) * size, end)
         skipped = max(needed - expected_start, 0)
         _check_slots(f"runs[{group}]", decoded, skipped, num_pages[group] * size)
     return PositionMap(expected_start, runs)

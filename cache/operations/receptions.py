@@ -63,10 +63,10 @@ class Receptions:
             return
         self._table.unclean[rows] = False
         for row, length in zip(rows[unclean].tolist(), lengths[unclean].tolist(), strict=True):
-            place, offset = divmod(length, self._page_size)
+            page_index, offset = divmod(length, self._page_size)
             for group, pool in zip(self._table.groups, self._memory, strict=True):
-                if offset and group.begins[row] <= place:
-                    pool[int(group.pages[row, place]), ..., offset:, :].zero_()
+                if offset and group.begins[row] <= page_index:
+                    pool[int(group.pages[row, page_index]), ..., offset:, :].zero_()
 
     def _runs(self, row: int, begin: int, end: int) -> tuple[SlotRuns, ...]:
         groups, size = self._table.groups, self._page_size

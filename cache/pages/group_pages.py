@@ -9,26 +9,26 @@ from tandem.cache.kernels.base import PageOperations
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.page_pools import PagePools
 from tandem.cache.plan.arrays import Int32Array, Int64Array
-from tandem.cache.plan.window import first_place, first_places, most_places
+from tandem.cache.plan.window import first_page_index, first_page_indexes, most_pages
 
 
 @dataclass(frozen=True, eq=False)
 class Appends:
-    """Rows of `lengths` positions that are to hold more, seen by queries at `queries` and later; int64 [B] each.
-
-    places: of the next position; ends: behind the last, then; wanted: those, or where a reservation ends. partial,
-    opened: int64, which of the rows have a place of which they use a part, whose page may be another's too, and which
-    begin one.
-    """
+    """Rows of `lengths` positions that are to hold more, seen by queries at `queries` and later; int64 [B] each."""
 
     rows: Int64Array
     lengths: Int64Array
     queries: Int64Array
-    places: Int64Array
+    page_indexes: Int64Array
+    """Of the next position."""
     ends: Int64Array
+    """The page index behind the last, after the append."""
     wanted: Int64Array
+    """Those, or where a reservation ends."""
     partial: Int64Array
+    """int64: which of the rows use a part of their last page, which another sequence may share."""
     opened: Int64Array
+    """int64: which of the rows begin a page."""
 
 
 def lay_out_appends(
@@ -36,15 +36,15 @@ def lay_out_appends(
     lengths: Int64Array,
     new_lengths: Int64Array,
     queries: Int64Array,
-    reserved_places: Int64Array,
+    reserved_ends: Int64Array,
     shortened: NDArray[np.bool_],
     page_size: int,
 ) -> Appends:
-    """All int64 [B] or bool [B]; reserved_places, shortened: see SequenceTable."""
-    places, ends = lengths // page_size, (new_lengths + (page_size - 1)) // page_size
-    used = lengths > places * page_size
-    partial, opened = (used & shortened).nonzero()[0], (ends > places + used).nonzero()[0]
-    return Appends(rows, lengths, queries, places, ends, np.maximum(ends, reserved_places), partial, opened)
+    """All int64 [B] or bool [B]; reserved_ends, shortened: see SequenceTable."""
+    page_indexes, ends = lengths // page_size, (new_lengths + (page_size - 1)) // page_size
+    used = lengths > page_indexes * page_size
+    partial, opened = (used & shortened).nonzero()[0], (ends > page_indexes + used).nonzero()[0]
+    return Appends(rows, lengths, queries, page_indexes, ends, np.maximum(ends, reserved_ends), partial, opened)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class Ownership:
 class GroupPages:
     """Moves pages of one group in and out of the rows of `table`, and keeps this true of every row:
 
-        places:  begins           lengths // page_size                ends
+        page_indexes:  begins           lengths // page_size                ends
                  [ full, may be shared ]  [ partial, may be shared ]  [ reserved, its own ]
 
     Nothing is ever written into a shared page, so only a partial one can be in the way; it is copied before it grows.
@@ -102,11 +102,11 @@ class GroupPages:
 
     def needed(self, num_tokens: int, longest_append: int) -> int:
         """The most pages that a sequence of its own pages holds at once."""
-        return most_places(self.window, num_tokens, longest_append, self._page_size)
+        return most_pages(self.window, num_tokens, longest_append, self._page_size)
 
-    def first_place(self, query: int) -> int:
+    def first_page_index(self, query: int) -> int:
         """Where what a query at position `query` sees begins."""
-        return first_place(self.window, query, self._page_size)
+        return first_page_index(self.window, query, self._page_size)
 
     # Many rows
 
@@ -117,15 +117,15 @@ class GroupPages:
         begins, gone = None, self._pools.none[self._group]
         if self.window is not None:
             held = table.begins[rows]
-            begins = np.maximum(first_places(self.window, appends.queries, self._page_size), held)
+            begins = np.maximum(first_page_indexes(self.window, appends.queries, self._page_size), held)
             gone = self._leaving(rows, held, np.minimum(begins, starts))
             starts = np.maximum(starts, begins)
             wanted = np.minimum(wanted, np.maximum(begins + table.budgets[rows], appends.ends))
-            partial = partial[appends.places[partial] >= begins[partial]]
+            partial = partial[appends.page_indexes[partial] >= begins[partial]]
             opened = opened[appends.ends[opened] > begins[opened]]
         copied = partial
         if partial.size:
-            tails = table.pages[rows[partial], appends.places[partial]]
+            tails = table.pages[rows[partial], appends.page_indexes[partial]]
             copied = partial[self._pools.are_shared(self._group, tails)]
         counts = np.maximum(wanted - starts, 0)  # a sliding sequence gives pages back before it takes some
         return PlaceGrowth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
@@ -140,7 +140,7 @@ class GroupPages:
             added = pages.size - copied.size
             table.put(rows, growth.starts, growth.counts, pages[:added])
             if copied.size:
-                self._replace(rows[copied], appends.places[copied], pages[added:])
+                self._replace(rows[copied], appends.page_indexes[copied], pages[added:])
         if growth.begins is not None:
             table.begins[rows] = growth.begins
         if pages.size or growth.begins is not None:
@@ -153,13 +153,13 @@ class GroupPages:
         assert self.window is not None
         return (queries - (self.window - 1)) // self._page_size > self.table.begins[rows]
 
-    def holds(self, rows: Int64Array, places: Int64Array) -> bool:
+    def holds(self, rows: Int64Array, page_indexes: Int64Array) -> bool:
         """Whether each row has a page at its place, both int64 [n]: one that was reserved."""
-        return not np.count_nonzero(self.table.ends[rows] <= places)
+        return not np.count_nonzero(self.table.ends[rows] <= page_indexes)
 
-    def clear(self, rows: Int64Array, places: Int64Array) -> None:
-        """Clears the pages at these places of rows, both int64 [n], as far as the kernels need it."""
-        self._memory.clear_pages(self.table.pages[rows, places])
+    def clear(self, rows: Int64Array, page_indexes: Int64Array) -> None:
+        """Clears the pages at these page indexes of rows, both int64 [n], as far as the kernels need it."""
+        self._memory.clear_pages(self.table.pages[rows, page_indexes])
 
     def _leaving(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
         moved = (ends > begins).nonzero()[0]
@@ -169,7 +169,7 @@ class GroupPages:
 
     # One row
 
-    def plan_ownership(self, row: int, length: int, reserved_places: int, budget: int | None = None) -> Ownership:
+    def plan_ownership(self, row: int, length: int, reserved_ends: int, budget: int | None = None) -> Ownership:
         """What it takes to make what a reservation covers, from `length` on, pages of the row's own.
 
         budget None: that of the reservation it has.
@@ -177,7 +177,7 @@ class GroupPages:
         begin, held = int(self.table.begins[row]), int(self.table.ends[row])
         budget = int(self.table.budgets[row]) if budget is None else budget
         tail = max(length // self._page_size, begin)
-        end = min(self._first_own(row, tail) + budget, reserved_places)
+        end = min(self._first_own(row, tail) + budget, reserved_ends)
         shared = self._shared(row, tail, min(held, end))
         return Ownership(shared, end, shared.size + max(end - held, 0))
 
@@ -191,7 +191,7 @@ class GroupPages:
         self._replace(np.full(shared.size, row), shared, pages[added:])
 
     def cut(self, row: int, end: int) -> Int32Array:
-        """Takes away what a row holds from place `end` on; the pages are the caller's to release."""
+        """Takes away what a row holds from page index `end` on; the pages are the caller's to release."""
         surplus = self.table.held(row, end)
         self.table.ends[row] -= surplus.size
         self.table.num_changes += 1
@@ -199,11 +199,11 @@ class GroupPages:
 
     def shared_by_fork(self, parent: int, length: int) -> Int32Array:
         """The full pages of a row that a fork of its first `length` positions shares."""
-        return self.table.held(parent, self.first_place(length), length // self._page_size)
+        return self.table.held(parent, self.first_page_index(length), length // self._page_size)
 
     def fork(self, parent: int, child: int, length: int, copies: Int32Array) -> None:
         """Gives an empty row the first `length` positions of another; its partial page, if any, becomes copies [1]."""
-        first, full = self.first_place(length), length // self._page_size
+        first, full = self.first_page_index(length), length // self._page_size
         table = self.table
         if copies.size:
             self._memory.copy_pages(table.pages[parent, full : full + 1].copy(), copies)
@@ -212,12 +212,12 @@ class GroupPages:
         table.begins[child], table.ends[child] = first, full + copies.size
 
     def share(self, row: int, pages: Int32Array) -> None:
-        """Gives an empty row full pages, from its first place on."""
+        """Gives an empty row full pages, from its first page index on."""
         self.table.pages[row, : pages.size] = pages
         self.table.begins[row], self.table.ends[row] = 0, pages.size
 
     def _first_own(self, row: int, tail: int) -> int:
-        """The place after the last shared one before `tail`."""
+        """The page index after the last shared one before `tail`."""
         begin = int(self.table.begins[row])
         shared = self._shared(row, begin, tail)
         return int(shared[-1]) + 1 if shared.size else begin
@@ -225,12 +225,12 @@ class GroupPages:
     def _shared(self, row: int, begin: int, end: int) -> Int64Array:
         return begin + np.flatnonzero(self._pools.are_shared(self._group, self.table.pages[row, begin:end]))
 
-    def _replace(self, rows: Int64Array, places: Int64Array, copies: Int32Array) -> None:
+    def _replace(self, rows: Int64Array, page_indexes: Int64Array, copies: Int32Array) -> None:
         """Puts copies in the stead of shared pages."""
         if copies.size == 0:
             return
-        old = self.table.pages[rows, places]
+        old = self.table.pages[rows, page_indexes]
         self._memory.copy_pages(old, copies)
-        self.table.pages[rows, places] = copies
+        self.table.pages[rows, page_indexes] = copies
         self.table.num_changes += 1
         self._pools.release_of(self._group, old)

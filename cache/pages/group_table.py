@@ -6,13 +6,10 @@ from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
 
 
 class GroupTable:
-    """One row a sequence, the same in every group. Place i of a row is the page of its positions from i · page_size on.
+    """The page tables of a layer group: one row a sequence, the same in every group.
 
-    pages: int32 [max_sequences, max_pages], of which row i holds places begins[i] … ends[i] - 1 (int64 [max_sequences]
-    each): places before have left the group's window, places past the sequence's end are reserved. budgets: int64
-    [max_sequences], the pages that a reservation keeps for a row from the first on that is its own; 0 without one.
-    num_changes: how often a row has lost a page that it held, or got another in its place, and went on; but by a window
-    or as sequences slide, which share nothing.
+    Page index i of a row is the page of its positions from i · page_size on. Row i holds those from begins[i] to
+    ends[i] - 1: earlier ones have left the group's window, and those past the sequence's end are reserved.
     """
 
     def __init__(self, max_sequences: int, max_pages: int) -> None:
@@ -20,19 +17,21 @@ class GroupTable:
         self.begins = np.zeros(max_sequences, np.int64)
         self.ends = np.zeros(max_sequences, np.int64)
         self.budgets = np.zeros(max_sequences, np.int64)
+        """Pages that a reservation keeps for a row, from the first that is its own; 0 without a reservation."""
         self.num_changes = 0
+        """How often a row lost a page, or got another in its place, and went on; windows and slides do not count."""
 
     def reset(self, row: int) -> None:
         self.begins[row] = self.ends[row] = self.budgets[row] = 0
 
     def held(self, row: int, begin: int = 0, end: int | None = None) -> Int32Array:
-        """A copy of the page ids at those of places begin … end - 1 that a row holds; end None: all."""
+        """A copy of the page ids at those of page indexes begin … end - 1 that a row holds; end None: all."""
         first, last = max(begin, int(self.begins[row])), int(self.ends[row])
         return self.pages[row, first : last if end is None else min(end, last)].copy()
 
     def take_out(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
-        """Takes away those of places begins[i] … ends[i] - 1 that rows[i] (distinct; all int64 [n]) holds from its
-        first place on; later ones move up."""
+        """Takes page indexes begins[i] … ends[i] - 1 away from rows[i] (distinct; all int64 [n]), as far as it holds
+        them; later ones move up."""
         held = self.ends[rows]
         begins, ends = np.minimum(begins, held), np.minimum(ends, held)
         gone = self.held_between(rows, begins, ends)
@@ -41,9 +40,9 @@ class GroupTable:
         return gone
 
     def held_between(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
-        """The page ids at places begins[i] … ends[i] - 1 of rows[i], one row after another; all int64 [B]."""
+        """The page ids at page indexes begins[i] … ends[i] - 1 of rows[i], one row after another; all int64 [B]."""
         return self.pages[ragged_pairs(rows, begins, ends - begins)]
 
     def put(self, rows: Int64Array, begins: Int64Array, counts: Int64Array, pages: Int32Array) -> None:
-        """Hands pages (int32 [sum of counts]) to rows: counts[i] of them to rows[i], from place begins[i] on."""
+        """Hands pages (int32 [sum of counts]) to rows: counts[i] of them to rows[i], from page index begins[i] on."""
         self.pages[ragged_pairs(rows, begins, counts)] = pages

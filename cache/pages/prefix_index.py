@@ -56,16 +56,16 @@ class PrefixIndex:
     def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...]) -> None:
         """Indexes pages (per group int32 [n], full) as the KV of the first n pages of token_ids; known entries stay."""
         digests = list(_chain(token_ids, self._page_size, pages[0].size))
-        new = [place for place, digest in enumerate(digests) if digest not in self._entries]
+        new = [page_index for page_index, digest in enumerate(digests) if digest not in self._entries]
         firsts = pages[0].tolist()
-        for place in new:
-            if firsts[place] in self._digests:
+        for page_index in new:
+            if firsts[page_index] in self._digests:
                 raise InvalidArgument(
-                    f"token_ids differ from those that page {place} of the sequence was published for"
+                    f"token_ids differ from those that page {page_index} of the sequence was published for"
                 )
-        for place in new:
-            self._entries[digests[place]] = firsts[place]
-            self._digests[firsts[place]] = digests[place]
+        for page_index in new:
+            self._entries[digests[page_index]] = firsts[page_index]
+            self._digests[firsts[page_index]] = digests[page_index]
         added = pages[0][new]
         self._indexed[added] = True
         for group, (allocator, ids) in enumerate(zip(self._allocators, pages, strict=True)):

@@ -35,8 +35,8 @@ class SequencePages:
         """InvalidArgument unless every group holds what a query at position `length` sees."""
         for index, group in enumerate(self._groups):
             begin = int(group.table.begins[row])
-            if group.first_place(length) < begin:
-                assert group.window is not None  # without one all places are held
+            if group.first_page_index(length) < begin:
+                assert group.window is not None  # without one all page indexes are held
                 least = begin * self._page_size + group.window - 1
                 raise InvalidArgument(
                     f"{what} would have {length} positions, but those before {begin * self._page_size} have left the "
@@ -50,13 +50,13 @@ class SequencePages:
             return
         lengths = self._table.lengths[rows]
         for index in (marks.planned[rows] < np.minimum(marks.ends[rows], lengths)).nonzero()[0].tolist():
-            for place, group in enumerate(self._groups):
-                kept = group.first_place(int(lengths[index])) * self._page_size
-                position = marks.first_unsent(int(rows[index]), place, kept)
+            for number, group in enumerate(self._groups):
+                kept = group.first_page_index(int(lengths[index])) * self._page_size
+                position = marks.first_unsent(int(rows[index]), number, kept)
                 if position is not None:
                     raise InvalidArgument(
                         f"sequence {seq_ids[index]} is to send position {position}, which would leave the window of "
-                        f"layer group {place}; send_cached sends it first"
+                        f"layer group {number}; send_cached sends it first"
                     )
 
     def grow(
@@ -74,7 +74,7 @@ class SequencePages:
 
         All int64 [B]; rows are distinct. gone: further pages to be released. clear: whether new last pages are cleared.
         """
-        reserved, shortened = self._table.reserved_places[rows], self._table.shortened[rows]
+        reserved, shortened = self._table.reserved_ends[rows], self._table.shortened[rows]
         appends = lay_out_appends(rows, lengths, new_lengths, queries, reserved, shortened, self._page_size)
         growths = [group.plan_growth(appends) for group in self._groups]
         gone = tuple(
@@ -89,12 +89,12 @@ class SequencePages:
     def clear_next(self, rows: Int64Array, lengths: Int64Array) -> bool:
         """Clears the pages that rows of `lengths` (int64 [B] each) begin next, where all of those are reserved."""
         beginning = rows[lengths % self._page_size == 0]
-        places = self._table.lengths[beginning] // self._page_size
-        if not all(group.holds(beginning, places) for group in self._groups):
+        page_indexes = self._table.lengths[beginning] // self._page_size
+        if not all(group.holds(beginning, page_indexes) for group in self._groups):
             return False
         if beginning.size:
             for group in self._groups:
-                group.clear(beginning, places)
+                group.clear(beginning, page_indexes)
         return True
 
     def step(
@@ -119,31 +119,31 @@ class SequencePages:
         changed = changing.nonzero()[0]
         if changed.size:
             which, began = rows[changed], lengths[changed]
-            places = began // self._page_size
-            if slid is None and not self._windowed and all(group.holds(which, places) for group in self._groups):
+            page_indexes = began // self._page_size
+            if slid is None and not self._windowed and all(group.holds(which, page_indexes) for group in self._groups):
                 for group in self._groups if clear else ():
-                    group.clear(which, places)
+                    group.clear(which, page_indexes)
             else:
                 self.grow(which, began, new_lengths[changed], queries[changed], gone)
         self._table.lengths[rows] = new_lengths
 
     def reserve(self, row: int, num_tokens: int, longest_append: int) -> None:
         """Makes sure that a row can always grow to num_tokens positions; OutOfPages changes nothing."""
-        budgets, places = self.needed(num_tokens, longest_append), -(-num_tokens // self._page_size)
+        budgets, reserved = self.needed(num_tokens, longest_append), -(-num_tokens // self._page_size)
         length = int(self._table.lengths[row])
         owned = [
-            group.plan_ownership(row, length, places, budget)
+            group.plan_ownership(row, length, reserved, budget)
             for group, budget in zip(self._groups, budgets, strict=True)
         ]
         self._own(row, owned)
-        self._table.reserved_places[row] = places
+        self._table.reserved_ends[row] = reserved
         for group, budget in zip(self._groups, budgets, strict=True):
             group.table.budgets[row] = budget
 
     def cut(self, row: int, length: int) -> None:
         """Shortens a row to `length`; what it has reserved stays, and becomes its own. OutOfPages changes nothing."""
         self.check_held("the sequence", row, length)
-        reserved, used = int(self._table.reserved_places[row]), -(-length // self._page_size)
+        reserved, used = int(self._table.reserved_ends[row]), -(-length // self._page_size)
         owned = [group.plan_ownership(row, length, reserved) for group in self._groups]
         self._own(row, owned)
         ends = [max(used, change.end) for change in owned]
@@ -158,7 +158,7 @@ class SequencePages:
         copied = 1 if length % self._page_size else 0
         shared = tuple(group.shared_by_fork(parent, length) for group in self._groups)
         self._pools.retain(shared)
-        reserved = int(self._table.reserved_places[parent])
+        reserved = int(self._table.reserved_ends[parent])
         owned = [group.plan_ownership(parent, int(self._table.lengths[parent]), reserved) for group in self._groups]
         try:
             pages = self._pools.allocate([copied + change.num_pages for change in owned])

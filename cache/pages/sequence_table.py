@@ -47,7 +47,7 @@ class SequenceTable:
     """One row a sequence; its caller knows it by any int, the arrays by its row.
 
     lengths: positions stored, which are those appended except in a sequence with a sliding window, of which
-    `sliding` knows what was evicted. reserved_places: those that a reservation reaches to. receiving: a remote writer
+    `sliding` knows what was evicted. reserved_ends: those that a reservation reaches to. receiving: a remote writer
     fills the last positions. unclean: what stands past the end in the last page was not cleared, see Receptions.
     cuts: how often positions of a row were taken back. shortened: whether they were since it last grew: only then its
     last page, partly used, may be another's too, for else what is shared is full pages. groups: pages, per layer group.
@@ -56,7 +56,7 @@ class SequenceTable:
     def __init__(self, num_groups: int, max_sequences: int, max_length: int, page_size: int) -> None:
         self.max_sequences = integer("max_sequences", max_sequences, least=1)
         self.lengths = np.zeros(max_sequences, np.int64)
-        self.reserved_places = np.zeros(max_sequences, np.int64)
+        self.reserved_ends = np.zeros(max_sequences, np.int64)
         self.receiving = np.zeros(max_sequences, np.bool_)
         self.unclean = np.zeros(max_sequences, np.bool_)
         self.cuts = np.zeros(max_sequences, np.int64)
@@ -91,7 +91,7 @@ class SequenceTable:
             raise OutOfSequences(f"sequence {sequence} is one too many; max_sequences is {self.max_sequences}")
         row = self._vacant.pop()
         self._rows[sequence] = row
-        self.lengths[row] = self.reserved_places[row] = 0
+        self.lengths[row] = self.reserved_ends[row] = 0
         self.receiving[row] = self.unclean[row] = self.shortened[row] = False
         for group in self.groups:
             group.reset(row)
@@ -144,5 +144,5 @@ class SequenceTable:
         return Standing(self, rows, self.cuts[rows], self.num_cuts)
 
     def held_pages(self, row: int, begin: int = 0, end: int | None = None) -> tuple[Int32Array, ...]:
-        """Per group a copy of the page ids at those of places begin … end - 1 that a row holds; end None: all."""
+        """Per group a copy of the page ids at those of page indexes begin … end - 1 that a row holds; end None: all."""
         return tuple(group.held(row, begin, end) for group in self.groups)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.cache.plan.layout import KVLayout
-from tandem.cache.plan.window import most_places
+from tandem.cache.plan.window import most_pages
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ def pages_of_groups(layout: KVLayout, num_pages: int, uses: Sequence[PageUse]) -
         if group.window is None
         else min(
             num_pages,
-            max(use.sequences * most_places(group.window, use.length, use.append, layout.page_size) for use in uses),
+            max(use.sequences * most_pages(group.window, use.length, use.append, layout.page_size) for use in uses),
         )
         for group in layout.groups
     )

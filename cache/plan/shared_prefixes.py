@@ -48,10 +48,10 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """Sequences with equal pages up to some place: members[bounds[g] : bounds[g + 1]] (int64) are those of group g.
+    """Sequences with equal pages up to a page index. members[bounds[g] : bounds[g + 1]] (int64) are those of group g.
 
-    common: int64, the pages that each member has in common with the first of its group. begins: int64 [g], the place
-    from which on no segment covers a group's pages.
+    common: int64, the pages that each member has in common with the first of its group. begins: int64 [g], the page
+    index from which on no segment covers a group's pages.
     """
 
     members: Int64Array

@@ -120,23 +120,23 @@ def look_up_pages(
 ) -> PageTables:
     """pages: int32 [max_sequences, max_pages], a group's page table; rows: int64 [B], the sequences' rows in it.
 
-    begins: int64 [B], the first place that each row holds; None: 0. shared: see PageTables.
+    begins: int64 [B], the first page index that each row holds; None: 0. shared: see PageTables.
     """
-    places = tokens.positions // page_size
+    page_indexes = tokens.positions // page_size
     if tokens.each_one:
-        last_places, token_rows = places, rows
+        last_page_indexes, token_rows = page_indexes, rows
     else:
-        last_places, token_rows = (tokens.seq_lens - 1) // page_size, rows[tokens.owners]
-    counts, kv_lens = last_places + 1, tokens.seq_lens
+        last_page_indexes, token_rows = (tokens.seq_lens - 1) // page_size, rows[tokens.owners]
+    counts, kv_lens = last_page_indexes + 1, tokens.seq_lens
     if begins is not None:
-        first_places = begins.astype(np.int32)
-        counts, kv_lens = counts - first_places, kv_lens - first_places * np.int32(page_size)
+        first_page_indexes = begins.astype(np.int32)
+        counts, kv_lens = counts - first_page_indexes, kv_lens - first_page_indexes * np.int32(page_size)
     kv_indptr = indptr_of(counts)
     return PageTables(
-        slot_mapping=(pages[token_rows, places] - places) * page_size + tokens.positions,
+        slot_mapping=(pages[token_rows, page_indexes] - page_indexes) * page_size + tokens.positions,
         kv_indptr=kv_indptr,
         kv_indices=ragged_rows(pages, rows, kv_indptr, begins),
-        kv_last_page_len=tokens.seq_lens - last_places * page_size,
+        kv_last_page_len=tokens.seq_lens - last_page_indexes * page_size,
         kv_lens=kv_lens,
         shared=shared,
     )
@@ -163,16 +163,16 @@ def slots_of(pages: Int32Array, positions: Int64Array, page_size: int) -> Int32A
 
 def slots_in(pages: Int32Array, rows: Int64Array, positions: Int64Array, page_size: int) -> Int32Array:
     """int32 [n]: slots of positions[i] of rows[i] (int64 [n] each) of `pages`, a group's page table."""
-    places = positions // page_size
-    return pages[rows, places] * np.int32(page_size) + (positions - places * page_size).astype(np.int32)
+    page_indexes = positions // page_size
+    return pages[rows, page_indexes] * np.int32(page_size) + (positions - page_indexes * page_size).astype(np.int32)
 
 
-def runs_of(pages: Int32Array, begin: int, end: int, page_size: int, first_place: int = 0) -> SlotRuns:
+def runs_of(pages: Int32Array, begin: int, end: int, page_size: int, first_page_index: int = 0) -> SlotRuns:
     """Slots of positions begin … end - 1 (begin < end) of a sequence whose page ids are `pages`, in the fewest runs.
 
-    Positions before those of first_place are skipped.
+    Positions before those of first_page_index are skipped.
     """
-    skipped = min(first_place * page_size, end) - begin
+    skipped = min(first_page_index * page_size, end) - begin
     if skipped > 0:
         skip = SlotRuns(np.array([SKIP], np.int32), np.array([skipped], np.int32))
         return skip if begin + skipped == end else skip.then(runs_of(pages, begin + skipped, end, page_size))

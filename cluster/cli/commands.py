@@ -161,7 +161,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Keeps the likeliest tokens up to this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keeps this many of the likeliest tokens.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Keeps tokens this likely, relative to the likeliest.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Alternatives to report for each token, with --json.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the output at this text; repeatable.")] = None,
     stop_token_ids: Annotated[

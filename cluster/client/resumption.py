@@ -21,7 +21,7 @@ class Resumption:
     """One request and what has come of it. Owned by the generator that streams it.
 
     Its request_id and seed are set at the first call, so that a gateway that knows nothing of it goes on where the
-    stream broke, with the same draws.
+    stream broke, with the same tokens.
     """
 
     def __init__(self, request: inference_pb2.GenerateRequest, timeout: float, resume_seconds: float) -> None:

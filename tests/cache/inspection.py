@@ -26,7 +26,7 @@ def check_contents(side: Side, sequence: int, oracle: Oracle) -> None:
         check_kv(side, oracle, sequence, begin, len(known.ids), known.ids, None)
     if transfer is None and side.cache.layout.has_windows:
         row, table = side.cache._table.row(sequence), side.cache._table
-        assert [int(group.begins[row]) for group in table.groups] == side.first_places(known.queries)
+        assert [int(group.begins[row]) for group in table.groups] == side.first_page_indexes(known.queries)
 
 
 def place(known: Known, node: int) -> int:

@@ -157,7 +157,7 @@ class Side:
         sent = begin + self.cache.num_sent(sequence)
         return sent < min(len(known.ids), end) and len(known.ids) + count > end
 
-    def first_places(self, query: int) -> list[int]:
+    def first_page_indexes(self, query: int) -> list[int]:
         windows = [group.window or NUM_PLACES for group in self.cache.layout.groups]
         return [max(query - window + 1, 0) // self.cache.layout.page_size for window in windows]
 
@@ -165,7 +165,7 @@ class Side:
         """Whether the windows at `length` show nothing that is gone."""
         known = self.known[sequence]
         if known.stream is None:
-            return self.first_places(length) == self.first_places(max(length, known.queries))
+            return self.first_page_indexes(length) == self.first_page_indexes(max(length, known.queries))
         least = known.stream[1] if len(known.kept) < len(known.ids) else 0
         return len(known.kept) - (len(known.ids) - length) >= least
 

@@ -136,7 +136,7 @@ class CountingModel:
         self._cache.end_forward(plan)
         return logits
 
-    def draw(self, logits: Int64Array, batch: object, positions: Int64Array) -> "tuple[Int64Array, Known]":
+    def sample_async(self, logits: Int64Array, batch: object, positions: Int64Array) -> "tuple[Int64Array, Known]":
         return logits, Known(Samples(logits, [None] * logits.size))
 
     def step(self, sequence_ids: tuple[int, ...], tokens: Int64Array, sources: Int64Array, *rest: object) -> "Drawn":

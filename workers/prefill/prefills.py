@@ -209,7 +209,7 @@ class Prefills:
         if self._sharing:  # while the device computes: a reader of these pages is launched after it
             for request in requests:
                 self._cache.publish_prefix(request.sequence_id, request.token_ids)
-        tokens, pending = self._runner.draw(
+        tokens, pending = self._runner.sample_async(
             logits,
             SampleBatch.from_params([request.params for request in requests]),
             np.array([request.num_tokens for request in requests], np.int64),

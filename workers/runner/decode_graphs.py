@@ -104,8 +104,8 @@ class DecodeGraphs:
 
     def _compute(self, buffers: GraphBuffers) -> Tensor:
         attention = buffers.attention()
-        tokens, sources, tickets, draws = unpack_inputs(buffers.inputs)
+        tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs)
         inputs = self._sampler.inputs(tokens, sources, self._last)
         logits = self._model.forward(inputs, attention, None)
-        self._sampler.sample(logits, draws, self._last[: buffers.size], tickets, self._posts.words)
+        self._sampler.sample(logits, parameters, self._last[: buffers.size], tickets, self._posts.words)
         return logits

@@ -10,7 +10,7 @@ from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, UpProjections, heads_at_once
 from tandem.workers.errors import GpuTooSmall
 from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.runner.posted_draws import PostedDraws
+from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 
@@ -86,12 +86,12 @@ class WithoutPages:
 
 @torch.inference_mode()
 def run_largest_forward(model: DenseDecoder, max_batch_tokens: int, max_sequences: int, max_positions: int) -> None:
-    """max_batch_tokens tokens without attention, which needs pages, then a draw with top_p for max_sequences rows."""
+    """max_batch_tokens tokens without attention, which needs pages, then sampling with top_p for max_sequences rows."""
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
     logits = model.forward(tokens, WithoutPages(max_positions), tokens[:rows])
     batch = SampleBatch.from_params([SamplingParams(temperature=1.0, top_p=0.5, seed=0)] * rows)
-    PostedDraws(model.device).draw(logits, batch, np.zeros(rows, np.int64)).wait()
+    EagerSampler(model.device).sample(logits, batch, np.zeros(rows, np.int64)).wait()
 
 
 def gib(num_bytes: int) -> str:

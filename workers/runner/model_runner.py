@@ -15,9 +15,9 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.runner.batch_buckets import MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
 from tandem.workers.runner.decode_graphs import DecodeGraphs
+from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.forward_graphs import ForwardGraphs, capture_all
 from tandem.workers.runner.graph_capture import Capture, GraphCapture
-from tandem.workers.runner.posted_draws import PostedDraws
 from tandem.workers.runner.step_inputs import NUM_INPUTS
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -34,7 +34,7 @@ class ModelRunner:
     def __init__(self, model: DenseDecoder, cache: PagedKVCache) -> None:
         self._model = model
         self._cache = cache
-        self._draws = PostedDraws(model.device)
+        self._eager_sampler = EagerSampler(model.device)
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: ForwardGraphs | None = None
 
@@ -89,13 +89,13 @@ class ModelRunner:
     ) -> PendingSamples:
         """One more token for each of n sequences.
 
-        Arrays are int64 [n]. sources[i]: the row of the step before that draws the input of row i, or -1 where it is
+        Arrays are int64 [n]. sources[i]: the row of the step before that samples the input of row i, or -1 where it is
         tokens[i], as it must be unless runs_ahead. positions: as for sample().
         """
         if self._graphs is not None:
             return self._graphs.step(sequence_ids, tokens, sources, sampling, positions)
         logits = self.launch(Batch(sequence_ids), tokens, None)
-        return self._draws.draw(logits, sampling, positions)
+        return self._eager_sampler.sample(logits, sampling, positions)
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """They are being received, and will be stepped next, with tokens not known yet."""
@@ -163,12 +163,12 @@ class ModelRunner:
         ids, *rows = upload(arrays, self._model.device)
         return self._model.forward(ids, forward.attention, rows[0] if rows else None)
 
-    def draw(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> tuple[Tensor, PendingSamples]:
-        """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be drawn. Also
-        int64 [n or more], on the device, until the next draw."""
-        pending = self._draws.draw(logits, batch, positions)
-        return self._draws.drawn, pending
+    def sample_async(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> tuple[Tensor, PendingSamples]:
+        """One token a row; positions int64 [n] are the indices, in their sequences, of the tokens to be sampled. Also
+        int64 [n or more], on the device, until the next sample_async()."""
+        pending = self._eager_sampler.sample(logits, batch, positions)
+        return self._eager_sampler.sampled, pending
 
     def sample(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> Samples:
-        """draw(), and waits for it."""
-        return self.draw(logits, batch, positions)[1].wait()
+        """sample_async(), and waits for it."""
+        return self.sample_async(logits, batch, positions)[1].wait()

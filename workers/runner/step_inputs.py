@@ -11,35 +11,35 @@ from tandem.workers.kernels.base import SamplingInputs
 from tandem.workers.sampling.random import uniform
 from tandem.workers.sampling.sample_batch import GREEDY_BELOW, SampleBatch
 
-NUM_DRAWS = 6
-NUM_INPUTS = 2 + NUM_DRAWS
-ON_HOST = -1  # the source of a token that no step draws
+NUM_SAMPLING = 6
+NUM_INPUTS = 2 + NUM_SAMPLING
+ON_HOST = -1  # the source of a token that no step samples
 
 
 def pack_inputs(
     tokens: Int64Array, sources: Int64Array, ticket: int, sampling: SampleBatch, positions: Int64Array
 ) -> list[Int64Array]:
     """NUM_INPUTS arrays int64 [n], of floats their bits; see ModelRunner.step and PostBox."""
-    return [tokens, sources, *pack_draws(ticket, sampling, positions)]
+    return [tokens, sources, *pack_sampling(ticket, sampling, positions)]
 
 
 def unpack_inputs(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, SamplingInputs]:
-    """Tokens, sources, tickets and draws of what pack_inputs() gave, in tensors int64 [n] each."""
+    """Tokens, sources, tickets and sampling inputs of what pack_inputs() gave, in tensors int64 [n] each."""
     tokens, sources, *rest = inputs
-    return tokens, sources, *unpack_draws(rest)
+    return tokens, sources, *unpack_sampling(rest)
 
 
-def pack_draws(ticket: int, sampling: SampleBatch, positions: Int64Array) -> list[Int64Array]:
-    """The last NUM_DRAWS of these arrays."""
+def pack_sampling(ticket: int, sampling: SampleBatch, positions: Int64Array) -> list[Int64Array]:
+    """The last NUM_SAMPLING of these arrays."""
     tickets = np.full(positions.size, ticket)
     if (sampling.temperature < GREEDY_BELOW).all():
-        return [tickets] + [np.zeros(positions.size, np.int64)] * (NUM_DRAWS - 1)
+        return [tickets] + [np.zeros(positions.size, np.int64)] * (NUM_SAMPLING - 1)
     floats = (uniform(sampling.seed, positions), sampling.temperature, sampling.top_p, sampling.min_p)
     return [tickets, *(array.astype(np.float64).view(np.int64) for array in floats), sampling.top_k]
 
 
-def unpack_draws(inputs: Iterable[Tensor]) -> tuple[Tensor, SamplingInputs]:
-    """Tickets and draws of what pack_draws() gave, in tensors int64 [n] each."""
+def unpack_sampling(inputs: Iterable[Tensor]) -> tuple[Tensor, SamplingInputs]:
+    """Tickets and sampling inputs of what pack_sampling() gave, in tensors int64 [n] each."""
     tickets, *floats, top_k = inputs
     uniforms, temperature, top_p, min_p = (tensor.view(torch.float64) for tensor in floats)
     return tickets, SamplingInputs(uniforms, temperature, top_p, min_p, top_k)

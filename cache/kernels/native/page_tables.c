@@ -7,7 +7,7 @@
 
 typedef struct {
     const int32_t *pages;  /* [max_sequences, max_pages] */
-    const int64_t *begins; /* [max_sequences], the first place that each row holds */
+    const int64_t *begins; /* [max_sequences], the first page index that each row holds */
     int64_t max_pages;
     int32_t page_size, unused;
 } Table;
@@ -28,8 +28,8 @@ int64_t look_up(const Table *table, int32_t n, const int64_t *rows, const int32_
         const int32_t count = last_place + 1 - begin;
         if (qo_indptr) {
             for (int32_t t = qo_indptr[i], position = seq_lens[i] - (qo_indptr[i + 1] - t); t < qo_indptr[i + 1];) {
-                const int32_t place = position / size;
-                tables[t++] = (pages[place] - place) * size + position++;
+                const int32_t page_index = position / size;
+                tables[t++] = (pages[page_index] - page_index) * size + position++;
             }
         } else {
             tables[i] = (pages[last_place] - last_place) * size + last;

@@ -57,8 +57,8 @@ def lay_out_tiles(
     pieces = np.stack((before, trees.sizes), 1)
     positions = ragged_range(np.stack((contexts.firsts, contexts.bases), 1).reshape(-1), pieces.reshape(-1))
     lengths = pieces.sum(1)
-    first_places = np.repeat(tables.kv_indptr[trees.sequences], lengths)
-    slots = tables.kv_indices[first_places + positions // page_size] * page_size + positions % page_size
+    first_page_indexes = np.repeat(tables.kv_indptr[trees.sequences], lengths)
+    slots = tables.kv_indices[first_page_indexes + positions // page_size] * page_size + positions % page_size
     counts = -(-appends // NODES_PER_TILE)
     owners = np.repeat(np.arange(counts.size), counts)
     steps = ragged_range(np.zeros_like(counts), counts) * NODES_PER_TILE

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.cache.plan.tables import TokenLayout, lay_out_tokens, look_up_pages
 from tandem.cache.plan.token_tree import lay_out_trees
-from tandem.cache.plan.window import first_places
+from tandem.cache.plan.window import first_page_indexes
 from tests.support.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -93,7 +93,7 @@ def test_trees(case: Case) -> None:
     table = torch.randperm(len(case.trees) * pages_each, generator=generator).numpy().astype(np.int32)
     begins = np.zeros(len(case.trees), np.int64)
     if case.window is not None:  # what no root sees is gone
-        begins = first_places(case.window, np.array([length for length, _, _ in case.trees]), case.page_size)
+        begins = first_page_indexes(case.window, np.array([length for length, _, _ in case.trees]), case.page_size)
     tables = look_up_pages(table.reshape(-1, pages_each), np.arange(begins.size), tokens, case.page_size, begins)
     contexts, arrays = lay_out_tiles(tokens, tables, case.page_size, case.window)
     assert contexts is not None

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from tandem.workers.kernels.torch.sampler import TorchSampler
 from tandem.workers.kernels.triton import sampler as triton_sampler
 from tandem.workers.kernels.triton.sampler import TritonSampler
-from tandem.workers.runner.posted_draws import PostedDraws
+from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.step_inputs import pack_inputs, unpack_inputs
 from tandem.workers.sampling.posted_samples import TOKEN_BITS
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -60,7 +60,7 @@ def test_rows_are_drawn_beside_rows_that_are_not(monkeypatch: pytest.MonkeyPatch
     ]  # fmt: skip
     params = [SamplingParams(**one, seed=row) for row, one in enumerate(options)]
     kept, words = sample_by_both(logits, params, torch.arange(2, 9) << TOKEN_BITS)
-    expected = PostedDraws(torch.device("cpu")).draw(logits, SampleBatch.from_params(params), np.arange(7)).wait()
+    expected = EagerSampler(torch.device("cpu")).sample(logits, SampleBatch.from_params(params), np.arange(7)).wait()
     assert kept == expected.token_ids.tolist() != logits.argmax(-1).tolist()
     assert kept[1] == logits[1].argmax()
     assert [words[row % 2][row] & (1 << TOKEN_BITS) - 1 for row in range(7)] == kept

@@ -125,14 +125,14 @@ def test_the_signal_is_posted_before_the_first_token_is_waited_for(
     """It follows the sampling on the device; the receiver does not wait for the host."""
     transport, told = pair.transports[PREFILL], []
     post, runner = transport.post, pair.prefill._runner
-    draw, pending = runner.draw, MagicMock()
+    draw, pending = runner.sample_async, MagicMock()
 
     def drawing(*arguments: Any) -> tuple[Tensor, Any]:
         tokens, samples = draw(*arguments)
         pending.wait.side_effect = samples.wait
         return tokens, pending
 
-    monkeypatch.setattr(runner, "draw", drawing)
+    monkeypatch.setattr(runner, "sample_async", drawing)
     monkeypatch.setattr(transport, "post", lambda *row: (told.append((pending.wait.called, drawn.done())), post(*row)))
     prompt = random_prompt(2 * CHUNK + 5, 0)
     pair.send("a", prompt, pair.prepare("a", prompt))
@@ -154,7 +154,7 @@ def test_a_quiet_push_is_answered_while_the_next_forward_computes(
     pair.run_prefill()
     assert not first.done()
     runner, told = pair.prefill._runner, list[bool]()
-    draw = runner.draw
+    draw = runner.sample_async
 
     class Computing:
         def __init__(self, pending: PendingSamples) -> None:
@@ -172,7 +172,7 @@ def test_a_quiet_push_is_answered_while_the_next_forward_computes(
         drawn, pending = draw(*arguments)
         return drawn, Computing(pending)
 
-    monkeypatch.setattr(runner, "draw", slow_draw)
+    monkeypatch.setattr(runner, "sample_async", slow_draw)
     second = pair.prefill.submit("b", prompt, pair.params(4), reservations["b"])
     pair.run_prefill()
     assert told == [True]

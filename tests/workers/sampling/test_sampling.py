@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.workers.runner.posted_draws import PostedDraws
+from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.pending_samples import Samples
 from tandem.workers.sampling.random import uniform
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -48,8 +48,8 @@ def naive_token(logits: np.ndarray, params: SamplingParams, position: int) -> in
 
 
 def draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> Samples:
-    draws = PostedDraws(torch.device("cpu"))
-    return draws.draw(logits, SampleBatch.from_params(params), np.array(positions)).wait()
+    sampler = EagerSampler(torch.device("cpu"))
+    return sampler.sample(logits, SampleBatch.from_params(params), np.array(positions)).wait()
 
 
 def sample(logits: np.ndarray, params: list[SamplingParams], positions: list[int]) -> list[int]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.workers.runner.posted_draws import PostedDraws
+from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 
@@ -36,10 +36,10 @@ PARAMS: list[dict[str, Any]] = [
 def both(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[list[int], list[int]]:
     """What the torch operations and the kernel draw."""
     batch, positions = SampleBatch.from_params(params), np.arange(len(params))
-    expected = PostedDraws(torch.device("cpu")).draw(logits, batch, positions).wait()
+    expected = EagerSampler(torch.device("cpu")).sample(logits, batch, positions).wait()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tandem.workers.runner.posted_draws.choose_sampler", TritonSampler)
-        actual = PostedDraws(torch.device(DEVICE)).draw(logits.to(DEVICE), batch, positions).wait()
+        patch.setattr("tandem.workers.runner.eager_sampler.choose_sampler", TritonSampler)
+        actual = EagerSampler(torch.device(DEVICE)).sample(logits.to(DEVICE), batch, positions).wait()
     return expected.token_ids.tolist(), actual.token_ids.tolist()
 
 

@@ -1,11 +1,11 @@
-"""Tokens drawn behind work that no decode graph holds: a prompt's, or an eager step's."""
+"""Tokens sampled behind work that no decode graph holds: a prompt's, or an eager step's."""
 
 import torch
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
-from tandem.workers.runner.step_inputs import NUM_DRAWS, pack_draws, unpack_draws
+from tandem.workers.runner.step_inputs import NUM_SAMPLING, pack_sampling, unpack_sampling
 from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox, half_of
 from tandem.workers.sampling.random import logprobs_of
@@ -15,8 +15,8 @@ FEWEST_ROWS = 16
 PROMPT_SECONDS = 600.0
 
 
-class PostedDraws:
-    """One kernel reads what it is to draw from the host's memory and posts the tokens there, so that no copy stands
+class EagerSampler:
+    """One kernel reads its parameters from the host's memory and posts the tokens there, so that no copy stands
     before or behind it: copies wait for those that push KV. Owned by one thread, on whose current stream all is queued.
     """
 
@@ -24,7 +24,7 @@ class PostedDraws:
         self._device = device
         self._make_room(FEWEST_ROWS)
 
-    def draw(self, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> PendingSamples:
+    def sample(self, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> PendingSamples:
         """A token for each row of logits [n, vocab], which are of 16 bits or float32; positions [n]: its index in its
         sequence. It depends on the row's logits, parameters, seed and position, on nothing else."""
         rows = logits.shape[0]
@@ -33,22 +33,22 @@ class PostedDraws:
                 torch.cuda.current_stream(self._device).synchronize()  # what is under way has the memory there is
             self._make_room(2 * rows)
         ticket = self._posts.next_ticket()
-        inputs, tickets, draws = self._halves[half_of(ticket)]
-        inputs[:, :rows] = pack_draws(ticket, sampling, positions)
-        self._sampler.sample(logits, draws, self._last, tickets, self._posts.words)
+        inputs, tickets, parameters = self._halves[half_of(ticket)]
+        inputs[:, :rows] = pack_sampling(ticket, sampling, positions)
+        self._sampler.sample(logits, parameters, self._last, tickets, self._posts.words)
         posted = self._posts.expect(ticket, rows)
         logprobs = logprobs_of(logits, self._last, sampling.num_logprobs)
         return posted if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
 
     @property
-    def drawn(self) -> Tensor:
-        """int64 [n or more], on the device: what the last draw() draws, once it has; the next one writes over it."""
+    def sampled(self) -> Tensor:
+        """int64 [n or more], on the device: what the last sample() gives. The next one writes over it."""
         return self._last
 
     def _make_room(self, num_rows: int) -> None:
         on_gpu = self._device.type == "cuda"
         self._sampler = choose_sampler(num_rows, self._device)
         self._posts = PostBox(num_rows, self._device, seconds=PROMPT_SECONDS)
-        inputs = torch.zeros((2, NUM_DRAWS, num_rows), dtype=torch.int64, pin_memory=on_gpu)
-        self._halves = [(half.numpy(), *unpack_draws(half)) for half in inputs]
+        inputs = torch.zeros((2, NUM_SAMPLING, num_rows), dtype=torch.int64, pin_memory=on_gpu)
+        self._halves = [(half.numpy(), *unpack_sampling(half)) for half in inputs]
         self._last = torch.zeros(num_rows, dtype=torch.int64, device=self._device)

@@ -29,6 +29,8 @@ SLOW = (
     "tests/cluster/requests/test_replay.py",
     "tests/transfer/test_shared_memory.py",
     "tests/workers/kernels/test_cubin_build.py",
+    "tests/workers/kernels/test_megakernel.py",
+    "tests/workers/kernels/test_resident_gemm.py",
     "tests/workers/models/test_weights.py",
     "tests/workers/sampling/test_triton_sampling.py",
     "tests/workers/service/test_hung_gateway.py",

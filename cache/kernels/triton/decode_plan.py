@@ -135,7 +135,7 @@ def _schedule(
     blocks = tl.where(here, tl.cdiv(stored - oldest, BLOCK), 0)
     one = tl.where(here, 1, 0)
     too_few = 0
-    for bit in tl.static_range(BITS):
+    for bit in tl.static_range(BITS):  # pyright: ignore[reportGeneralTypeIssues]
         tried = too_few + (1 << (BITS - 1 - bit))
         used = tl.maximum(tl.cdiv(blocks, tried), one)
         too_few = tl.where(tl.sum(used, 0) > entries, tried, too_few)

@@ -41,7 +41,7 @@ def failed(capsys: Capture, *arguments: str) -> tuple[int, str]:
 
 def test_version(capsys: Capture) -> None:
     assert run("version") == 0
-    assert capsys.readouterr().out == "tandem 0.1.0\n"
+    assert capsys.readouterr().out == "tandem 0.2.0.dev0\n"
 
 
 def test_help_imports_nothing_heavy() -> None:

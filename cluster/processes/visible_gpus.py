@@ -1,7 +1,7 @@
 """Which GPUs a worker's process sees: its own first, as if it were the only one, then the others of its host.
 
 A driver that does not see a peer's GPU takes the peer's memory, mapped here, for memory of the own GPU, and copies to
-it by multiprocessors, for which a forward waits as long (tests/benchmarks/LOG.md); else by copy engines, beside it.
+it by multiprocessors, for which a forward waits as long (docs/decisions/0005); else by copy engines, beside it.
 """
 
 MOST_GPUS = 64

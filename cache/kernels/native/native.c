@@ -1,6 +1,6 @@
 /* The paged cache on a CPU, float32: append with rotary embedding, and attention of single queries ("decode").
  *
- * native_kernels.py mirrors Pool and Step and states what callers must see to; nothing is checked here.
+ * kernels.py mirrors Pool and Step and states what callers must see to; nothing is checked here.
  *
  *   pages  [num_pages, layers, 2 (K, V), num_kv_heads, page_size, head_dim], head_dim a multiple of LANES, at most
  *          LANES * MAX_VECTORS; a tile is what one page holds of one K or V head: page_size rows, side by side

@@ -23,7 +23,7 @@ def registers(entries: str, has_peer: bool, fp8: bool) -> int:
 
 
 def test_a_multiprocessor_is_full() -> None:
-    """Three quarters full, the kernel takes 5 % longer (tests/benchmarks/LOG.md)."""
+    """Three quarters full, the kernel takes 5 % longer (docs/decisions/0017)."""
     of_thread = {case: -(-number // GRANULE) * GRANULE for case, number in told_by(__name__).items()}
     assert all(number * THREADS_OF_FULL <= REGISTERS for number in of_thread.values()), of_thread
 

@@ -35,7 +35,7 @@ def programs(head_dim: int, tiling: Tiling, fp8: bool) -> tuple[int, int]:
 
 
 def test_they_are_two() -> None:
-    """Three on some and one on others take up to 5 % longer of a step (tests/benchmarks/LOG.md)."""
+    """Three on some and one on others take up to 5 % longer of a step (docs/decisions/0020)."""
     found = told_by(__name__)
     assert {name: by_memory for name, (by_memory, _) in found.items()} == dict.fromkeys(CASES, 2)
     assert all(by_registers >= 2 for _, by_registers in found.values()), found

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctandem/proto/inference.proto\x12\ttandem.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\xf0\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12\x15\n\x0btoken_bytes\x18\x07 \x01(\x0cH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12!\n\x06resume\x18\x06 \x01(\x0b\x32\x11.tandem.v1.ResumeB\x07\n\x05input\"\x1b\n\x06Resume\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x94\x03\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12 \n\x13skip_special_tokens\x18\x0b \x01(\x08H\x07\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x0c \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokens\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"^\n\rTokenLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.tandem.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\"\xba\x01\n\x07Timings\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x14\n\x0cpush_seconds\x18\x03 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x04 \x01(\x01\x12\x14\n\x0c\x62ytes_pushed\x18\x05 \x01(\x04\x12\x15\n\rtotal_seconds\x18\x06 \x01(\x01\x12\r\n\x05pages\x18\x07 \x01(\r\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\r\"\xe9\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.tandem.v1.Usage\x12#\n\x07timings\x18\x07 \x01(\x0b\x32\x12.tandem.v1.Timings\"\x15\n\x13GetModelInfoRequest\"\xf5\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x08 \x01(\x04\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x15\n\rhas_tokenizer\x18\n \x01(\x08\x12\x19\n\x11has_chat_template\x18\x0b \x01(\x08\"\x17\n\x15GetClusterInfoRequest\"\xa0\x02\n\nWorkerInfo\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\n\n\x02pe\x18\x02 \x01(\r\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05\x61live\x18\x05 \x01(\x08\x12\x11\n\tnum_pages\x18\x06 \x01(\r\x12\x12\n\nfree_pages\x18\x07 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x08 \x01(\r\x12\x16\n\x0e\x64raining_pages\x18\t \x01(\r\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x16\n\x0eresident_bytes\x18\x0c \x01(\x04\x12+\n\x08\x63ounters\x18\r \x01(\x0b\x32\x19.tandem.v1.WorkerCounters\"w\n\x0eWorkerCounters\x12\x13\n\x0bstale_calls\x18\x01 \x01(\x04\x12\x15\n\rstale_signals\x18\x02 \x01(\x04\x12\x16\n\x0e\x65xpired_leases\x18\x03 \x01(\x04\x12\x10\n\x08recalled\x18\x04 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x05 \x01(\x04\"v\n\nIslandInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\x12&\n\x07workers\x18\x04 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x10\n\x08restarts\x18\x05 \x01(\r\"\xbc\x01\n\x0b\x43lusterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x04 \x01(\r\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12&\n\x07islands\x18\x06 \x03(\x0b\x32\x15.tandem.v1.IslandInfo\x12\x18\n\x10gateway_restarts\x18\x07 \x01(\r\x12\x14\n\x0chttp_address\x18\x08 \x01(\t*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\xe4\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x44\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x14.tandem.v1.ModelInfo\x12J\n\x0eGetClusterInfo\x12 .tandem.v1.GetClusterInfoRequest\x1a\x16.tandem.v1.ClusterInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctandem/proto/inference.proto\x12\ttandem.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x84\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12\x15\n\x0btoken_bytes\x18\x07 \x01(\x0cH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12!\n\x06resume\x18\x06 \x01(\x0b\x32\x11.tandem.v1.Resume\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\x07\n\x05input\"\x1b\n\x06Resume\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x94\x03\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12 \n\x13skip_special_tokens\x18\x0b \x01(\x08H\x07\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x0c \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokens\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"^\n\rTokenLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.tandem.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\"\xba\x01\n\x07Timings\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x14\n\x0cpush_seconds\x18\x03 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x04 \x01(\x01\x12\x14\n\x0c\x62ytes_pushed\x18\x05 \x01(\x04\x12\x15\n\rtotal_seconds\x18\x06 \x01(\x01\x12\r\n\x05pages\x18\x07 \x01(\r\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\r\"\xe9\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.tandem.v1.Usage\x12#\n\x07timings\x18\x07 \x01(\x0b\x32\x12.tandem.v1.Timings\"\x15\n\x13GetModelInfoRequest\"\xf5\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x08 \x01(\x04\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x15\n\rhas_tokenizer\x18\n \x01(\x08\x12\x19\n\x11has_chat_template\x18\x0b \x01(\x08\"\x17\n\x15GetClusterInfoRequest\"\xa0\x02\n\nWorkerInfo\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\n\n\x02pe\x18\x02 \x01(\r\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05\x61live\x18\x05 \x01(\x08\x12\x11\n\tnum_pages\x18\x06 \x01(\r\x12\x12\n\nfree_pages\x18\x07 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x08 \x01(\r\x12\x16\n\x0e\x64raining_pages\x18\t \x01(\r\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x16\n\x0eresident_bytes\x18\x0c \x01(\x04\x12+\n\x08\x63ounters\x18\r \x01(\x0b\x32\x19.tandem.v1.WorkerCounters\"w\n\x0eWorkerCounters\x12\x13\n\x0bstale_calls\x18\x01 \x01(\x04\x12\x15\n\rstale_signals\x18\x02 \x01(\x04\x12\x16\n\x0e\x65xpired_leases\x18\x03 \x01(\x04\x12\x10\n\x08recalled\x18\x04 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x05 \x01(\x04\"v\n\nIslandInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\x12&\n\x07workers\x18\x04 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x10\n\x08restarts\x18\x05 \x01(\r\"\xbc\x01\n\x0b\x43lusterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x04 \x01(\r\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12&\n\x07islands\x18\x06 \x03(\x0b\x32\x15.tandem.v1.IslandInfo\x12\x18\n\x10gateway_restarts\x18\x07 \x01(\r\x12\x14\n\x0chttp_address\x18\x08 \x01(\t*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\xe4\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x44\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x14.tandem.v1.ModelInfo\x12J\n\x0eGetClusterInfo\x12 .tandem.v1.GetClusterInfoRequest\x1a\x16.tandem.v1.ClusterInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.proto.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2513
-  _globals['_FINISHREASON']._serialized_end=2658
-  _globals['_ROLE']._serialized_start=2660
-  _globals['_ROLE']._serialized_end=2723
+  _globals['_FINISHREASON']._serialized_start=2533
+  _globals['_FINISHREASON']._serialized_end=2678
+  _globals['_ROLE']._serialized_start=2680
+  _globals['_ROLE']._serialized_end=2743
   _globals['_TOKENIDS']._serialized_start=43
   _globals['_TOKENIDS']._serialized_end=66
   _globals['_CHATMESSAGE']._serialized_start=68
@@ -42,35 +42,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=114
   _globals['_CHAT']._serialized_end=162
   _globals['_GENERATEREQUEST']._serialized_start=165
-  _globals['_GENERATEREQUEST']._serialized_end=405
-  _globals['_RESUME']._serialized_start=407
-  _globals['_RESUME']._serialized_end=434
-  _globals['_SAMPLINGPARAMS']._serialized_start=437
-  _globals['_SAMPLINGPARAMS']._serialized_end=841
-  _globals['_TOKENLOGPROB']._serialized_start=843
-  _globals['_TOKENLOGPROB']._serialized_end=892
-  _globals['_TOKENLOGPROBS']._serialized_start=894
-  _globals['_TOKENLOGPROBS']._serialized_end=988
-  _globals['_USAGE']._serialized_start=990
-  _globals['_USAGE']._serialized_end=1066
-  _globals['_TIMINGS']._serialized_start=1069
-  _globals['_TIMINGS']._serialized_end=1255
-  _globals['_GENERATERESPONSE']._serialized_start=1258
-  _globals['_GENERATERESPONSE']._serialized_end=1491
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1493
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1514
-  _globals['_MODELINFO']._serialized_start=1517
-  _globals['_MODELINFO']._serialized_end=1762
-  _globals['_GETCLUSTERINFOREQUEST']._serialized_start=1764
-  _globals['_GETCLUSTERINFOREQUEST']._serialized_end=1787
-  _globals['_WORKERINFO']._serialized_start=1790
-  _globals['_WORKERINFO']._serialized_end=2078
-  _globals['_WORKERCOUNTERS']._serialized_start=2080
-  _globals['_WORKERCOUNTERS']._serialized_end=2199
-  _globals['_ISLANDINFO']._serialized_start=2201
-  _globals['_ISLANDINFO']._serialized_end=2319
-  _globals['_CLUSTERINFO']._serialized_start=2322
-  _globals['_CLUSTERINFO']._serialized_end=2510
-  _globals['_INFERENCE']._serialized_start=2726
-  _globals['_INFERENCE']._serialized_end=2954
+  _globals['_GENERATEREQUEST']._serialized_end=425
+  _globals['_RESUME']._serialized_start=427
+  _globals['_RESUME']._serialized_end=454
+  _globals['_SAMPLINGPARAMS']._serialized_start=457
+  _globals['_SAMPLINGPARAMS']._serialized_end=861
+  _globals['_TOKENLOGPROB']._serialized_start=863
+  _globals['_TOKENLOGPROB']._serialized_end=912
+  _globals['_TOKENLOGPROBS']._serialized_start=914
+  _globals['_TOKENLOGPROBS']._serialized_end=1008
+  _globals['_USAGE']._serialized_start=1010
+  _globals['_USAGE']._serialized_end=1086
+  _globals['_TIMINGS']._serialized_start=1089
+  _globals['_TIMINGS']._serialized_end=1275
+  _globals['_GENERATERESPONSE']._serialized_start=1278
+  _globals['_GENERATERESPONSE']._serialized_end=1511
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1513
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1534
+  _globals['_MODELINFO']._serialized_start=1537
+  _globals['_MODELINFO']._serialized_end=1782
+  _globals['_GETCLUSTERINFOREQUEST']._serialized_start=1784
+  _globals['_GETCLUSTERINFOREQUEST']._serialized_end=1807
+  _globals['_WORKERINFO']._serialized_start=1810
+  _globals['_WORKERINFO']._serialized_end=2098
+  _globals['_WORKERCOUNTERS']._serialized_start=2100
+  _globals['_WORKERCOUNTERS']._serialized_end=2219
+  _globals['_ISLANDINFO']._serialized_start=2221
+  _globals['_ISLANDINFO']._serialized_end=2339
+  _globals['_CLUSTERINFO']._serialized_start=2342
+  _globals['_CLUSTERINFO']._serialized_end=2530
+  _globals['_INFERENCE']._serialized_start=2746
+  _globals['_INFERENCE']._serialized_end=2974
 # @@protoc_insertion_point(module_scope)

@@ -48,28 +48,32 @@ class Reservation(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., seal: _Optional[bytes] = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt")
+    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WRITER_PE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     max_tokens: int
     writer_pe: int
     prompt: bytes
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[bytes] = ...) -> None: ...
+    salt: bytes
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "prompt")
+    __slots__ = ("request_id", "epoch", "prompt", "salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     prompt: bytes
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ...) -> None: ...
+    salt: bytes
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("request_id", "token_id", "logprobs")
@@ -82,18 +86,20 @@ class FirstToken(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class RemoteSendRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "sampling", "reservation", "prompt")
+    __slots__ = ("request_id", "epoch", "sampling", "reservation", "prompt", "salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     sampling: _inference_pb2.SamplingParams
     reservation: Reservation
     prompt: bytes
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ..., prompt: _Optional[bytes] = ...) -> None: ...
+    salt: bytes
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[bytes] = ...) -> None: ...
 
 class RemoteSendResponse(_message.Message):
     __slots__ = ("first_token", "logprobs", "cached_tokens", "queue_seconds", "prefill_seconds", "push_seconds", "bytes_pushed")
@@ -130,16 +136,28 @@ class StartGenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., reservation_id: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., feed: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class GeneratedTokens(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "finish_reason", "fed")
+    __slots__ = ("token_ids", "logprobs", "finish_reason", "fed", "prefilled")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     FED_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
     finish_reason: _inference_pb2.FinishReason
     fed: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., fed: _Optional[int] = ...) -> None: ...
+    prefilled: Prefilled
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., fed: _Optional[int] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ...) -> None: ...
+
+class Prefilled(_message.Message):
+    __slots__ = ("cached_tokens", "queue_seconds", "prefill_seconds")
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    cached_tokens: int
+    queue_seconds: float
+    prefill_seconds: float
+    def __init__(self, cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
 
 class FeedRequest(_message.Message):
     __slots__ = ("epoch", "feed")
@@ -176,3 +194,31 @@ class AbortResponse(_message.Message):
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class WorkerReport(_message.Message):
+    __slots__ = ("whole", "added", "removed", "prompt_tokens", "rows", "positions", "token_seconds", "prompt_tokens_per_second", "free_pages")
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    whole: bool
+    added: bytes
+    removed: bytes
+    prompt_tokens: int
+    rows: int
+    positions: int
+    token_seconds: float
+    prompt_tokens_per_second: float
+    free_pages: int
+    def __init__(self, whole: bool = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., rows: _Optional[int] = ..., positions: _Optional[int] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., free_pages: _Optional[int] = ...) -> None: ...

@@ -70,6 +70,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_proto_dot_worker__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_inference__pb2.WorkerInfo.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/tandem.v1.Worker/Watch',
+                request_serializer=tandem_dot_proto_dot_worker__pb2.WatchRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_worker__pb2.WorkerReport.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -78,6 +83,7 @@ class WorkerServicer(object):
     def PrepareReceive(self, request, context):
         """Decode side: match the prefix held here, set pages aside, say where to write.
         RESOURCE_EXHAUSTED when the pages or the signal slots are not free now.
+        Where writer_pe is the worker's own, it will compute the prompt itself: the reservation has no map and no signal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,6 +111,7 @@ class WorkerServicer(object):
     def StartGenerate(self, request, context):
         """Decode side: stream the tokens after the first, once all KV has landed. DATA_LOSS when that is not what was sent.
         Those before the last may go over the feed that the request names, if that is open: then what comes here says how many.
+        A worker that computes the prompt itself begins with this call; its stream has the first token, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +135,13 @@ class WorkerServicer(object):
 
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """What a router needs to know of this worker: the first report is whole, later ones say what has changed.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -169,6 +183,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=tandem_dot_proto_dot_worker__pb2.GetStatusRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_inference__pb2.WorkerInfo.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=tandem_dot_proto_dot_worker__pb2.WatchRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_worker__pb2.WorkerReport.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -360,6 +379,33 @@ class Worker(object):
             '/tandem.v1.Worker/GetStatus',
             tandem_dot_proto_dot_worker__pb2.GetStatusRequest.SerializeToString,
             tandem_dot_proto_dot_inference__pb2.WorkerInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Worker/Watch',
+            tandem_dot_proto_dot_worker__pb2.WatchRequest.SerializeToString,
+            tandem_dot_proto_dot_worker__pb2.WorkerReport.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import Batch, Forward
 from tandem.cache.attention.graph_buffers import GraphBuffers
+from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
@@ -15,7 +16,8 @@ from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE
 from tandem.workers.runner.forward_graphs import ForwardGraphs, capture_all
 from tandem.workers.runner.graph_capture import Capture
-from tandem.workers.runner.step_inputs import ON_HOST, pack_inputs, unpack_inputs
+from tandem.workers.runner.mixed_attention import MixedAttention
+from tandem.workers.runner.step_inputs import ON_HOST, StepInputs, pack_inputs, unpack_inputs
 from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox
 from tandem.workers.sampling.random import logprobs_of
@@ -91,6 +93,39 @@ class DecodeGraphs:
         forward = self._cache.begin(Batch(sequence_ids), buffers, inputs)
         logits = graphs.replay(buffers)[:rows]
         self._cache.commit(forward)
+        return self._pending(ticket, logits, sampling)
+
+    @torch.inference_mode()
+    def step_with_prompts(
+        self,
+        sequence_ids: Sequence[int] | Int64Array,
+        inputs: StepInputs,
+        prompts: Forward,
+        token_ids: Tensor,
+        last_rows: Int64Array,
+    ) -> tuple[PendingSamples, Tensor]:
+        """Launches one step and, in the same forward, prompt chunks: not as a graph. See ModelRunner.step_with_prompts.
+
+        prompts: begun without buffers, of token_ids, int64 [T] on the device; the caller commits it. last_rows: of
+        token_ids, int64 [n] on the host.
+        """
+        rows = len(sequence_ids)
+        self._foreseen = None
+        buffers, ticket = self._plain.choose(rows), self._posts.next_ticket()
+        forward = self._cache.begin(Batch(sequence_ids), buffers, pack_inputs(*inputs[:2], ticket, *inputs[2:]))
+        attention = MixedAttention(buffers.attention(), prompts.attention, buffers.size)
+        wanted = np.concatenate((np.arange(buffers.size), buffers.size + last_rows))
+        (wanted_rows,) = upload([wanted], self._model.device)
+        tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs)
+        row_ids = self._sampler.inputs(tokens, sources, self._last)
+        logits = self._model.forward(torch.cat((row_ids, token_ids)), attention, wanted_rows)
+        own = logits[: buffers.size]
+        self._sampler.sample(own, parameters, self._last[: buffers.size], tickets, self._posts.words)
+        self._cache.commit(forward)
+        return self._pending(ticket, own[:rows], inputs.sampling), logits[buffers.size :]
+
+    def _pending(self, ticket: int, logits: Tensor, sampling: SampleBatch) -> PendingSamples:
+        rows = logits.shape[0]
         logprobs = logprobs_of(logits, self._last[:rows], sampling.num_logprobs)
         return self._posts.expect(ticket, rows) if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
 

@@ -1,6 +1,7 @@
 """From a batch and its token ids to sampled tokens."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +19,18 @@ from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.forward_graphs import ForwardGraphs, capture_all
 from tandem.workers.runner.graph_capture import Capture, GraphCapture
-from tandem.workers.runner.step_inputs import NUM_INPUTS
+from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
+
+
+class PromptChunks(NamedTuple):
+    """The next tokens of some prompts: chunks[i] of prompt sequence_ids[i], whose length is lengths[i]."""
+
+    sequence_ids: Sequence[int]
+    chunks: Sequence[Int64Array]
+    lengths: Sequence[int]
 
 
 class ModelRunner:
@@ -129,6 +138,37 @@ class ModelRunner:
         last_rows = np.cumsum(appends)[stored + appends == np.array(lengths)] - 1
         token_ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         return self.launch(Batch(sequence_ids, appends, lengths, push=push), token_ids, last_rows)
+
+    @torch.inference_mode()
+    def step_with_prompts(
+        self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks
+    ) -> tuple[PendingSamples, Tensor]:
+        """step() and prompts() in one forward, which reads the weights once; nothing is pushed with it."""
+        stored = np.array([self._cache.num_tokens(sequence) for sequence in prompts.sequence_ids])
+        appends = np.array([chunk.size for chunk in prompts.chunks])
+        last_rows = np.cumsum(appends)[stored + appends == np.array(prompts.lengths)] - 1
+        token_ids = np.concatenate(prompts.chunks)
+        if self._graphs is None:
+            return self._eager_step_with_prompts(sequence_ids, inputs, prompts, last_rows)
+        forward = self._cache.begin(Batch(prompts.sequence_ids, appends, prompts.lengths, push=False))
+        (ids,) = upload([token_ids], self._model.device)
+        result = self._graphs.step_with_prompts(sequence_ids, inputs, forward, ids, last_rows)
+        self._cache.commit(forward)
+        return result
+
+    def _eager_step_with_prompts(
+        self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks, last_rows: Int64Array
+    ) -> tuple[PendingSamples, Tensor]:
+        rows = len(sequence_ids)
+        batch = Batch(
+            [*sequence_ids, *prompts.sequence_ids],
+            np.array([1] * rows + [chunk.size for chunk in prompts.chunks]),
+            np.concatenate((inputs.positions, prompts.lengths)),
+            push=False,
+        )
+        token_ids = np.concatenate((inputs.tokens, *prompts.chunks))
+        logits = self.launch(batch, token_ids, np.concatenate((np.arange(rows), rows + last_rows)))
+        return self._eager_sampler.sample(logits[:rows], inputs.sampling, inputs.positions), logits[rows:]
 
     @torch.inference_mode()
     def launch(self, batch: Batch, token_ids: Int64Array, last_rows: Int64Array | None) -> Tensor:

@@ -116,6 +116,8 @@ class GraphBuffers:
             absent = limits.num_sequences - tokens.seq_lens.size
             tokens = replace(tokens, qo_indptr=_extended(tokens.qo_indptr, absent))
             tables = [_pad_prompts(one, absent, missing) for one in tables]
+        if not limits.one_each:
+            self._arrays.open()  # a plan's own copies come before these: what a backend copied last is gone, too
         for group, buffers, one in zip(self._groups, self._buffers, tables, strict=True):
             group.backend.plan(tokens, one, buffers)
         arrays: list[np.ndarray] = [tokens.positions, *inputs]

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from tandem.cache.kernels.flashinfer.kernels import load_flashinfer
+from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
 
 ARCHS = {(8, 0): "8.0", (8, 9): "8.9", (9, 0): "9.0a", (10, 0): "10.0a", (10, 3): "10.3a"}
 

@@ -178,9 +178,8 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         if part.trees is not None:
             context, lse = self._run_pages(self._before_trees, layer, q, with_lse=True)
             assert lse is not None
-            scale, softcap = self.scoring.scale, self.scoring.softcap
             scales = None if self._fp8 is None else self._fp8.scales[layer]
-            return attend_trees(self._pool, layer, q, context, lse, part.trees, scale, softcap, sinks, scales)
+            return attend_trees(self._pool, layer, q, context, lse, part.trees, self.scoring, sinks, scales)
         if part.kv_slots is not None:
             return _add_sinks(_run(self._gathered, q, self._gather(layer, part.kv_slots), sinks is not None), sinks)
         if part.shared is not None:

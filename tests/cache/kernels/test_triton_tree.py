@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan.tables import TokenLayout, lay_out_tokens, look_up_pages
 from tandem.cache.plan.token_tree import lay_out_trees
 from tandem.cache.plan.window import first_page_indexes
@@ -139,8 +140,7 @@ def test_trees(case: Case) -> None:
         context.to(DEVICE),
         lse.to(DEVICE),
         tiles,
-        0.3,
-        case.softcap,
+        Scoring(0.3, case.window, case.softcap),
         None if sinks is None else sinks.to(DEVICE),
         scales.to(DEVICE) if case.fp8 else None,
     )

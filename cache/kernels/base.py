@@ -161,7 +161,10 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
         raise NotImplementedError(f"{type(self).__name__} has no graph buffers")
 
     def begin_captured(self, buffers: Any) -> None:
-        """Queues, in the graph, what all layers of a replay need that follows from the tables of `buffers`."""
+        """Queues, in the graph, what all layers of a replay need that follows from the tables of `buffers`.
+
+        The forward ran once before it is captured. What that run did not need may be left out.
+        """
 
     @abstractmethod
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:

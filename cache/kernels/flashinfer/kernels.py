@@ -126,7 +126,9 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
 
     def begin_captured(self, buffers: Any) -> None:
         if isinstance(buffers, DecodePlan):
-            schedule_splits(buffers, self._pool, self.scoring, self._fp8)
+            buffers.scheduled = buffers.by_layers
+            if buffers.scheduled:
+                schedule_splits(buffers, self._pool, self.scoring, self._fp8)
 
     def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
         return largest_prompt(self._workspace, num_sequences, self._sizes(num_q_heads))
@@ -151,12 +153,15 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         own = plan.own
         if not isinstance(own, DecodePlan):
             return super().run(plan, layer, x, appended)
+        assert own.scheduled, "the forward before the capture was not computed layer by layer"
+        own.by_layers = True
         return decode(self._pool, layer, x.q, x.k, x.v, plan.rotation, own, self.scoring, x.sinks, x.norm, self._fp8)
 
     def step_pages(self, plan: GroupPlan) -> StepPages | None:
         plain = self.scoring == Scoring(self.scoring.scale)
         if not plain or plan.rotation is None or not isinstance(plan.own, DecodePlan):
             return None
+        plan.own.by_layers = False  # unless run() is called all the same
         scales = None if self._fp8 is None else self._fp8.scales
         return StepPages(self._pool, plan.own.tables, plan.rotation, self.scoring.scale, scales)
 

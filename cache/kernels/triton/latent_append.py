@@ -72,15 +72,15 @@ def _append_latents(
         head = part * HEADS + tl.arange(0, HEADS)[:, None]
         rows = q + token * q_token + head * q_head + STILL
         there = head < num_heads
-        queries = load_parts(rows, cos, sin, there, 2 * HALF, HALF, HALF_BLOCK, 0, tl.constexpr(True))
-        store_parts(rows, queries, there, 2 * HALF, HALF, HALF_BLOCK, 0)
+        queries = load_parts(rows, cos, sin, there, 2 * HALF, HALF, HALF_BLOCK, tl.constexpr(0), tl.constexpr(True))
+        store_parts(rows, queries, there, 2 * HALF, HALF, HALF_BLOCK, tl.constexpr(0))
     else:
         one = tl.arange(0, 1)[:, None]
         column = tl.arange(0, RANK_BLOCK)[None, :]
         latent = tl.load(latents + token * latent_token + column, mask=column < RANK)
         # Names of their own: Triton gives a variable one shape in both branches.
         key_rows = keys + token * key_token + one
-        key = load_parts(key_rows, cos, sin, one == 0, 2 * HALF, HALF, HALF_BLOCK, 0, Q_PARTS > 0)
+        key = load_parts(key_rows, cos, sin, one == 0, 2 * HALF, HALF, HALF_BLOCK, tl.constexpr(0), Q_PARTS > 0)
         slot = tl.load(slots + token)
         if slot >= 0:
             offset = (slot // PAGE_SIZE).to(tl.int64) * page_elements + (slot % PAGE_SIZE) * (RANK + 2 * HALF)
@@ -104,4 +104,4 @@ def _store_entry(
     one = tl.arange(0, 1)[:, None]
     column = tl.arange(0, RANK_BLOCK)[None, :]
     tl.store(row + one + column, latent, mask=column < RANK)
-    store_parts(row + one + RANK, key, one == 0, 2 * HALF, HALF, HALF_BLOCK, 0)
+    store_parts(row + one + RANK, key, one == 0, 2 * HALF, HALF, HALF_BLOCK, tl.constexpr(0))

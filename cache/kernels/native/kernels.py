@@ -138,7 +138,7 @@ class NativeKernels(AppendThenAttend):
                 *(None if logits is None else logits.data_ptr(), output.data_ptr()),
             )
         for part in own.parts:
-            part.put(output, self._torch.attend_part(layer, part, part.take(q), k, v, sinks))
+            output[part.tokens] = self._torch.attend_part(layer, part, part.take(q), k, v, sinks)
         return output
 
     def clear_pages(self, pages: Int32Array) -> None:

@@ -24,7 +24,7 @@ GPU_HEAD_DIMS = (64, 128, 256)  # of K and V of 16 bits, which FlashInfer is com
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do for its pool. Callers read this; nobody asks for the backend's class."""
+    """What a backend can do for its pool. Callers read this, and never ask for the backend's class."""
 
     trees: bool = True  # attend to nodes of token trees, and move slots
     pushes: bool = False  # append into mapped pools of peers, see push_with_append
@@ -121,8 +121,8 @@ class Latents(NamedTuple):
 
 InputsT = TypeVar("InputsT")
 Appended = Callable[[Tensor | None, Tensor | None], None]
-"""Called between append and attention with k and v as they were stored (latents: the entries and None); k is None where
-nobody takes it from there."""
+"""A function that takes k and v as they were stored, between append and attention. Of latents: the entries and None. k
+is None where no page writer needs it."""
 PeerPool = Callable[[int], Tensor | None]
 """PageWriter.peer_pool of one layer group."""
 

@@ -68,7 +68,7 @@ class NvshmemTransport(Transport):
     island at a time.
 
     Unlike other transports it makes its memory in join(), and join() and close() are collective: each returns once
-    every PE has called it, and whoever runs the island bounds that by ending its processes. A join() that failed for
+    every PE has called it; the island's supervisor bounds that by ending its processes. A join() that failed for
     another reason than a handle leaves NVSHMEM initialised, so the process has to end; so does a close() that finds a
     peer dead, by NVSHMEM's own doing. After close() another transport can open in the same process, with new members.
     """

@@ -27,7 +27,7 @@ KEYS_PER_TILE = 32
 def attend_latent_trees(
     pool: Tensor, layer: int, q: Tensor, rotated: Tensor, context: Tensor, lse: Tensor, tiles: TreeTiles, scale: float
 ) -> Tensor:
-    """Weighted sums of latents of n packed nodes, which take the place of `context`, those of the positions before
+    """Weighted sums of latents of n packed nodes. They are written over `context`: the sums over the positions before
     their trees.
 
     pool: [num_pages, layers, 1, 1, page_size, rank + rotated], contiguous; both parts are powers of two of at least 16.

@@ -69,7 +69,7 @@ def lay_out_tiles(
             (np.cumsum(appends) - appends)[owners] + steps,
             sizes,
             (np.cumsum(lengths) - lengths)[owners],
-            (lengths - appends)[owners] + steps + sizes,  # parents come first, so nobody sees what comes later
+            (lengths - appends)[owners] + steps + sizes,  # parents come first, so no node sees what comes later
             before[owners],
             (contexts.bases > contexts.commons)[owners],
         ),
@@ -90,8 +90,8 @@ def attend_trees(
     sinks: Tensor | None,
     fp8_scales: Tensor | None = None,
 ) -> Tensor:
-    """o of n packed nodes, which takes the place of `context`, what they saw of the positions that all nodes of their
-    trees see.
+    """o of n packed nodes. It is written over `context`: their output over the positions that all nodes of their trees
+    see.
 
     pool: [num_pages, layers, 2, num_kv_heads, page_size, head_dim], contiguous. q, context: [n, num_q_heads, head_dim],
     contiguous; head_dim is a power of two of at least 16. lse: float32 [n, num_q_heads], of base 2, of context; both
@@ -168,7 +168,7 @@ def add_keys(top, total, weighted, scores, values):
 @triton.jit
 def end_softmax(output, total, weighted, there):
     """Stores the rows that are `there`. output: pointers [rows, columns]."""
-    total = tl.where(there, total, 1.0)  # no 0 / 0 in rows that nobody has
+    total = tl.where(there, total, 1.0)  # no 0 / 0 in unused rows
     tl.store(output, (weighted / total[:, None]).to(output.dtype.element_ty), mask=there[:, None])
 
 

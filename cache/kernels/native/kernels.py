@@ -97,7 +97,7 @@ class NativeKernels(AppendThenAttend):
         indices = np.concatenate((tables.slot_mapping, queries, first_pages, lengths), dtype=np.int32)
         slots = _address(indices)
         first_query = slots + 4 * num_tokens
-        of_decodes = (first_query + 4 * num_decodes * array for array in range(3))
+        of_decodes = first_query, first_query + 4 * num_decodes, first_query + 8 * num_decodes
         step = _Step(slots, _address(page_ids), *of_decodes, self._crew.address, num_tokens, num_decodes)
         return NativePlan(num_decodes, parts, ctypes.addressof(step), step, page_ids, indices)
 

@@ -153,7 +153,7 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         own = plan.own
         if not isinstance(own, DecodePlan):
             return super().run(plan, layer, x, appended)
-        assert own.scheduled, "the forward before the capture was not computed layer by layer"
+        assert own.scheduled, "begin_captured() has queued no schedule for this step"
         own.by_layers = True
         return decode(self._pool, layer, x.q, x.k, x.v, plan.rotation, own, self.scoring, x.sinks, x.norm, self._fp8)
 

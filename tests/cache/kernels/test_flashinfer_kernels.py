@@ -82,5 +82,5 @@ def test_a_graph_is_scheduled_unless_a_megakernel_computed_the_step_before_it(mo
     assert forward(asks=True, attends=True)
     assert forward(asks=True, attends=False)
     assert not forward(asks=True, attends=False)
-    with pytest.raises(AssertionError, match="was not computed layer by layer"):
+    with pytest.raises(AssertionError, match="has queued no schedule"):
         forward(asks=False, attends=True)

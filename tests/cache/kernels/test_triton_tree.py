@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan.tables import TokenLayout, lay_out_tokens, look_up_pages
 from tandem.cache.plan.token_tree import lay_out_trees
 from tandem.cache.plan.window import first_page_indexes
@@ -16,6 +15,7 @@ from tests.support.tolerances import assert_close
 
 pytest.importorskip("triton")
 
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton.tree import TreeTiles, attend_trees, lay_out_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -38,7 +38,7 @@ def test_what_all_new_nodes_see_is_attended_to_but_for_a_piece_of_a_page(
     table = np.random.default_rng(seed).permutation(batch * places).astype(np.int32).reshape(batch, places)
     begins = np.zeros(batch, np.int64) if window is None else first_page_indexes(window, bases, page_size)
     tables = look_up_pages(table, np.arange(batch), tokens, page_size, begins)
-    _, (part,) = plan_parts(tokens, tables, page_size, torch.device("cpu"), window=window)
+    _, (part,) = plan_parts(tokens, tables, (), page_size, torch.device("cpu"), window)
     assert part.trees is not None
     last, counts = part.kv_last_page_len.numpy(), np.diff(part.kv_indptr.numpy())
     lengths = (counts - 1) * page_size + last

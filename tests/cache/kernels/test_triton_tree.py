@@ -15,6 +15,7 @@ from tests.support.tolerances import assert_close
 
 pytest.importorskip("triton")
 
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton.tree import TreeTiles, attend_trees, lay_out_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -139,8 +140,7 @@ def test_trees(case: Case) -> None:
         context.to(DEVICE),
         lse.to(DEVICE),
         tiles,
-        0.3,
-        case.softcap,
+        Scoring(0.3, case.window, case.softcap),
         None if sinks is None else sinks.to(DEVICE),
         scales.to(DEVICE) if case.fp8 else None,
     )

@@ -24,14 +24,13 @@ from tandem.cache.plan.tables import PageTables, Send, TokenLayout, own_tables, 
 
 
 class GroupAttention:
-    """backend, window and table are those of group `group`, whose layers take `inputs`."""
+    """backend and table are those of group `group`, whose layers take `inputs`."""
 
     def __init__(
         self,
         group: int,
         backend: AttentionBackend,
         inputs: AttentionInputs | LatentInputs,
-        window: int | None,
         fp8: Fp8Entries | None,
         table: GroupTable,
         writer: PageWriter | None,
@@ -47,7 +46,7 @@ class GroupAttention:
         self._table = table
         self._writer = writer
         self._page_size = page_size
-        self._tables = PageLookUp(table, window, page_size)
+        self._tables = PageLookUp(table, page_size)
         self._prefixes = BatchPrefixes(table, backend.capabilities.sharing, page_size)
 
     @property

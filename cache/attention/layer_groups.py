@@ -71,9 +71,7 @@ def make_groups(
     for index, (pool, group, table) in enumerate(zip(pools, layout.groups, tables, strict=True)):
         stored = StoredLayers(len(group.layers)) if pool.is_cuda and writer is not None else None
         backend, inputs, fp8 = _make_backend(layout, index, pool, heads, kernels)
-        groups.append(
-            GroupAttention(index, backend, inputs, group.window, fp8, table, writer, layout.page_size, stored)
-        )
+        groups.append(GroupAttention(index, backend, inputs, fp8, table, writer, layout.page_size, stored))
     return groups
 
 
@@ -88,7 +86,7 @@ def _make_backend(
         backend = choose_latent_kernels(pool, heads.scale_of(latent.key_dim + rotated), rank, latent)
         return backend, LatentInputs(latent, rank, rotated, layout.dtype, pool.device), None
     fp8 = Fp8Entries.of_group(layout, index, pool.device)
-    scoring = Scoring(heads.scale_of(group.head_dim), group.window, heads.softcap)
+    scoring = Scoring(heads.scale_of(group.head_dim), group.keeps.window, heads.softcap)
     inputs = AttentionInputs(group.num_kv_heads, group.head_dim, layout.dtype, pool.device)
     return kernels(pool, scoring, fp8), inputs, fp8
 
@@ -96,7 +94,7 @@ def _make_backend(
 def make_pages(layout: KVLayout, table: SequenceTable, pools: PagePools, groups: LayerGroups) -> SequencePages:
     """What moves the pages of these groups."""
     of_groups = [
-        GroupPages(index, group.window, of_group, pools, groups[index].backend, layout.page_size)
+        GroupPages(index, group.keeps, of_group, pools, groups[index].backend, layout.page_size)
         for index, (group, of_group) in enumerate(zip(layout.groups, table.groups, strict=True))
     ]
     return SequencePages(table, pools, of_groups, layout.page_size)

@@ -23,11 +23,10 @@ class _Table(ctypes.Structure):
 
 
 class PageLookUp:
-    """Looks up rows of `table`, of a group with this window."""
+    """Looks up rows of `table`."""
 
-    def __init__(self, table: GroupTable, window: int | None, page_size: int) -> None:
+    def __init__(self, table: GroupTable, page_size: int) -> None:
         self._table = table
-        self._window = window
         self._page_size = page_size
         library = load_short_calls(SOURCE)
         self._native = None if library is None else _NativeLookUp(library, table, page_size)
@@ -36,8 +35,8 @@ class PageLookUp:
         """As look_up_pages of rows (int64 [B], B ≥ 1), those of the sequences that have grown by `tokens`."""
         if self._native is not None:
             return self._native.look_up(rows, tokens, shared)
-        begins = None if self._window is None else self._table.begins[rows]
-        return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins, shared)
+        begins = self._table.begins[rows]
+        return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins if begins.any() else None, shared)
 
     def sliding_slots(
         self, rows: Int64Array, lengths: Int64Array, sliding: SlidingTable

@@ -40,7 +40,7 @@ class SlidingSequences:
         self._table = table
         self._rotations = rotations
         self._page_size = page_size
-        self._look_ups = [PageLookUp(group, None, page_size) for group in table.groups]
+        self._look_ups = [PageLookUp(group, page_size) for group in table.groups]
         self._nothing: PageIds = tuple(np.empty(0, np.int32) for _ in table.groups)
         self._unslid = nullcontext(self._nothing)
         self._no_parts: list[SlidingParts | None] = [None] * len(table.groups)

@@ -147,7 +147,7 @@ class ForwardCalls(Parts):
         that step is not known."""
         sequences = ids_of(seq_ids)
         tokens = self._growth.foresee(sequences)
-        if tokens is None or self.layout.has_windows or buffers.limits.sharing:
+        if tokens is None or self.layout.drops_past or buffers.limits.sharing:
             return None
         rows = self._table.rows(sequences)
         self._prepare(buffers, rows, tokens, inputs)

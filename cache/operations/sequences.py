@@ -85,7 +85,7 @@ class SequenceCalls(Parts):
         and the child slides as it does; pop takes back what is kept. Whoever receives it must slide alike.
         """
         row = self._settled_row(sequence)
-        if self.layout.has_windows:
+        if self.layout.drops_past:
             raise InvalidArgument("the layout has groups with a window; sequences slide only in layouts without")
         if self.layout.has_latents:
             raise InvalidArgument("the layout has groups with latents; sequences slide only in layouts without")
@@ -206,5 +206,5 @@ class SequenceCalls(Parts):
     def _check_sharing(self, sequence: int) -> None:
         if self._table.sliding.windows[self._table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
-        if self.layout.has_windows:
+        if self.layout.drops_past:
             raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")

@@ -17,7 +17,7 @@ class TransferCalls(Parts):
         """
         row = self._settled_row(sequence)
         integer("length", length, least=1)
-        if self.layout.has_windows and self._marks.any_open(row):  # what it is to send may leave a window
+        if self.layout.drops_past and self._marks.any_open(row):  # what it is to send may leave a window
             raise InvalidArgument(f"sequence {sequence} is marked to be sent; with windows it receives only afterwards")
         if self._table.sliding.windows[row] == 0:  # a sliding sequence has room for any number
             self._growth.check_length(sequence, int(self._table.lengths[row]) + length)

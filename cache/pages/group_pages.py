@@ -9,7 +9,7 @@ from tandem.cache.kernels.base import PageOperations
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.page_pools import PagePools
 from tandem.cache.plan.arrays import Int32Array, Int64Array
-from tandem.cache.plan.window import first_page_index, first_page_indexes, most_pages
+from tandem.cache.plan.spans import Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +87,13 @@ class GroupPages:
     def __init__(
         self,
         group: int,
-        window: int | None,
+        keeps: Span,
         table: GroupTable,
         pools: PagePools,
         memory: PageOperations,
         page_size: int,
     ) -> None:
-        self.window = window
+        self.keeps = keeps
         self.table = table
         self._group = group
         self._pools = pools
@@ -102,11 +102,11 @@ class GroupPages:
 
     def needed(self, num_tokens: int, longest_append: int) -> int:
         """The most pages that a sequence of its own pages holds at once."""
-        return most_pages(self.window, num_tokens, longest_append, self._page_size)
+        return self.keeps.most_pages(num_tokens, longest_append, self._page_size)
 
     def first_page_index(self, query: int) -> int:
         """Where what a query at position `query` sees begins."""
-        return first_page_index(self.window, query, self._page_size)
+        return self.keeps.first_page_index(query, self._page_size)
 
     # Many rows
 
@@ -115,9 +115,9 @@ class GroupPages:
         table, rows = self.table, appends.rows
         starts, wanted, partial, opened = table.ends[rows], appends.wanted, appends.partial, appends.opened
         begins, gone = None, self._pools.none[self._group]
-        if self.window is not None:
+        if self.keeps.drops_past:
             held = table.begins[rows]
-            begins = np.maximum(first_page_indexes(self.window, appends.queries, self._page_size), held)
+            begins = np.maximum(self._first_page_indexes(appends.queries), held)
             gone = self._leaving(rows, held, np.minimum(begins, starts))
             starts = np.maximum(starts, begins)
             wanted = np.minimum(wanted, np.maximum(begins + table.budgets[rows], appends.ends))
@@ -149,9 +149,8 @@ class GroupPages:
             self.clear(rows[growth.opened], appends.ends[growth.opened] - 1)
 
     def are_leaving(self, rows: Int64Array, queries: Int64Array) -> NDArray[np.bool_]:
-        """bool [B]: which rows hold a page that no query at `queries` (int64 [B]) or later sees; with a window."""
-        assert self.window is not None
-        return (queries - (self.window - 1)) // self._page_size > self.table.begins[rows]
+        """bool [B]: which rows hold a page that no query at `queries` (int64 [B]) or later needs."""
+        return self._first_page_indexes(queries) > self.table.begins[rows]
 
     def holds(self, rows: Int64Array, page_indexes: Int64Array) -> bool:
         """Whether each row has a page at its place, both int64 [n]: one that was reserved."""
@@ -160,6 +159,9 @@ class GroupPages:
     def clear(self, rows: Int64Array, page_indexes: Int64Array) -> None:
         """Clears the pages at these page indexes of rows, both int64 [n], as far as the kernels need it."""
         self._memory.clear_pages(self.table.pages[rows, page_indexes])
+
+    def _first_page_indexes(self, queries: Int64Array) -> Int64Array:
+        return self.keeps.first_needed(queries) // self._page_size
 
     def _leaving(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
         moved = (ends > begins).nonzero()[0]

@@ -1,5 +1,6 @@
 """Which pages the sequences of a cache hold, in all its layer groups at once."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ class SequencePages:
         self._pools = pools
         self._groups = tuple(groups)
         self._page_size = page_size
-        self._windowed = [group for group in self._groups if group.window is not None]
+        self._dropping = [group for group in self._groups if group.keeps.drops_past]
 
     def needed(self, num_tokens: int, longest_append: int) -> tuple[int, ...]:
         """Per group the most pages that a sequence of num_tokens positions, appended in pieces, holds at once."""
@@ -36,8 +37,8 @@ class SequencePages:
         for index, group in enumerate(self._groups):
             begin = int(group.table.begins[row])
             if group.first_page_index(length) < begin:
-                assert group.window is not None  # without one all page indexes are held
-                least = begin * self._page_size + group.window - 1
+                lengths = range(int(self._table.lengths[row]) + 1)
+                least = bisect_left(lengths, begin, key=group.first_page_index)
                 raise InvalidArgument(
                     f"{what} would have {length} positions, but those before {begin * self._page_size} have left the "
                     f"window of layer group {index}; at least {least} are accepted"
@@ -46,7 +47,7 @@ class SequencePages:
     def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, marks: SendMarks) -> None:
         """InvalidArgument where growing would let go of positions that a row is to send and has not: a group with a
         window knows only what later queries see."""
-        if not self._windowed or marks.count == 0:
+        if not self._dropping or marks.count == 0:
             return
         lengths = self._table.lengths[rows]
         for index in (marks.planned[rows] < np.minimum(marks.ends[rows], lengths)).nonzero()[0].tolist():
@@ -114,13 +115,13 @@ class SequencePages:
         changing = lengths % self._page_size == 0
         if slid is not None:
             changing |= slid
-        for group in self._windowed:
+        for group in self._dropping:
             changing |= group.are_leaving(rows, queries)
         changed = changing.nonzero()[0]
         if changed.size:
             which, began = rows[changed], lengths[changed]
             page_indexes = began // self._page_size
-            if slid is None and not self._windowed and all(group.holds(which, page_indexes) for group in self._groups):
+            if slid is None and not self._dropping and all(group.holds(which, page_indexes) for group in self._groups):
                 for group in self._groups if clear else ():
                     group.clear(which, page_indexes)
             else:

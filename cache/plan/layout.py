@@ -12,6 +12,7 @@ from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import FP8, KVScales
 from tandem.cache.plan.shard import WHOLE, Shard
+from tandem.cache.plan.spans import ALL, Span
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -21,8 +22,8 @@ class LayerGroup:
     """Layers whose KV entries are alike and share one pool and one page table.
 
     A pool is one tensor `[num_pages, len(layers), planes, num_kv_heads, page_size, head_dim]`: a page is one contiguous
-    span that holds all layers of the group. There are two planes, K at 0 and V at 1. window: how many positions a token
-    sees, its own included; pages behind it are let go of. None: all.
+    span that holds all layers of the group. There are two planes, K at 0 and V at 1. keeps: which entries later queries
+    need; pages of others are let go of.
 
     latent_rank: of multi-head latent attention (DeepSeek-V2), whose entries are one plane of one head: that many
     numbers of which every head's K and V are made, then the rotated part of K that the heads share.
@@ -31,7 +32,7 @@ class LayerGroup:
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
-    window: int | None = None
+    keeps: Span = ALL
     latent_rank: int | None = None
 
     @property
@@ -66,8 +67,8 @@ class KVLayout:
         for index, group in enumerate(self.groups):
             for name in ("num_kv_heads", "head_dim"):
                 integer(f"{name} of group {index}", getattr(group, name), least=1)
-            if group.window is not None:
-                integer(f"window of group {index}", group.window, least=1)
+            if not isinstance(group.keeps, Span):
+                raise InvalidArgument(f"keeps of group {index} is {group.keeps!r}; a Span is accepted, as {ALL}")
             if group.latent_rank is not None:
                 _check_latent(index, group)
         if self.scales is not None:
@@ -94,8 +95,9 @@ class KVLayout:
         return dict(sorted((layer, (group, i)) for group, its in groups for i, layer in enumerate(its.layers)))
 
     @property
-    def has_windows(self) -> bool:
-        return any(group.window is not None for group in self.groups)
+    def drops_past(self) -> bool:
+        """Whether pages of some group are let go of as a sequence grows."""
+        return any(group.keeps.drops_past for group in self.groups)
 
     def page_shape(self, group: int) -> tuple[int, int, int, int, int]:
         """Shape of one page: [layers, planes, num_kv_heads, page_size, head_dim]."""
@@ -132,8 +134,7 @@ class KVLayout:
     @cached_property
     def fingerprint(self) -> int:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
-        groups = [(g.layers, g.num_kv_heads, g.head_dim, g.window, g.latent_rank) for g in self.groups]
-        text = repr((self.page_size, str(self.dtype), groups, self.scales, self.shard))
+        text = repr((self.page_size, str(self.dtype), self.groups, self.scales, self.shard))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -144,5 +145,5 @@ def _check_latent(index: int, group: LayerGroup) -> None:
         raise InvalidArgument(f"group {index} has latent_rank {rank}; 1 … {group.head_dim - 1} are accepted")
     if group.num_kv_heads != 1:
         raise InvalidArgument(f"group {index} has latents and num_kv_heads {group.num_kv_heads}; it must be 1")
-    if group.window is not None:
-        raise InvalidArgument(f"group {index} has latents and window {group.window}; it must be None")
+    if group.keeps != ALL:
+        raise InvalidArgument(f"group {index} has latents and keeps {group.keeps}; it must be {ALL}")

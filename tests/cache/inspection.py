@@ -24,7 +24,7 @@ def check_contents(side: Side, sequence: int, oracle: Oracle) -> None:
         check_kv(side, oracle, sequence, 0, sinks, known.ids, None)
         begin = there[sinks] if len(there) > sinks else len(known.ids)
         check_kv(side, oracle, sequence, begin, len(known.ids), known.ids, None)
-    if transfer is None and side.cache.layout.has_windows:
+    if transfer is None and side.cache.layout.drops_past:
         row, table = side.cache._table.row(sequence), side.cache._table
         assert [int(group.begins[row]) for group in table.groups] == side.first_page_indexes(known.queries)
 

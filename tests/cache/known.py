@@ -158,7 +158,7 @@ class Side:
         return sent < min(len(known.ids), end) and len(known.ids) + count > end
 
     def first_page_indexes(self, query: int) -> list[int]:
-        windows = [group.window or NUM_PLACES for group in self.cache.layout.groups]
+        windows = [group.keeps.window or NUM_PLACES for group in self.cache.layout.groups]
         return [max(query - window + 1, 0) // self.cache.layout.page_size for window in windows]
 
     def can_be_cut(self, sequence: int, length: int) -> bool:
@@ -179,7 +179,7 @@ def check_tables(cache: PagedKVCache, plan: Forward) -> None:
     for name in ("qo_indptr", "seq_lens", "positions", "owners"):
         assert_same(getattr(plan.tokens, name), getattr(tokens, name))
     for index, (group, planned) in enumerate(zip(table.groups, plan.groups, strict=True)):
-        begins = None if cache.layout.groups[index].window is None else group.begins[rows]
+        begins = group.begins[rows] if cache.layout.groups[index].keeps.drops_past else None
         tables = look_up_pages(group.pages, rows, tokens, size, begins)
         for name in ("slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_lens"):
             assert_same(getattr(planned.tables, name), getattr(tables, name))

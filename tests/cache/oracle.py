@@ -105,7 +105,7 @@ class Oracle:
         last = ids[np.arange(len(texts)), lengths - 1]
         outputs = []
         for layer, group in enumerate(self._groups):
-            window = group.window
+            window = group.keeps.window
             hidden = places >= lengths[:, None]
             if window is not None:
                 hidden |= places < lengths[:, None] - window

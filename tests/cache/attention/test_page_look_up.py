@@ -43,7 +43,7 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_tables(window: int | None) -> None:
     random = np.random.default_rng(0)
     table = GroupTable(ROWS, PLACES)
-    look_up = PageLookUp(table, window, PAGE)
+    look_up = PageLookUp(table, PAGE)
     for size in [*range(1, ROWS + 1), ROWS]:
         table.pages[:] = random.permutation(ROWS * PLACES).reshape(ROWS, PLACES)
         rows = random.permutation(ROWS)[:size]
@@ -63,7 +63,7 @@ def test_slots_of_sliding_sequences() -> None:
     random = np.random.default_rng(0)
     table, streams = GroupTable(ROWS, PLACES), SlidingTable(ROWS, PAGE)
     table.pages[:] = random.permutation(ROWS * PLACES).reshape(ROWS, PLACES)
-    look_up = PageLookUp(table, None, PAGE)
+    look_up = PageLookUp(table, PAGE)
     for _ in range(20):
         streams.sinks[:] = random.integers(0, 9, ROWS)
         lengths = random.integers(1, PAGE * PLACES, ROWS)

@@ -323,7 +323,7 @@ def test_a_plan_of_another_cache() -> None:
     assert cache.num_sent(0) == 0
 
 
-@pytest.mark.parametrize("name", ["page_size", "num_kv_heads", "head_dim", "window", "layers", "latent_rank"])
+@pytest.mark.parametrize("name", ["page_size", "num_kv_heads", "head_dim", "layers", "latent_rank"])
 @pytest.mark.parametrize("value", [8.0, "8", True], ids=repr)
 def test_layouts_are_of_integers(name: str, value: Any) -> None:
     group: dict[str, Any] = {"layers": (0,), "num_kv_heads": 1, "head_dim": 12}

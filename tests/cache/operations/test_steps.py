@@ -14,12 +14,13 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import OutOfPages
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.spans import Window
 from tests.cache.known import check_tables
 
 PAGE, LONGEST, BATCH, STEPS = 4, 60, 6, 400
 STREAM = 10, 3  # window, sink
 PLAIN = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 2, 8)), PAGE, torch.float32)
-WINDOWED = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, 9)), PAGE, torch.float32)
+WINDOWED = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, Window(9))), PAGE, torch.float32)
 
 
 class Stepping:
@@ -49,7 +50,7 @@ class Stepping:
         self.cleared = [set[int]() for _ in layout.groups]  # and not in use since
         for group, cleared in zip(self.cache._groups, self.cleared, strict=True):
             vars(group.backend)["clear_pages"] = lambda pages, cleared=cleared: cleared.update(pages.tolist())
-        if not layout.has_windows:
+        if not layout.drops_past:
             self.events += [self.fork, self.publish]
 
     def renew(self, sequence: int) -> None:
@@ -59,7 +60,7 @@ class Stepping:
         length = self.random.randint(1, LONGEST // 2)
         if sequence < self.num_streams:
             self.cache.enable_sliding_window(sequence, *STREAM)
-        elif not self.layout.has_windows:
+        elif not self.layout.drops_past:
             self.cache.match_prefix(sequence, [0] * length)
         self.cache.prepare_receive(sequence, length)
         self.cache.finish_receive(sequence)
@@ -68,7 +69,7 @@ class Stepping:
 
     def pop(self, sequence: int) -> None:
         """And as many appended again, or not."""
-        least = self.layout.has_windows or sequence < self.num_streams
+        least = self.layout.drops_past or sequence < self.num_streams
         count = self.random.randint(0, min(self.cache.num_tokens(sequence), 1 if least else 9))
         self.cache.pop(sequence, count)
         if count and self.random.random() < 0.5:
@@ -78,7 +79,7 @@ class Stepping:
         """As many positions in other pages; a child keeps its own."""
         length, child = self.cache.num_tokens(sequence), self.forget_child(sequence)
         self.cache.fork_sequence(sequence, child)
-        count = self.random.randint(1, 1 if self.layout.has_windows else length)
+        count = self.random.randint(1, 1 if self.layout.drops_past else length)
         if self.random.random() < 0.5:
             self.cache.pop(sequence, count)
         else:
@@ -115,7 +116,7 @@ class Stepping:
             self.cache.finish_receive(one)
         self.foreseen = self.cache._growth._foreseen is not None
         if self.random.random() < 0.3:
-            (self.renew if self.layout.has_windows else self.pop)(self.random.choice(self.batch))
+            (self.renew if self.layout.drops_past else self.pop)(self.random.choice(self.batch))
 
     def grow_tree(self, sequence: int) -> None:
         check_tables(self.cache, self.cache.begin_forward([sequence], [3], None, [[-1, 0, 0]]))

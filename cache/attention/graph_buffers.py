@@ -13,6 +13,7 @@ from tandem.cache.attention.rotations import Rotations
 from tandem.cache.kernels.base import NO_TABLES, DeviceTables, GroupPlan, Limits
 from tandem.cache.kernels.fetched_staging import FetchedStaging
 from tandem.cache.kernels.staging import ArraySize, CopiedStaging, FixedArrays, Staging
+from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array, IntArray
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
 from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens
@@ -139,11 +140,10 @@ def make_graph_buffers(
     groups: Sequence[GroupAttention],
     rotations: Rotations,
     layers: LayerIndex,
-    *,
-    max_pages: int,
-    page_size: int,
+    table: SequenceTable,
 ) -> list[GraphBuffers]:
-    """See PagedKVCache.graph_buffers; max_pages as in GraphBuffers."""
+    """See PagedKVCache.graph_buffers."""
+    max_pages, page_size = table.groups[0].pages.shape[1], table.page_size
     fit = [] if rotations.by_length else [one for one in limits if _fits(one, groups, max_pages * page_size)]
     if not fit:
         return []

@@ -130,5 +130,5 @@ class GroupAttention:
 
     def gather(self, layers: Sequence[int], row: int, indices: Int64Array) -> list[tuple[Tensor, Tensor]]:
         """What read_slots() gives of each of `layers` at `indices` (int64 [n]) of a row."""
-        slots: Int32Array = slots_of(self._table.pages[row], indices, self._page_size)
+        slots: Int32Array = slots_of(self._table.pages, row, indices, self._page_size)
         return [self.backend.read_slots(layer, slots) for layer in layers]

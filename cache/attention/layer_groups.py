@@ -97,4 +97,4 @@ def make_pages(layout: KVLayout, table: SequenceTable, pools: PagePools, groups:
         GroupPages(index, group.keeps, of_group, pools, groups[index].backend, layout.page_size)
         for index, (group, of_group) in enumerate(zip(layout.groups, table.groups, strict=True))
     ]
-    return SequencePages(table, pools, of_groups, layout.page_size)
+    return SequencePages(table, pools, of_groups)

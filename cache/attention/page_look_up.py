@@ -10,7 +10,7 @@ from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.sliding_table import SlidingTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array, address_of, indptr_of
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
-from tandem.cache.plan.tables import PageTables, TokenLayout, look_up_pages, slots_in
+from tandem.cache.plan.tables import PageTables, TokenLayout, look_up_pages, slots_of
 
 SOURCE = Path(__file__).parents[1] / "kernels" / "native" / "page_tables.c"
 POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -47,7 +47,7 @@ class PageLookUp:
         if self._native is not None:
             return bounds, self._native.sliding_slots(rows, lengths, sliding, int(bounds[-1]))
         indices = sliding.in_use(rows, lengths[rows])
-        return bounds, slots_in(self._table.pages, rows.repeat(np.diff(bounds)), indices, self._page_size)
+        return bounds, slots_of(self._table.pages, rows.repeat(np.diff(bounds)), indices, self._page_size)
 
 
 class _NativeLookUp:

@@ -36,17 +36,16 @@ class _Before:
 class SlidingSequences:
     """What makes rows of `table` slide; see SlidingTable for how they are stored."""
 
-    def __init__(self, table: SequenceTable, rotations: Rotations, page_size: int) -> None:
+    def __init__(self, table: SequenceTable, rotations: Rotations) -> None:
         self._table = table
         self._rotations = rotations
-        self._page_size = page_size
-        self._look_ups = [PageLookUp(group, page_size) for group in table.groups]
+        self._look_ups = [PageLookUp(group, table.page_size) for group in table.groups]
         self._nothing: PageIds = tuple(np.empty(0, np.int32) for _ in table.groups)
         self._unslid = nullcontext(self._nothing)
         self._no_parts: list[SlidingParts | None] = [None] * len(table.groups)
 
     def check_window(self, window: int, sink: int, max_length: int) -> None:
-        most = max_length - 2 * self._page_size + 2
+        most = max_length - 2 * self._table.page_size + 2
         if not 1 <= integer("window", window) <= most:
             raise InvalidArgument(f"window is {window}; 1 … {most} are accepted")
         if not 0 <= integer("sink", sink) < window:

@@ -9,6 +9,7 @@ from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forwa
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
 from tandem.cache.kernels.base import Limits
 from tandem.cache.operations.parts import Parts
+from tandem.cache.operations.send_plan import plan_sends
 from tandem.cache.pages.sequence_table import ids_of
 from tandem.cache.plan.arrays import Int64Array, integers
 from tandem.cache.plan.errors import InvalidArgument
@@ -37,7 +38,7 @@ class ForwardCalls(Parts):
         if lengths is not None and lengths.shape != (len(sequences),):
             raise InvalidArgument(f"rope_lengths has shape {lengths.shape}; it must be [B], B = {len(sequences)}")
         rows, tokens = self._growth.grow(sequences, appends, batch.token_tree_parents)
-        sends, sent = self._transmissions.plan(rows, tokens) if batch.push else self._transmissions.nothing
+        sends, sent = plan_sends(self._marks, self._table, rows, tokens, push=batch.push)
         rotations, sliding = self._sliding.plan(rows, tokens, lengths)
         plans = tuple(
             group.plan(rows, tokens, rotation, to_send, slides)
@@ -56,7 +57,8 @@ class ForwardCalls(Parts):
             forward.attention.check_complete()
         elif forward.grows:
             self._growth.grow(forward.seq_ids, self._growth.one_each(len(forward.seq_ids)), in_flight=1)
-        self._transmissions.commit(forward.sent, forward.standing)
+        self._marks.commit(forward.sent)
+        self._launched = forward.standing
 
     # By the names of TVM's PagedAttentionKVCache
 
@@ -126,14 +128,7 @@ class ForwardCalls(Parts):
     def graph_buffers(self, limits: Sequence[Limits]) -> list[GraphBuffers]:
         """Buffers for CUDA graphs, see GraphBuffers, of those limits (all of decode steps, or all of prompts) that the
         backends and RoPE can do. They share memory: one is filled and replayed before the next is."""
-        return make_graph_buffers(
-            limits,
-            self._groups,
-            self._rotations,
-            self._layers,
-            max_pages=self._table.groups[0].pages.shape[1],
-            page_size=self.layout.page_size,
-        )
+        return make_graph_buffers(limits, self._groups, self._rotations, self._layers, self._table)
 
     def pays_to_share(self, buffers: GraphBuffers, seq_ids: Ids) -> bool:
         """Whether the next step of these sequences is faster in `buffers`, for sharing, than in others."""

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tandem.cache.attention.forward import Parents
+from tandem.cache.attention.sliding_sequences import SlidingSequences
 from tandem.cache.operations.open_trees import OpenTrees
 from tandem.cache.operations.receptions import Receptions
-from tandem.cache.operations.store import Store
+from tandem.cache.pages.send_marks import SendMarks
+from tandem.cache.pages.sequence_pages import SequencePages
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument
@@ -36,13 +38,19 @@ class Foreseen:
 class Growth:
     """Owned by a PagedKVCache, whose parts it works on."""
 
-    def __init__(self, store: Store, receptions: Receptions, trees: OpenTrees) -> None:
-        self._table, self._pages, self._sliding, self._marks = store.table, store.pages, store.sliding, store.marks
-        self._max_length = store.max_length
-        self._receptions = receptions
-        self._trees = trees
+    def __init__(
+        self,
+        table: SequenceTable,
+        pages: SequencePages,
+        sliding: SlidingSequences,
+        marks: SendMarks,
+        receptions: Receptions,
+        trees: OpenTrees,
+    ) -> None:
+        self._table, self._pages, self._sliding, self._marks = table, pages, sliding, marks
+        self._receptions, self._trees = receptions, trees
         self._foreseen: Foreseen | None = None
-        self._ones = np.ones(store.table.max_sequences, np.int64)
+        self._ones = np.ones(table.max_sequences, np.int64)
         self._one_each: TokenLayout | None = None  # the last that was of one plain token a sequence
 
     def grow(
@@ -69,7 +77,8 @@ class Growth:
         with self._sliding.slid(rows, appends) as gone:
             lengths = self._table.lengths[rows]
             new_lengths = lengths + appends
-            self._check_longest(seq_ids, new_lengths)
+            longest = int(new_lengths.argmax())
+            self._table.check_length(seq_ids[longest], int(new_lengths[longest]))
             if trees:  # a root, now or after a commit, looks back from the base
                 queries = self._trees.bases(seq_ids, lengths)
             else:
@@ -116,22 +125,14 @@ class Growth:
         self._one_each = tokens
         return tokens
 
-    def _check_longest(self, seq_ids: tuple[int, ...], new_lengths: Int64Array) -> None:
-        longest = int(new_lengths.argmax())
-        self.check_length(seq_ids[longest], int(new_lengths[longest]))
-
-    def check_length(self, sequence: int, length: int) -> None:
-        if not 0 <= length <= self._max_length:
-            raise InvalidArgument(f"sequence {sequence} would have {length} positions; 0 … {self._max_length} fit")
-
     def _check_appends(self, rows: Int64Array, appends: Int64Array) -> bool:
         """Whether each row gets one position."""
         if rows.size == 0 or appends.shape != rows.shape:
             raise InvalidArgument(f"append_lengths has shape {appends.shape}; it must be [B], B = {rows.size} ≥ 1")
         each_one = appends.base is self._ones or not np.count_nonzero(appends != 1)
         for length in () if each_one else (int(appends.min()), int(appends.max())):  # sums of larger ones overflow
-            if not 1 <= length <= self._max_length:
-                raise InvalidArgument(f"append_lengths has {length}; 1 … {self._max_length} are accepted")
+            if not 1 <= length <= self._table.max_length:
+                raise InvalidArgument(f"append_lengths has {length}; 1 … {self._table.max_length} are accepted")
         if len(self._receptions) and self._table.receiving[rows].any():
             self._receptions.check_settled_rows(rows)
         return each_one

@@ -6,8 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.operations.store import Store
-from tandem.cache.pages.page_pools import PageIds
+from tandem.cache.attention.sliding_sequences import SlidingSequences
+from tandem.cache.pages.page_pools import PageIds, PagePools
+from tandem.cache.pages.sequence_pages import SequencePages
+from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
@@ -22,10 +24,16 @@ class Receptions:
     the first forward that reads it.
     """
 
-    def __init__(self, store: Store, memory: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        table: SequenceTable,
+        pages: SequencePages,
+        pools: PagePools,
+        sliding: SlidingSequences,
+        memory: Sequence[Tensor],
+    ) -> None:
         """memory: per layer group the pages, [num_pages, …, page_size, elements]."""
-        self._table, self._pages, self._pools, self._sliding = store.table, store.pages, store.pools, store.sliding
-        self._page_size = store.layout.page_size
+        self._table, self._pages, self._pools, self._sliding = table, pages, pools, sliding
         self._memory = tuple(memory)
         self._incoming: dict[int, PageIds] = {}
 
@@ -37,7 +45,7 @@ class Receptions:
 
     def begin(self, sequence: int, length: int) -> PositionMap:
         """Grows a sequence by `length` ≥ 1 positions; where each of them goes. OutOfPages changes nothing."""
-        table, size = self._table, self._page_size
+        table, size = self._table, self._table.page_size
         row = table.row(sequence)
         begin = table.num_positions(row)
         rows = np.array([row])
@@ -63,18 +71,18 @@ class Receptions:
             return
         self._table.unclean[rows] = False
         for row, length in zip(rows[unclean].tolist(), lengths[unclean].tolist(), strict=True):
-            page_index, offset = divmod(length, self._page_size)
+            page_index, offset = divmod(length, self._table.page_size)
             for group, pool in zip(self._table.groups, self._memory, strict=True):
                 if offset and group.begins[row] <= page_index:
                     pool[int(group.pages[row, page_index]), ..., offset:, :].zero_()
 
     def _runs(self, row: int, begin: int, end: int) -> tuple[SlotRuns, ...]:
-        groups, size = self._table.groups, self._page_size
+        groups, size = self._table.groups, self._table.page_size
         if self._table.sliding.windows[row] == 0:
             return tuple(runs_of(group.pages[row], begin, end, size, int(group.begins[row])) for group in groups)
         indices = self._table.sliding.find(row, begin, end)
         wanted = indices >= 0
-        slots = (np.where(wanted, slots_of(group.pages[row], np.maximum(indices, 0), size), SKIP) for group in groups)
+        slots = (np.where(wanted, slots_of(group.pages, row, np.maximum(indices, 0), size), SKIP) for group in groups)
         return tuple(map(SlotRuns.from_slots, slots))
 
     def finish(self, sequence: int) -> None:

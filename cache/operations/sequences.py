@@ -74,7 +74,7 @@ class SequenceCalls(Parts):
         row = self._table.row(sequence)
         if self._table.sliding.windows[row]:
             num_tokens = min(num_tokens, self._table.sliding.longest(row, longest))
-        self._growth.check_length(sequence, num_tokens)
+        self._table.check_length(sequence, num_tokens)
         self._pages.reserve(row, num_tokens, longest)
 
     def enable_sliding_window(self, sequence: int, window: int, sink: int) -> None:

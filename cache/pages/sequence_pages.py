@@ -17,11 +17,11 @@ from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 class SequencePages:
     """Moves pages between `pools` and the rows of `table`. A call changes every group or, with OutOfPages, none."""
 
-    def __init__(self, table: SequenceTable, pools: PagePools, groups: Sequence[GroupPages], page_size: int) -> None:
+    def __init__(self, table: SequenceTable, pools: PagePools, groups: Sequence[GroupPages]) -> None:
         self._table = table
         self._pools = pools
         self._groups = tuple(groups)
-        self._page_size = page_size
+        self._page_size = table.page_size
         self._dropping = [group for group in self._groups if group.keeps.drops_past]
 
     def needed(self, num_tokens: int, longest_append: int) -> tuple[int, ...]:

@@ -55,6 +55,7 @@ class SequenceTable:
 
     def __init__(self, num_groups: int, max_sequences: int, max_length: int, page_size: int) -> None:
         self.max_sequences = integer("max_sequences", max_sequences, least=1)
+        self.max_length, self.page_size = max_length, page_size
         self.lengths = np.zeros(max_sequences, np.int64)
         self.reserved_ends = np.zeros(max_sequences, np.int64)
         self.receiving = np.zeros(max_sequences, np.bool_)
@@ -115,6 +116,10 @@ class SequenceTable:
             return self._rows[sequence]
         except (KeyError, TypeError):  # what has no hash is no sequence either
             raise InvalidArgument(f"sequence {sequence} is not there; add_sequence makes one") from None
+
+    def check_length(self, sequence: int, length: int) -> None:
+        if not 0 <= length <= self.max_length:
+            raise InvalidArgument(f"sequence {sequence} would have {length} positions; 0 … {self.max_length} fit")
 
     def num_positions(self, row: int) -> int:
         """Positions appended to a row."""

@@ -156,13 +156,8 @@ def own_tables(tables: PageTables, sequences: Int64Array, page_size: int) -> Pag
     )
 
 
-def slots_of(pages: Int32Array, positions: Int64Array, page_size: int) -> Int32Array:
-    """int32 [n]: slots of positions (int64 [n]) of a sequence whose page ids are `pages`."""
-    return pages[positions // page_size] * np.int32(page_size) + (positions % page_size).astype(np.int32)
-
-
-def slots_in(pages: Int32Array, rows: Int64Array, positions: Int64Array, page_size: int) -> Int32Array:
-    """int32 [n]: slots of positions[i] of rows[i] (int64 [n] each) of `pages`, a group's page table."""
+def slots_of(pages: Int32Array, rows: Int64Array | int, positions: Int64Array, page_size: int) -> Int32Array:
+    """int32 [n]: slots of positions[i] of rows[i] (int64 [n] each), or of one row, of `pages`, a group's page table."""
     page_indexes = positions // page_size
     return pages[rows, page_indexes] * np.int32(page_size) + (positions - page_indexes * page_size).astype(np.int32)
 

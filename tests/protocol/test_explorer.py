@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tandem.cache.operations.receptions import Receptions
-from tandem.cache.operations.transmissions import Transmissions
+from tandem.cache.operations.transfers import TransferCalls
 from tandem.transfer.completion import Signal, SignalBoard
 from tandem.transfer.recall import RecallDesk, RecallInbox
 from tandem.workers.decode.decodes import Decodes
@@ -182,7 +182,7 @@ def a_speculative_prompt_is_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_speculative_prompt_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Transmissions, "send_cached", lambda *_: None)
+    patch.setattr(TransferCalls, "send_cached", lambda *_: None)
 
 
 PROTECTIONS: dict[str, tuple[str, Patch, str]] = {

@@ -52,7 +52,7 @@ def test_what_all_new_nodes_see_is_attended_to_but_for_a_piece_of_a_page(
         has_context = tiles[tiles[:, 0] == int(tokens.qo_indptr[sequence]), 5].item()
         assert has_context == (first < base)
         if has_context:
-            expected = slots_of(table[sequence], np.arange(first, base), page_size)
+            expected = slots_of(table, sequence, np.arange(first, base), page_size)
             assert slots[sequence].tolist() == expected.tolist()
         else:
             assert slots[sequence].size == 1  # which the tree kernel does not look at

@@ -71,7 +71,7 @@ def make_groups(
     for index, (pool, group, table) in enumerate(zip(pools, layout.groups, tables, strict=True)):
         stored = StoredLayers(len(group.layers)) if pool.is_cuda and writer is not None else None
         backend, inputs, fp8 = _make_backend(layout, index, pool, heads, kernels)
-        groups.append(GroupAttention(index, backend, inputs, fp8, table, writer, layout.page_size, stored))
+        groups.append(GroupAttention(index, backend, inputs, fp8, table, writer, stored))
     return groups
 
 
@@ -94,7 +94,7 @@ def _make_backend(
 def make_pages(layout: KVLayout, table: SequenceTable, pools: PagePools, groups: LayerGroups) -> SequencePages:
     """What moves the pages of these groups."""
     of_groups = [
-        GroupPages(index, group.keeps, of_group, pools, groups[index].backend, layout.page_size)
+        GroupPages(index, group.keeps, of_group, pools, groups[index].backend)
         for index, (group, of_group) in enumerate(zip(layout.groups, table.groups, strict=True))
     ]
     return SequencePages(table, pools, of_groups)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,24 +12,11 @@ from tandem.cache.pages.page_pools import PageIds
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.pages.sliding_table import Slides
-from tandem.cache.plan.arrays import Int32Array, Int64Array, integer
+from tandem.cache.plan.arrays import Int64Array, integer
 from tandem.cache.plan.errors import CacheError, InvalidArgument
 from tandem.cache.plan.position_map import SKIP, PositionMap
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import TokenLayout
-
-
-@dataclass(frozen=True, eq=False)
-class _Before:
-    """The holes of rows as they were, int64 [n]; of those in `moved`, lengths and dropped, int64 [m], and per group
-    their ends and their rows of pages."""
-
-    rows: Int64Array
-    holes: Int64Array
-    moved: Int64Array
-    lengths: Int64Array
-    dropped: Int64Array
-    tables: list[tuple[Int64Array, Int32Array]]
 
 
 class SlidingSequences:
@@ -39,7 +25,7 @@ class SlidingSequences:
     def __init__(self, table: SequenceTable, rotations: Rotations) -> None:
         self._table = table
         self._rotations = rotations
-        self._look_ups = [PageLookUp(group, table.page_size) for group in table.groups]
+        self._look_ups = [PageLookUp(group) for group in table.groups]
         self._nothing: PageIds = tuple(np.empty(0, np.int32) for _ in table.groups)
         self._unslid = nullcontext(self._nothing)
         self._no_parts: list[SlidingParts | None] = [None] * len(table.groups)
@@ -68,11 +54,20 @@ class SlidingSequences:
 
     @contextmanager
     def _sliding(self, slides: Slides) -> Iterator[PageIds]:
-        before = self._keep(slides)
+        table, moved = self._table, slides.moved
+        of_groups = [(array, moved) for group in table.groups for array in (group.ends, group.pages)]
+        changing: list[tuple[np.ndarray, Int64Array]] = [
+            (table.sliding.holes, slides.rows),
+            (table.lengths, moved),
+            (table.sliding.dropped, moved),
+            *(of_groups if moved.size else ()),
+        ]
+        before = [array[rows] for array, rows in changing]
         try:
             yield self._apply(slides)
         except CacheError:
-            self._restore(before)
+            for (array, rows), values in zip(changing, before, strict=True):
+                array[rows] = values
             raise
 
     def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, appends: Int64Array, marks: SendMarks) -> None:
@@ -111,7 +106,7 @@ class SlidingSequences:
             SlidingParts(
                 sliding, begins, ends, *look_up.sliding_slots(rows[sliding], table.lengths, table.sliding), rotation
             )
-            for look_up, rotation in zip(self._look_ups, self._rotations.of_places, strict=True)
+            for look_up, rotation in zip(self._look_ups, self._rotations.of_indices, strict=True)
         ]
         return rotations, parts
 
@@ -160,17 +155,6 @@ class SlidingSequences:
                     f"of {window} until position {end} is reached"
                 )
 
-    def _keep(self, slides: Slides) -> _Before:
-        table, rows, moved = self._table, slides.rows, slides.moved
-        return _Before(
-            rows,
-            table.sliding.holes[rows],
-            moved,
-            table.lengths[moved],
-            table.sliding.dropped[moved],
-            [(group.ends[moved], group.pages[moved]) for group in table.groups] if moved.size else [],
-        )
-
     def _apply(self, slides: Slides) -> PageIds:
         """The pages that are gone."""
         table, moved = self._table, slides.moved
@@ -179,10 +163,3 @@ class SlidingSequences:
             return self._nothing
         table.lengths[moved], table.sliding.dropped[moved] = slides.lengths, slides.dropped
         return tuple(group.take_out(moved, slides.firsts, slides.ends) for group in table.groups)
-
-    def _restore(self, before: _Before) -> None:
-        table, moved = self._table, before.moved
-        table.sliding.holes[before.rows] = before.holes
-        table.lengths[moved], table.sliding.dropped[moved] = before.lengths, before.dropped
-        for group, (ends, pages) in zip(table.groups, before.tables, strict=False):
-            group.ends[moved], group.pages[moved] = ends, pages

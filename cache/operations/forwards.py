@@ -134,7 +134,7 @@ class ForwardCalls(Parts):
         """Whether the next step of these sequences is faster in `buffers`, for sharing, than in others."""
         rows = self._table.rows(ids_of(seq_ids))
         seq_lens = self._table.lengths[rows].astype(np.int32) + 1
-        shared = [group.shared(rows, seq_lens) for group in self._groups]
+        shared = [group.prefixes.find(rows, seq_lens) for group in self._groups]
         return any(one is not None for one in shared) and buffers.takes_shared(shared)
 
     def foresee(self, buffers: GraphBuffers, seq_ids: Ids, inputs: Sequence[Int64Array]) -> Forward | None:

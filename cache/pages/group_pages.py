@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from tandem.cache.kernels.base import PageOperations
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.page_pools import PagePools
+from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.spans import Span
 
@@ -32,24 +33,20 @@ class Appends:
 
 
 def lay_out_appends(
-    rows: Int64Array,
-    lengths: Int64Array,
-    new_lengths: Int64Array,
-    queries: Int64Array,
-    reserved_ends: Int64Array,
-    shortened: NDArray[np.bool_],
-    page_size: int,
+    table: SequenceTable, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array
 ) -> Appends:
-    """All int64 [B] or bool [B]; reserved_ends, shortened: see SequenceTable."""
-    page_indexes, ends = lengths // page_size, (new_lengths + (page_size - 1)) // page_size
-    used = lengths > page_indexes * page_size
-    partial, opened = (used & shortened).nonzero()[0], (ends > page_indexes + used).nonzero()[0]
-    return Appends(rows, lengths, queries, page_indexes, ends, np.maximum(ends, reserved_ends), partial, opened)
+    """All int64 [B]; rows: of `table`."""
+    size = table.page_size
+    page_indexes, ends = lengths // size, (new_lengths + (size - 1)) // size
+    used = lengths > page_indexes * size
+    partial, opened = (used & table.shortened[rows]).nonzero()[0], (ends > page_indexes + used).nonzero()[0]
+    wanted = np.maximum(ends, table.reserved_ends[rows])
+    return Appends(rows, lengths, queries, page_indexes, ends, wanted, partial, opened)
 
 
 @dataclass(frozen=True, eq=False)
-class PlaceGrowth:
-    """Places that the rows of some appends are to hold: from begins on, counts of them new, from starts on; int64 [B].
+class PageGrowth:
+    """Page indexes that the rows of some appends are to hold: from begins on, counts of them new, from starts on; int64 [B].
 
     gone: pages that leave the window. copied, opened: which of the rows get a copy of their shared partial page, and
     which get a new last page. num_pages: how many pages this takes.
@@ -66,13 +63,14 @@ class PlaceGrowth:
 
 @dataclass(frozen=True, eq=False)
 class Ownership:
-    """Places of one row: those in `shared` get pages of its own, and it holds pages up to `end`."""
+    """Page indexes of one row: those in `shared` get pages of its own, and it holds pages up to `end`."""
 
     shared: Int64Array
     end: int
     num_pages: int
 
 
+@dataclass(frozen=True, eq=False)
 class GroupPages:
     """Moves pages of one group in and out of the rows of `table`, and keeps this true of every row:
 
@@ -84,37 +82,27 @@ class GroupPages:
     the first page that is its own, for those before it bring nothing back when they leave the window.
     """
 
-    def __init__(
-        self,
-        group: int,
-        keeps: Span,
-        table: GroupTable,
-        pools: PagePools,
-        memory: PageOperations,
-        page_size: int,
-    ) -> None:
-        self.keeps = keeps
-        self.table = table
-        self._group = group
-        self._pools = pools
-        self._memory = memory
-        self._page_size = page_size
+    group: int
+    keeps: Span
+    table: GroupTable
+    pools: PagePools
+    memory: PageOperations
 
     def needed(self, num_tokens: int, longest_append: int) -> int:
         """The most pages that a sequence of its own pages holds at once."""
-        return self.keeps.most_pages(num_tokens, longest_append, self._page_size)
+        return self.keeps.most_pages(num_tokens, longest_append, self.table.page_size)
 
     def first_page_index(self, query: int) -> int:
         """Where what a query at position `query` sees begins."""
-        return self.keeps.first_page_index(query, self._page_size)
+        return self.keeps.first_page_index(query, self.table.page_size)
 
     # Many rows
 
-    def plan_growth(self, appends: Appends) -> PlaceGrowth:
+    def plan_growth(self, appends: Appends) -> PageGrowth:
         """What it takes to append."""
         table, rows = self.table, appends.rows
         starts, wanted, partial, opened = table.ends[rows], appends.wanted, appends.partial, appends.opened
-        begins, gone = None, self._pools.none[self._group]
+        begins, gone = None, self.pools.none[self.group]
         if self.keeps.drops_past:
             held = table.begins[rows]
             begins = np.maximum(self._first_page_indexes(appends.queries), held)
@@ -126,11 +114,11 @@ class GroupPages:
         copied = partial
         if partial.size:
             tails = table.pages[rows[partial], appends.page_indexes[partial]]
-            copied = partial[self._pools.are_shared(self._group, tails)]
+            copied = partial[self.pools.are_shared(self.group, tails)]
         counts = np.maximum(wanted - starts, 0)  # a sliding sequence gives pages back before it takes some
-        return PlaceGrowth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
+        return PageGrowth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
 
-    def grow(self, appends: Appends, growth: PlaceGrowth, pages: Int32Array, *, clear: bool) -> None:
+    def grow(self, appends: Appends, growth: PageGrowth, pages: Int32Array, *, clear: bool) -> None:
         """Carries a growth out with growth.num_pages pages; `gone` is released.
 
         clear: what stands past a sequence's end in its last page is read, though masked: a new last page is cleared.
@@ -153,20 +141,20 @@ class GroupPages:
         return self._first_page_indexes(queries) > self.table.begins[rows]
 
     def holds(self, rows: Int64Array, page_indexes: Int64Array) -> bool:
-        """Whether each row has a page at its place, both int64 [n]: one that was reserved."""
+        """Whether each row has a page at its page index, both int64 [n]: one that was reserved."""
         return not np.count_nonzero(self.table.ends[rows] <= page_indexes)
 
     def clear(self, rows: Int64Array, page_indexes: Int64Array) -> None:
         """Clears the pages at these page indexes of rows, both int64 [n], as far as the kernels need it."""
-        self._memory.clear_pages(self.table.pages[rows, page_indexes])
+        self.memory.clear_pages(self.table.pages[rows, page_indexes])
 
     def _first_page_indexes(self, queries: Int64Array) -> Int64Array:
-        return self.keeps.first_needed(queries) // self._page_size
+        return self.keeps.first_needed(queries) // self.table.page_size
 
     def _leaving(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
         moved = (ends > begins).nonzero()[0]
         if moved.size == 0:
-            return self._pools.none[self._group]
+            return self.pools.none[self.group]
         return self.table.held_between(rows[moved], begins[moved], ends[moved])
 
     # One row
@@ -178,7 +166,7 @@ class GroupPages:
         """
         begin, held = int(self.table.begins[row]), int(self.table.ends[row])
         budget = int(self.table.budgets[row]) if budget is None else budget
-        tail = max(length // self._page_size, begin)
+        tail = max(length // self.table.page_size, begin)
         end = min(self._first_own(row, tail) + budget, reserved_ends)
         shared = self._shared(row, tail, min(held, end))
         return Ownership(shared, end, shared.size + max(end - held, 0))
@@ -201,14 +189,14 @@ class GroupPages:
 
     def shared_by_fork(self, parent: int, length: int) -> Int32Array:
         """The full pages of a row that a fork of its first `length` positions shares."""
-        return self.table.held(parent, self.first_page_index(length), length // self._page_size)
+        return self.table.held(parent, self.first_page_index(length), length // self.table.page_size)
 
     def fork(self, parent: int, child: int, length: int, copies: Int32Array) -> None:
         """Gives an empty row the first `length` positions of another; its partial page, if any, becomes copies [1]."""
-        first, full = self.first_page_index(length), length // self._page_size
+        first, full = self.first_page_index(length), length // self.table.page_size
         table = self.table
         if copies.size:
-            self._memory.copy_pages(table.pages[parent, full : full + 1].copy(), copies)
+            self.memory.copy_pages(table.pages[parent, full : full + 1].copy(), copies)
         table.pages[child, first:full] = table.pages[parent, first:full]
         table.pages[child, full : full + copies.size] = copies
         table.begins[child], table.ends[child] = first, full + copies.size
@@ -225,14 +213,14 @@ class GroupPages:
         return int(shared[-1]) + 1 if shared.size else begin
 
     def _shared(self, row: int, begin: int, end: int) -> Int64Array:
-        return begin + np.flatnonzero(self._pools.are_shared(self._group, self.table.pages[row, begin:end]))
+        return begin + np.flatnonzero(self.pools.are_shared(self.group, self.table.pages[row, begin:end]))
 
     def _replace(self, rows: Int64Array, page_indexes: Int64Array, copies: Int32Array) -> None:
         """Puts copies in the stead of shared pages."""
         if copies.size == 0:
             return
         old = self.table.pages[rows, page_indexes]
-        self._memory.copy_pages(old, copies)
+        self.memory.copy_pages(old, copies)
         self.table.pages[rows, page_indexes] = copies
         self.table.num_changes += 1
-        self._pools.release_of(self._group, old)
+        self.pools.release_of(self.group, old)

@@ -75,8 +75,7 @@ class SequencePages:
 
         All int64 [B]; rows are distinct. gone: further pages to be released. clear: whether new last pages are cleared.
         """
-        reserved, shortened = self._table.reserved_ends[rows], self._table.shortened[rows]
-        appends = lay_out_appends(rows, lengths, new_lengths, queries, reserved, shortened, self._page_size)
+        appends = lay_out_appends(self._table, rows, lengths, new_lengths, queries)
         growths = [group.plan_growth(appends) for group in self._groups]
         gone = tuple(
             np.concatenate((growth.gone, ids)) if ids.size else growth.gone

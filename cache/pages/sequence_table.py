@@ -64,7 +64,9 @@ class SequenceTable:
         self.shortened = np.zeros(max_sequences, np.bool_)
         self.num_cuts = 0  # of all rows
         self.sliding = SlidingTable(max_sequences, page_size)
-        self.groups = tuple(GroupTable(max_sequences, -(-max_length // page_size)) for _ in range(num_groups))
+        self.groups = tuple(
+            GroupTable(max_sequences, -(-max_length // page_size), page_size) for _ in range(num_groups)
+        )
         self._rows: dict[int, int] = {}
         self._vacant = list(range(max_sequences - 1, -1, -1))
         self._last_keys: tuple[int, ...] = ()

@@ -1,6 +1,7 @@
 """What one page of KV looks like: the contract that both sides of a transfer must share."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,10 +105,7 @@ class KVLayout:
         return self.groups[group].page_shape(self.page_size)
 
     def page_bytes(self, group: int) -> int:
-        elements = 1
-        for extent in self.page_shape(group):
-            elements *= extent
-        return elements * self.stored_dtype.itemsize
+        return math.prod(self.page_shape(group)) * self.stored_dtype.itemsize
 
     @property
     def has_latents(self) -> bool:

@@ -10,7 +10,7 @@ from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.kernels.base import QKV, GroupPlan, Latents, StepPages
 from tandem.cache.pages.send_marks import Sent
 from tandem.cache.pages.sequence_table import Standing
-from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.head_norm import HeadNorm
@@ -120,23 +120,3 @@ class Forward(NamedTuple):
     standing: Standing | None  # of the sequences, when the forward was planned; None of a step in graph buffers
     buffers: "GraphBuffers | None" = None
     grows: bool = False  # commit() grows the sequences: the forward was foreseen
-
-    @property
-    def groups(self) -> Sequence[GroupPlan]:
-        return self.attention.plans
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens.positions.size
-
-    @property
-    def qo_indptr(self) -> Int32Array:
-        return self.tokens.qo_indptr
-
-    @property
-    def seq_lens(self) -> Int32Array:
-        return self.tokens.seq_lens
-
-    @property
-    def positions(self) -> Int32Array:
-        return self.tokens.positions

@@ -16,7 +16,7 @@ from tandem.cache.kernels.staging import ArraySize, CopiedStaging, FixedArrays, 
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int64Array, IntArray
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
-from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens
+from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
 
 SKIP_SLOT = -1  # append leaves such a token out
 
@@ -89,13 +89,8 @@ class GraphBuffers:
         tables = replace(NO_TABLES, kv_indptr=np.zeros(1, np.int32))
         if count:
             tokens = lay_out_tokens(np.zeros(1, np.int64), np.array([self.size]))
-            tables = PageTables(
-                slot_mapping=np.full(self.size, SKIP_SLOT, np.int32),
-                kv_indptr=np.array([0, count], np.int32),
-                kv_indices=np.zeros(count, np.int32),
-                kv_last_page_len=np.array([self.size - (count - 1) * self._page_size], np.int32),
-                kv_lens=np.array([self.size], np.int32),
-            )
+            tables = look_up_pages(np.zeros((1, count), np.int32), np.zeros(1, np.int64), tokens, self._page_size)
+            tables = replace(tables, slot_mapping=np.full(self.size, SKIP_SLOT, np.int32))
         self.prepare(tokens, [tables] * len(self._groups), [nothing] * len(self.inputs))
         self._arrays.send()
 

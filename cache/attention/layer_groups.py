@@ -1,4 +1,4 @@
-"""The layer groups of a cache, made from its layout: what each does in a forward, and what moves its pages."""
+"""The layer groups of a cache, made from its layout: what each does in a forward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,7 @@ from tandem.cache.kernels.base import AttentionBackend, KernelFactory
 from tandem.cache.kernels.choice import choose_latent_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.pages.group_pages import GroupPages
 from tandem.cache.pages.group_table import GroupTable
-from tandem.cache.pages.page_pools import PagePools
-from tandem.cache.pages.sequence_pages import SequencePages
-from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import check_factor
 from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
 from tandem.cache.plan.errors import InvalidArgument
@@ -89,12 +85,3 @@ def _make_backend(
     scoring = Scoring(heads.scale_of(group.head_dim), group.keeps.window, heads.softcap)
     inputs = AttentionInputs(group.num_kv_heads, group.head_dim, layout.dtype, pool.device)
     return kernels(pool, scoring, fp8), inputs, fp8
-
-
-def make_pages(layout: KVLayout, table: SequenceTable, pools: PagePools, groups: LayerGroups) -> SequencePages:
-    """What moves the pages of these groups."""
-    of_groups = [
-        GroupPages(index, group.keeps, of_group, pools, groups[index].backend)
-        for index, (group, of_group) in enumerate(zip(layout.groups, table.groups, strict=True))
-    ]
-    return SequencePages(table, pools, of_groups)

@@ -34,10 +34,8 @@ class PageLookUp:
         """As look_up_pages of rows (int64 [B], B ≥ 1), those of the sequences that have grown by `tokens`."""
         if self._native is not None:
             return self._native.look_up(rows, tokens, shared)
-        begins = self._table.begins[rows]
-        return look_up_pages(
-            self._table.pages, rows, tokens, self._table.page_size, begins if begins.any() else None, shared
-        )
+        table, begins = self._table, self._table.begins[rows]
+        return look_up_pages(table.pages, rows, tokens, table.page_size, begins if begins.any() else None, shared)
 
     def sliding_slots(
         self, rows: Int64Array, lengths: Int64Array, sliding: SlidingTable

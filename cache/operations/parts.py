@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tandem.cache.attention.layer_groups import Heads, make_groups, make_pages
+from tandem.cache.attention.layer_groups import Heads, make_groups
 from tandem.cache.attention.rotations import Rotations
 from tandem.cache.attention.sliding_sequences import SlidingSequences
 from tandem.cache.kernels.base import KernelFactory
@@ -14,6 +14,7 @@ from tandem.cache.operations.open_trees import OpenTrees
 from tandem.cache.operations.receptions import Receptions
 from tandem.cache.pages.page_pools import PagePools
 from tandem.cache.pages.send_marks import SendMarks
+from tandem.cache.pages.sequence_pages import SequencePages
 from tandem.cache.pages.sequence_table import SequenceTable, Standing
 from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.latent import LatentHeads
@@ -55,7 +56,7 @@ class Parts:
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
         self._sliding = SlidingSequences(self._table, self._rotations)
         self._groups = make_groups(layout, pools, self._table.groups, writer, Heads(scale, softcap, latent), kernels)
-        self._pages = make_pages(layout, self._table, self._pools, self._groups)
+        self._pages = SequencePages(layout, self._table, self._pools, [group.backend for group in self._groups])
         self._receptions = Receptions(self._table, self._pages, self._pools, self._sliding, pools)
         self._trees = OpenTrees(self._table, self._pages, self._marks, self._groups)
         self._growth = Growth(self._table, self._pages, self._sliding, self._marks, self._receptions, self._trees)

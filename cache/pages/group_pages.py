@@ -6,11 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.kernels.base import PageOperations
+from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.group_table import GroupTable
-from tandem.cache.pages.page_pools import PagePools
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.spans import Span
+
+NO_PAGES = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,8 @@ def lay_out_appends(
 
 @dataclass(frozen=True, eq=False)
 class PageGrowth:
-    """Page indexes that the rows of some appends are to hold: from begins on, counts of them new, from starts on; int64 [B].
+    """What the rows of some appends are to hold: page indexes from begins on, counts of them new, from starts on; int64
+    [B] each.
 
     gone: pages that leave the window. copied, opened: which of the rows get a copy of their shared partial page, and
     which get a new last page. num_pages: how many pages this takes.
@@ -82,15 +85,10 @@ class GroupPages:
     the first page that is its own, for those before it bring nothing back when they leave the window.
     """
 
-    group: int
     keeps: Span
     table: GroupTable
-    pools: PagePools
+    allocator: PageAllocator
     memory: PageOperations
-
-    def needed(self, num_tokens: int, longest_append: int) -> int:
-        """The most pages that a sequence of its own pages holds at once."""
-        return self.keeps.most_pages(num_tokens, longest_append, self.table.page_size)
 
     def first_page_index(self, query: int) -> int:
         """Where what a query at position `query` sees begins."""
@@ -102,11 +100,11 @@ class GroupPages:
         """What it takes to append."""
         table, rows = self.table, appends.rows
         starts, wanted, partial, opened = table.ends[rows], appends.wanted, appends.partial, appends.opened
-        begins, gone = None, self.pools.none[self.group]
+        begins, gone = None, NO_PAGES
         if self.keeps.drops_past:
             held = table.begins[rows]
             begins = np.maximum(self._first_page_indexes(appends.queries), held)
-            gone = self._leaving(rows, held, np.minimum(begins, starts))
+            gone = table.held_between(rows, held, np.minimum(begins, starts))
             starts = np.maximum(starts, begins)
             wanted = np.minimum(wanted, np.maximum(begins + table.budgets[rows], appends.ends))
             partial = partial[appends.page_indexes[partial] >= begins[partial]]
@@ -114,7 +112,7 @@ class GroupPages:
         copied = partial
         if partial.size:
             tails = table.pages[rows[partial], appends.page_indexes[partial]]
-            copied = partial[self.pools.are_shared(self.group, tails)]
+            copied = partial[self.allocator.are_shared(tails)]
         counts = np.maximum(wanted - starts, 0)  # a sliding sequence gives pages back before it takes some
         return PageGrowth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
 
@@ -150,12 +148,6 @@ class GroupPages:
 
     def _first_page_indexes(self, queries: Int64Array) -> Int64Array:
         return self.keeps.first_needed(queries) // self.table.page_size
-
-    def _leaving(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
-        moved = (ends > begins).nonzero()[0]
-        if moved.size == 0:
-            return self.pools.none[self.group]
-        return self.table.held_between(rows[moved], begins[moved], ends[moved])
 
     # One row
 
@@ -213,7 +205,7 @@ class GroupPages:
         return int(shared[-1]) + 1 if shared.size else begin
 
     def _shared(self, row: int, begin: int, end: int) -> Int64Array:
-        return begin + np.flatnonzero(self.pools.are_shared(self.group, self.table.pages[row, begin:end]))
+        return begin + np.flatnonzero(self.allocator.are_shared(self.table.pages[row, begin:end]))
 
     def _replace(self, rows: Int64Array, page_indexes: Int64Array, copies: Int32Array) -> None:
         """Puts copies in the stead of shared pages."""
@@ -223,4 +215,4 @@ class GroupPages:
         self.memory.copy_pages(old, copies)
         self.table.pages[rows, page_indexes] = copies
         self.table.num_changes += 1
-        self.pools.release_of(self.group, old)
+        self.allocator.release(old)

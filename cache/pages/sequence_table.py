@@ -64,9 +64,8 @@ class SequenceTable:
         self.shortened = np.zeros(max_sequences, np.bool_)
         self.num_cuts = 0  # of all rows
         self.sliding = SlidingTable(max_sequences, page_size)
-        self.groups = tuple(
-            GroupTable(max_sequences, -(-max_length // page_size), page_size) for _ in range(num_groups)
-        )
+        max_pages = -(-max_length // page_size)
+        self.groups = tuple(GroupTable(max_sequences, max_pages, page_size) for _ in range(num_groups))
         self._rows: dict[int, int] = {}
         self._vacant = list(range(max_sequences - 1, -1, -1))
         self._last_keys: tuple[int, ...] = ()
@@ -77,11 +76,6 @@ class SequenceTable:
 
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._rows
-
-    @property
-    def has_vacancy(self) -> bool:
-        """Whether add() has a row for one more."""
-        return len(self._vacant) > 0
 
     def sequences(self) -> list[int]:
         return list(self._rows)

@@ -40,9 +40,6 @@ class LayerGroup:
     def planes(self) -> int:
         return 2 if self.latent_rank is None else 1
 
-    def page_shape(self, page_size: int) -> tuple[int, int, int, int, int]:
-        return (len(self.layers), self.planes, self.num_kv_heads, page_size, self.head_dim)
-
 
 @dataclass(frozen=True)
 class KVLayout:
@@ -102,7 +99,8 @@ class KVLayout:
 
     def page_shape(self, group: int) -> tuple[int, int, int, int, int]:
         """Shape of one page: [layers, planes, num_kv_heads, page_size, head_dim]."""
-        return self.groups[group].page_shape(self.page_size)
+        of_group = self.groups[group]
+        return (len(of_group.layers), of_group.planes, of_group.num_kv_heads, self.page_size, of_group.head_dim)
 
     def page_bytes(self, group: int) -> int:
         return math.prod(self.page_shape(group)) * self.stored_dtype.itemsize

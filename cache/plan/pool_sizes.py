@@ -1,7 +1,9 @@
 """How many pages the pool of each layer group gets: what a group keeps may bound what can ever be used of it."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.spans import Span
@@ -31,12 +33,8 @@ def pages_of_groups(layout: KVLayout, num_pages: int, uses: Sequence[PageUse]) -
 def num_pages_in(layout: KVLayout, num_bytes: int, uses: Sequence[PageUse]) -> int:
     """The most num_pages for which all pools together, by pages_of_groups(), have num_bytes; 0 when one is too many."""
     page_bytes = [layout.page_bytes(group) for group in range(len(layout.groups))]
-    least, above = 0, num_bytes // min(page_bytes) + 1
-    while above - least > 1:
-        middle = (least + above) // 2
-        counts = pages_of_groups(layout, middle, uses)
-        if sum(count * size for count, size in zip(counts, page_bytes, strict=True)) <= num_bytes:
-            least = middle
-        else:
-            above = middle
-    return least
+
+    def bytes_of(num_pages: int) -> int:
+        return sum(map(mul, pages_of_groups(layout, num_pages, uses), page_bytes))
+
+    return bisect_right(range(1, num_bytes // min(page_bytes) + 1), num_bytes, key=bytes_of)

@@ -17,8 +17,10 @@ class Span(ABC):
     drops_past: bool
     """Whether entries leave the span as a sequence grows, so that their pages are let go of."""
 
-    window: int | None
-    """How many positions a query sees, its own included, as attention kernels take it; None: all before it."""
+    @property
+    def window(self) -> int | None:
+        """How many positions a query sees, its own included, as attention kernels take it; None: all before it."""
+        return None
 
     @abstractmethod
     def first_needed(self, queries: Int64Array) -> Int64Array:
@@ -44,7 +46,6 @@ class All(Span):
     """Every query needs all entries, as in full attention."""
 
     drops_past = False
-    window = None
 
     def first_needed(self, queries: Int64Array) -> Int64Array:
         return np.zeros_like(queries)

@@ -167,17 +167,13 @@ def runs_of(pages: Int32Array, begin: int, end: int, page_size: int, first_page_
 
     Positions before those of first_page_index are skipped.
     """
-    skipped = min(first_page_index * page_size, end) - begin
-    if skipped > 0:
-        skip = SlotRuns(np.array([SKIP], np.int32), np.array([skipped], np.int32))
-        return skip if begin + skipped == end else skip.then(runs_of(pages, begin + skipped, end, page_size))
     first, last = begin // page_size, (end - 1) // page_size
-    used = pages[first : last + 1].astype(np.int64)
-    starts = np.append(0, np.flatnonzero(np.diff(used) != 1) + 1)
-    begins = used[starts] * page_size
-    lengths = np.diff(np.append(starts, used.size)) * page_size
+    used = pages[first : last + 1].copy()
+    used[: max(first_page_index - first, 0)] = SKIP
+    runs = SlotRuns.from_slots(used)  # of whole pages
     lead = begin - first * page_size
+    begins, lengths = runs.begins * np.int32(page_size), runs.lengths * np.int32(page_size)
     begins[0] += lead
     lengths[0] -= lead
     lengths[-1] -= (last + 1) * page_size - end
-    return SlotRuns(begins.astype(np.int32), lengths.astype(np.int32))
+    return SlotRuns(np.where(runs.begins == SKIP, np.int32(SKIP), begins), lengths)

@@ -55,7 +55,7 @@ def assert_close(actual: Tensor, expected: NDArray[np.float64]) -> None:
 
 def check_held(side: Side, position_map: PositionMap) -> None:
     """Every page that a remote writer may hit stays out of use."""
-    for allocator, runs in zip(side.cache._pools._allocators, position_map.runs, strict=True):
+    for allocator, runs in zip(side.cache._pools.allocators, position_map.runs, strict=True):
         slots = runs.slots()
         assert (allocator._writers[slots[slots != SKIP] // side.cache.layout.page_size] > 0).all()
 
@@ -64,7 +64,7 @@ def check_pages(side: Side) -> None:
     """Every reference is a sequence's or the index's, and every page that has none is free or drains."""
     cache = side.cache
     rows = [cache._table.row(sequence) for sequence in side.known]
-    for allocator, group in zip(cache._pools._allocators, cache._table.groups, strict=True):
+    for allocator, group in zip(cache._pools.allocators, cache._table.groups, strict=True):
         held = [group.held(row) for row in rows]
         counts = np.bincount(np.concatenate([np.empty(0, np.int32), *held]), minlength=allocator.num_pages)
         indexed = allocator.references - counts

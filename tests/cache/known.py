@@ -174,16 +174,16 @@ def check_tables(cache: PagedKVCache, plan: Forward) -> None:
     """What was just planned is what it would be without a forward before it, and writes to no shared page."""
     table, size = cache._table, cache.layout.page_size
     rows = np.array([table.row(sequence) for sequence in plan.seq_ids])
-    appends = np.diff(plan.qo_indptr).astype(np.int64)
+    appends = np.diff(plan.tokens.qo_indptr).astype(np.int64)
     tokens = lay_out_tokens(table.lengths[rows] - appends, appends)
     for name in ("qo_indptr", "seq_lens", "positions", "owners"):
         assert_same(getattr(plan.tokens, name), getattr(tokens, name))
-    for index, (group, planned) in enumerate(zip(table.groups, plan.groups, strict=True)):
+    for index, (group, planned) in enumerate(zip(table.groups, plan.attention.plans, strict=True)):
         begins = group.begins[rows] if cache.layout.groups[index].keeps.drops_past else None
         tables = look_up_pages(group.pages, rows, tokens, size, begins)
         for name in ("slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_lens"):
             assert_same(getattr(planned.tables, name), getattr(tables, name))
-        assert not cache._pools.are_shared(index, planned.tables.slot_mapping // size).any()
+        assert not cache._pools.allocators[index].are_shared(planned.tables.slot_mapping // size).any()
 
 
 def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:

@@ -147,7 +147,7 @@ def pages_are_not_held_for_writers(patch: pytest.MonkeyPatch) -> None:
 
     def begun(self: Receptions, sequence: int, length: int) -> Any:
         position_map = begin(self, sequence, length)
-        self._pools.settle(self._incoming.pop(sequence))
+        self.pools.settle(self.incoming.pop(sequence))
         return position_map
 
     patch.setattr(Receptions, "begin", begun)

@@ -114,7 +114,7 @@ def test_a_step_that_was_foreseen_equals_that_of_a_plain_forward(received: int) 
         cache.add_sequence(4)
         cache.reserve(4, 16, 3)
         cache.prepare_receive(4, received)
-        for pool in cache._receptions._memory:
+        for pool in cache._receptions.memory:
             pool.nan_to_num_(0.5)
     forward = fixed.foresee(batch, [4], [np.array([1]), np.array([2])])
     assert forward is not None

@@ -104,7 +104,7 @@ def test_long_prompts_and_long_decodes(kernels: KernelFactory) -> None:
 
 
 def free(cache: PagedKVCache) -> list[int]:
-    return [allocator.num_free for allocator in cache._pools._allocators]
+    return [allocator.num_free for allocator in cache._pools.allocators]
 
 
 def test_pages_behind_the_window_return_in_that_group_only() -> None:

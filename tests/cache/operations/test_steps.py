@@ -150,18 +150,18 @@ class Stepping:
             count = self.random.choice([1] * 30 + [2])
             with patch.object(self.pages, "step", wraps=self.pages.step) as step:
                 plan = self.cache.begin_forward(self.batch, [count] * BATCH)
-            assert plan.num_tokens == count * BATCH
+            assert plan.tokens.positions.size == count * BATCH
             check_tables(self.cache, plan)
             self.check_pages(plan)
             if self.foreseen:
                 as_foreseen = step.called and not step.call_args.kwargs["clear"]
                 self.counts["foreseen" if as_foreseen else "not as foreseen"] += 1
             self.foreseen = False
-            begun = (plan.positions % PAGE == 0).any()
+            begun = (plan.tokens.positions % PAGE == 0).any()
             self.counts["others" if not step.called else "steps that begin pages" if begun else "steps"] += 1
             if before is not None and step.called and (kv_lens_of(plan) < kv_lens_of(before)).any():
                 self.counts["steps at which pages leave a window"] += 1
-            if before is not None and step.called and (plan.seq_lens < before.seq_lens).any():
+            if before is not None and step.called and (plan.tokens.seq_lens < before.tokens.seq_lens).any():
                 self.counts["steps at which streams let go of pages"] += 1
             before = plan
             if self.random.random() < 0.2:
@@ -178,14 +178,14 @@ class Stepping:
         rows = [table.row(sequence) for sequence in self.batch]
         assert (table.groups[0].ends[rows] >= table.reserved_ends[rows]).all()
         assert not table.unclean[rows].any()
-        for group, cleared in zip(plan.groups, self.cleared, strict=True):
+        for group, cleared in zip(plan.attention.plans, self.cleared, strict=True):
             slots = group.tables.slot_mapping
             assert cleared.issuperset((slots[slots % PAGE == 0] // PAGE).tolist())
             cleared.difference_update(group.tables.kv_indices.tolist())
 
 
 def kv_lens_of(plan: Forward) -> np.ndarray:
-    return plan.groups[1].tables.kv_lens
+    return plan.attention.plans[1].tables.kv_lens
 
 
 STEP_KINDS = {"steps", "steps that begin pages", "others"}
@@ -234,8 +234,8 @@ def test_pages_foreseen_are_cleared_once_and_others_all_the_same() -> None:
     def begun(sequence: int) -> int:
         """The page that a step begins."""
         plan = cache.begin_forward([sequence], [1])
-        assert plan.positions % PAGE == 0
-        return int(plan.groups[0].tables.slot_mapping[0]) // PAGE
+        assert plan.tokens.positions % PAGE == 0
+        return int(plan.attention.plans[0].tables.slot_mapping[0]) // PAGE
 
     for sequence in range(2):
         cache.add_sequence(sequence)

@@ -17,7 +17,6 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import Rotation
-from tandem.cache.plan.shared_prefixes import SharedPrefixes
 from tandem.cache.plan.stored_layers import StoredLayers
 from tandem.cache.plan.tables import PageTables, Send, TokenLayout, own_tables, slots_of
 
@@ -36,21 +35,17 @@ class GroupAttention:
 
     def __post_init__(self) -> None:
         self.prefixes = BatchPrefixes(self.table, self.backend.capabilities.sharing)
-        self._look_up = PageLookUp(self.table)
+        self.tables = PageLookUp(self.table)
 
     @property
     def shares_in_graphs(self) -> bool:
         can = self.backend.capabilities
         return can.sharing_graphs and can.sharing is not None
 
-    def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
-        """rows: int64 [B], those of the sequences that have grown by `tokens`."""
-        return self._look_up.look_up(rows, tokens, shared)
-
     def look_up_apart(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
-        """look_up() of sequences with one new token each, without the pages that segments of its `shared` cover."""
+        """The tables of sequences with one new token each, without the pages that segments of their `shared` cover."""
         shared = self.prefixes.find(rows, tokens.seq_lens)
-        tables = self.look_up(rows, tokens, shared)
+        tables = self.tables.look_up(rows, tokens, shared)
         if shared is None:
             return tables
         return replace(own_tables(tables, np.arange(rows.size), self.table.page_size), shared=shared)
@@ -66,7 +61,7 @@ class GroupAttention:
         shared = None
         if self.prefixes.rule is not None:
             shared = self.prefixes.find(rows, tokens.seq_lens, able_to_share(tokens, sliding))
-        tables = self.look_up(rows, tokens, shared)
+        tables = self.tables.look_up(rows, tokens, shared)
         own = self.backend.plan(tokens, tables)
         if sends and self.backend.capabilities.pushes:
             assert self.writer is not None  # mark_send saw to it

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.cache.attention.group_attention import GroupAttention
-from tandem.cache.kernels.base import AttentionBackend, KernelFactory
+from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_latent_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
@@ -63,25 +63,17 @@ def make_groups(
     Raises InvalidArgument.
     """
     heads.check(layout)
-    groups = []
+    groups, latent = [], heads.latent
     for index, (pool, group, table) in enumerate(zip(pools, layout.groups, tables, strict=True)):
         stored = StoredLayers(len(group.layers)) if pool.is_cuda and writer is not None else None
-        backend, inputs, fp8 = _make_backend(layout, index, pool, heads, kernels)
+        fp8, rank = Fp8Entries.of_group(layout, index, pool.device), group.latent_rank
+        if rank is not None and latent is not None:
+            rotated = group.head_dim - rank
+            backend = choose_latent_kernels(pool, heads.scale_of(latent.key_dim + rotated), rank, latent)
+            inputs = LatentInputs(latent, rank, rotated, layout.dtype, pool.device)
+        else:
+            scoring = Scoring(heads.scale_of(group.head_dim), group.keeps.window, heads.softcap)
+            backend = kernels(pool, scoring, fp8)
+            inputs = AttentionInputs(group.num_kv_heads, group.head_dim, layout.dtype, pool.device)
         groups.append(GroupAttention(index, backend, inputs, fp8, table, writer, stored))
     return groups
-
-
-def _make_backend(
-    layout: KVLayout, index: int, pool: Tensor, heads: Heads, kernels: KernelFactory
-) -> tuple[AttentionBackend, AttentionInputs | LatentInputs, Fp8Entries | None]:
-    """A group's backend, what its layers take, and how they are stored in 8 bits."""
-    group, latent = layout.groups[index], heads.latent
-    rank = group.latent_rank
-    if rank is not None and latent is not None:
-        rotated = group.head_dim - rank
-        backend = choose_latent_kernels(pool, heads.scale_of(latent.key_dim + rotated), rank, latent)
-        return backend, LatentInputs(latent, rank, rotated, layout.dtype, pool.device), None
-    fp8 = Fp8Entries.of_group(layout, index, pool.device)
-    scoring = Scoring(heads.scale_of(group.head_dim), group.keeps.window, heads.softcap)
-    inputs = AttentionInputs(group.num_kv_heads, group.head_dim, layout.dtype, pool.device)
-    return kernels(pool, scoring, fp8), inputs, fp8

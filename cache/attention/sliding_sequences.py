@@ -18,8 +18,6 @@ from tandem.cache.plan.position_map import SKIP, PositionMap
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import TokenLayout
 
-NONE_SLIDES = np.zeros(1, np.bool_)
-
 
 class SlidingSequences:
     """What makes rows of `table` slide; see SlidingTable for how they are stored."""
@@ -96,10 +94,9 @@ class SlidingSequences:
     ) -> tuple[list[Rotation | None], list[SlidingParts | None]]:
         """Per group the rotation of a forward's tokens, without those of sliding sequences, and these sequences."""
         table = self._table
-        slides = table.sliding.windows[rows] > 0 if table.sliding.count else NONE_SLIDES
-        sliding = slides.nonzero()[0]
-        if sliding.size == 0:
+        if table.sliding.count == 0 or not (slides := table.sliding.windows[rows] > 0).any():
             return self._rotations.plan(tokens, rope_lengths), self._no_parts
+        sliding = slides.nonzero()[0]
         rotations = self._rotations.plan(tokens, rope_lengths, unrotated=slides[tokens.owners])
         begins, ends = tokens.qo_indptr[sliding], tokens.qo_indptr[sliding + 1]
         parts: list[SlidingParts | None] = [

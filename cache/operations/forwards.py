@@ -33,7 +33,11 @@ class ForwardCalls(Parts):
         appends = self._growth.one_each(len(sequences)) if given is None else integers("append_lengths", given)
         if buffers is not None:
             self._check_buffers(buffers.limits, sequences, appends, batch, inputs)
-            return self._fill(buffers, sequences, appends, inputs)
+            rows, tokens = self._growth.grow(sequences, appends, in_flight=int(buffers.limits.one_each))
+            self._prepare(buffers, rows, tokens, inputs)
+            buffers.send()
+            standing = None if buffers.limits.one_each else self._table.standing(rows)
+            return Forward(sequences, tokens, NO_ATTENTION, None, standing, buffers)
         lengths = None if batch.rope_lengths is None else integers("rope_lengths", batch.rope_lengths)
         if lengths is not None and lengths.shape != (len(sequences),):
             raise InvalidArgument(f"rope_lengths has shape {lengths.shape}; it must be [B], B = {len(sequences)}")
@@ -156,25 +160,16 @@ class ForwardCalls(Parts):
         forward.buffers.send(inputs)
         return True
 
-    def _fill(
-        self, buffers: GraphBuffers, sequences: tuple[int, ...], appends: Int64Array, inputs: Sequence[Int64Array]
-    ) -> Forward:
-        rows, tokens = self._growth.grow(sequences, appends, in_flight=int(buffers.limits.one_each))
-        self._prepare(buffers, rows, tokens, inputs)
-        buffers.send()
-        standing = None if buffers.limits.one_each else self._table.standing(rows)
-        return Forward(sequences, tokens, NO_ATTENTION, None, standing, buffers)
-
     def _prepare(
         self, buffers: GraphBuffers, rows: Int64Array, tokens: TokenLayout, inputs: Sequence[Int64Array]
     ) -> None:
         sharing = buffers.limits.sharing
-        look_ups = [group.look_up_apart if sharing else group.look_up for group in self._groups]
+        look_ups = [group.look_up_apart if sharing else group.tables.look_up for group in self._groups]
         buffers.prepare(tokens, [look_up(rows, tokens) for look_up in look_ups], inputs)
 
     def _check_owner(self, forward: Forward) -> None:
-        if forward.standing is not None:
-            forward.standing.check_owner(self._table)
+        if forward.standing is not None and forward.standing.table is not self._table:
+            raise InvalidArgument("plan is of another cache; begin_forward of this one makes plans")
 
     def _check_buffers(
         self,

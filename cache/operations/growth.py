@@ -116,11 +116,11 @@ class Growth:
         """As lay_out_tokens, of one token each."""
         last = self._one_each
         if last is None or last.owners.size != lengths.size:
-            tokens = lay_out_tokens(lengths, np.ones_like(lengths))
+            self._one_each = lay_out_tokens(lengths, np.ones_like(lengths))
         else:
-            tokens = last.then_one(lengths)
-        self._one_each = tokens
-        return tokens
+            positions = lengths.astype(np.int32)
+            self._one_each = TokenLayout(last.qo_indptr, positions + np.int32(1), positions, last.owners)
+        return self._one_each
 
     def _check_appends(self, seq_ids: tuple[int, ...], rows: Int64Array, appends: Int64Array) -> bool:
         """Whether each row gets one position."""

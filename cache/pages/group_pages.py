@@ -159,7 +159,9 @@ class GroupPages:
         begin, held = int(self.table.begins[row]), int(self.table.ends[row])
         budget = int(self.table.budgets[row]) if budget is None else budget
         tail = max(length // self.table.page_size, begin)
-        end = min(self._first_own(row, tail) + budget, reserved_ends)
+        before = self._shared(row, begin, tail)
+        first_own = int(before[-1]) + 1 if before.size else begin
+        end = min(first_own + budget, reserved_ends)
         shared = self._shared(row, tail, min(held, end))
         return Ownership(shared, end, shared.size + max(end - held, 0))
 
@@ -197,12 +199,6 @@ class GroupPages:
         """Gives an empty row full pages, from its first page index on."""
         self.table.pages[row, : pages.size] = pages
         self.table.begins[row], self.table.ends[row] = 0, pages.size
-
-    def _first_own(self, row: int, tail: int) -> int:
-        """The page index after the last shared one before `tail`."""
-        begin = int(self.table.begins[row])
-        shared = self._shared(row, begin, tail)
-        return int(shared[-1]) + 1 if shared.size else begin
 
     def _shared(self, row: int, begin: int, end: int) -> Int64Array:
         return begin + np.flatnonzero(self.allocator.are_shared(self.table.pages[row, begin:end]))

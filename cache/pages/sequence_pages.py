@@ -26,10 +26,8 @@ class SequencePages:
         self._table = table
         self._pools = pools
         self._groups = [
-            GroupPages(kind.keeps, group, allocator, operations)
-            for kind, group, allocator, operations in zip(
-                layout.groups, table.groups, pools.allocators, memory, strict=True
-            )
+            GroupPages(kind.keeps, group, pool, mover)
+            for kind, group, pool, mover in zip(layout.groups, table.groups, pools.allocators, memory, strict=True)
         ]
         self._page_size = table.page_size
         self._dropping = [group for group in self._groups if group.keeps.drops_past]

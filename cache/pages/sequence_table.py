@@ -27,11 +27,6 @@ class Standing(NamedTuple):
     cuts: Int64Array
     num_cuts: int
 
-    def check_owner(self, table: "SequenceTable") -> None:
-        """InvalidArgument unless this is of `table`."""
-        if table is not self.table:
-            raise InvalidArgument("plan is of another cache; begin_forward of this one makes plans")
-
     @property
     def holds(self) -> bool:
         """Whether no position of the rows has been taken back since."""

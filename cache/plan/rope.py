@@ -273,12 +273,9 @@ def _attention_factor(parameters: RopeParameters) -> float:
     if parameters.attention_factor is not None:
         return parameters.attention_factor
     if parameters.rope_type == "longrope":
-        assert parameters.original_max_position_embeddings is not None
-        return (
-            math.sqrt(1 + math.log(factor) / math.log(parameters.original_max_position_embeddings))
-            if factor > 1
-            else 1.0
-        )
+        trained = parameters.original_max_position_embeddings
+        assert trained is not None
+        return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     if parameters.mscale and parameters.mscale_all_dim:
         return yarn_magnitude(factor, parameters.mscale) / yarn_magnitude(factor, parameters.mscale_all_dim)
     return yarn_magnitude(factor, 1.0)

@@ -14,7 +14,7 @@ from tandem.cache.plan.arrays import Int64Array, integer
 class Span(ABC):
     """What a group's queries need of a sequence. Allocator, plan, map and transfer ask it once for each group."""
 
-    drops_past: bool
+    drops_past = False
     """Whether entries leave the span as a sequence grows, so that their pages are let go of."""
 
     @property
@@ -44,8 +44,6 @@ class Span(ABC):
 @dataclass(frozen=True)
 class All(Span):
     """Every query needs all entries, as in full attention."""
-
-    drops_past = False
 
     def first_needed(self, queries: Int64Array) -> Int64Array:
         return np.zeros_like(queries)

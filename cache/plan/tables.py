@@ -33,12 +33,6 @@ class TokenLayout:
         """Whether every sequence has one new token."""
         return self.positions.size == self.seq_lens.size
 
-    def then_one(self, lengths: Int64Array) -> "TokenLayout":
-        """One token each of as many sequences of `lengths` positions (int64 [B]), without trees; of which this has one
-        each."""
-        positions = lengths.astype(np.int32)
-        return TokenLayout(self.qo_indptr, positions + np.int32(1), positions, self.owners)
-
     @property
     def in_trees(self) -> NDArray[np.bool_]:
         """bool [B]: whether a sequence's new tokens are nodes of a tree."""

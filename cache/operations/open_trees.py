@@ -94,14 +94,11 @@ class OpenTrees:
         if leaves.shape != rows.shape:
             raise InvalidArgument(f"leaf_indices has shape {leaves.shape}; it must be [B], B = {rows.size}")
         paths = [path_to(*self._leaf(sequence, leaf)) for sequence, leaf in zip(seq_ids, leaves.tolist(), strict=True)]
-        bases = [
-            int(self._table.lengths[row]) - self._parents[sequence].size
-            for sequence, row in zip(seq_ids, rows, strict=True)
-        ]
+        bases = self.bases(seq_ids, self._table.lengths[rows])
         self._compact(rows, bases, paths)
         for sequence, row, base, path in zip(seq_ids, rows, bases, paths, strict=True):
             del self._parents[sequence]
-            self._pages.cut(int(row), base + path.size)
+            self._pages.cut(int(row), int(base) + path.size)
 
     def _leaf(self, sequence: int, leaf: int) -> tuple[Int64Array, int]:
         tree = self._parents.get(sequence)
@@ -111,7 +108,7 @@ class OpenTrees:
             raise InvalidArgument(f"leaf_indices has {leaf} for sequence {sequence}; -1 … {tree.size - 1} are accepted")
         return tree, leaf
 
-    def _compact(self, rows: Int64Array, bases: list[int], paths: list[Int64Array]) -> None:
+    def _compact(self, rows: Int64Array, bases: Int64Array, paths: list[Int64Array]) -> None:
         """Moves the nodes of each path to the first positions after the base; a node never moves up."""
         for backend, group in zip(self._backends, self._table.groups, strict=True):
             sources, targets = [], []

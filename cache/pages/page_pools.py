@@ -47,10 +47,7 @@ class PagePools:
         if any(count > allocator.num_free for allocator, count in zip(self.allocators, counts, strict=True)):
             self._make_room(gone, counts)
         self.release(gone)
-        return tuple(
-            allocator.allocate(count) if count else none
-            for allocator, count, none in zip(self.allocators, counts, self.none, strict=True)
-        )
+        return tuple(allocator.allocate(count) for allocator, count in zip(self.allocators, counts, strict=True))
 
     def _make_room(self, gone: PageIds, counts: Sequence[int]) -> None:
         """Evicts prefixes until there is room for counts[i] pages of group i once `gone` is released, or OutOfPages."""

@@ -67,8 +67,7 @@ class KVLayout:
                 integer(f"{name} of group {index}", getattr(group, name), least=1)
             if not isinstance(group.keeps, Span):
                 raise InvalidArgument(f"keeps of group {index} is {group.keeps!r}; a Span is accepted, as {ALL}")
-            if group.latent_rank is not None:
-                _check_latent(index, group)
+            _check_latent(index, group)
         if self.scales is not None:
             heads_of = {layer: group.num_kv_heads for group in self.groups for layer in group.layers}
             if self.has_latents:
@@ -135,7 +134,8 @@ class KVLayout:
 
 
 def _check_latent(index: int, group: LayerGroup) -> None:
-    assert group.latent_rank is not None
+    if group.latent_rank is None:
+        return
     rank = integer(f"latent_rank of group {index}", group.latent_rank)
     if not 1 <= rank < group.head_dim:
         raise InvalidArgument(f"group {index} has latent_rank {rank}; 1 … {group.head_dim - 1} are accepted")

@@ -16,8 +16,10 @@ def check_contents(side: Side, sequence: int, oracle: Oracle) -> None:
     assert side.cache.num_tokens(sequence) == (transfer.end if transfer else known.length)
     if known.stream is None:
         begin = min(side.cache.first_position(sequence), len(known.ids))
-        places = np.array([*range(len(known.ids)), *(place(known, node) for node in range(len(known.nodes)))])
-        check_kv(side, oracle, sequence, begin, known.length, [*known.ids, *known.nodes], places)
+        positions = np.array(
+            [*range(len(known.ids)), *(rope_position(known, node) for node in range(len(known.nodes)))]
+        )
+        check_kv(side, oracle, sequence, begin, known.length, [*known.ids, *known.nodes], positions)
     else:
         there = [position for position in known.kept if position < len(known.ids)]
         sinks = sum(position < known.stream[1] for position in there)
@@ -29,20 +31,20 @@ def check_contents(side: Side, sequence: int, oracle: Oracle) -> None:
         assert [int(group.begins[row]) for group in table.groups] == side.first_page_indexes(known.queries)
 
 
-def place(known: Known, node: int) -> int:
+def rope_position(known: Known, node: int) -> int:
     return len(known.ids) + len(known.path(node)) - 1
 
 
 def check_kv(
-    side: Side, oracle: Oracle, sequence: int, begin: int, end: int, ids: list[int], places: NDArray[np.int64] | None
+    side: Side, oracle: Oracle, sequence: int, begin: int, end: int, ids: list[int], positions: NDArray[np.int64] | None
 ) -> None:
-    """places: where K is rotated; None: it is not."""
+    """positions: where K is rotated; None: it is not."""
     wanted = np.array(ids[begin:end], np.int64)
     for layer, (k, v) in enumerate(side.cache.gather_kv(sequence, begin, end)):
-        if places is None:
+        if positions is None:
             assert np.array_equal(k.numpy(), oracle.k[layer][wanted])
         else:
-            assert_close(k, oracle.rotated_k[layer][wanted, places[begin:end].astype(np.int64)])
+            assert_close(k, oracle.rotated_k[layer][wanted, positions[begin:end].astype(np.int64)])
         assert np.array_equal(v.numpy(), oracle.v[layer][wanted])
 
 

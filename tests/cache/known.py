@@ -10,7 +10,7 @@ from tandem.cache.attention.forward import Forward
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.tables import lay_out_tokens, look_up_pages
 from tests.cache.naive import run_layer
-from tests.cache.oracle import NUM_PLACES
+from tests.cache.oracle import MAX_POSITIONS
 
 LONGEST, LONGEST_STREAM = 30, 300
 
@@ -60,7 +60,7 @@ class Known:
         del self.kept[sink : sink + evicted]
 
     def texts(self, added: list[int]) -> list[list[int]]:
-        """What each of `added`, appended already, attends to, itself last, at the places 0, 1, …"""
+        """What each of `added`, appended already, attends to, itself last, at the positions 0, 1, …"""
         if self.nodes:
             return [self.ids + self.path(node) for node in range(len(self.nodes) - len(added), len(self.nodes))]
         ids = self.ids if self.stream is None else [self.ids[position] for position in self.kept]
@@ -158,7 +158,7 @@ class Side:
         return sent < min(len(known.ids), end) and len(known.ids) + count > end
 
     def first_page_indexes(self, query: int) -> list[int]:
-        windows = [group.keeps.window or NUM_PLACES for group in self.cache.layout.groups]
+        windows = [group.keeps.window or MAX_POSITIONS for group in self.cache.layout.groups]
         return [max(query - window + 1, 0) // self.cache.layout.page_size for window in windows]
 
     def can_be_cut(self, sequence: int, length: int) -> bool:

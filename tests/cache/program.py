@@ -1,7 +1,7 @@
 """Random programs over the whole public API of two paged caches that send to each other.
 
 Each step is one call, or one forward, on one side, drawn from a seed. What a cache holds and computes is compared with
-an Oracle that is told of each token what it follows, and with the rules of the API for what must be refused.
+an Oracle that learns of each token what it follows, and with the rules of the API for what must be refused.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""When layers of a forward are stored, told to the writer that sends them afterwards."""
+"""When layers of a forward are stored, as the writer learns it that sends them afterwards."""
 
 from typing import Any
 

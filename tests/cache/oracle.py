@@ -95,7 +95,7 @@ class Oracle:
         ]  # type: ignore[misc]  # a tuple of three
 
     def outputs(self, texts: Sequence[Ids]) -> list[NDArray[np.float64]]:
-        """Per layer o [n, num_q_heads, head_dim] of the last token of each text, that stands at the positions 0, 1, …"""
+        """Per layer o [n, num_q_heads, head_dim] of the last token of each text, that stands at positions 0, 1, …"""
         lengths = np.array([len(text) for text in texts])
         longest = int(lengths.max())
         ids = np.zeros((len(texts), longest), np.int64)

@@ -12,7 +12,7 @@ from tandem.cache.plan.arrays import Int64Array, integer
 
 
 class Span(ABC):
-    """What a group's queries need of a sequence. Allocator, plan, map and transfer ask it once for each group."""
+    """What the queries of a layer group need of a sequence. Allocator, plan, position map and transfer ask it."""
 
     drops_past = False
     """Whether entries leave the span as a sequence grows, so that their pages are let go of."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.spans import span_of
 from tandem.cache.plan.tables import PageTables, TokenLayout
 from tandem.cache.plan.token_tree import unpack_masks
-from tandem.cache.plan.window import first_seen
 
 PADDED_PAGES_ALLOWED = 64  # up to here, padding costs less than a second part
 
@@ -163,7 +163,7 @@ def tree_masks(tokens: TokenLayout, tables: PageTables, window: int | None) -> d
     found = {}
     for sequence, size, mask, depth in zip(trees.sequences, trees.sizes, masks, depths, strict=True):
         base = int(tables.kv_lens[sequence] - size)
-        firsts = first_seen(window, base + depth)[:, None]
+        firsts = span_of(window).first_needed(base + depth)[:, None]
         seen = np.concatenate((np.arange(base) >= firsts, unpack_masks(mask, size)), 1)
         found[int(sequence)] = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
     return found

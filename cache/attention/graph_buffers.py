@@ -112,6 +112,7 @@ class GraphBuffers:
             absent = limits.num_sequences - tokens.seq_lens.size
             tokens = replace(tokens, qo_indptr=pad(tokens.qo_indptr, absent, int(tokens.qo_indptr[-1])))
             tables = [pad_tables(one, missing, absent, 0) for one in tables]
+            self._arrays.open()  # a plan's own copies come before these: what a backend copied last is gone, too
         for group, buffers, one in zip(self._groups, self._buffers, tables, strict=True):
             group.backend.plan(tokens, one, buffers)
         arrays: list[np.ndarray] = [tokens.positions, *inputs]

@@ -77,6 +77,10 @@ class FixedArrays:
         self.prepare(arrays)
         self.send()
 
+    def open(self) -> None:
+        """Returns once what was sent last is on the device."""
+        self._staging.open()
+
     def prepare(self, arrays: Sequence[NDArray[Any]]) -> None:
         """fill() up to its last part, send()."""
         self._staging.open()

@@ -40,7 +40,7 @@ FLOORS = {
     ),
     "cluster": (
         {"config_errors", "errors", "scaling", "text"},
-        {"credentials", "protocol", "statuses"},
+        {"config_file", "credentials", "protocol", "statuses"},
         {"client", "processes"},
         {"routing"},
         {"config", "requests"},

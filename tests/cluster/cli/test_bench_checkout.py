@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli.bench import Outcome
-from tandem.cluster.cli.bench_plots import draw_plots, shares_of_targets
+from tandem.cluster.cli.bench.checkout import Outcome
+from tandem.cluster.cli.bench.plots import draw_plots, shares_of_targets
 from tests.benchmarks.results import at_least, at_most, percentile, plot, rounded
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Self
 
+from tandem.cluster.cli.bench.event_streams import HttpConnections
+from tandem.cluster.cli.bench.openai import COMPLETIONS, LAST
 from tandem.cluster.client import AsyncClient
-from tests.benchmarks.http_streams import HttpStreams
 from tests.benchmarks.results import percentile, rounded
 
 REQUEST_SECONDS = 600.0
@@ -68,12 +70,13 @@ class Share:
     http: str = ""
 
     async def run(self) -> Outcome:
-        async with AsyncClient(self.address) as client, HttpStreams(self.http) as streams:
+        http = HttpConnections(f"http://{self.http or self.address}", token=None)
+        async with AsyncClient(self.address) as client, aclosing(http):
             tokens = range(LOWEST_TOKEN, (await client.model_info()).vocab_size)
             draw = random.Random(self.seed)
             prompts = [draw.choices(tokens, k=self.prompt) for _ in range(self.requests)]
             lengths = [draw.randint(-(-self.output // 2), self.output * 3 // 2) for _ in prompts]
-            stream = partial(streams.arrivals, seconds=REQUEST_SECONDS) if self.http else partial(_arrivals, client)
+            stream = partial(_http_arrivals, http) if self.http else partial(_arrivals, client)
             requests = [partial(_served, stream, *each) for each in zip(prompts, lengths, strict=True)]
             began, used = time.perf_counter(), time.process_time()
             served = await (self._open_loop(requests, draw) if self.rate else self._closed_loop(requests))
@@ -110,6 +113,21 @@ async def _arrivals(client: AsyncClient, prompt: list[int], count: int) -> list[
         prompt, timeout=REQUEST_SECONDS, max_tokens=count, temperature=0, ignore_eos=True
     ):
         arrivals += itertools.repeat(time.perf_counter(), len(update.token_ids))
+    return arrivals
+
+
+async def _http_arrivals(http: HttpConnections, prompt: list[int], count: int) -> list[float]:
+    arrivals: list[float] = []
+
+    def take(data: bytes) -> None:
+        if data != LAST:
+            token_ids = json.loads(data)["choices"][0]["token_ids"]
+            arrivals.extend(itertools.repeat(time.perf_counter(), len(token_ids)))
+
+    wanted = {"max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body = json.dumps({"prompt": prompt, **wanted}).encode()
+    async with asyncio.timeout(REQUEST_SECONDS):
+        await http.call("POST", COMPLETIONS, body, take)
     return arrivals
 
 

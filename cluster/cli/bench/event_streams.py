@@ -62,7 +62,7 @@ class HttpConnections:
             self._idle.append(connection)
         return answer
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         for connection in self._all:
             connection.close()
         await asyncio.gather(*(connection.lost.wait() for connection in self._all))

@@ -78,9 +78,8 @@ def warnings_of(numbers: Numbers) -> list[str]:
     """What makes a reader doubt the numbers of a load."""
     warnings = []
     if numbers["p99_late_ms"] > LATE_MS:
-        warnings.append(
-            f"the load generator was late: {numbers['p99_late_ms']:.1f} ms at p99; its machine is busy, or needs more --processes"
-        )
+        late = f"{numbers['p99_late_ms']:.1f} ms at p99"
+        warnings.append(f"the load generator was late: {late}; its machine is busy, or needs more --processes")
     if numbers["generator_busy"] > BUSY:
         warnings.append(f"a generator process used {numbers['generator_busy']:.2f} cores; give more --processes")
     foreign = numbers["total_cached_tokens"] - numbers["total_reusable_tokens"]

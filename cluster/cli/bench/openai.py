@@ -72,7 +72,7 @@ class OpenAiTarget:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._connections.close()
+        await self._connections.aclose()
 
 
 class _Answer:

@@ -80,6 +80,7 @@ def draw_runs(result: Result, slo: Slo, path: Path) -> None:
 
     ordered = sorted(result.runs, key=lambda each: each["request_rate"] or 0.0)
     rates = [run["request_rate"] or 0.0 for run in ordered]
+    answered = [run for run in ordered if run["completed"]]
     figure = Figure(figsize=(8.0, 9.0), dpi=120, layout="constrained")
     axes = figure.subplots(3, 1, sharex=True)
     for one, name, label, limit in (
@@ -87,7 +88,8 @@ def draw_runs(result: Result, slo: Slo, path: Path) -> None:
         (axes[1], "itl", "ITL, ms", slo.gap_ms),
     ):
         for percent in (50, 90, 99):
-            one.plot(rates, [run[f"p{percent}_{name}_ms"] for run in ordered], marker="o", label=f"p{percent}")
+            times = [run[f"p{percent}_{name}_ms"] for run in answered]
+            one.plot([run["request_rate"] or 0.0 for run in answered], times, marker="o", label=f"p{percent}")
         one.axhline(limit, color="black", linewidth=1, linestyle="--", label="SLO")
         one.set(ylabel=label, yscale="log")
         one.legend()

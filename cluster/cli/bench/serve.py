@@ -2,13 +2,13 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from tandem.cluster.cli.bench.generators import Generators
-from tandem.cluster.cli.bench.load import Load
+from tandem.cluster.cli.bench.load import Load, PartOutcome
 from tandem.cluster.cli.bench.measures import Numbers, numbers_of, warnings_of
 from tandem.cluster.cli.bench.mixes import Slo
 from tandem.cluster.cli.bench.settings import LoadOptions, Settings
@@ -20,6 +20,9 @@ from tandem.cluster.errors import BenchmarkFailed, UsageError
 LEAST_SECONDS = 8.0  # of a trial's measured arrivals, so that a load comes to its steady state
 LEAST_BUDGETED_SECONDS = 4.0  # the same, where the budget is small
 SLACK_SECONDS = 5.0  # what a request may take longer than the SLO has it, before a sweep's trial counts it as failed
+
+Run = Callable[[Load, int | None], Awaitable[PartOutcome]]
+"""As Generators.run."""
 
 Show = Callable[[Numbers], None]
 
@@ -59,9 +62,9 @@ class Found:
 
 @dataclass
 class Bench:
-    """Loads of one workload on one target, one after the other. show: gets the numbers of each."""
+    """Loads of one workload on one target, one after the other. run: makes one; show: gets its numbers."""
 
-    generators: Generators
+    run: Run
     workload: Workload
     slo: Slo
     options: LoadOptions
@@ -108,7 +111,7 @@ class Bench:
         """requests: measured ones; None is a whole trace. missed: the fraction of them beyond which it stops."""
         load = self._load(rate, requests, drain)
         measured = load.measured * self.workload.turns
-        outcome = await self.generators.run(load, None if missed is None else int(measured * missed + 1e-9))
+        outcome = await self.run(load, None if missed is None else int(measured * missed + 1e-9))
         numbers = {
             "request_rate": rate,
             "burstiness": load.burstiness,
@@ -180,7 +183,7 @@ async def serve_bench(settings: Settings, embedded: str | None, show: Show) -> R
     workload.check()
     found = None
     async with Generators(settings.num_processes, dataclasses.replace(spec, model=served.model)) as generators:
-        bench = Bench(generators, workload, settings.slo, settings.load_options, show)
+        bench = Bench(generators.run, workload, settings.slo, settings.load_options, show)
         if settings.sweeps:
             found = await bench.sweep(settings.start_rate, settings.precision, settings.budget)
         else:

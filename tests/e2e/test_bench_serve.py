@@ -100,6 +100,12 @@ def test_a_trace(island: Island, capsys: Capture, tmp_path: Path) -> None:
     assert run["total_cached_tokens"] <= run["total_reusable_tokens"]
 
 
+def test_several_servers_get_requests_in_turns(island: Island, capsys: Capture) -> None:
+    urls = ["--url", f"http://{island.http}", "--url", f"http://localhost:{island.http.rpartition(':')[2]}/v1"]
+    (run,) = results(capsys, *urls, *QUICK, *LENIENT, "--seed", "21")["runs"]
+    assert (run["completed"], run["failed"]) == (20, 0)
+
+
 def test_processes_share_a_load(island: Island, capsys: Capture, tmp_path: Path) -> None:
     output = tmp_path / "out" / "serve.json"
     arguments = [*address(island, "grpc"), *QUICK, *LENIENT, "--processes", "2", "--output", str(output)]
@@ -124,7 +130,7 @@ def test_a_sweep_with_a_plot(island: Island, capsys: Capture, tmp_path: Path) ->
     pytest.importorskip("matplotlib")
     plot = tmp_path / "serve.png"
     arguments = [*SHORT, "--sweep", "--rate", "20", "--requests", "20", "--warmup-seconds", "0", "--precision", "0.5"]
-    arguments += ["--slo-ttft-ms", "0.001", "--budget-seconds", "5", "--plot", str(plot)]
+    arguments += ["--slo-ttft-ms", "0.001", "--budget-seconds", "6", "--plot", str(plot)]
     code, printed, told = serve(capsys, *address(island, "grpc"), *arguments)
     assert code == 0, told
     assert "goodput: none; no rate kept the SLO" in printed

@@ -71,7 +71,10 @@ def run(
 @app.command()
 def serve(
     grpc: Annotated[str | None, typer.Option(help="HOST:PORT of a tandem gateway.")] = None,
-    url: Annotated[str | None, typer.Option(help="Of a server with OpenAI's API, like http://127.0.0.1:8000.")] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="Of a server with OpenAI's API, like http://127.0.0.1:8000; several get requests in turns."),
+    ] = None,
     endpoint: Annotated[
         Literal["completions", "chat"], typer.Option(help="With --url: prompts as token ids, or chats as text.")
     ] = "completions",
@@ -132,8 +135,8 @@ def serve(
     from tandem.cluster.cli.bench.settings import Settings
 
     settings = Settings(
-        grpc, url, endpoint, model_name, token_file, tls_ca, tls_cert, tls_key, mix, prompt_tokens, output_tokens,
-        prefix, prefixes, turns, pause_seconds, trace, tuple(rate or ()), sweep or not (rate or trace), seconds,
+        grpc, tuple(url or ()), endpoint, model_name, token_file, tls_ca, tls_cert, tls_key, mix, prompt_tokens,
+        output_tokens, prefix, prefixes, turns, pause_seconds, trace, tuple(rate or ()), sweep or not (rate or trace), seconds,
         requests, warmup_seconds, tail_seconds, burstiness, slo_ttft_ms, slo_gap_ms, slo_fraction, precision,
         budget_seconds, max_concurrency, timeout, processes, seed, salt, vocab_size,
     )  # fmt: skip

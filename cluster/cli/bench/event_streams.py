@@ -18,6 +18,7 @@ from tandem.cluster.errors import UsageError
 EVENT_END = b"\n\n"
 DATA = b"data:"
 MOST_BODY = 64 << 20  # bytes that have gathered: of an event, or of an answer without events
+IDLE_SECONDS = 2.0  # after which a server may be about to close a connection: many do after 5
 SHOWN = 300  # bytes of an answer that an error shows
 
 OnEvent = Callable[[bytes], None]
@@ -68,11 +69,12 @@ class HttpConnections:
         await asyncio.gather(*(connection.lost.wait() for connection in self._all))
 
     async def _connection(self) -> "_Connection":
+        loop = asyncio.get_running_loop()
         while self._idle:
             connection = self._idle.pop()
-            if not connection.lost.is_set():
+            if not connection.lost.is_set() and loop.time() < connection.idle_since + IDLE_SECONDS:
                 return connection
-        loop = asyncio.get_running_loop()
+            connection.close()
         _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
         self._all = {one for one in self._all if not one.lost.is_set()} | {connection}
         return connection
@@ -88,6 +90,7 @@ class _Connection(asyncio.Protocol):
         self._answer: asyncio.Future[bytes] | None = None
         self.lost = asyncio.Event()
         self.reusable = False
+        self.idle_since = 0.0
 
     async def ask(self, request: h11.Request, body: bytes, on_event: OnEvent | None) -> bytes:
         """A call that is cancelled closes the connection, which ends the request at the server."""
@@ -150,6 +153,7 @@ class _Connection(asyncio.Protocol):
         if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
             self._http.start_next_cycle()
             self.reusable = True
+            self.idle_since = asyncio.get_running_loop().time()
         self._answer.set_result(bytes(self._body))
 
     def connection_lost(self, exc: Exception | None) -> None:

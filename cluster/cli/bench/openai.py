@@ -20,8 +20,8 @@ COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/mode
 class OpenAiTarget:
     """Asks for streams with their usage, and for whole outputs (ignore_eos, which vLLM and tandem take)."""
 
-    def __init__(self, spec: TargetSpec, token: str | None) -> None:
-        self._connections = HttpConnections(spec.url, token)
+    def __init__(self, url: str, spec: TargetSpec, token: str | None) -> None:
+        self._connections = HttpConnections(url, token)
         self._is_chat = spec.endpoint == "chat"
         self._model = spec.model
         self._common: dict[str, Any] = {

@@ -93,7 +93,7 @@ class Bench:
 
     def _requests_within(self, seconds_left: float, trial: Trial, sweep: Sweep) -> int | None:
         """Measured arrivals of a trial that is a fair part of what is left; None when too little is left."""
-        apart = self.options.warm_up_seconds + min(self.options.tail_seconds, self._slo_seconds) + 1.0
+        apart = self.options.warm_up_seconds + self._slo_seconds + 1.0
         most = seconds_left - apart
         if most < LEAST_BUDGETED_SECONDS:
             return None
@@ -178,7 +178,7 @@ async def serve_bench(settings: Settings, embedded: str | None, show: Show) -> R
         try:
             served = await target.served()
         except Refused as error:
-            raise BenchmarkFailed(f"{settings.url or spec.grpc}: {error}") from None
+            raise BenchmarkFailed(f"{', '.join(spec.urls) or spec.grpc}: {error}") from None
     workload = settings.workload(served)
     workload.check()
     found = None

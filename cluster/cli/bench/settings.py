@@ -38,7 +38,7 @@ class Settings:
     """The command's options, by their names. None stands for what the mix, the server or the machine says."""
 
     grpc: str | None
-    url: str | None
+    urls: tuple[str, ...]
     endpoint: Endpoint
     model_name: str | None
     token_file: Path | None
@@ -74,7 +74,7 @@ class Settings:
 
     def check(self) -> None:
         """Raises UsageError for what cannot be understood, before anything is started."""
-        if self.grpc and self.url:
+        if self.grpc and self.urls:
             raise UsageError("give --grpc HOST:PORT, --url URL, or neither, which starts a cluster here")
         if self.mix_name not in MIXES:
             raise UsageError(f"--mix is {self.mix!r:.80}; {', '.join(MIXES)} are accepted")
@@ -84,13 +84,13 @@ class Settings:
             raise UsageError(f"--burstiness is {self.burstiness:g}; it must be above 0: 1 is Poisson, inf is even")
         if self.trace is not None and self.turns > 1:
             raise UsageError("--trace has requests of its own; leave --turns out")
-        if self.endpoint == "chat" and not self.url:
+        if self.endpoint == "chat" and not self.urls:
             raise UsageError("--endpoint is chat; it needs --url: over gRPC, prompts are token ids")
         self.workload(Served("", None, None)).check()
 
     @property
     def is_embedded(self) -> bool:
-        return not (self.grpc or self.url)
+        return not (self.grpc or self.urls)
 
     @property
     def mix_name(self) -> str:
@@ -135,7 +135,7 @@ class Settings:
         paths = (self.token_file, self.tls_ca, self.tls_cert, self.tls_key)
         return TargetSpec(
             embedded or self.grpc or "",
-            self.url or "",
+            self.urls,
             self.endpoint,
             self.model_name or "",
             self.salt,
@@ -162,8 +162,8 @@ class Settings:
         """What a reader of the results must know, by vLLM's names where it has them."""
         workload = self.workload(served)
         return {
-            "backend": "openai" if self.url else "tandem",
-            "endpoint_type": self.endpoint if self.url else "grpc",
+            "backend": "openai" if self.urls else "tandem",
+            "endpoint_type": self.endpoint if self.urls else "grpc",
             "model_id": served.model,
             "mix": self.mix_name,
             "prompt_tokens": str(workload.prompts),

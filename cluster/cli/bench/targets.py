@@ -1,8 +1,10 @@
 """Servers that can be loaded, as one interface."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -54,10 +56,10 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """Where a target is, as plain values. One of grpc (HOST:PORT) and url is given."""
+    """Where a target is, as plain values. grpc (HOST:PORT) is given, or urls: of servers that share the requests."""
 
     grpc: str = ""
-    url: str = ""
+    urls: tuple[str, ...] = ()
     endpoint: Endpoint = "completions"
     model: str = ""
     salt: str = ""
@@ -68,14 +70,44 @@ class TargetSpec:
 
     def open(self) -> Target:
         """Raises ConfigError, UsageError."""
-        token = None if self.token_file is None else read_token(self.token_file)
-        if self.url:
-            from tandem.cluster.cli.bench.openai import OpenAiTarget
-
-            return OpenAiTarget(self, token)
+        token = None if self.token_file is None else read_token(Path(self.token_file))
+        if self.urls:
+            try:
+                from tandem.cluster.cli.bench.openai import OpenAiTarget
+            except ModuleNotFoundError as error:
+                raise UsageError(f"--url needs {error.name}: pip install 'tandem[bench]'") from None
+            return RoundRobin([OpenAiTarget(url, self, token) for url in self.urls])
         if self.endpoint == "chat":
             raise UsageError("--endpoint is chat; it needs --url: over gRPC, prompts are token ids")
         return GrpcTarget(self.grpc, ClientSecurity(token, self.tls_ca, self.tls_cert, self.tls_key), self.salt)
+
+
+class RoundRobin:
+    """Servers of one model, which get requests in turns."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = targets
+        self._turns = itertools.cycle(targets)
+
+    async def served(self) -> Served:
+        """What all of them can serve. Raises Refused where they serve different models."""
+        all_served = [await target.served() for target in self._targets]
+        if len(models := {each.model for each in all_served}) > 1:
+            raise Refused(f"the servers have different models, {sorted(models)}; give --model-name")
+        lengths = [each.max_model_len for each in all_served if each.max_model_len is not None]
+        return dataclasses.replace(all_served[0], max_model_len=min(lengths, default=None))
+
+    async def stream(self, messages: Sequence[Message], running: Running, timeout: float) -> None:
+        await next(self._turns).stream(messages, running, timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for target in self._targets:
+            await target.__aexit__(kind, error, trace)
 
 
 class GrpcTarget:

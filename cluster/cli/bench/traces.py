@@ -48,7 +48,7 @@ def read_trace(path: Path, most_tokens: int | None = None) -> tuple[list[Line], 
     Left out are those whose prompt and output are more than `most_tokens` together. Raises UsageError, which names the
     line.
     """
-    lines: list[Line] = []
+    lines, number = list[Line](), 0
     try:
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):

@@ -8,7 +8,7 @@ from typing import Any, Self
 import pytest
 
 from tandem.cluster.cli.bench.sessions import Message
-from tandem.cluster.cli.bench.targets import Refused, TargetSpec
+from tandem.cluster.cli.bench.targets import Refused, Served, TargetSpec
 from tandem.cluster.cli.bench.timeline import Running
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -64,7 +64,7 @@ def asked(answer: Answer, count: int = 1, **options: Any) -> tuple[list[Running]
     """What came of `count` requests one after the other, and over how many connections."""
 
     async def ask() -> tuple[list[Running], int]:
-        async with Scripted(answer) as server, TargetSpec(url=server.url, model="m", **options).open() as target:
+        async with Scripted(answer) as server, TargetSpec(urls=(server.url,), model="m", **options).open() as target:
             told = []
             for _ in range(count):
                 told.append(Running(7, 0.0))
@@ -162,3 +162,22 @@ def test_a_connection_that_breaks() -> None:
 
     with pytest.raises(Refused, match=r"closed|without|HTTP"):
         asked(answer)
+
+
+def test_servers_of_one_model_share_the_requests() -> None:
+    def models(*names: str) -> Answer:
+        held = json.dumps({"data": [{"id": name, "max_model_len": 10 * len(names)} for name in names]}).encode()
+        return saying(OK + b"content-length: %d\r\n\r\n" % len(held) + held)
+
+    async def ask(model: str) -> Served:
+        async with Scripted(models("a", "b")) as one, Scripted(models("b", "c", "d")) as other:
+            async with TargetSpec(urls=(one.url, other.url), model=model).open() as target:
+                served = await target.served()
+            assert (one.connections, other.connections) == (1, 1)
+            return served
+
+    assert asyncio.run(ask("b")) == Served("b", None, 20)
+    with pytest.raises(Refused, match=r"different models, \['a', 'b'\]"):
+        asyncio.run(ask(""))
+    with pytest.raises(Refused, match=r"--model-name is 'a'; \['b', 'c', 'd'\] are served"):
+        asyncio.run(ask("a"))

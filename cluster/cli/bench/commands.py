@@ -136,8 +136,8 @@ def serve(
 
     settings = Settings(
         grpc, tuple(url or ()), endpoint, model_name, token_file, tls_ca, tls_cert, tls_key, mix, prompt_tokens,
-        output_tokens, prefix, prefixes, turns, pause_seconds, trace, tuple(rate or ()), sweep or not (rate or trace), seconds,
-        requests, warmup_seconds, tail_seconds, burstiness, slo_ttft_ms, slo_gap_ms, slo_fraction, precision,
+        output_tokens, prefix, prefixes, turns, pause_seconds, trace, tuple(rate or ()), sweep or not (rate or trace),
+        seconds, requests, warmup_seconds, tail_seconds, burstiness, slo_ttft_ms, slo_gap_ms, slo_fraction, precision,
         budget_seconds, max_concurrency, timeout, processes, seed, salt, vocab_size,
     )  # fmt: skip
     settings.check()

@@ -97,7 +97,13 @@ class Generators:
             pipe = asyncio.subprocess.PIPE
             command = (sys.executable, "-m", __name__)
             self._children = [
-                await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=MOST_LINE)
+                await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=pipe,
+                    stdout=pipe,
+                    limit=MOST_LINE,
+                    start_new_session=True,  # an interrupt of the command line is this process's to handle
+                )
                 for _ in range(self._count)
             ]
             await asyncio.gather(*(child.stdout.readline() for child in self._children if child.stdout))

@@ -84,7 +84,7 @@ class OpenLoop:
     async def run(self) -> PartOutcome:
         load, part = self.part.load, self.part
         sessions = load.workload.sessions(load.number)
-        arrivals = sessions.arrivals(load.warm_up + load.measured + load.tail, load.rate, load.burstiness)
+        arrivals = sessions.arrivals((load.warm_up, load.measured, load.tail), load.rate, load.burstiness)
         indices = range(part.index, len(arrivals), part.count)
         measured = range(load.warm_up, min(load.warm_up + load.measured, len(arrivals)))
         wanted = sessions.turns * sum(index in measured for index in indices)

@@ -59,8 +59,8 @@ class Sessions(Protocol):
         """The one that arrives as number `index`."""
         ...
 
-    def arrivals(self, count: int, rate: float | None, burstiness: float) -> np.ndarray:
-        """Seconds to each of the first `count` sessions, at most as many as there are. rate: requests a second."""
+    def arrivals(self, counts: Sequence[int], rate: float | None, burstiness: float) -> np.ndarray:
+        """Seconds to each session of a load whose parts have so many. rate: requests a second."""
         ...
 
 
@@ -100,9 +100,9 @@ class RandomSessions:
         generator = self.vocabulary.generator(SESSION, self.load, index)
         return tuple(self._turn(index, number, generator) for number in range(self.turns))
 
-    def arrivals(self, count: int, rate: float | None, burstiness: float) -> np.ndarray:
+    def arrivals(self, counts: Sequence[int], rate: float | None, burstiness: float) -> np.ndarray:
         assert rate is not None, "only a trace has a rate of its own"
-        return gamma_arrivals(count, rate / self.turns, burstiness, self.vocabulary.generator(self.load))
+        return gamma_arrivals(counts, rate / self.turns, burstiness, self.vocabulary.generator(self.load))
 
     def _turn(self, index: int, number: int, generator: np.random.Generator) -> Turn:
         tokens = self.vocabulary.tokens(generator, self.prompts.sample(generator))

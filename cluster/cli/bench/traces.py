@@ -4,6 +4,7 @@ timestamp is in milliseconds, lengths are in tokens. A hash id names a block of 
 equal blocks, and blocks are equal only where those before them are. The last block may be a part of one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -90,9 +91,9 @@ class TraceSessions:
         tokens += self.vocabulary.tokens(rest, line.input_length - len(tokens))
         return (Turn((Message("user", tokens),), line.output_length, reusable=self._reusable[index]),)
 
-    def arrivals(self, count: int, rate: float | None, burstiness: float) -> np.ndarray:
+    def arrivals(self, counts: Sequence[int], rate: float | None, burstiness: float) -> np.ndarray:
         """burstiness is the trace's own."""
-        return scaled_arrivals(np.array([line.timestamp for line in self.lines[:count]]) / 1e3, rate)
+        return scaled_arrivals(np.array([line.timestamp for line in self.lines[: sum(counts)]]) / 1e3, rate)
 
     @cached_property
     def _reusable(self) -> list[int]:

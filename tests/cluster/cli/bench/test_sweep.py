@@ -39,8 +39,8 @@ class Queue:
 
     async def run(self, load: Load, most_missed: int | None) -> PartOutcome:
         self.loads.append(load)
-        count = load.warm_up + load.measured + load.tail
-        arrivals = load.workload.sessions(load.number).arrivals(count, load.rate, load.burstiness).tolist()
+        counts = (load.warm_up, load.measured, load.tail)
+        arrivals = load.workload.sessions(load.number).arrivals(counts, load.rate, load.burstiness).tolist()
         timelines = []
         for due, waited in list(zip(arrivals, self.first_tokens(arrivals), strict=True))[load.warm_up :][
             : load.measured

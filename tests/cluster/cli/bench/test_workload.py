@@ -62,11 +62,17 @@ def test_other_lengths_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize(("burstiness", "spread"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5), (math.inf, 0.0)])
 def test_arrivals_have_the_rate_and_the_bursts_asked_for(burstiness: float, spread: float) -> None:
-    times = workload().sessions(0).arrivals(COUNT, 50.0, burstiness)
+    times = workload().sessions(0).arrivals((COUNT,), 50.0, burstiness)
     gaps = np.diff(times, prepend=0.0)
     assert times[-1] == pytest.approx(COUNT / 50)
     assert gaps.min() >= 0
     assert gaps.std() / gaps.mean() == pytest.approx(spread, rel=0.1, abs=1e-9)
+
+
+def test_each_part_of_a_load_has_the_rate() -> None:
+    times = workload().sessions(0).arrivals((30, 0, 50, 20), 10.0, 0.5)
+    assert len(times) == 100
+    assert times[[29, 79, 99]] == pytest.approx([3.0, 8.0, 10.0])
 
 
 def test_a_seed_decides_everything_and_loads_share_nothing() -> None:
@@ -76,7 +82,7 @@ def test_a_seed_decides_everything_and_loads_share_nothing() -> None:
     prompts = {tuple(tokens(session)[0]) for load in range(3) for session in sessions(workload(seed=7), 50, load)}
     assert len(prompts) == 150
     assert all(LOWEST_TOKEN <= token < 500 for prompt in prompts for token in prompt)
-    assert workload().sessions(0).arrivals(9, 1.0, 1.0)[0] != workload().sessions(1).arrivals(9, 1.0, 1.0)[0]
+    assert workload().sessions(0).arrivals((9,), 1.0, 1.0)[0] != workload().sessions(1).arrivals((9,), 1.0, 1.0)[0]
 
 
 def test_prefixes_are_shared_by_turns_and_by_all_loads() -> None:
@@ -96,7 +102,7 @@ def test_chats_have_turns_and_pauses() -> None:
     assert [message.role for turn in made[0] for message in turn.messages] == ["system", *["user"] * 5]
     assert all(session[0].pause == 0 for session in made)
     assert np.mean([turn.pause for session in made for turn in session[1:]]) == pytest.approx(2.0, rel=0.1)
-    assert given.sessions(0).arrivals(100, 10.0, 1.0)[-1] == pytest.approx(100 / (10 / 5))
+    assert given.sessions(0).arrivals((100,), 10.0, 1.0)[-1] == pytest.approx(100 / (10 / 5))
 
 
 LINES = [
@@ -126,8 +132,8 @@ def test_a_trace_in_mooncakes_format(trace: Path) -> None:
     assert prompts[3] != prompts[0][:300]
     assert [made.session(index)[0].output_tokens for index in range(4)] == [5, 6, 7, 8]
     assert [made.session(index)[0].reusable for index in range(4)] == [0, 512, 1024, 0]
-    assert made.arrivals(4, None, 1.0).tolist() == [0, 1, 3, 4]
-    assert made.arrivals(4, 3.0, 1.0).tolist() == [0, 0.25, 0.75, 1.0]
+    assert made.arrivals((4,), None, 1.0).tolist() == [0, 1, 3, 4]
+    assert made.arrivals((1, 3), 3.0, 1.0).tolist() == [0, 0.25, 0.75, 1.0]
     assert given.num_sessions == 4
 
 

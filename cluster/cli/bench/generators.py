@@ -17,7 +17,7 @@ from typing import Self
 
 from pydantic import TypeAdapter
 
-from tandem.cluster.cli.bench.load import Load, OpenLoop, Part, PartOutcome, Tell
+from tandem.cluster.cli.bench.load import Load, OpenLoop, Part, PartOutcome, Tell, Window
 from tandem.cluster.cli.bench.targets import TargetSpec
 from tandem.cluster.errors import BenchmarkFailed
 
@@ -135,6 +135,11 @@ def _together(outcomes: Sequence[PartOutcome]) -> PartOutcome:
     """busy is that of the busiest process; most_concurrent an upper bound."""
     return PartOutcome(
         [timeline for outcome in outcomes for timeline in outcome.timelines],
+        Window(
+            sum(outcome.window.requests for outcome in outcomes),
+            sum(outcome.window.tokens for outcome in outcomes),
+            max(outcome.window.seconds for outcome in outcomes),
+        ),
         sum(outcome.overdue for outcome in outcomes),
         max(outcome.busy for outcome in outcomes),
         sum(outcome.most_concurrent for outcome in outcomes),

@@ -51,6 +51,18 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Window:
+    """What came while measured requests arrived, of all requests: the rates that the server kept up.
+
+    requests: that ended. seconds: its length.
+    """
+
+    requests: int
+    tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PartOutcome:
     """timelines: of the measured requests that have ended. overdue: how many others were too late for the SLO when the
     load was stopped.
@@ -60,6 +72,7 @@ class PartOutcome:
     """
 
     timelines: list[Timeline]
+    window: Window
     overdue: int
     busy: float
     most_concurrent: int
@@ -77,6 +90,7 @@ class OpenLoop:
     _running: set[int] = field(default_factory=set)
     _measured: dict[int, Running] = field(default_factory=dict)  # of those under way
     _ended: list[Timeline] = field(default_factory=list)
+    _all: list[Running] = field(default_factory=list)  # warm-up and tail included
     _failure: BaseException | None = None
     _missed: int = 0
     _most_concurrent: int = 0
@@ -116,7 +130,9 @@ class OpenLoop:
         if goes_on:
             self._fail_unfinished()
         await self._cancel(sender)
-        return PartOutcome(self._ended, overdue, busy, self._most_concurrent, stopped=not goes_on)
+        first = part.begin + (float(arrivals[load.warm_up - 1]) if load.warm_up else 0.0)
+        window = self._window(first, min(last, time.perf_counter()))
+        return PartOutcome(self._ended, window, overdue, busy, self._most_concurrent, stopped=not goes_on)
 
     async def _session(self, session: Session, due: float, measured: bool) -> None:
         history: list[Message] = []
@@ -142,12 +158,14 @@ class OpenLoop:
             return
         key = id(running)
         self._running.add(key)
+        self._all.append(running)
         self._most_concurrent = max(self._most_concurrent, len(self._running))
         if measured:
             self._measured[key] = running
         try:
             await self.target.stream(history, running, self.part.load.timeout)
-            if not running.arrivals:
+            running.is_done = bool(running.arrivals)
+            if not running.is_done:
                 running.error = "no token came"
         except Refused as error:
             running.error = str(error)
@@ -187,6 +205,11 @@ class OpenLoop:
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
+
+    def _window(self, begin: float, end: float) -> Window:
+        ended = sum(running.is_done and begin <= running.arrivals[-1] < end for running in self._all)
+        tokens = sum(running.tokens_within(begin, end) for running in self._all)
+        return Window(ended, tokens, max(end - begin, 0.0))
 
     def _overdue(self) -> int:
         now = time.perf_counter()

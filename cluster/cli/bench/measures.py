@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tandem.cluster.cli.bench.load import Window
 from tandem.cluster.cli.bench.mixes import Slo
 from tandem.cluster.cli.bench.timeline import Timeline
 
@@ -60,6 +61,14 @@ def numbers_of(timelines: Sequence[Timeline], slo: Slo, overdue: int = 0) -> Num
     numbers |= _latency("e2el", [each.e2el for each in done])
     errors = Counter(each.error for each in timelines if each.error is not None)
     return numbers | {"errors": dict(errors.most_common(MOST_ERRORS))}
+
+
+def steady_numbers(window: Window) -> Numbers:
+    """Rates while measured requests arrived; vLLM's count the time until the last of them has ended, too."""
+    return {
+        "steady_request_throughput": _per(window.requests, window.seconds),
+        "steady_output_throughput": _per(window.tokens, window.seconds),
+    }
 
 
 def _latency(name: str, seconds: "Sequence[float] | np.ndarray") -> Numbers:

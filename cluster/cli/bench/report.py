@@ -113,9 +113,9 @@ def _cells(run: Numbers) -> list[str]:
     gaps = [run["p50_tpot_ms"], *(run[f"p{percent}_itl_ms"] for percent in (50, 90, 99))]
     return [
         "trace" if rate is None else f"{rate:.4g}",
-        "stopped" if run["stopped_early"] else f"{run['request_throughput']:.4g}",
+        "stopped" if run["stopped_early"] else f"{run['steady_request_throughput']:.4g}",
         f"{run['slo_attainment']:.1%}",
-        f"{run['output_throughput']:.4g}",
+        f"{run['steady_output_throughput']:.4g}",
         *(f"{time:.1f}" if run["completed"] else "–" for time in times),
         *(f"{gap:.2f}" if run["completed"] else "–" for gap in gaps),
         str(run["failed"]),

@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.cluster.cli.bench.generators import Generators
 from tandem.cluster.cli.bench.load import Load, PartOutcome
-from tandem.cluster.cli.bench.measures import Numbers, numbers_of, warnings_of
+from tandem.cluster.cli.bench.measures import Numbers, numbers_of, steady_numbers, warnings_of
 from tandem.cluster.cli.bench.mixes import Slo
 from tandem.cluster.cli.bench.settings import LoadOptions, Settings
 from tandem.cluster.cli.bench.sweep import Sweep, Trial, arrivals_for
@@ -117,6 +117,7 @@ class Bench:
             "burstiness": load.burstiness,
             "num_prompts": measured,
             **numbers_of(outcome.timelines, self.slo, outcome.overdue),
+            **steady_numbers(outcome.window),
             "stopped_early": outcome.stopped,
             "max_concurrent_requests": outcome.most_concurrent,
             "generator_busy": outcome.busy,

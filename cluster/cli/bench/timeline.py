@@ -3,6 +3,7 @@
 import base64
 import time
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,10 +34,16 @@ class Running:
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     error: str | None = None
+    is_done: bool = False
 
     def heard(self) -> None:
         """A message with tokens has come."""
         self.arrivals.append(time.perf_counter())
+
+    def tokens_within(self, begin: float, end: float) -> float:
+        """How many came in that time, as evenly over messages as their number in all."""
+        there = bisect_left(self.arrivals, end) - bisect_left(self.arrivals, begin)
+        return there * max(1.0, self.output_tokens / len(self.arrivals)) if there else 0.0
 
     def overdue(self, now: float, slo: Slo) -> bool:
         """Whether the first token is already too late."""

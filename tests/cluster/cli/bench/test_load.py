@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
+
 from tandem.cluster.cli.bench.lengths import Lengths
 from tandem.cluster.cli.bench.load import Load, OpenLoop, Part, PartOutcome
 from tandem.cluster.cli.bench.mixes import Slo
@@ -29,7 +31,7 @@ class Held:
         running.sent = time.perf_counter()
         time.sleep(self._blocks)
         self._left -= 1
-        if not self._left:
+        if self._left <= 0:
             self._all.set()
         await self._all.wait()
         running.heard()
@@ -59,6 +61,12 @@ def test_no_arrival_waits_for_an_answer() -> None:
     outcome = loaded(Held(45), 40)
     assert [timeline.error for timeline in outcome.timelines] == [None] * 40
     assert outcome.most_concurrent == 45
+
+
+def test_the_window_is_that_of_the_measured_arrivals() -> None:
+    outcome = loaded(Held(0), 100, rate=200.0, warm_up=50, tail=40)
+    assert outcome.window.seconds == pytest.approx(100 / 200)
+    assert outcome.window.requests <= 190
 
 
 def test_a_generator_that_is_late_says_so() -> None:

@@ -5,7 +5,8 @@ from array import array
 import numpy as np
 import pytest
 
-from tandem.cluster.cli.bench.measures import numbers_of, warnings_of
+from tandem.cluster.cli.bench.load import Window
+from tandem.cluster.cli.bench.measures import numbers_of, steady_numbers, warnings_of
 from tandem.cluster.cli.bench.mixes import Slo
 from tandem.cluster.cli.bench.timeline import Running, Timeline
 
@@ -69,6 +70,13 @@ def test_tokens_that_come_together_make_no_gap_shorter() -> None:
 def test_requests_that_were_too_late_when_a_load_was_stopped_miss_the_slo() -> None:
     numbers = numbers_of([timeline(1.0, 0.1)], SLO, overdue=3)
     assert (numbers["slo_attainment"], numbers["failed"]) == (0.25, 0)
+
+
+def test_tokens_of_a_window_are_shared_out_by_messages() -> None:
+    running = Running(8, 0.0, arrivals=array("d", [1.0, 2.0, 3.0, 4.0]), output_tokens=8)
+    assert [running.tokens_within(*window) for window in ((1.0, 3.0), (1.5, 9.0), (5.0, 9.0))] == [4.0, 6.0, 0.0]
+    assert Running(8, 0.0, arrivals=array("d", [1.0, 2.0])).tokens_within(0.0, 9.0) == 2.0  # cancelled, without usage
+    assert steady_numbers(Window(6, 90.0, 3.0)) == {"steady_request_throughput": 2, "steady_output_throughput": 30}
 
 
 def test_without_any_answer_there_are_numbers() -> None:

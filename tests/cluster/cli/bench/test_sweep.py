@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tandem.cluster.cli.bench.lengths import Lengths
-from tandem.cluster.cli.bench.load import Load, PartOutcome
+from tandem.cluster.cli.bench.load import Load, PartOutcome, Window
 from tandem.cluster.cli.bench.mixes import Slo
 from tandem.cluster.cli.bench.serve import Bench, Found
 from tandem.cluster.cli.bench.settings import LoadOptions
@@ -50,7 +50,9 @@ class Queue:
             )
             timelines.append(Timeline.of(running))
         missed = sum(not each.meets(load.slo) for each in timelines)
-        return PartOutcome(timelines, 0, 0.1, 1, stopped=most_missed is not None and missed > most_missed)
+        return PartOutcome(
+            timelines, Window(0, 0, 1), 0, 0.1, 1, stopped=most_missed is not None and missed > most_missed
+        )
 
 
 def sweep(server: Queue, start: float, precision: float, budget: float = 1e9) -> Found:

@@ -159,6 +159,8 @@ def test_servers_that_refuse(island: Island, capsys: Capture) -> None:
     assert (code, "--model-name is 'other'; ['" in told) == (1, True)
     code, _, told = serve(capsys, "--url", "http://127.0.0.1:1", *QUICK)
     assert (code, "127.0.0.1:1: " in told) == (1, True)
+    code, _, told = serve(capsys, "--grpc", "127.0.0.1:1", *QUICK)
+    assert (code, "127.0.0.1:1: no gateway answers there" in told) == (1, True)
     code, _, told = serve(capsys, "--grpc", island.address, "--mix", "B", "--rate", "1")
     assert (code, "the server takes" in told) == (2, True)
     (run,) = results(capsys, "--url", f"http://{island.http}", *QUICK, "--vocab-size", "90000")["runs"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tandem.cluster.cli.bench.mixes import Slo
-from tandem.cluster.cli.bench.sessions import Message, Session, Turn
+from tandem.cluster.cli.bench.sessions import Message, Session, Sessions, Turn
 from tandem.cluster.cli.bench.targets import Refused, Target
 from tandem.cluster.cli.bench.timeline import Running, Timeline
 from tandem.cluster.cli.bench.workload import Workload
@@ -64,8 +64,8 @@ class Window:
 
 @dataclass(frozen=True)
 class PartOutcome:
-    """timelines: of the measured requests that have ended. overdue: how many others were too late for the SLO when the
-    load was stopped.
+    """timelines: of the measured requests that have ended. overdue: how many others have missed the SLO: first tokens
+    that were too late when the load was stopped, and turns of chats that did not begin.
 
     busy: cores that the process used meanwhile. most_concurrent: requests under way at once. stopped: whether the load
     ended early.
@@ -98,41 +98,44 @@ class OpenLoop:
     async def run(self) -> PartOutcome:
         load, part = self.part.load, self.part
         sessions = load.workload.sessions(load.number)
-        arrivals = sessions.arrivals((load.warm_up, load.measured, load.tail), load.rate, load.burstiness)
-        indices = range(part.index, len(arrivals), part.count)
-        measured = range(load.warm_up, min(load.warm_up + load.measured, len(arrivals)))
-        wanted = sessions.turns * sum(index in measured for index in indices)
-        last = part.begin + float(arrivals[measured[-1]])
-
-        async def send() -> None:
-            for index in indices:
-                session = sessions.session(index)
-                due = part.begin + float(arrivals[index])
-                await asyncio.sleep(due - time.perf_counter())
-                task = asyncio.create_task(self._session(session, due, index in measured))
-                self._tasks.add(task)
-                task.add_done_callback(self._forget)
-                await asyncio.sleep(0)  # sent before the next prompt is made
+        times = sessions.arrivals((load.warm_up, load.measured, load.tail), load.rate, load.burstiness)
+        due = [part.begin + float(after) for after in times]
+        measured = range(load.warm_up, min(load.warm_up + load.measured, len(due)))
+        wanted = sessions.turns * sum(index in measured for index in range(part.index, len(due), part.count))
+        first, last = due[load.warm_up - 1] if load.warm_up else part.begin, due[measured[-1]]
 
         await asyncio.sleep(part.begin - time.perf_counter() - TICK_SECONDS)
         began, used = time.perf_counter(), time.process_time()
-        sender = asyncio.create_task(send())
+        sender = asyncio.create_task(self._send(sessions, due, measured))
+        goes_on = await self._watch(sender, wanted, last + load.drain)
+        busy = (time.process_time() - used) / (time.perf_counter() - began)
+        if goes_on:
+            self._fail_unfinished()
+        missed = wanted - len(self._ended) if goes_on else self._overdue()
+        await self._cancel(sender)
+        window = self._window(first, min(last, time.perf_counter()))
+        return PartOutcome(self._ended, window, missed, busy, self._most_concurrent, stopped=not goes_on)
+
+    async def _send(self, sessions: Sessions, due: Sequence[float], measured: range) -> None:
+        for index in range(self.part.index, len(due), self.part.count):
+            session = sessions.session(index)
+            await asyncio.sleep(due[index] - time.perf_counter())
+            task = asyncio.create_task(self._session(session, due[index], index in measured))
+            self._tasks.add(task)
+            task.add_done_callback(self._forget)
+            await asyncio.sleep(0)  # sent before the next prompt is made
+
+    async def _watch(self, sender: asyncio.Task[None], wanted: int, until: float) -> bool:
+        """Returns when the wanted requests have ended, when it is `until`, or when the load is stopped: then False."""
         goes_on = True
-        while goes_on and len(self._ended) < wanted and time.perf_counter() < last + load.drain:
+        while goes_on and len(self._ended) < wanted and time.perf_counter() < until:
             await asyncio.sleep(TICK_SECONDS)
             if sender.done():
                 sender.result()
             if self._failure is not None:
                 raise self._failure
             goes_on = self.tell(self._missed + self._overdue())
-        busy = (time.process_time() - used) / (time.perf_counter() - began)
-        overdue = 0 if goes_on else self._overdue()
-        if goes_on:
-            self._fail_unfinished()
-        await self._cancel(sender)
-        first = part.begin + (float(arrivals[load.warm_up - 1]) if load.warm_up else 0.0)
-        window = self._window(first, min(last, time.perf_counter()))
-        return PartOutcome(self._ended, window, overdue, busy, self._most_concurrent, stopped=not goes_on)
+        return goes_on
 
     async def _session(self, session: Session, due: float, measured: bool) -> None:
         history: list[Message] = []

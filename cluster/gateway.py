@@ -20,8 +20,10 @@ from tandem.cluster.frontends.http.routes import HttpApp
 from tandem.cluster.protocol import CLIENT_ID_KEY
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.call_limit import CallLimit
+from tandem.cluster.requests.rebalancer import Rebalancer
 from tandem.cluster.requests.validation import ModelLimits, RequestValidator
 from tandem.cluster.routing.admission import AdmissionQueue
+from tandem.cluster.routing.cost_model import adaptive
 from tandem.cluster.routing.islands import Islands
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import POLICIES
@@ -67,6 +69,7 @@ class GatewaySettings:
     port: int
     http_port: int | None  # None: no HTTP
     routing_policy: str
+    token_seconds: float | None  # the bound of adaptive roles; None where roles are split
     max_queued: int
     max_queued_tokens: int
     max_attempts: int
@@ -104,11 +107,14 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._name = Path(settings.model_path).name
         self._validator = RequestValidator(self._limits, self._tokenizer)
         self._started = time.monotonic()
+        self._rebalancing: asyncio.Task[None] | None = None
 
     async def start(self) -> GatewayAddresses:
         """Opens the ports. StartFailed when one cannot be had."""
         settings = self._settings
-        self._islands = Islands(max_message_bytes(settings.max_model_len), POLICIES[settings.routing_policy])
+        bound = settings.token_seconds
+        policy = POLICIES[settings.routing_policy] if bound is None else adaptive(bound)
+        self._islands = Islands(max_message_bytes(settings.max_model_len), policy)
         self._router = Router(
             self._islands,
             AdmissionQueue(settings.max_queued, settings.max_queued_tokens),
@@ -123,6 +129,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             max_attempts=settings.max_attempts,
             request_seconds=settings.request_seconds,
         )
+        if bound is not None:
+            self._rebalancing = asyncio.create_task(Rebalancer(self._islands, self._requests, bound).run())
         self._limit = CallLimit(settings.max_calls)
         self._admin = Admin()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
@@ -168,6 +176,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         await self._health.enter_graceful_shutdown()
         servers = [self._server] if self._http is None else [self._server, self._http]
         await asyncio.gather(*(server.stop(grace) for server in servers))
+        if self._rebalancing is not None:
+            self._rebalancing.cancel()
         await self._router.close()
         await self._islands.close()
 

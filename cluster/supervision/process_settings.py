@@ -124,6 +124,7 @@ def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) 
         host=config.gateway.host,
         port=config.gateway.port,
         http_port=config.gateway.http_port,
+        token_seconds=config.scheduler.token_seconds if config.scheduler.roles == "adaptive" else None,
         routing_policy=config.gateway.routing_policy,
         max_queued=config.gateway.max_queued,
         max_queued_tokens=config.gateway.max_queued_tokens,

@@ -53,11 +53,11 @@ Stream = Callable[[list[int], int], Awaitable[list[float]]]  # a prompt, a numbe
 
 @dataclass(frozen=True)
 class Share:
-    """What one process sends: a closed loop of `clients`, or an open one of `rate` requests a second.
+    """What one process sends: a closed loop of `clients`.
 
     address: of the gateway's gRPC door; http: of the other, through which requests go if it is given.
     prompt: tokens of each; output: mean of theirs, each of which has from a half to one and a half of it, for requests
-    of one length come and go in waves. seed decides prompts, lengths and arrivals.
+    of one length come and go in waves. seed decides prompts and lengths.
     """
 
     address: str
@@ -65,8 +65,7 @@ class Share:
     output: int
     requests: int
     seed: int
-    clients: int = 0
-    rate: float = 0.0
+    clients: int
     http: str = ""
 
     async def run(self) -> Outcome:
@@ -79,7 +78,7 @@ class Share:
             stream = partial(_http_arrivals, http) if self.http else partial(_arrivals, client)
             requests = [partial(_served, stream, *each) for each in zip(prompts, lengths, strict=True)]
             began, used = time.perf_counter(), time.process_time()
-            served = await (self._open_loop(requests, draw) if self.rate else self._closed_loop(requests))
+            served = await self._closed_loop(requests)
             busy = (time.process_time() - used) / (time.perf_counter() - began)
         return Outcome(served, busy)
 
@@ -92,14 +91,6 @@ class Share:
 
         await asyncio.gather(*(one() for _ in range(self.clients)))
         return served
-
-    async def _open_loop(self, requests: Sequence[Request], draw: random.Random) -> list[Served]:
-        async def one(request: Request, after: float) -> Served:
-            await asyncio.sleep(after)
-            return await request()
-
-        pauses = (draw.expovariate(self.rate) for _ in requests)
-        return await asyncio.gather(*map(one, requests, itertools.accumulate(pauses)))
 
 
 async def _served(stream: Stream, prompt: list[int], count: int) -> Served:

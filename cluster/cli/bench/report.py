@@ -132,6 +132,7 @@ def _goodput(found: Found) -> str:
         return "goodput: none; no rate kept the SLO" + ("" if found.complete else " within the budget")
     told = f"goodput {found.goodput:.4g} requests/s"
     if found.missed_at is None or found.precision is None:
-        return f"{told} or more: no rate that was tried missed the SLO"
+        ended = "" if found.complete else "; the budget ended the sweep"
+        return f"{told} or more: no rate that was tried missed the SLO{ended}"
     told += f" ± {found.precision:.0%}; {found.missed_at:.4g} missed the SLO; {found.arrivals} requests a trial"
     return told if found.complete else f"{told}; the budget ended the sweep"

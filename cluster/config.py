@@ -203,6 +203,11 @@ class GatewaySection(Section):
     max_calls: Calls = Field(
         default=4096, le=1 << 20, description="most calls at a time, gRPC and HTTP together, waiting ones included"
     )
+    warm_up: bool | None = Field(
+        default=None,
+        description="whether the gateway sends requests of its own through new workers before it is ready, so that "
+        "those of clients find all compiled, connected and allocated; null does on a GPU",
+    )
 
     @field_validator("routing_policy")
     @classmethod

@@ -131,6 +131,13 @@ class SchedulerSection(Section):
     )
     max_batch_tokens: Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
     max_sequences: Sequences = Field(default=256, le=1 << 16, description="most sequences in one forward")
+    token_seconds: Seconds | None = Field(
+        default=None,
+        gt=0,
+        le=60,
+        description="how long a sequence may wait for its next token because its worker computes prompts, too; shorter "
+        "ones slow prompts down; null is 0.015 on a GPU, and no bound on a CPU",
+    )
     stream_messages_per_second: Messages | None = Field(
         default=None,
         le=1 << 20,

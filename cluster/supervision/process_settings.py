@@ -16,6 +16,7 @@ TOKEN_BYTES = 32
 CPU_PAGES = 1024
 CPU_MESSAGES_PER_SECOND = 400.0
 GPU_MEMORY_UTILIZATION = 0.9
+GPU_TOKEN_SECONDS = 0.015
 
 
 def island_names(config: ClusterConfig) -> list[str]:
@@ -61,6 +62,7 @@ def worker_configs(
             threads=threads_per_worker(config),
             threads_alone=threads_alone(config) if role == Role.DECODE else None,
             max_stream_messages_per_second=stream_messages_per_second(config),
+            token_seconds=token_seconds(config),
         )
         for pe, role in enumerate(roles)
     ]
@@ -71,6 +73,11 @@ def stream_messages_per_second(config: ClusterConfig) -> float:
     return config.scheduler.stream_messages_per_second or (
         CPU_MESSAGES_PER_SECOND if config.island.device == "cpu" else math.inf
     )
+
+
+def token_seconds(config: ClusterConfig) -> float | None:
+    """As configured; on a CPU even a step takes longer than what suits a GPU."""
+    return config.scheduler.token_seconds or (GPU_TOKEN_SECONDS if config.island.device == "cuda" else None)
 
 
 def threads_per_worker(config: ClusterConfig) -> int:

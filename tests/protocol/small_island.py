@@ -20,7 +20,7 @@ from tandem.workers.requests.token_stream import TokenUpdate
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import Samples
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.step_loop import StepLoop
+from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.protocol.token_memory import LABELS, TokenMemory
 from tests.protocol.wires import Endpoint, WireTransport
@@ -161,6 +161,9 @@ class CountingModel:
         inputs = np.where(step.sources < 0, step.tokens, drawn)
         step.drawn = self._last = self.forward(inputs, step.plan, np.arange(inputs.size))
 
+    def mark(self) -> None:
+        """Nothing is under way: prompts are computed when they are launched."""
+
     def drain(self) -> None:
         while self.launched:
             self.compute_next()
@@ -211,12 +214,13 @@ class SmallIsland:
         models = [CountingModel(cache, shape.overlapped) for cache in self.caches]
         self.device = models[DECODE]
         settings = LoopSettings(lease_seconds, shape.sharing, max_batch_tokens=shape.max_batch_tokens, max_sequences=4)
+        ends = Ends(Unmetered(), Fanout(findings), KernelThreads(None, 1))  # type: ignore[arg-type]
         self.loops = [
-            StepLoop(model, cache, transport, settings, clock)  # type: ignore[arg-type]
+            StepLoop(model, cache, transport, settings, ends, clock)  # type: ignore[arg-type]
             for model, cache, transport in zip(models, self.caches, self.transports, strict=True)
         ]
-        self.prefill = self.loops[PREFILL].give_prefills(Unmetered())  # type: ignore[arg-type]
-        self.decode = self.loops[DECODE].give_decodes(Fanout(findings), KernelThreads(None, 1))  # type: ignore[arg-type]
+        self.prefill = self.loops[PREFILL].prefills
+        self.decode = self.loops[DECODE].decodes
 
     def start(self, request_id: str, reservation: Reservation, stream: Stream) -> None:
         """StartGenerate."""

@@ -8,6 +8,7 @@ import numpy as np
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import LoopSettings
+from tandem.workers.handoff.retired import RetiredSequences
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.prefill_request import SpeculativePrompt
 from tandem.workers.requests.sequence_ids import SequenceIds
@@ -20,15 +21,22 @@ log = logging.getLogger(__name__)
 class SpeculativePrefill:
     """At most one prompt, whose KV is written to nobody. Owned by the step thread.
 
-    A prompt with a reservation may need its pages: drop() is right at any time, because work that still uses them comes
-    before all that is launched later on the device.
+    A prompt with a reservation may need its pages: drop() is right at any time. Pages that its forward may still write
+    to are free once the device is past it.
     """
 
     def __init__(
-        self, runner: ModelRunner, cache: PagedKVCache, ids: SequenceIds, settings: LoopSettings, clock: Clock
+        self,
+        runner: ModelRunner,
+        cache: PagedKVCache,
+        retired: RetiredSequences,
+        ids: SequenceIds,
+        settings: LoopSettings,
+        clock: Clock,
     ) -> None:
         self._runner = runner
         self._cache = cache
+        self._retired = retired
         self._ids = ids
         self._max_batch_tokens = settings.max_batch_tokens
         self._sharing = settings.sharing
@@ -87,7 +95,7 @@ class SpeculativePrefill:
             if self._sharing and prompt.computed:  # it may be asked for again, once there is room for it
                 self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids[: prompt.computed])
         finally:
-            self._cache.remove_sequence(prompt.sequence_id)
+            self._retired.add(prompt.sequence_id)
         return True
 
     def _compute(self, prompt: SpeculativePrompt) -> None:

@@ -1,6 +1,6 @@
 """From a batch and its token ids to sampled tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -115,6 +115,14 @@ class ModelRunner:
         """step() of what was foreseen last, with these tokens: launched at once. None, and nothing happens, where that
         cannot be; then step() can."""
         return None if self._graphs is None else self._graphs.step_foreseen(sequence_ids, tokens)
+
+    def mark(self) -> Callable[[], bool] | None:
+        """Says whether all that was launched so far is done; None where nothing is under way."""
+        if self._model.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._model.device))
+        return None if event.query() else event.query
 
     def drain(self) -> None:
         """Waits until nothing that was launched is under way; raises what the device reports."""

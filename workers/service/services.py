@@ -15,10 +15,8 @@ import grpc.aio
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role, WorkerConfig
-from tandem.workers.decode.decodes import Decodes
 from tandem.workers.errors import InvalidCall, StaleEpoch
 from tandem.workers.event_loop import unwatched
-from tandem.workers.prefill.prefills import Prefills
 from tandem.workers.requests.feed import Feeds
 from tandem.workers.requests.first_token import FirstTokens
 from tandem.workers.requests.prefill_request import PrefillResult
@@ -37,7 +35,7 @@ Context = grpc.aio.ServicerContext
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Every call to a worker. A call of a side that the worker does not have ends with UNIMPLEMENTED."""
+    """Every call to a worker, whatever it is mainly for."""
 
     def __init__(
         self, config: WorkerConfig, vocab_size: int, thread: StepThread, loop: StepLoop, cache: PagedKVCache
@@ -48,16 +46,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._loop = loop
         self._cache = cache
         self._feeds = Feeds()
-
-    async def _prefills(self, context: Context) -> Prefills:
-        if self._loop.prefills is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker prefills no prompts")
-        return self._loop.prefills
-
-    async def _decodes(self, context: Context) -> Decodes:
-        if self._loop.decodes is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker decodes no sequences")
-        return self._loop.decodes
 
     async def _on_step_thread(self, context: Context, epoch: int, command: Callable[[], T]) -> T:
         def of_this_epoch() -> T:
@@ -103,7 +91,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     # Prefill
 
     async def Announce(self, request_iterator: AsyncIterable[worker_pb2.AnnounceRequest], context: Context) -> None:
-        prefills = await self._prefills(context)
+        prefills = self._loop.prefills
         sampled = FirstTokens(asyncio.get_running_loop())
 
         def announce(request: worker_pb2.AnnounceRequest) -> None:
@@ -125,7 +113,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def RemoteSend(
         self, request: worker_pb2.RemoteSendRequest, context: Context
     ) -> worker_pb2.RemoteSendResponse:
-        prefills = await self._prefills(context)
+        prefills = self._loop.prefills
         attended: list[Lease] = []
 
         def submit() -> Future[PrefillResult]:
@@ -159,7 +147,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def PrepareReceive(
         self, request: worker_pb2.PrepareReceiveRequest, context: Context
     ) -> worker_pb2.Reservation:
-        decodes = await self._decodes(context)
+        decodes = self._loop.decodes
 
         def prepare() -> Reservation:
             check_request_id(request.request_id)
@@ -171,7 +159,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return reservation_to_proto(reservation, self._config.token)
 
     async def StartGenerate(self, request: worker_pb2.StartGenerateRequest, context: Context) -> None:
-        decodes = await self._decodes(context)
+        decodes = self._loop.decodes
         feed = None if request.sampling.HasField("logprobs") else self._feeds.get(request.feed)
         token_stream = TokenStream(feed, request.number)
         started: list[str] = []
@@ -196,8 +184,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 self._thread.call(lambda: [decodes.abort(started_id, False) for started_id in started])
 
     async def Feed(self, request: worker_pb2.FeedRequest, context: Context) -> None:
-        await self._decodes(context)
-
         def check() -> None:
             if not request.feed:
                 raise InvalidCall("feed is 0; any other number is accepted")
@@ -230,4 +216,5 @@ def _generated(tokens: Tokens) -> worker_pb2.GeneratedTokens:
         logprobs=[logprobs_to_proto(entry) for entry in tokens.logprobs],
         finish_reason=int(tokens.finish_reason),  # type: ignore[arg-type]  # same numbers as the enum of the message
         fed=tokens.fed,
+        prefilled=None if tokens.prefilled is None else worker_pb2.Prefilled(**asdict(tokens.prefilled)),
     )

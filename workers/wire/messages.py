@@ -46,6 +46,7 @@ def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
 
 def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Reservation:
     """token: the island's, by which the message is sealed."""
+    wire = reservation.wire_map
     message = worker_pb2.Reservation(
         reservation_id=reservation.reservation_id,
         epoch=reservation.epoch,
@@ -54,7 +55,7 @@ def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Res
         signal_slot=reservation.signal_slot,
         generation=reservation.generation,
         matched_tokens=reservation.matched_tokens,
-        position_map=worker_pb2.PositionMap(**asdict(reservation.wire_map)),
+        position_map=None if wire is None else worker_pb2.PositionMap(**asdict(wire)),
         pages=reservation.pages,
         lease_seconds=reservation.lease_seconds,
     )
@@ -64,7 +65,6 @@ def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Res
 
 def reservation_from_proto(message: worker_pb2.Reservation, token: str) -> Reservation:
     """token: the island's. Nothing is refused here: the loop that uses the reservation does."""
-    wire = message.position_map
     return Reservation(
         reservation_id=message.reservation_id,
         epoch=message.epoch,
@@ -73,16 +73,20 @@ def reservation_from_proto(message: worker_pb2.Reservation, token: str) -> Reser
         signal_slot=message.signal_slot,
         generation=message.generation,
         matched_tokens=message.matched_tokens,
-        wire_map=WireMap(
-            start_position=wire.start_position,
-            num_tokens=wire.num_tokens,
-            page_size=wire.page_size,
-            runs=tuple(wire.runs),
-            layout_fingerprint=wire.layout_fingerprint,
-        ),
+        wire_map=_wire_map(message.position_map) if message.HasField("position_map") else None,
         pages=message.pages,
         lease_seconds=message.lease_seconds,
         authentic=is_sealed(message, token),
+    )
+
+
+def _wire_map(wire: worker_pb2.PositionMap) -> WireMap:
+    return WireMap(
+        start_position=wire.start_position,
+        num_tokens=wire.num_tokens,
+        page_size=wire.page_size,
+        runs=tuple(wire.runs),
+        layout_fingerprint=wire.layout_fingerprint,
     )
 
 

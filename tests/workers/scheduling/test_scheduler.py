@@ -1,6 +1,7 @@
 """What a scheduler hands out, for any order of prompts, ends and decode rows: without a device, a cache or a clock."""
 
 from dataclasses import dataclass, field
+from unittest.mock import MagicMock
 
 import numpy as np
 from hypothesis import given, settings
@@ -41,7 +42,9 @@ class Known:
 def prompt(sequence: int, num_tokens: int, computed: int = 0) -> PrefillRequest:
     tokens = np.zeros(num_tokens, np.int64)
     position_map = PositionMap(0, (SlotRuns.from_slots(np.arange(num_tokens, dtype=np.int32)),))
-    request = PrefillRequest(str(sequence), sequence, tokens, PARAMS, RESERVATION, position_map, Lease(1.0))
+    request = PrefillRequest(
+        str(sequence), sequence, tokens, PARAMS, RESERVATION, position_map, Lease(1.0), destination=MagicMock()
+    )
     request.computed = computed
     return request
 

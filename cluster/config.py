@@ -123,12 +123,6 @@ class SchedulerSection(Section):
         description="what workers do: with split, prefill workers compute prompts and decode workers decode; with "
         "adaptive, the router decides for each request who does what, by the workers' loads",
     )
-    token_seconds: Seconds = Field(
-        default=0.015,
-        gt=0,
-        le=60,
-        description="with adaptive roles, the time between two tokens that a prompt beside them must not exceed",
-    )
     max_batch_tokens: Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
     max_sequences: Sequences = Field(default=256, le=1 << 16, description="most sequences in one forward")
     token_seconds: Seconds | None = Field(

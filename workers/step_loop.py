@@ -51,9 +51,7 @@ class StepLoop:
         handoff = Handoff(cache, retired, transport, counters, settings, clock)
         speculative = SpeculativePrefill(runner, cache, retired, ids, settings, clock)
         reservations = Reservations(cache, transport, counters, ids, settings, clock)
-        self.prefills = Prefills(
-            runner, cache, scheduler, handoff, speculative, retired, ends.meter, ids, settings
-        )
+        self.prefills = Prefills(runner, cache, scheduler, handoff, speculative, retired, ends.meter, ids, settings)
         self.decodes = Decodes(
             runner,
             cache,
@@ -97,7 +95,11 @@ class StepLoop:
         prefills.upkeep()
         upkeep_again = decodes.upkeep()
         batch = self.scheduler.next_batch()
-        wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts are what may wait
+        prompts = prefills.begin_beside(batch)
+        wait = decodes.compute(batch.decodes, upkeep_again, prompts)  # launched first: prompts are what may wait
+        if prompts is not None:
+            prefills.end_beside(batch, decodes.prompt_logits)
+            batch = batch._replace(chunks=())
         prefill_wait = prefills.compute(batch, beside=decodes.is_busy)
         if batch.chunks:
             decodes.ran_beside(batch.prompt_tokens)

@@ -17,6 +17,7 @@ CPU_PAGES = 1024
 CPU_MESSAGES_PER_SECOND = 400.0
 GPU_MEMORY_UTILIZATION = 0.9
 GPU_TOKEN_SECONDS = 0.015
+CPU_TOKEN_SECONDS = 0.25  # beyond it the router decodes elsewhere; workers have no bound there
 
 
 def island_names(config: ClusterConfig) -> list[str]:
@@ -63,6 +64,7 @@ def worker_configs(
             threads_alone=threads_alone(config) if role == Role.DECODE else None,
             max_stream_messages_per_second=stream_messages_per_second(config),
             token_seconds=token_seconds(config),
+            adaptive=is_adaptive(config),
         )
         for pe, role in enumerate(roles)
     ]
@@ -73,6 +75,11 @@ def stream_messages_per_second(config: ClusterConfig) -> float:
     return config.scheduler.stream_messages_per_second or (
         CPU_MESSAGES_PER_SECOND if config.island.device == "cpu" else math.inf
     )
+
+
+def is_adaptive(config: ClusterConfig) -> bool:
+    """Whether the router decides for each request what a worker does."""
+    return config.scheduler.roles == "adaptive"
 
 
 def token_seconds(config: ClusterConfig) -> float | None:
@@ -131,7 +138,7 @@ def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) 
         host=config.gateway.host,
         port=config.gateway.port,
         http_port=config.gateway.http_port,
-        token_seconds=config.scheduler.token_seconds if config.scheduler.roles == "adaptive" else None,
+        token_seconds=(token_seconds(config) or CPU_TOKEN_SECONDS) if is_adaptive(config) else None,
         routing_policy=config.gateway.routing_policy,
         max_queued=config.gateway.max_queued,
         max_queued_tokens=config.gateway.max_queued_tokens,

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
@@ -15,7 +16,8 @@ from tandem.workers.handoff.reservations import Reservations, received_tokens
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.token_stream import Prefilled, TokenFanout, TokenStream, TokenUpdate
-from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
+from tandem.workers.runner.step_inputs import StepInputs
 from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -79,6 +81,7 @@ class Decodes:
         self._next: StepInFlight | None = None
         self._reading: StepInFlight | None = None
         self._unpublished: list[DecodeRequest] = []
+        self.prompt_logits: Tensor | None = None  # [n, vocab], see compute()
 
     # Commands
 
@@ -178,14 +181,20 @@ class Decodes:
         self._threads.use(alone=self.num_waiting == 0)
         return reap_again
 
-    def compute(self, step: DecodeStep | None, upkeep_again: float | None) -> float | None:
-        """Launches a step of all rows, and reads one that is done. How long to wait then: see Steps."""
+    def compute(
+        self, step: DecodeStep | None, upkeep_again: float | None, prompts: PromptChunks | None = None
+    ) -> float | None:
+        """Launches a step of all rows, and reads one that is done. How long to wait then: see Steps.
+
+        prompts: chunks that the step's forward computes along; prompt_logits then holds what follows their ends.
+        """
+        self.prompt_logits = None
         if step is None and self._next is None:
             self._delivered, self._prompt_tokens = None, 0
             poll = IDLE_POLL_SECONDS if self._runner.runs_ahead else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
-            launched = None if step is None else self._launch(step)
+            launched = None if step is None else self._launch(step, prompts)
             self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
             if self._runner.runs_ahead:
@@ -264,8 +273,12 @@ class Decodes:
             self._publish_prompts([request])
         return reason
 
-    def _launch(self, step: DecodeStep) -> StepInFlight:
-        pending = self._runner.step(step.sequence_ids, step.tokens, step.sources, step.sampling, step.positions)
+    def _launch(self, step: DecodeStep, prompts: PromptChunks | None) -> StepInFlight:
+        sequence_ids, *inputs = step
+        if prompts is None:
+            return self._launched(step, self._runner.step(sequence_ids, *inputs))
+        pending, self.prompt_logits = self._runner.step_with_prompts(sequence_ids, StepInputs(*inputs), prompts)
+        self._prompt_tokens += sum(chunk.size for chunk in prompts.chunks)
         return self._launched(step, pending)
 
     def _launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:

@@ -8,7 +8,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.prefill_request import PrefillRequest
 from tandem.workers.requests.prompt import Prompt
-from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
 from tandem.workers.scheduling.batch import Chunk
 
 
@@ -19,6 +19,8 @@ class PromptForwards:
     - A request that is alone goes page to page, each chunk behind its forward and beside the next. Stores to a peer
       slow a forward more than copies do.
     - Requests that share a CUDA graph go page to page, too: the graph stores to no peer.
+
+    - Chunks in the forward of a decode step go page to page, too: see begin() and end().
 
     A prompt that this worker decodes itself stays where it is.
 
@@ -33,27 +35,35 @@ class PromptForwards:
     def launch(self, chunks: Sequence[Chunk], *, alone: bool) -> tuple[list[Prompt], Tensor]:
         """Computes, or at least launches, one chunk of each prompt, and sends what has a receiver; those that have come
         to their end, and their logits [n, vocab]. alone: no other prompt runs or waits."""
-        prompts = [prompt for prompt, _ in chunks]
-        requests = [prompt for prompt in prompts if isinstance(prompt, PrefillRequest)]
+        requests = _pushed(chunks)
         by_pages = alone or self._runner.has_prompt_graph(len(chunks), sum(length for _, length in chunks))
+        prompts = self.begin(chunks, by_pages=by_pages)
+        seconds_before = self._meter.seconds
+        logits = self._runner.prompts(*prompts, push=bool(requests) and not by_pages)
+        self._count_pushed(requests, self._meter.seconds - seconds_before)
+        return self.end(chunks, by_pages=by_pages), logits
+
+    def begin(self, chunks: Sequence[Chunk], *, by_pages: bool = True) -> PromptChunks:
+        """What a forward of these chunks computes. by_pages: nothing is pushed with it."""
+        requests = _pushed(chunks)
         begun = [request for request in requests if request.computed and not request.marked]
         for request in requests:
             self._mark(request)
         for request in begun if by_pages else ():
             self._send(request)  # what was computed before its receiver was known
-        seconds_before = self._meter.seconds
-        logits = self._runner.prompts(
-            [prompt.sequence_id for prompt in prompts],
+        return PromptChunks(
+            [prompt.sequence_id for prompt, _ in chunks],
             [prompt.token_ids[prompt.computed : prompt.computed + length] for prompt, length in chunks],
-            [prompt.num_tokens for prompt in prompts],
-            push=bool(requests) and not by_pages,
+            [prompt.num_tokens for prompt, _ in chunks],
         )
+
+    def end(self, chunks: Sequence[Chunk], *, by_pages: bool = True) -> list[Prompt]:
+        """The forward was launched, so the chunks' pages can be sent; the prompts that have come to their end."""
         for prompt, length in chunks:
             prompt.computed += length
-        self._count_pushed(requests, self._meter.seconds - seconds_before)
-        for request in requests if by_pages else ():
+        for request in _pushed(chunks) if by_pages else ():
             self._send(request)
-        return [prompt for prompt in prompts if prompt.computed == prompt.num_tokens], logits
+        return [prompt for prompt, _ in chunks if prompt.computed == prompt.num_tokens]
 
     def send_launched(self, request: PrefillRequest) -> None:
         """Sends a prompt that was launched as a whole before its receiver was known."""
@@ -79,3 +89,8 @@ class PromptForwards:
             if pushed:
                 request.push_seconds += seconds * (total - request.bytes_pushed) / pushed
             request.bytes_pushed = total
+
+
+def _pushed(chunks: Sequence[Chunk]) -> list[PrefillRequest]:
+    """Of prompts whose KV goes to a peer."""
+    return [prompt for prompt, _ in chunks if isinstance(prompt, PrefillRequest)]

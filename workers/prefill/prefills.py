@@ -24,7 +24,7 @@ from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.sequence_ids import SequenceIds
-from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -90,7 +90,12 @@ class Prefills:
         sampled. One prompt at a time: another is not heeded, nor is one that has ended or came before: None.
         """
         scheduler = self._scheduler
-        if not self._handoff.is_new(request_id) or scheduler.num_waiting or scheduler.num_running or len(scheduler.rows):
+        if (
+            not self._handoff.is_new(request_id)
+            or scheduler.num_waiting
+            or scheduler.num_running
+            or len(scheduler.rows)
+        ):
             return None
         return self._speculative.take(request_id, token_ids)
 
@@ -193,6 +198,23 @@ class Prefills:
         if self._handoff.num_draining:
             self._handoff.settle()
 
+    def begin_beside(self, batch: Batch) -> PromptChunks | None:
+        """The batch's chunks, where the forward of its decode step can compute them; end_beside() then comes next."""
+        rows, chunks = 0 if batch.decodes is None else len(batch.decodes.sequence_ids), batch.chunks
+        if not rows or not chunks or not self._runner.takes_prompts(rows, len(chunks), batch.prompt_tokens):
+            return None
+        prompts: list[PromptChunks] = []
+        self._attempt([prompt for prompt, _ in chunks], lambda: prompts.append(self._forwards.begin(chunks)))
+        return prompts[0] if prompts else None
+
+    def end_beside(self, batch: Batch, logits: Tensor | None) -> None:
+        """The step's forward was launched, or has failed where there are no logits [n, vocab] behind the prompts."""
+        prompts = [prompt for prompt, _ in batch.chunks]
+        if logits is None:
+            self._fail(prompts, RuntimeError("the forward of the decode step beside it failed"))
+        else:
+            self._attempt(prompts, lambda: self._end_forward(self._forwards.end(batch.chunks), logits, beside=True))
+
     def compute(self, batch: Batch, *, beside: bool) -> float:
         """Computes the batch's chunks; how long nothing is to be done behind them, in seconds.
 
@@ -242,7 +264,9 @@ class Prefills:
 
     def _forward(self, batch: Batch, beside: bool) -> None:
         """One chunk of each prompt."""
-        ending, logits = self._forwards.launch(batch.chunks, alone=batch.alone)
+        self._end_forward(*self._forwards.launch(batch.chunks, alone=batch.alone), beside=beside)
+
+    def _end_forward(self, ending: Sequence[Prompt], logits: Tensor, *, beside: bool) -> None:
         if ending:
             self._finish(ending, logits, beside)
 

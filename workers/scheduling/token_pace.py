@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may have beside decode rows, so that these do not wait too long for their next token."""
+"""How many prompt tokens a step may have beside decode rows, so that these need not wait too long for a token."""
 
 LEAST_CHUNK = 64  # tokens; a forward of fewer takes a GPU about as long
 SMOOTHING = 0.2  # the weight of the latest step in step_seconds
@@ -25,8 +25,8 @@ class TokenPace:
 
     @property
     def chunk_tokens(self) -> int:
-        """Most prompt tokens beside rows in the next step."""
-        return int(self._allowed)
+        """Most prompt tokens beside rows in the next step: with a bound a power of two, as CUDA graphs hold."""
+        return int(self._allowed) if self._bound is None else 1 << int(self._allowed).bit_length() - 1
 
     def measured(self, seconds: float, prompt_tokens: int) -> None:
         """A step's tokens came `seconds` after those of the step before; the device had so many prompt tokens between

@@ -38,22 +38,29 @@ class RmsNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """A linear layer x → x · weightᵀ + bias, or one for each of E experts."""
+
+    weight: Tensor  # [out, in]; [E, out, in]
+    bias: Tensor | None = None  # [out]; [E, out]
+
+
 class FusedGemms(Protocol):
     """GEMMs of few rows with the operations around them in a layer: the norm before, silu or the residual behind.
 
-    x [T, in]; weight [out, in], contiguous and in the dtype of x; bias [out]; norm: of x, before. They accumulate in
-    float32.
+    x [T, in]; weights contiguous and in the dtype of x; norm: of x, before. They accumulate in float32.
     """
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None) -> Tensor:
+    def linear(self, x: Tensor, weights: Linear, norm: RmsNorm | None = None) -> Tensor:
         """x · weightᵀ + bias [T, out]."""
         ...
 
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, weights: Linear, norm: RmsNorm) -> Tensor:
         """silu(gate) · up [T, out / 2] of linear's halves, gate first; rounded where silu_mul rounds."""
         ...
 
-    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def add_linear(self, residual: Tensor, x: Tensor, weights: Linear) -> None:
         """residual [T, out] += x · weightᵀ + bias."""
         ...
 

@@ -20,7 +20,7 @@ from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
 from tandem.workers.models.scale_tensors import is_scale
 from tandem.workers.models.sharding import slices_of
-from tandem.workers.models.weight_names import LM_HEAD, named_weights
+from tandem.workers.models.weight_names import LM_HEAD, is_norm, named_weights
 
 INDEX = "model.safetensors.index.json"
 LOAD_FORMATS = ("safetensors", "dummy")
@@ -186,7 +186,7 @@ def check_tensors(files: Iterable[SafetensorsFile], weights: Mapping[str, Tensor
 def fill_randomly(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
     """Norms 1, biases 0, the rest normal with standard deviation DUMMY_STD, the same for the same device."""
     for index, (name, weight) in enumerate(weights.items()):
-        if name.endswith("norm.weight"):
+        if is_norm(name):
             weight.fill_(1 - config.norm_offset)
         elif name.endswith(".bias"):
             weight.zero_()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.kernels.native.crew import Crew, load_crew
+from tandem.workers.kernels.base import Linear
 
 SOURCE = Path(__file__).with_name("native_layer.c")
 PANEL = 16  # outputs that native_layer.c multiplies at once; checked when it is loaded
@@ -83,15 +84,16 @@ class NativeLayerKernels:
         self._silu_mul(crew=self._crew, gate_up=gate_up.data_ptr(), rows=rows, width=width, out=out.data_ptr())
         return out
 
-    def linear(self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
-        """x · weightᵀ + bias [T, outputs]; x [T, in], packed is pack(weight). A row's bits do not depend on the others.
+    def linear(self, x: Tensor, packed: Linear, outputs: int) -> Tensor:
+        """x · weightᵀ + bias [T, outputs]; x [T, in], packed has pack(weight) and the bias. A row's bits do not depend
+        on the others.
 
         ValueError for an x that does not fit.
         """
-        rows, inputs = x.shape
-        if inputs != packed.shape[1] or x.dtype is not torch.float32:
+        (rows, inputs), weight, bias = x.shape, packed.weight, packed.bias
+        if inputs != weight.shape[1] or x.dtype is not torch.float32:
             raise ValueError(
-                f"x is {tuple(x.shape)} of {x.dtype}; {packed.shape[1]} columns of torch.float32 are accepted"
+                f"x is {tuple(x.shape)} of {x.dtype}; {weight.shape[1]} columns of torch.float32 are accepted"
             )
         x = x if x.stride(1) == 1 else x.contiguous()
         y = torch.empty((rows, outputs))
@@ -101,7 +103,7 @@ class NativeLayerKernels:
             x_stride=x.stride(0),
             rows=rows,
             inputs=inputs,
-            packed=packed.data_ptr(),
+            packed=weight.data_ptr(),
             outputs=outputs,
             bias=None if bias is None else bias.data_ptr(),
             y=y.data_ptr(),

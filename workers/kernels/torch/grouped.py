@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.expert_blocks import ExpertBlocks
 
 
-def grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int
-) -> Tensor:
+def grouped_linear(x: Tensor, weights: Linear, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:
     """See GroupedLinear. For tests: it reads the blocks on the host."""
+    weight, bias = weights.weight, weights.bias
     y = torch.empty(blocks.num_pairs, weight.shape[1], dtype=torch.float32, device=x.device)
     for pairs, expert in zip(blocks.pairs.long(), blocks.experts.tolist(), strict=True):
         rows = pairs[pairs < blocks.num_pairs]

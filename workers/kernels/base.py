@@ -67,7 +67,7 @@ class FusedGemms(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SamplingInputs:
-    """How each row's token is sampled: [at least n] each, float64 unless said; kernels/torch/sampling.py rounds them to
+    """How each row's token is sampled: [at least n] each, float64 unless said. Samplers round all but uniforms to
     float32."""
 
     uniforms: Tensor  # in [0, 1)

@@ -85,7 +85,6 @@ class ModelConfig:
 
 def read_dense_config(
     fields: Fields,
-    architecture: str,
     *,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
@@ -104,7 +103,7 @@ def read_dense_config(
     num_heads, num_kv_heads, head_dim = _read_heads(fields, num_kv_heads, head_dim)
     return ModelConfig(
         fp8_kv=read_fp8_kv(fields),
-        architecture=architecture,
+        architecture=fields.raw("architectures")[0],  # the registry has checked it
         vocab_size=fields.integer("vocab_size", minimum=1),
         hidden_size=fields.integer("hidden_size", minimum=1),
         intermediate_size=fields.integer("intermediate_size", minimum=1),

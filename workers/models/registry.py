@@ -25,7 +25,7 @@ from tandem.workers.models.families import (
     qwen3_moe,
 )
 
-FAMILIES: Mapping[str, Callable[[Fields, str], ModelConfig]] = MappingProxyType(
+FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
     {
         "DeepseekV2ForCausalLM": deepseek_v2.read_config,
         "DeepseekV3ForCausalLM": deepseek_v3.read_config,
@@ -52,8 +52,7 @@ def load_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     if not folder.is_dir():
         raise CheckpointMissing(f"model folder {folder} is not there; it must be a folder with config.json")
     fields = Fields.from_file(folder / "config.json")
-    architecture = read_architecture(fields)
-    config = FAMILIES[architecture](fields, architecture)
+    config = FAMILIES[read_architecture(fields)](fields)
     if dtype != "auto":
         if dtype not in DTYPES:
             raise InvalidConfig(f"dtype is {dtype!r}; it must be auto or one of {', '.join(DTYPES)}")

@@ -38,40 +38,27 @@ class NativeLayerKernels:
         self._silu_mul = _function(library, "silu_mul", SILU_MUL)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        rows, width = x.shape
         if not x.is_contiguous():
             raise ValueError(f"x has strides {x.stride()}; contiguous rows are accepted")
-        delta = None if delta is None else delta.contiguous()
-        out = torch.empty_like(x)
+        return self._normalize(x, 1, None if delta is None else delta.contiguous(), weight, eps)
+
+    def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+        _, count, width = heads.shape
+        heads = heads if heads.stride()[1:] == (width, 1) else heads.contiguous()
+        return self._normalize(heads, count, None, weight, eps)
+
+    def _normalize(self, x: Tensor, heads: int, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._rms_norm(
             crew=self._crew,
             x=x.data_ptr(),
-            stride=width,
+            stride=x.stride(0),
             delta=None if delta is None else delta.data_ptr(),
             weight=weight.data_ptr(),
-            weight_stride=0,
-            rows=rows,
-            heads=1,
-            width=width,
-            eps=eps,
-            out=out.data_ptr(),
-        )
-        return out
-
-    def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows, count, width = heads.shape
-        heads = heads if heads.stride()[1:] == (width, 1) else heads.contiguous()
-        out = torch.empty_like(heads, memory_format=torch.contiguous_format)
-        self._rms_norm(
-            crew=self._crew,
-            x=heads.data_ptr(),
-            stride=heads.stride(0),
-            delta=None,
-            weight=weight.data_ptr(),
-            weight_stride=width,
-            rows=rows,
-            heads=count,
-            width=width,
+            weight_stride=weight.stride(0),
+            rows=x.shape[0],
+            heads=heads,
+            width=x.shape[-1],
             eps=eps,
             out=out.data_ptr(),
         )

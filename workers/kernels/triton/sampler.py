@@ -44,11 +44,7 @@ class TritonSampler:
         kernel: Any = _sample[(rows, parts)]
         kernel(
             logits=logits,
-            uniforms=sampling.uniforms,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            top_k=sampling.top_k,
+            **vars(sampling),
             gathered=gathered,
             indices=indices,
             last=last,

@@ -16,7 +16,7 @@ NAMES = ExpertNames(block="mlp", router="gate", projections=("gate_proj", "up_pr
 METHODS = ("greedy", "group_limited_greedy")
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
+def read_config(fields: Fields) -> ModelConfig:
     refuse_others(fields, scoring_func="softmax", norm_topk_prob=False)
     method = fields.text("topk_method", "greedy")
     if method not in METHODS:
@@ -27,13 +27,12 @@ def read_config(fields: Fields, architecture: str) -> ModelConfig:
         scale = fields.number("routed_scaling_factor", 1.0)
         return dataclasses.replace(moe.routing, groups=groups, scale=scale)
 
-    config = read_deepseek(fields, architecture, read_latent(fields, interleaved=True, bias=_has_bias(fields)), route)
+    config = read_deepseek(fields, read_latent(fields, interleaved=True, bias=_has_bias(fields)), route)
     return dataclasses.replace(config, mlp_bias=fields.boolean("mlp_bias", False))
 
 
 def read_deepseek(
     fields: Fields,
-    architecture: str,
     latent: LatentConfig,
     route: Callable[[MoeConfig], Routing],
     *,
@@ -46,7 +45,6 @@ def read_deepseek(
     refuse_others(fields, moe_layer_freq=1)
     config = read_dense_config(
         fields,
-        architecture,
         num_kv_heads=fields.integer("num_attention_heads", minimum=1),
         head_dim=latent.query_dim,
         rope=lambda of, _: read_rope(of, latent.rotated),

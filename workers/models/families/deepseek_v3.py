@@ -15,7 +15,7 @@ from tandem.workers.models.routing import Routing
 SCALE, NUM_SHARED, NUM_DENSE = 2.5, 1, 3  # when absent, as in transformers
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
+def read_config(fields: Fields) -> ModelConfig:
     refuse_others(fields, scoring_func="sigmoid", topk_method="noaux_tc")
 
     def route(moe: MoeConfig) -> Routing:
@@ -30,7 +30,5 @@ def read_config(fields: Fields, architecture: str) -> ModelConfig:
     interleaved = fields.boolean("rope_interleave", True)
     latent = read_latent(fields, interleaved=interleaved, bias=fields.boolean("attention_bias", False))
     normalize = fields.boolean("norm_topk_prob", True)
-    config = read_deepseek(
-        fields, architecture, latent, route, normalize=normalize, num_shared=NUM_SHARED, num_dense=NUM_DENSE
-    )
+    config = read_deepseek(fields, latent, route, normalize=normalize, num_shared=NUM_SHARED, num_dense=NUM_DENSE)
     return dataclasses.replace(config, num_extra_layers=fields.integer("num_nextn_predict_layers", 1))

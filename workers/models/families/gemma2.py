@@ -14,9 +14,9 @@ from tandem.workers.models.window_fields import Windows, read_size
 HEAD_DIM, QUERY_SCALAR, ATTENTION_SOFTCAP, FINAL_SOFTCAP = 256, 256.0, 50.0, 30.0  # when absent, as in transformers
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
+def read_config(fields: Fields) -> ModelConfig:
     return dataclasses.replace(
-        read_gemma(fields, architecture, full_every=2),
+        read_gemma(fields, full_every=2),
         attn_softcap=fields.number_or_null("attn_logit_softcapping", ATTENTION_SOFTCAP),
         final_softcap=fields.number_or_null("final_logit_softcapping", FINAL_SOFTCAP),
     )
@@ -24,7 +24,6 @@ def read_config(fields: Fields, architecture: str) -> ModelConfig:
 
 def read_gemma(
     fields: Fields,
-    architecture: str,
     *,
     full_every: int,
     rope: Callable[[Fields, int], RopeParameters] = read_rope,
@@ -40,7 +39,6 @@ def read_gemma(
     bias = fields.boolean("attention_bias", False)
     config = read_dense_config(
         fields,
-        architecture,
         head_dim=HEAD_DIM,
         tie_word_embeddings=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"),

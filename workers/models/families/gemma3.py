@@ -12,7 +12,7 @@ from tandem.workers.models.rope_fields import read_rope
 FULL_EVERY = 6
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
+def read_config(fields: Fields) -> ModelConfig:
     softcap = fields.raw("attn_logit_softcapping")
     if softcap is not None:
         raise UnsupportedFeature(
@@ -20,7 +20,6 @@ def read_config(fields: Fields, architecture: str) -> ModelConfig:
         )
     config = read_gemma(
         fields,
-        architecture,
         full_every=fields.integer("sliding_window_pattern", FULL_EVERY, minimum=1),
         rope=partial(read_rope, layer_type="full_attention", default_theta=1e6),
     )

@@ -5,5 +5,5 @@ from tandem.workers.models.config import ModelConfig, read_dense_config
 from tandem.workers.models.window_fields import Windows, read_size
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
-    return read_dense_config(fields, architecture, windows=Windows(read_size(fields)))
+def read_config(fields: Fields) -> ModelConfig:
+    return read_dense_config(fields, windows=Windows(read_size(fields)))

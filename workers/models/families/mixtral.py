@@ -13,7 +13,7 @@ NAMES = ExpertNames(block="block_sparse_moe", router="gate", projections=("w1", 
 READ_ROPE, EPS = partial(read_rope, default_theta=1e6), 1e-5  # what a config does not give, as in transformers
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
+def read_config(fields: Fields) -> ModelConfig:
     windows = Windows(read_optional_size(fields), typed=False)
-    config = read_dense_config(fields, architecture, windows=windows, rope=READ_ROPE, rms_norm_eps=EPS)
+    config = read_dense_config(fields, windows=windows, rope=READ_ROPE, rms_norm_eps=EPS)
     return dataclasses.replace(config, moe=read_moe(fields, NAMES, normalize=True))

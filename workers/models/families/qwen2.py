@@ -7,8 +7,8 @@ from tandem.workers.models.config import ModelConfig, read_dense_config
 from tandem.workers.models.window_fields import read_late_windows
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
+def read_config(fields: Fields) -> ModelConfig:
     return dataclasses.replace(
-        read_dense_config(fields, architecture, windows=read_late_windows(fields)),
+        read_dense_config(fields, windows=read_late_windows(fields)),
         qkv_bias=True,
     )

@@ -9,7 +9,7 @@ from tandem.workers.models.window_fields import read_late_windows
 HEAD_DIM = 128  # of a config that does not give it, as in transformers
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
+def read_config(fields: Fields) -> ModelConfig:
     bias = fields.boolean("attention_bias", False)
-    config = read_dense_config(fields, architecture, head_dim=HEAD_DIM, windows=read_late_windows(fields))
+    config = read_dense_config(fields, head_dim=HEAD_DIM, windows=read_late_windows(fields))
     return dataclasses.replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True)

@@ -10,10 +10,10 @@ from tandem.workers.models.window_fields import Windows, read_size
 NAMES = ExpertNames(block="mlp", router="gate", projections=("gate_proj", "up_proj", "down_proj"))
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
+def read_config(fields: Fields) -> ModelConfig:
     bias = fields.boolean("attention_bias", False)
     window = read_size(fields) if fields.boolean("use_sliding_window", False) else None  # of all layers
-    config = read_dense_config(fields, architecture, windows=Windows(window, typed=False))
+    config = read_dense_config(fields, windows=Windows(window, typed=False))
     step = fields.integer("decoder_sparse_step", 1, minimum=1)
     dense = fields.integers("mlp_only_layers", "layer index")
     moe = read_moe(

@@ -83,18 +83,16 @@ class SafetensorsFile:
     def parts(self, name: str, one: Slice) -> list["TensorPart"]:
         """What fills the target of a slice of the tensor. Raises InvalidWeights as dtype_of()."""
         dtype, begin, target = self.dtype_of(name), self.tensors[name].begin, one.target
+        pitch, columns = dtype.itemsize, None
         if one.dim == 1 and one.extent is not None:
             pitch, columns = one.extent * dtype.itemsize, (one.begin, one.extent)
-            count = max(1, PART_BYTES // pitch)
-            return [
-                TensorPart(self, dtype, begin + i * count * pitch, t, columns)
-                for i, t in enumerate(target.split(count))
-            ]
-        begin += one.begin * math.prod(target.shape[1:]) * dtype.itemsize
-        count = PART_BYTES // dtype.itemsize
+        else:
+            begin += one.begin * math.prod(target.shape[1:]) * dtype.itemsize
+            target = target.view(-1)
+        count = max(1, PART_BYTES // pitch)
         return [
-            TensorPart(self, dtype, begin + i * count * dtype.itemsize, part)
-            for i, part in enumerate(target.view(-1).split(count))
+            TensorPart(self, dtype, begin + index * count * pitch, part, columns)
+            for index, part in enumerate(target.split(count))
         ]
 
     def read(self, offset: int, target: Tensor) -> None:
@@ -167,9 +165,6 @@ def _stored_tensor(entry: dict[str, object], data_begin: int) -> StoredTensor:
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)) or end < begin:
         raise ValueError(f"entry {entry!r}")
     dtype = STORED_DTYPES.get(name)
-    count = 1
-    for extent in shape:
-        count *= extent
-    if dtype is not None and end - begin != count * dtype.itemsize:
+    if dtype is not None and end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - begin} bytes for shape {shape} of {name}")
     return StoredTensor(name, tuple(shape), data_begin + begin, end - begin)

@@ -41,12 +41,10 @@ class LoopedExperts:
         for expert, count in enumerate(counts):
             if count:
                 pairs = order[begin : begin + count]
-                outputs[pairs] = self._expert(expert, x[pairs // top_k]).float()
+                intermediate = self._activate(self._gate_up[expert](x[pairs // top_k]))
+                outputs[pairs] = self._down[expert](intermediate).float()
                 begin += count
         return (outputs.view(*weights.shape, -1) * weights[:, :, None]).sum(1).to(x.dtype)
-
-    def _expert(self, expert: int, x: Tensor) -> Tensor:
-        return self._down[expert](self._activate(self._gate_up[expert](x)))
 
 
 class GroupedExperts:

@@ -138,11 +138,9 @@ def _linear(name: str, linear: Linear) -> dict[str, Tensor]:
 
 def _split_linear(prefix: str, fused: Linear, parts: Parts) -> dict[str, Tensor]:
     """The rows of each part."""
-    names, counts = zip(*parts, strict=True)
-    biases = [None] * len(parts) if fused.bias is None else fused.bias.split(counts)
-    linears = map(Linear, fused.weight.split(counts), biases)
+    counts = [count for _, count in parts]
     return {
-        stored: tensor
-        for name, linear in zip(names, linears, strict=True)
-        for stored, tensor in _linear(f"{prefix}.{name}", linear).items()
+        f"{prefix}.{name}.{kind}": rows
+        for kind, tensor in _existing({"weight": fused.weight, "bias": fused.bias}).items()
+        for (name, _), rows in zip(parts, tensor.split(counts), strict=True)
     }

@@ -13,13 +13,13 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE
-from tandem.workers.runner.forward_graphs import ForwardGraphs, capture_all
+from tandem.workers.runner.forward_graphs import ForwardGraphs
 from tandem.workers.runner.graph_capture import Capture
-from tandem.workers.runner.step_inputs import ON_HOST, pack_inputs, unpack_inputs
+from tandem.workers.runner.step_inputs import ON_HOST, pack_sampling, unpack_sampling
 from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox
-from tandem.workers.sampling.random import logprobs_of
 from tandem.workers.sampling.sample_batch import NO_LOGPROBS, SampleBatch
+from tandem.workers.sampling.token_logprobs import logprobs_of
 
 
 class DecodeGraphs:
@@ -43,20 +43,19 @@ class DecodeGraphs:
         each."""
         self._model = model
         self._cache = cache
-        self._plain = ForwardGraphs(plain)
-        self._sharing = ForwardGraphs(sharing) if sharing else None
-        largest = self._plain.largest
+        largest = plain[-1].size
         self._sampler = choose_sampler(largest, model.device)
         self._posts = PostBox(largest, model.device)
         self._last = torch.zeros(largest, dtype=torch.int64, device=model.device)  # what the last step sampled
         self._foreseen: Forward | None = None
-        capture_all([self._plain, *([] if self._sharing is None else [self._sharing])], capture, self._compute)
+        self._plain = ForwardGraphs(plain, capture, self._compute)
+        self._sharing = ForwardGraphs(sharing, capture, self._compute) if sharing else None
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """See ModelRunner.foresee."""
         (_, buffers), tokens = self._choose(sequence_ids), np.zeros_like(positions)
-        inputs = pack_inputs(tokens, tokens, 0, sampling, positions)
-        forward = self._cache.foresee(buffers, sequence_ids, inputs)
+        inputs = pack_sampling(0, sampling, positions)
+        forward = self._cache.foresee(buffers, sequence_ids, [tokens, tokens, *inputs])
         self._foreseen = forward if (sampling.num_logprobs == NO_LOGPROBS).all() else None
 
     @torch.inference_mode()
@@ -87,7 +86,7 @@ class DecodeGraphs:
         self._foreseen = None  # its buffers are filled with something else
         graphs, buffers = self._choose(sequence_ids)
         ticket = self._posts.next_ticket()
-        inputs = pack_inputs(tokens, sources, ticket, sampling, positions)
+        inputs = [tokens, sources, *pack_sampling(ticket, sampling, positions)]
         forward = self._cache.begin(Batch(sequence_ids), buffers, inputs)
         logits = graphs.replay(buffers)[:rows]
         self._cache.commit(forward)
@@ -104,7 +103,8 @@ class DecodeGraphs:
 
     def _compute(self, buffers: GraphBuffers) -> Tensor:
         attention = buffers.attention()
-        tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs)
+        tokens, sources, *rest = buffers.inputs
+        tickets, parameters = unpack_sampling(rest)
         inputs = self._sampler.inputs(tokens, sources, self._last)
         logits = self._model.forward(inputs, attention, None)
         self._sampler.sample(logits, parameters, self._last[: buffers.size], tickets, self._posts.words)

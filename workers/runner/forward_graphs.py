@@ -13,11 +13,16 @@ from tandem.workers.runner.graph_capture import Capture, Replay
 class ForwardGraphs:
     """A forward runs in the least graph that holds its tokens, filled up with padding."""
 
-    def __init__(self, buffers: Sequence[GraphBuffers]) -> None:
-        """buffers: PagedKVCache.graph_buffers, at least one, in ascending order."""
+    def __init__(
+        self, buffers: Sequence[GraphBuffers], capture: Capture, compute: Callable[[GraphBuffers], Tensor]
+    ) -> None:
+        """Captures compute() for each of `buffers`: PagedKVCache.graph_buffers, at least one, in ascending order."""
         self._buffers = buffers
         self._sizes = [one.size for one in buffers]
         self._replays: dict[GraphBuffers, Replay] = {}
+        for one in reversed(buffers):  # smaller ones fit into a larger one's memory
+            one.clear()
+            self._replays[one] = capture(partial(compute, one))
 
     @property
     def largest(self) -> int:
@@ -33,11 +38,3 @@ class ForwardGraphs:
     def replay(self, buffers: GraphBuffers) -> Tensor:
         """What the forward that the buffers hold computes, in memory that the next replay writes over."""
         return self._replays[buffers]()
-
-
-def capture_all(graphs: Sequence[ForwardGraphs], capture: Capture, compute: Callable[[GraphBuffers], Tensor]) -> None:
-    """Captures compute() for each of the graphs' buffers."""
-    owners = [(one, of) for of in graphs for one in of._buffers]
-    for buffers, of in sorted(owners, key=lambda owner: -owner[0].size):  # smaller ones fit into a larger one's memory
-        buffers.clear()
-        of._replays[buffers] = capture(partial(compute, buffers))

@@ -16,7 +16,7 @@ from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.runner.batch_buckets import MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
 from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.eager_sampler import EagerSampler
-from tandem.workers.runner.forward_graphs import ForwardGraphs, capture_all
+from tandem.workers.runner.forward_graphs import ForwardGraphs
 from tandem.workers.runner.graph_capture import Capture, GraphCapture
 from tandem.workers.runner.step_inputs import NUM_INPUTS
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
@@ -71,8 +71,7 @@ class ModelRunner:
         sizes = prompt_sizes(max_tokens, config.hidden_size)
         buffers = self._cache.graph_buffers([Limits.of_prompts(size, MOST_PROMPTS, config.num_heads) for size in sizes])
         if buffers:
-            self._prompt_graphs = ForwardGraphs(buffers)
-            capture_all([self._prompt_graphs], capture or GraphCapture(), self._compute_prompts)
+            self._prompt_graphs = ForwardGraphs(buffers, capture or GraphCapture(), self._compute_prompts)
 
     @property
     def runs_ahead(self) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.expert_blocks import GroupedLinear, expert_blocks
-from tandem.workers.kernels.torch import grouped as torch_grouped
+from tandem.workers.kernels.torch import layer as torch_layer
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
 from tandem.workers.models.experts import GroupedExperts, LoopedExperts
 from tandem.workers.models.parameters import MoeParameters
@@ -88,7 +88,7 @@ def expected(x: Tensor, parameters: MoeParameters, weights: Tensor, chosen: Tens
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize(
-    "product", [torch_grouped.grouped_linear, triton_grouped.grouped_linear], ids=["torch", "triton"]
+    "product", [torch_layer.grouped_linear, triton_grouped.grouped_linear], ids=["torch", "triton"]
 )
 def test_grouped_experts(case: Case, product: GroupedLinear) -> None:
     if DEVICE == "cpu" and case.dtype == torch.bfloat16 and product is triton_grouped.grouped_linear:
@@ -115,7 +115,7 @@ def test_rows_of_x_may_lie_apart() -> None:
     wide[:, :48] = x
     blocks = expert_blocks(chosen, 5, 16)
     arguments = (parameters.gate_up, blocks, weights.flatten(), 2)
-    assert_close(triton_grouped.grouped_linear(wide[:, :48], *arguments), torch_grouped.grouped_linear(x, *arguments))
+    assert_close(triton_grouped.grouped_linear(wide[:, :48], *arguments), torch_layer.grouped_linear(x, *arguments))
 
 
 @pytest.mark.parametrize("normalize", [False, True])

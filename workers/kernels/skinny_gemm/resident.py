@@ -164,16 +164,9 @@ class ResidentGemms:
         (rows, outputs), (of_weight, columns) = output.shape, weights.weight.shape
         kernel, blocks = self._launches[of_weight, columns, norm is not None, gated, -(-rows // TILE)]
         x = x.contiguous()
-        arguments = ResidentArguments(
-            weights=weights.weight.data_ptr(),
-            gains=0 if norm is None else norm.weight.data_ptr(),
-            x=x.data_ptr(),
-            y=output.data_ptr(),
-            rows=rows,
-            outputs=outputs,
-            eps=0.0 if norm is None else norm.eps,
-        )
-        kernel.launch(blocks, (arguments,))
+        gains, eps = (0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+        tensors = (weights.weight.data_ptr(), gains, x.data_ptr(), output.data_ptr())
+        kernel.launch(blocks, (ResidentArguments(*tensors, rows, outputs, eps),))
         return output
 
 

@@ -131,14 +131,8 @@ class StreamedGemms:
         (rows, columns), outputs = x.shape, output.shape[1]
         inputs = self._map_inputs(x.data_ptr(), rows, columns, tiling.tokens)
         tiles = -(-outputs * (2 if tiling.gated else 1) // tiling.height)
-        arguments = StreamedArguments(
-            weights=weights,
-            inputs=inputs,
-            y=ctypes.c_void_p(output.data_ptr()),
-            rows=ctypes.c_int(rows),
-            outputs=ctypes.c_int(outputs),
-            columns=ctypes.c_int(columns),
-        )
+        numbers = map(ctypes.c_int, (rows, outputs, columns))
+        arguments = StreamedArguments(weights, inputs, ctypes.c_void_p(output.data_ptr()), *numbers)
         self._functions[tiling].launch(tiles * tiling.splits, arguments)
 
     def _make_map(self, address: int, rows: int, columns: int, tokens: int) -> TensorMap:

@@ -19,6 +19,9 @@ class ExpertNames:
     transposed: bool = False  # in the second layout, rows are of inputs, not of outputs
 
 
+GATED_NAMES = ExpertNames(block="mlp", router="gate", projections=("gate_proj", "up_proj", "down_proj"))
+
+
 @dataclass(frozen=True)
 class MoeConfig:
     """Each token of some layers goes to some experts."""

@@ -74,8 +74,8 @@ class ModelRunner:
             self._prompt_graphs = ForwardGraphs(buffers, capture or GraphCapture(), self._compute_prompts)
 
     @property
-    def runs_ahead(self) -> bool:
-        """Whether step() returns before its tokens are there and takes the tokens of the step before by itself."""
+    def overlaps(self) -> bool:
+        """Whether scheduling overlaps: step() returns before its tokens are there, and takes those of the step before."""
         return self._graphs is not None
 
     def step(
@@ -89,7 +89,7 @@ class ModelRunner:
         """One more token for each of n sequences.
 
         Arrays are int64 [n]. sources[i]: the row of the step before that samples the input of row i, or -1 where it is
-        tokens[i], as it must be unless runs_ahead. positions: as for sample().
+        tokens[i], as it must be unless overlaps. positions: as for sample().
         """
         if self._graphs is not None:
             return self._graphs.step(sequence_ids, tokens, sources, sampling, positions)

@@ -12,7 +12,7 @@ READ_ROPE = partial(read_rope, partial_rotary=True, original_length=4096)  # as 
 EPS = 1e-5  # when absent, as in transformers
 
 
-def read_config(fields: Fields) -> ModelConfig:
+def read_phi3(fields: Fields) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads", minimum=1)
     window = read_optional_size(fields)
     if window is not None and window >= fields.integer("max_position_embeddings", minimum=1):

@@ -39,7 +39,7 @@ def load_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     if not folder.is_dir():
         raise CheckpointMissing(f"model folder {folder} is not there; it must be a folder with config.json")
     fields = Fields.from_file(folder / "config.json")
-    config = FAMILIES[read_architecture(fields)](fields)
+    config = FAMILIES[_read_architecture(fields)](fields)
     if dtype != "auto":
         if dtype not in DTYPES:
             raise InvalidConfig(f"dtype is {dtype!r}; it must be auto or one of {', '.join(DTYPES)}")
@@ -51,7 +51,7 @@ def load_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     return config
 
 
-def read_architecture(fields: Fields) -> str:
+def _read_architecture(fields: Fields) -> str:
     names = fields.raw("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise fields.invalid("architectures", f"a list with one of {', '.join(FAMILIES)}")

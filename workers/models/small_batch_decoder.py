@@ -1,7 +1,7 @@
 """The decoder for few rows, where all that takes time is to read the weights."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -41,7 +41,8 @@ class SmallBatchDecoder:
         self._final_norm = RmsNorm(final_norm, config.rms_norm_eps)
         self._lm_head = lm_head
         self._layers: list[FusedLayer] = []
-        self._megakernels_over: dict[torch.dtype, dict[int, DecodeMegakernel]] = {}
+        # By the dtype of the stored K and V; made when first asked for, with all layers.
+        self._megakernels = cache(self._make_megakernels)
 
     @staticmethod
     def fits(config: ModelConfig, layer: LayerParameters) -> bool:
@@ -86,13 +87,8 @@ class SmallBatchDecoder:
             kernels.add_linear(x, intermediate, layer.feed_forward.down)
         return kernels.linear(x, self._lm_head, self._final_norm)
 
-    def _megakernels(self, stored: torch.dtype) -> dict[int, DecodeMegakernel]:
-        """By number of rows, over a pool of such elements; made when first asked for, with all layers; may compile."""
-        if stored not in self._megakernels_over:
-            self._megakernels_over[stored] = self._make_megakernels(stored)
-        return self._megakernels_over[stored]
-
     def _make_megakernels(self, stored: torch.dtype) -> dict[int, DecodeMegakernel]:
+        """By number of rows; may compile."""
         config, layers = self._config, [_megakernel_layer(layer) for layer in self._layers]
         shape = MegakernelShape(
             hidden=config.hidden_size,

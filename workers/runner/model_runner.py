@@ -75,7 +75,7 @@ class ModelRunner:
 
     @property
     def overlaps(self) -> bool:
-        """Whether scheduling overlaps: step() returns before its tokens are there, and takes those of the step before."""
+        """Whether scheduling overlaps: step() does not wait for its tokens, and takes those of the step before itself."""
         return self._graphs is not None
 
     def step(

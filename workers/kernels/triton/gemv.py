@@ -74,15 +74,8 @@ def _tiling(columns: int, gated: bool) -> tuple[int, int, int, int]:
 @triton.jit
 def _gemv(
     x, weight, bias, gain, output, num_rows, eps,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program makes ROWS outputs. The first tiles of the weight are fetched before x is there."""
     if PDL:

@@ -52,13 +52,8 @@ def grouped_linear(x: Tensor, weights: Linear, blocks: ExpertBlocks, scale: Tens
 def _grouped_linear(
     x, weight, bias, scale, y, pairs, experts,
     num_pairs, num_experts, columns, depth, x_row, weight_expert, weight_row, weight_column,
-    FAN_OUT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FAN_OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of pairs times COLUMNS rows of its expert's matrix. Blocks of one expert are neighbours: its rows of
     the matrix then come from the cache."""

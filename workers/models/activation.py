@@ -17,18 +17,12 @@ Activate = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Silu:
-    """silu(gate) · up, gate first."""
-
-    def bind(self, kernels: LayerKernels) -> Activate:
-        return kernels.silu_mul
+    """silu(gate) · up, gate first: LayerKernels.silu_mul."""
 
 
 @dataclass(frozen=True)
 class GeluTanh:
     """gelu(gate) · up with the tanh approximation, gate first."""
-
-    def bind(self, kernels: LayerKernels) -> Activate:
-        return self
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -45,9 +39,6 @@ class ClampedSwiglu:
     alpha: float
     limit: float
 
-    def bind(self, kernels: LayerKernels) -> Activate:
-        return self
-
     def __call__(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -56,6 +47,10 @@ class ClampedSwiglu:
 
 Activation = Silu | GeluTanh | ClampedSwiglu
 NAMES: dict[str, Activation] = {"silu": Silu(), "swish": Silu(), "gelu_pytorch_tanh": GeluTanh()}
+
+
+def choose_activation(activation: Activation, kernels: LayerKernels) -> Activate:
+    return kernels.silu_mul if isinstance(activation, Silu) else activation
 
 
 def read_activation(fields: Fields, name: str, default: str) -> Activation:

@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.workers.kernels.base import LayerKernels
 from tandem.workers.kernels.choice import choose_streamed_gemm
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
-from tandem.workers.models.activation import Activation, Silu
+from tandem.workers.models.activation import Activation, Silu, choose_activation
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.experts import Experts, prepare_experts
 from tandem.workers.models.moe import MoeConfig
@@ -26,7 +26,7 @@ class GatedFeedForward:
         self, parameters: GatedParameters, activation: Activation, kernels: LayerKernels, *, in_parts: bool = False
     ) -> None:
         self._gate_up = Projection(parameters.gate_up)
-        self._activate = activation.bind(kernels)
+        self._activate = choose_activation(activation, kernels)
         self._down = Projection(parameters.down)
         self._multiply_down = self._down.in_parts if in_parts else self._down
         self._gated_gemm: StreamedGemm | None = None
@@ -54,7 +54,7 @@ class MixtureOfExperts:
         self._router = parameters.router
         self._correction = parameters.correction
         self._shared = None if parameters.shared is None else GatedFeedForward(parameters.shared, activation, kernels)
-        self._experts: Experts = prepare_experts(parameters, activation.bind(kernels))
+        self._experts: Experts = prepare_experts(parameters, choose_activation(activation, kernels))
 
     def __call__(self, x: Tensor) -> Tensor:
         logits = F.linear(x.to(self._router.weight.dtype), self._router.weight, self._router.bias)

@@ -13,8 +13,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE
-from tandem.workers.runner.forward_graphs import ForwardGraphs
-from tandem.workers.runner.graph_capture import Capture
+from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs
 from tandem.workers.runner.step_inputs import ON_HOST, pack_sampling, unpack_sampling
 from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox

@@ -16,8 +16,7 @@ from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.runner.batch_buckets import MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
 from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.eager_sampler import EagerSampler
-from tandem.workers.runner.forward_graphs import ForwardGraphs
-from tandem.workers.runner.graph_capture import Capture, GraphCapture
+from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
 from tandem.workers.runner.step_inputs import NUM_INPUTS
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -75,7 +74,7 @@ class ModelRunner:
 
     @property
     def overlaps(self) -> bool:
-        """Whether scheduling overlaps: step() does not wait for its tokens, and takes those of the step before itself."""
+        """Whether scheduling overlaps: step() does not wait for its tokens, and itself takes those before."""
         return self._graphs is not None
 
     def step(

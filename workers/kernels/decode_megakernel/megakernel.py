@@ -45,9 +45,6 @@ class MegakernelLayer:
     post_norm: Tensor
     head_norms: Tensor | None  # [Hq + Hkv, D]
 
-    def addresses(self) -> list[int]:
-        return [_address(getattr(self, field.name)) for field in fields(self)]
-
 
 @dataclass(frozen=True, slots=True)
 class MegakernelShape:
@@ -171,7 +168,8 @@ class DecodeMegakernel:
         self._lm_head = lm_head
         self._launch = launch
         device = lm_head.device
-        self._table = torch.tensor([layer.addresses() for layer in layers], dtype=torch.int64, device=device)
+        table = [[_address(getattr(layer, field.name)) for field in fields(layer)] for layer in layers]
+        self._table = torch.tensor(table, dtype=torch.int64, device=device)
         self._published = torch.full((shape.num_words(rows),), -1, dtype=torch.int32, device=device)  # NONE
         self._epoch = torch.zeros(2, dtype=torch.int32, device=device)  # layers before; blocks done
 

@@ -23,7 +23,7 @@ STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor stands: begin and num_bytes in bytes, begin from the start of the file."""
+    """The position of one tensor: begin and num_bytes in bytes, begin from the start of the file."""
 
     dtype_name: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """What fills `target`: a stored tensor, or a slice of it along one dimension."""
+    """A stored tensor that fills `target`, or a slice of it along one dimension."""
 
     target: Tensor  # contiguous, any device; of another dtype than the stored one it converts
     dim: int = 0  # 0; or 1, of a tensor of two dimensions
@@ -81,7 +81,7 @@ class SafetensorsFile:
         return STORED_DTYPES[stored.dtype_name]
 
     def parts(self, name: str, one: Slice) -> list["TensorPart"]:
-        """What fills the target of a slice of the tensor. Raises InvalidWeights as dtype_of()."""
+        """The parts that fill the target of a slice of the tensor. Raises InvalidWeights as dtype_of()."""
         dtype, begin, target = self.dtype_of(name), self.tensors[name].begin, one.target
         pitch, columns = dtype.itemsize, None
         if one.dim == 1 and one.extent is not None:

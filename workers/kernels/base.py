@@ -1,4 +1,4 @@
-"""What a backend's kernels do between the projections of a decoder layer."""
+"""The interfaces of kernels: between the projections of a decoder layer, GEMMs of few rows, and samplers."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Which layer kernels serve a device."""
+"""The choice of the kernels that serve a device."""
 
 from collections.abc import Mapping
 

@@ -20,7 +20,7 @@ LATENT_NORM_EPS = 1e-6  # transformers gives these norms their class's, not the 
 
 
 class CachedAttention(Protocol):
-    """What the cache does in one forward: norms heads of q and k, rotates, keeps, and attends."""
+    """The cache in one forward. It norms heads of q and k, rotates them, keeps K and V, and attends."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None

@@ -1,4 +1,4 @@
-"""What a dense decoder needs to know of its checkpoint, and how the fields that the families share are read."""
+"""The config of a decoder, and the reader of the fields that the families share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class ModelConfig:
 
     @property
     def stored_head_dim(self) -> int:
-        """Of K and V in the cache: in 16 bits the least that kernels on a GPU take. What is behind head_dim is 0."""
+        """Of K and V in the cache: in 16 bits the least that kernels on a GPU take. Behind head_dim there are zeros."""
         if self.dtype == torch.float32:
             return self.head_dim
         return next((size for size in GPU_HEAD_DIMS if size >= self.head_dim), self.head_dim)

@@ -35,7 +35,7 @@ class GatedFeedForward:
 
     @property
     def streamed_gemms(self) -> tuple[StreamedGemm | None, StreamedGemm | None]:
-        """What multiplies the rows of a decode step: gate and up, and down."""
+        """The GEMMs for the rows of a decode step: gate and up, and down."""
         return self._gated_gemm, self._down.streamed_gemm
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from tandem.workers.models.routing import Routing
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Where a checkpoint keeps a layer's experts: a tensor for each expert, or one for all.
+    """The weight names of a layer's experts in a checkpoint: a tensor for each expert, or one for all.
 
     The second layout has `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`.
     """

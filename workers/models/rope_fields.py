@@ -89,7 +89,7 @@ def _rotated_fraction(fields: Fields, scaling: Fields, partial_rotary: bool) -> 
 
 
 def _needed_by(rope_type: str, scaling: Fields, length_ratio: float) -> dict[str, Any]:
-    """What only some types have, and must have: a factor, unless they can tell it from the two lengths."""
+    """The fields that only some types have, and must have. yarn and longrope can compute factor from two lengths."""
     if rope_type == "default":
         return {"factor": 1.0}
     factor = {"factor": scaling.number("factor", length_ratio if rope_type in ("yarn", "longrope") else None)}

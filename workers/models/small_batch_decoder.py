@@ -1,4 +1,4 @@
-"""The decoder for few rows, where all that takes time is to read the weights."""
+"""The decoder for few rows: reading the weights takes nearly all of its time."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property

@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint goes: Hugging Face's names and the views of the parameters that they fill."""
+"""Hugging Face's weight names, and the views of the parameters that the tensors of a checkpoint fill."""
 
 from collections.abc import Collection
 

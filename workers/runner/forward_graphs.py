@@ -71,9 +71,9 @@ class ForwardGraphs:
         return num_sequences <= self._buffers[0].limits.num_sequences and num_tokens <= self._sizes[-1]
 
     def choose(self, num_tokens: int) -> GraphBuffers:
-        """Those that a forward of so many tokens is to be begun with."""
+        """The buffers for a forward of so many tokens."""
         return self._buffers[bucket_of(self._sizes, num_tokens)]
 
     def replay(self, buffers: GraphBuffers) -> Tensor:
-        """What the forward that the buffers hold computes, in memory that the next replay writes over."""
+        """The result of the forward that the buffers hold, in memory that the next replay writes over."""
         return self._replays[buffers]()

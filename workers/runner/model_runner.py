@@ -143,7 +143,7 @@ class ModelRunner:
         return logits
 
     def _prompt_buffers(self, batch: Batch, token_ids: Int64Array, last_rows: Int64Array | None) -> GraphBuffers | None:
-        """Those whose graph computes the batch; None: it is computed eagerly."""
+        """The buffers of the graph that computes the batch; None: it is computed eagerly."""
         graphs = self._prompt_graphs
         if graphs is None or last_rows is None or batch.push or batch.token_tree_parents is not None:
             return None

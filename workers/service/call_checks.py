@@ -1,4 +1,4 @@
-"""What every call to a worker must hold before a loop sees it: one call's nonsense must not fail a forward of many."""
+"""Checks of every call to a worker, before a loop sees it: one bad call must not fail a forward of many requests."""
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.proto import inference_pb2

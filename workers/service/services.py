@@ -113,7 +113,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             if future is not None:
                 sampled.expect(request.request_id, future)
 
-        await context.send_initial_metadata(())  # now, while nobody waits for it
+        await context.send_initial_metadata(())  # now, while no prompt waits for it
         writing = unwatched(asyncio.ensure_future(_write_all(context, sampled)))
         try:
             async for request in request_iterator:

@@ -1,4 +1,4 @@
-"""What kernels in cubins need of CUDA's driver: functions, tensor maps, and launches with clusters and dependence."""
+"""CUDA's driver, for kernels in cubins: functions, tensor maps, and launches with clusters and dependence."""
 
 import ctypes
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ class Module:
         self, address: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
     ) -> TensorMap:
         """Of 16-bit numbers: sizes and box innermost first, box[0] of 128 bytes; strides in bytes, of all sizes but
-        the first, which has none. What a box has outside is 0.
+        the first, which has none. Outside of the tensor a box is 0.
         """
         room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
         aligned = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT

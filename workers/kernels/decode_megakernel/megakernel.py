@@ -222,8 +222,7 @@ class MegakernelLaunch:
 
 
 def load_megakernels(shape: MegakernelShape, device: torch.device) -> dict[int, MegakernelLaunch]:
-    """By number of rows: those that device and shape suit, and that can be compiled, which takes seconds once, all at
-    the same time."""
+    """The kernels by number of rows, where they suit device and shape and can be compiled. That takes seconds once."""
     properties = torch.cuda.get_device_properties(device)
     capability, blocks = (properties.major, properties.minor), properties.multi_processor_count
     counts = [rows for rows in ROW_COUNTS if capability >= (9, 0) and shape.fits(blocks, rows)]

@@ -26,7 +26,7 @@ MAPS = 1024  # of inputs, kept
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What a block of one kernel computes."""
+    """The work of a block of one kernel."""
 
     height: int  # rows of weights of a block
     min_tokens: int

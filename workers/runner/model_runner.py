@@ -1,6 +1,7 @@
 """From a batch and its token ids to sampled tokens."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,14 +14,22 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.runner.batch_buckets import MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
+from tandem.workers.runner.batch_buckets import MIXED_TOKENS, MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
 from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
-from tandem.workers.runner.step_inputs import NUM_INPUTS
+from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
+
+
+class PromptChunks(NamedTuple):
+    """The next tokens of some prompts: chunks[i] of prompt sequence_ids[i], whose length is lengths[i]."""
+
+    sequence_ids: Sequence[int]
+    chunks: Sequence[Int64Array]
+    lengths: Sequence[int]
 
 
 class ModelRunner:
@@ -127,6 +136,43 @@ class ModelRunner:
         last_rows = np.cumsum(appends)[stored + appends == np.array(lengths)] - 1
         token_ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         return self.launch(Batch(sequence_ids, appends, lengths, push=push), token_ids, last_rows)
+
+    def capture_steps_with_prompts(self, capture: Capture | None = None) -> None:
+        """From now on step_with_prompts() replays CUDA graphs; capture_steps and capture_prompts come first."""
+        graphs, prompts = self._graphs, self._prompt_graphs
+        if graphs is not None and prompts is not None:
+            sizes = [one for one in prompts.buffers if one.size in MIXED_TOKENS]
+            graphs.capture_with_prompts(sizes, capture or GraphCapture())
+
+    def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
+        """Whether step_with_prompts() can compute so many rows beside so many tokens of prompts."""
+        return self._graphs is None or self._graphs.takes_prompts(num_rows, num_sequences, num_tokens)
+
+    def step_with_prompts(
+        self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks
+    ) -> tuple[PendingSamples, Tensor]:
+        """step() and prompts() in one forward, which reads the weights once; nothing is pushed with it."""
+        stored = np.array([self._cache.num_tokens(sequence) for sequence in prompts.sequence_ids])
+        appends = np.array([chunk.size for chunk in prompts.chunks])
+        last_rows = np.cumsum(appends)[stored + appends == np.array(prompts.lengths)] - 1
+        if self._graphs is None:
+            return self._eager_step_with_prompts(sequence_ids, inputs, prompts, last_rows)
+        batch = Batch(prompts.sequence_ids, appends, prompts.lengths, push=False)
+        return self._graphs.step_with_prompts(sequence_ids, inputs, batch, np.concatenate(prompts.chunks), last_rows)
+
+    def _eager_step_with_prompts(
+        self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks, last_rows: Int64Array
+    ) -> tuple[PendingSamples, Tensor]:
+        rows = len(sequence_ids)
+        batch = Batch(
+            [*sequence_ids, *prompts.sequence_ids],
+            np.array([1] * rows + [chunk.size for chunk in prompts.chunks]),
+            np.concatenate((inputs.positions, prompts.lengths)),
+            push=False,
+        )
+        token_ids = np.concatenate((inputs.tokens, *prompts.chunks))
+        logits = self.launch(batch, token_ids, np.concatenate((np.arange(rows), rows + last_rows)))
+        return self._eager_sampler.sample(logits[:rows], inputs.sampling, inputs.positions), logits[rows:]
 
     @torch.inference_mode()
     def launch(self, batch: Batch, token_ids: Int64Array, last_rows: Int64Array | None) -> Tensor:

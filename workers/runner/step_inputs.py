@@ -1,6 +1,7 @@
 """The arrays of a step's rows, beside those of the cache: tokens, their sources, tickets and sampling inputs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +17,30 @@ NUM_INPUTS = 2 + NUM_SAMPLING
 ON_HOST = -1  # the source of a token that no step samples
 
 
+class StepInputs(NamedTuple):
+    """The inputs of a step's rows: see ModelRunner.step. Arrays are int64 [n]."""
+
+    tokens: Int64Array
+    sources: Int64Array
+    sampling: SampleBatch
+    positions: Int64Array
+
+
+def pack_inputs(
+    tokens: Int64Array, sources: Int64Array, ticket: int, sampling: SampleBatch, positions: Int64Array
+) -> list[Int64Array]:
+    """NUM_INPUTS arrays int64 [n], of floats their bits; see ModelRunner.step and PostBox."""
+    return [tokens, sources, *pack_sampling(ticket, sampling, positions)]
+
+
+def unpack_inputs(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, SamplingInputs]:
+    """Tokens, sources, tickets and sampling inputs of what pack_inputs() gave, in tensors int64 [n] each."""
+    tokens, sources, *rest = inputs
+    return tokens, sources, *unpack_sampling(rest)
+
+
 def pack_sampling(ticket: int, sampling: SampleBatch, positions: Int64Array) -> list[Int64Array]:
-    """NUM_SAMPLING arrays int64 [n], of floats their bits; see PostBox for the ticket."""
+    """The last NUM_SAMPLING of these arrays."""
     tickets = np.full(positions.size, ticket)
     if (sampling.temperature < GREEDY_BELOW).all():
         return [tickets] + [np.zeros(positions.size, np.int64)] * (NUM_SAMPLING - 1)

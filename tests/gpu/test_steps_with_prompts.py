@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.cache.kernels.choice import choose_kernels
-from tandem.workers.runner.graph_capture import GraphCapture
+from tandem.workers.runner.forward_graphs import GraphCapture
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.support.checkpoints import make_model, sizes_on_gpu
 from tests.support.steps_with_prompts import Beside

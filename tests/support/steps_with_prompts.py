@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import KernelFactory
-from tandem.workers.runner.graph_capture import Capture
+from tandem.workers.runner.forward_graphs import Capture
 from tandem.workers.runner.model_runner import PromptChunks
 from tandem.workers.runner.step_inputs import ON_HOST, StepInputs
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples

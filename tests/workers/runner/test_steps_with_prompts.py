@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.workers.runner.graph_capture import Capture
+from tandem.workers.runner.forward_graphs import Capture
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.cache.table_kernels import TableKernels
 from tests.support.checkpoints import save_checkpoint
@@ -26,7 +26,7 @@ def test_one_forward_gives_what_two_give(folder: Path, capture: Capture | None, 
     together, apart = (
         Beside(folder, capture=capture, together=each, params=params, kernels=TableKernels) for each in (True, False)
     )
-    assert together.runner.runs_ahead is (capture is not None)
+    assert together.runner.overlaps is (capture is not None)
     assert [one.token_ids.tolist() for one in together.samples] == [one.token_ids.tolist() for one in apart.samples]
     assert together.logits.shape == (1, apart.logits.shape[1])
     torch.testing.assert_close(together.logits, apart.logits, rtol=1e-4, atol=1e-4)

@@ -4,6 +4,7 @@ import time
 from concurrent.futures import Future
 
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.proto import worker_pb2
 from tandem.transfer.transport import Transport
 from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
@@ -18,6 +19,7 @@ from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.scheduling.scheduler import Scheduler
+from tandem.workers.scheduling.step_meter import StepMeter
 from tandem.workers.wire.lease import Clock
 
 
@@ -39,6 +41,7 @@ class StepLoop:
         self.prefills: Prefills | None = None
         self.decodes: Decodes | None = None
         self.counters = Counters()
+        self.meter = StepMeter()
         self._runner = runner
         self._cache = cache
         self._transport = transport
@@ -83,6 +86,18 @@ class StepLoop:
     def num_running(self) -> int:
         return sum(side.num_running for side in (self.prefills, self.decodes) if side is not None)
 
+    def figures(self, free_pages: int) -> worker_pb2.WorkerReport:
+        """How busy this worker is, without its prefixes. On the step thread."""
+        rows = self._scheduler.rows
+        return worker_pb2.WorkerReport(
+            prompt_tokens=self._scheduler.num_prompt_tokens,
+            rows=len(rows),
+            positions=int(rows.lengths.sum()),
+            token_seconds=self.meter.token_seconds,
+            prompt_tokens_per_second=self.meter.prompt_tokens_per_second,
+            free_pages=free_pages,
+        )
+
     def step(self) -> float | None:
         """One step; see Steps. While tokens of a decode step are to be read, nothing else is scheduled."""
         prefills, decodes = self.prefills, self.decodes
@@ -92,10 +107,13 @@ class StepLoop:
             prefills.upkeep()
         upkeep_again = None if decodes is None else decodes.upkeep()
         batch = self._scheduler.next_batch()
-        if decodes is None:
-            return None if prefills is None else prefills.compute(batch)
-        wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts wait for their first tokens
+        self.meter.begin(batch)
+        wait = upkeep_again
+        if decodes is not None:
+            wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts wait for their first tokens
         if prefills is not None:
+            ends = batch.ends_prompt
             prefill_wait = prefills.compute(batch)
             wait = prefill_wait if wait is None else min(wait, prefill_wait)
+            self.meter.end(batch, waited=ends)
         return wait

@@ -68,10 +68,15 @@ class Decodes:
     # Commands
 
     def prepare(
-        self, request_id: str, token_ids: Sequence[int] | Int64Array, max_tokens: int, writer_pe: int
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | Int64Array,
+        max_tokens: int,
+        writer_pe: int,
+        salt: bytes = b"",
     ) -> Reservation:
         """See Reservations.prepare."""
-        return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe)
+        return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe, salt)
 
     def start(self, request_id: str, reservation_id: int, params: SamplingParams, token_stream: TokenStream) -> None:
         """Tokens of a reserved request go to `token_stream`, once its KV is here."""
@@ -218,7 +223,7 @@ class Decodes:
         """Lets others share the prompts of requests whose KV is here."""
         for request in requests if self._sharing else []:
             if not request.ended:
-                self._cache.publish_prefix(request.sequence_id, request.prompt)
+                self._cache.publish_prefix(request.sequence_id, request.prompt, request.salt)
 
     def _deliver(self, in_flight: StepInFlight) -> None:
         """Hands out the tokens of a step."""
@@ -269,7 +274,8 @@ class Decodes:
 
     def _end(self, request: DecodeRequest, writer_quiet: bool) -> None:
         if self._sharing and request.received and len(request.output) > 1:
-            self._cache.publish_prefix(request.sequence_id, np.concatenate((request.prompt, request.output[:-1])))
+            tokens = np.concatenate((request.prompt, request.output[:-1]))
+            self._cache.publish_prefix(request.sequence_id, tokens, request.salt)
         for step in (self._next, self._reading):  # the later one first
             if step is not None and request in step.requests:
                 step.released.append(request.sequence_id)

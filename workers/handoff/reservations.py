@@ -82,10 +82,12 @@ class Reservations:
         """Also of those that drain."""
         return [*self._requests, *(request.request_id for request in self._draining.values())]
 
-    def prepare(self, request_id: str, token_ids: Int64Array, max_tokens: int, writer_pe: int) -> Reservation:
+    def prepare(
+        self, request_id: str, token_ids: Int64Array, max_tokens: int, writer_pe: int, salt: bytes = b""
+    ) -> Reservation:
         """Sets pages aside for a prompt that writer_pe will send and for its growth. Idempotent by request_id.
 
-        Raises NoRoom, which leaves nothing behind, and InvalidCall.
+        salt: see PagedKVCache.match_prefix. Raises NoRoom, which leaves nothing behind, and InvalidCall.
         """
         if request_id in self._offers:
             return self._offers[request_id]
@@ -104,7 +106,7 @@ class Reservations:
             )
         if len(self._requests) + len(self._draining) >= self._max_sequences:
             raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
-        request = self._reserve(request_id, token_ids, max_tokens, capacity)
+        request = self._reserve(request_id, token_ids, max_tokens, capacity, salt)
         self._requests[request_id] = request
         self._offers[request_id] = self._offer(request, pages, writer_pe)
         self._leases[request_id] = Lease(self._lease_seconds, self._clock)
@@ -197,11 +199,13 @@ class Reservations:
             self._recalls.withdraw(recall)
             self._settle(self._draining.pop(recall))
 
-    def _reserve(self, request_id: str, token_ids: Int64Array, max_tokens: int, capacity: int) -> DecodeRequest:
+    def _reserve(
+        self, request_id: str, token_ids: Int64Array, max_tokens: int, capacity: int, salt: bytes
+    ) -> DecodeRequest:
         cache, sequence_id = self._cache, self._ids.take()
         cache.add_sequence(sequence_id)
         try:
-            matched = cache.match_prefix(sequence_id, token_ids) if self._sharing else 0
+            matched = cache.match_prefix(sequence_id, token_ids, salt) if self._sharing else 0
             cache.reserve(sequence_id, capacity, LONGEST_APPEND)
             signal = self._signals.acquire()
         except BaseException as error:
@@ -216,6 +220,7 @@ class Reservations:
             signal=signal,
             expected_tokens=len(token_ids) - matched,
             max_tokens=max_tokens,
+            salt=salt,
         )
 
     def _offer(self, request: DecodeRequest, pages: int, writer_pe: int) -> Reservation:

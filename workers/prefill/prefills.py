@@ -63,7 +63,7 @@ class Prefills:
 
     # Commands
 
-    def speculate(self, request_id: str, token_ids: Int64Array) -> "Future[FirstToken] | None":
+    def speculate(self, request_id: str, token_ids: Int64Array, salt: bytes = b"") -> "Future[FirstToken] | None":
         """Prefills a prompt that submit() is to come for. abort() or its lease end it where no room is found for it.
 
         Launches its first forward where there is nothing else to do; its first token is in the future once it is
@@ -71,7 +71,7 @@ class Prefills:
         """
         if not self._handoff.is_new(request_id) or self._scheduler.num_waiting or self._scheduler.num_running:
             return None
-        return self._speculative.take(request_id, token_ids)
+        return self._speculative.take(request_id, token_ids, salt)
 
     def submit(
         self,
@@ -79,6 +79,7 @@ class Prefills:
         token_ids: Sequence[int] | Int64Array,
         params: SamplingParams,
         reservation: Reservation,
+        salt: bytes = b"",
     ) -> "Future[PrefillResult]":
         """Queues a prompt; the future ends when its first token is sampled and all its KV is at the receiver.
 
@@ -91,9 +92,10 @@ class Prefills:
         prompt = np.asarray(token_ids, np.int64)
         position_map = self._checked_map(prompt, reservation)
         lease = self._handoff.lease(reservation)
-        request = PrefillRequest(request_id, self._ids.take(), prompt, params, reservation, position_map, lease)
+        sequence_id = self._ids.take()
+        request = PrefillRequest(request_id, sequence_id, prompt, params, reservation, position_map, lease, salt=salt)
         self._handoff.begin(request)
-        speculative = self._speculative.claim(request_id, prompt)
+        speculative = self._speculative.claim(request_id, prompt, salt)
         if speculative is not None:
             request.take_over(speculative)
         self._scheduler.add(request)
@@ -181,7 +183,8 @@ class Prefills:
         cache = self._cache
         cache.add_sequence(request.sequence_id)
         if self._sharing:
-            request.cached_tokens = request.computed = cache.match_prefix(request.sequence_id, request.token_ids)
+            matched = cache.match_prefix(request.sequence_id, request.token_ids, request.salt)
+            request.cached_tokens = request.computed = matched
         cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
         request.started = time.perf_counter()
         return ()  # none ends with it
@@ -208,7 +211,7 @@ class Prefills:
         """
         if self._sharing:  # while the device computes: a reader of these pages is launched after it
             for request in requests:
-                self._cache.publish_prefix(request.sequence_id, request.token_ids)
+                self._cache.publish_prefix(request.sequence_id, request.token_ids, request.salt)
         tokens, pending = self._runner.sample_async(
             logits,
             SampleBatch.from_params([request.params for request in requests]),

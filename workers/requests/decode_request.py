@@ -25,3 +25,4 @@ class DecodeRequest:
     received: bool = False  # no write can come any more
     ended: bool = False  # a step launched before may still have a row for it, which is then ignored
     output: list[int] = field(default_factory=list)
+    salt: bytes = b""  # of the prefixes that it shares

@@ -1,6 +1,7 @@
 """What every call to a worker must hold before a loop sees it: one call's nonsense must not fail a forward of many."""
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.prefix_chain import MAX_SALT_BYTES
 from tandem.proto import inference_pb2
 from tandem.workers.errors import InvalidCall
 from tandem.workers.sampling.sampling_params import InvalidSamplingParams, SamplingParams, validate
@@ -21,6 +22,12 @@ def check_prompt(prompt: bytes, vocab_size: int) -> Int64Array:
     if largest >= vocab_size:
         raise InvalidCall(f"prompt has token {largest}; the vocabulary has {vocab_size} entries, 0 … {vocab_size - 1}")
     return token_ids
+
+
+def check_salt(salt: bytes) -> bytes:
+    if len(salt) > MAX_SALT_BYTES:
+        raise InvalidCall(f"salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are accepted")
+    return salt
 
 
 def check_length(prompt: int, max_tokens: int, max_model_len: int) -> None:

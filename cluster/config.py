@@ -231,6 +231,11 @@ class SecuritySection(Section):
         default=None, description="PEM; clients must then show a certificate that it signed (mutual TLS)"
     )
 
+    salt_by_token: bool = Field(
+        default=False,
+        description="whether callers share cached prefixes only with those that send the same bearer token",
+    )
+
     @field_validator("token_file", "tls_cert", "tls_key", "client_ca")
     @classmethod
     def _resolve(cls, path: str | None) -> str | None:

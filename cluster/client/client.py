@@ -84,11 +84,15 @@ class Client(_Connection):
         prompt: Prompt,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
         timeout: float = GENERATE_SECONDS,
         **sampling: Unpack[Sampling],
     ) -> Generator[GenerateUpdate, None, None]:
-        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds."""
-        return self._updates(build_request(prompt, sampling, request_id), timeout)
+        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds.
+
+        cache_salt: only requests of the same one share cached prefixes; at most 256 characters.
+        """
+        return self._updates(build_request(prompt, sampling, request_id, cache_salt), timeout)
 
     def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
         return self._ask(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)
@@ -158,11 +162,15 @@ class AsyncClient(_Connection):
         prompt: Prompt,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
         timeout: float = GENERATE_SECONDS,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[GenerateUpdate, None]:
-        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds."""
-        return self._updates(build_request(prompt, sampling, request_id), timeout)
+        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds.
+
+        cache_salt: only requests of the same one share cached prefixes; at most 256 characters.
+        """
+        return self._updates(build_request(prompt, sampling, request_id, cache_salt), timeout)
 
     async def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
         return await self._ask(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)

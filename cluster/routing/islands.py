@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.routing.membership import IslandState
-from tandem.cluster.routing.policy import Ask, Key, Policy
+from tandem.cluster.routing.policy import NO_MATCHES, Ask, Key, Policy
+from tandem.cluster.routing.prefix_view import PrefixView, PromptKeys
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import inference_pb2
 
@@ -16,14 +18,15 @@ class LinkPair(NamedTuple):
     decode: WorkerLink
     prefill: WorkerLink
     first_token_seconds: float
+    matched_tokens: int = 0  # of the prompt, by what the prefill worker has reported
 
 
 class IslandLinks:
     """One island in one epoch. Its links stay open after admission has stopped, until its requests are over."""
 
-    def __init__(self, state: IslandState, max_message_bytes: int) -> None:
+    def __init__(self, state: IslandState, max_message_bytes: int, prefixes: PrefixView[WorkerLink]) -> None:
         self.state = state
-        self.links = [WorkerLink(worker, state.epoch, max_message_bytes) for worker in state.workers]
+        self.links = [WorkerLink(worker, state.epoch, max_message_bytes, prefixes) for worker in state.workers]
 
     @property
     def placed_tokens(self) -> int:
@@ -37,9 +40,11 @@ class IslandLinks:
 class Islands:
     """All islands by name, as their supervisors describe them. Owned by the gateway's event loop."""
 
-    def __init__(self, max_message_bytes: int, policy: Policy) -> None:
+    def __init__(self, max_message_bytes: int, policy: Policy, page_size: int) -> None:
+        self._page_size = page_size
         self._max_message_bytes = max_message_bytes
         self._policy = policy
+        self._prefixes: PrefixView[WorkerLink] = PrefixView()
         self._turn = 0
         self._current: dict[str, IslandLinks] = {}
 
@@ -52,12 +57,22 @@ class Islands:
             for link in island.links
         }
 
-    def pairs(self, ask: Ask) -> list[LinkPair]:
-        """In the order that the routing policy gives."""
+    def prompt_keys(self, token_ids: Int64Array, salt: bytes) -> PromptKeys:
+        """What pairs() finds the prompt's prefixes by; one for a request, since keys take time to make."""
+        return PromptKeys(token_ids, self._page_size, salt)
+
+    def pairs(self, prompt_tokens: int, max_tokens: int, keys: PromptKeys) -> list[LinkPair]:
+        """In the order that the routing policy gives. keys: of the prompt."""
         links = self.links()
+        held = self._prefixes.match(keys)
+        matches = {key: held[link] for key, link in links.items() if link in held} if held else NO_MATCHES
+        ask = Ask(prompt_tokens, max_tokens, matches)
         pairs = self._policy([link.worker_load(name) for (name, _), link in links.items()], ask, self._turn)
         self._turn += 1
-        return [LinkPair(links[pair.decode.key], links[pair.prefill.key], pair.first_token_seconds) for pair in pairs]
+        return [
+            LinkPair(links[decode.key], links[prefill.key], seconds, matches.get(prefill.key, 0))
+            for decode, prefill, seconds in pairs
+        ]
 
     def serves(self, pair: LinkPair) -> bool:
         """Whether both workers take requests now."""
@@ -76,7 +91,9 @@ class Islands:
         if before is not None and not state.workers:
             before.state = state
             return
-        self._current[state.name] = IslandLinks(state, self._max_message_bytes)
+        island = self._current[state.name] = IslandLinks(state, self._max_message_bytes, self._prefixes)
+        for link in island.links:
+            link.watch()
         if before is not None:
             await before.close()  # its processes are gone, and calls to them wait in vain
 

@@ -31,12 +31,15 @@ class WorkerLoad(NamedTuple):
         return self.island, self.pe
 
 
+NO_MATCHES: Mapping[Key, int] = MappingProxyType({})
+
+
 class Ask(NamedTuple):
     """What a request asks for."""
 
     prompt_tokens: int
     max_tokens: int
-    matches: Mapping[Key, int] = MappingProxyType({})  # prompt tokens whose KV a worker holds; 0 for all others
+    matches: Mapping[Key, int] = NO_MATCHES  # prompt tokens whose KV a worker holds; 0 for all others
 
 
 class Pair(NamedTuple):
@@ -66,4 +69,34 @@ def least_loaded(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pai
     return [Pair(decode, best[decode.island]) for decode in sorted(decodes, key=lambda one: one.load)]
 
 
-POLICIES: Mapping[str, Policy] = MappingProxyType({"least_loaded": least_loaded})
+def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pair]:
+    """As least_loaded, but what a worker holds of the prompt counts against its load, token for token.
+
+    A prefill worker costs the tokens that are computed there before the request's first one: those of other prompts,
+    and those of this prompt that it does not hold. A decode worker costs the tokens that it would hold then. So a match
+    outweighs as much load as it saves, and no more: a prefix that everybody sends drowns no worker.
+    """
+    held = ask.matches
+    best: dict[str, tuple[int, int, WorkerLoad]] = {}
+    decodes: list[WorkerLoad] = []
+    for worker in workers:
+        if not worker.reachable:
+            continue
+        if worker.role == Role.DECODE:
+            decodes.append(worker)
+            continue
+        cost, load = worker.prompt_tokens - (held.get(worker.key, 0) if held else 0), worker.load
+        rival = best.get(worker.island)
+        if rival is None or (cost, load) < rival[:2]:
+            best[worker.island] = cost, load, worker
+    ranked: list[tuple[int, int, WorkerLoad]] = []
+    for number, worker in enumerate(decodes):
+        prefill = best.get(worker.island)
+        if prefill is not None:
+            cost = worker.load - (held.get(worker.key, 0) if held else 0) + prefill[0]
+            ranked.append((cost, number, worker))
+    ranked.sort()
+    return [Pair(decode, best[decode.island][2]) for _, _, decode in ranked]
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType({"least_loaded": least_loaded, "prefix_aware": prefix_aware})

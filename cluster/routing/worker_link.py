@@ -11,8 +11,10 @@ import grpc.aio
 from tandem.cluster.errors import PlacementLost, WorkerCallError
 from tandem.cluster.routing.policy import WorkerLoad
 from tandem.cluster.routing.prefill_hints import PrefillHints
+from tandem.cluster.routing.prefix_view import PrefixView
 from tandem.cluster.routing.token_feed import TokenFeed
 from tandem.cluster.routing.token_inbox import TokenInbox
+from tandem.cluster.routing.worker_watch import WorkerWatch
 from tandem.cluster.statuses import worker_errors
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
@@ -39,7 +41,10 @@ class WorkerAddress:
 class WorkerLink:
     """Calls one worker in one epoch. Calls raise WorkerCallErrors; one that loses its worker makes it unreachable."""
 
-    def __init__(self, worker: WorkerAddress, epoch: int, max_message_bytes: int) -> None:
+    def __init__(
+        self, worker: WorkerAddress, epoch: int, max_message_bytes: int, prefixes: "PrefixView[WorkerLink]"
+    ) -> None:
+        """prefixes: gets to know what the worker holds, from watch() on."""
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
@@ -59,6 +64,12 @@ class WorkerLink:
         self._avoid_until = 0.0
         self.hints = PrefillHints(self._stub)
         self.feed = TokenFeed(self._stub, epoch, self._lost)
+        self._prefixes = prefixes
+        self._watch = WorkerWatch(self._stub, epoch, self._take_report, self._lose_reports)
+
+    def watch(self) -> None:
+        """From now on the worker's reports come in, until close()."""
+        self._watch.start()
 
     @property
     def reachable(self) -> bool:
@@ -154,9 +165,18 @@ class WorkerLink:
 
     async def close(self) -> None:
         """Calls under way fail."""
+        await self._watch.close()
         await self.hints.close()
         await self.feed.close()
         await self._channel.close()
+
+    def _take_report(self, report: worker_pb2.WorkerReport) -> None:
+        self.report = report
+        self._prefixes.apply(self, report)
+
+    def _lose_reports(self) -> None:
+        self.report = worker_pb2.WorkerReport()
+        self._prefixes.drop(self)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

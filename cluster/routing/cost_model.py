@@ -20,8 +20,9 @@ ROW_WEIGHT = 0.05  # a second by which one decode row is held up
 TOKEN_WEIGHT = 0.02  # a second of the request's own decoding within the bound
 LONGEST_OUTPUT = 512  # tokens that a request is expected to use of max_tokens, at most
 FIRST_RATE = 10_000.0  # prompt tokens a second before any was measured
+LEAST_WAITING = 0.02  # prompts to come that a row beside them would hold up, where none waits
 LEAST_SHARE = 0.25  # of a worker with decode rows, for prompts
-LONE_STEP = 0.5  # a step of few rows, of the bound, before any was measured
+LONE_STEP = 0.5  # a step of few rows, of the bound, where none was measured as less
 
 
 def adaptive(token_seconds: float) -> Policy:
@@ -48,8 +49,9 @@ class _Island:
         self._workers = workers
         self._ask = ask
         self._bound = bound
-        self._rate = max(max(one.prompt_rate for one in workers), 0.0) or FIRST_RATE  # of a worker without rows
-        self._step = min((one.token_seconds for one in workers if one.token_seconds), default=LONE_STEP * bound)
+        measured = max(one.prompt_rate for one in workers)
+        self._rate = measured if measured >= 1 else FIRST_RATE  # of a worker without rows
+        self._step = min((LONE_STEP * bound, *(one.token_seconds for one in workers if one.token_seconds)))
         self._output = min(ask.max_tokens, LONGEST_OUTPUT)
 
     def pairs(self) -> list[tuple[float, Pair]]:
@@ -83,7 +85,7 @@ class _Island:
         """Steps that the request adds on a worker whose time prompts need; rows that are there already pay for most."""
         if decode.role == Role.DECODE:
             return 0.0
-        waiting = min(1.0, decode.prompt_tokens / self._rate / self._bound)
+        waiting = min(1.0, max(LEAST_WAITING, decode.prompt_tokens / self._rate / self._bound))
         return waiting * self._output * self._step / (decode.rows + 1)
 
     def _token_seconds(self, decode: WorkerLoad) -> float:

@@ -42,7 +42,7 @@ class MixedBench(Bench):
             sources = np.full(rows, -1) if step == 0 else np.arange(rows)
             inputs = StepInputs(np.ones(rows, np.int64), sources, sampling, stored + step)
             prompts = PromptChunks([rows], [tokens[begin : begin + chunk]], [PROMPT + 1])
-            if how == "one":
+            if how == "one" and self.runner.takes_prompts(rows, 1, chunk):
                 return self.runner.step_with_prompts(ids, inputs, prompts)[0]
             pending = self.runner.step(ids, *inputs)
             if how == "apart":
@@ -80,6 +80,7 @@ def main() -> None:
     options = parser.parse_args()
     bench = MixedBench(options.model, max(options.rows), max(options.rows) * (options.context + 128) + 2 * PROMPT)
     bench.runner.capture_prompts(8192)
+    bench.runner.capture_steps_with_prompts()
     result: dict[str, object] = {}
     for rows in options.rows:
         alone = bench.time_steps(rows, options.context, options.chunks[0], "step")

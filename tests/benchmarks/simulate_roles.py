@@ -1,11 +1,11 @@
 """Simulates two workers under open-loop traffic, to compare roles and tune the cost model without a GPU. Prints JSON.
 
-The routing code is the real one: policies, cost model and moves. Workers are models of one H200 with Qwen3-8B: a decode
-step takes what its rows' products take, and its positions' KV; a prompt chunk takes its tokens' products. Goodput is the
-highest arrival rate at which nine requests in ten meet the SLO on first token and on the 90th percentile of their gaps.
+The routing code is the real one: policies, cost model and moves. Workers are models of one H200 with Qwen3-8B: a step
+takes what its rows' and its chunks' products take, and what it takes to read its positions' KV (mixed_steps.py).
+Goodput is the highest arrival rate at which nine requests in ten meet the SLO: the time to the first token, and the
+90th percentile of the request's gaps between tokens.
 """
 
-import argparse
 import math
 from collections import deque
 from collections.abc import Callable
@@ -18,13 +18,19 @@ from tandem.cluster.routing.cost_model import adaptive
 from tandem.cluster.routing.policy import Ask, Policy, WorkerLoad, least_loaded
 from tandem.cluster.routing.rebalance import moves
 from tandem.workers.config import Role
+from tests.benchmarks.options import add_list, benchmark_parser
+from tests.benchmarks.results import print_result
 
 GAP_SECONDS = 0.015
+GOOD = 0.9
+ROUNDS = 7
+ROLES = ("split", "colocated", "adaptive")
 REPORT_SECONDS = 0.02
 MOVE_SECONDS = 0.25
 HANDOFF_SECONDS = 0.003
 PROMPT_RATE = 39_000.0  # tokens a second of long chunks
 POSITION_SECONDS = 32e-9  # to read one position's KV
+MIXED_SECONDS = 0.0008  # what a forward of both takes beyond their products: two kernels for attention, padding
 BATCH_TOKENS = 8192
 MAX_ROWS = 512
 LEAST_CHUNK = 64
@@ -36,26 +42,31 @@ def products(rows: int) -> float:
     return float(np.interp(rows, ROWS, SECONDS))
 
 
+Seen = dict[str, float]
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+
+
 class Mix(NamedTuple):
-    """What people send. first_token_seconds: the SLO."""
+    """What people send."""
 
-    prompts: Callable[[np.random.Generator, int], np.ndarray]
-    first_token_seconds: float
+    prompts: Draw
+    first_token_seconds: float  # the SLO
+    most: float  # requests a second that two workers cannot serve
 
 
-def lognormal(median: float, sigma: float, cap: int) -> Callable[[np.random.Generator, int], np.ndarray]:
+def lognormal(median: float, sigma: float, cap: int) -> Draw:
     return lambda random, n: np.clip(random.lognormal(math.log(median), sigma, n), 1, cap).astype(int)
 
 
-def uniform(low: int, high: int) -> Callable[[np.random.Generator, int], np.ndarray]:
+def uniform(low: int, high: int) -> Draw:
     return lambda random, n: random.integers(low, high + 1, n)
 
 
 MIXES = {
-    "A": Mix(lognormal(800, 0.8, 8192), 0.5),
-    "A2": Mix(uniform(512, 1536), 0.5),
-    "B": Mix(lognormal(8000, 0.25, 16000), 2.0),
-    "C": Mix(uniform(96, 160), 0.5),
+    "A": Mix(lognormal(800, 0.8, 8192), 0.5, 64),
+    "A2": Mix(uniform(512, 1536), 0.5, 64),
+    "B": Mix(lognormal(8000, 0.25, 16000), 2.0, 10),
+    "C": Mix(uniform(96, 160), 0.5, 200),
 }
 
 
@@ -95,7 +106,7 @@ class Worker:
         rows = len(self.rows)
         chunks, total = self._chunks(positions)
         if self.fused or not rows or not total:
-            seconds = products(rows + total) + positions
+            seconds = products(rows + total) + positions + (MIXED_SECONDS if rows and total else 0)
         else:
             seconds = products(rows) + positions + products(total)
         if rows:
@@ -117,7 +128,7 @@ class Worker:
     def _chunks(self, positions: float) -> tuple[list[tuple[Request, int]], int]:
         rows, budget = len(self.rows), BATCH_TOKENS
         if rows and self.prompts:
-            left = GAP_SECONDS * 0.95 - positions - (0 if self.fused else products(rows))
+            left = GAP_SECONDS * 0.95 - positions - (MIXED_SECONDS if self.fused else products(rows))
             budget = int(np.interp(left, SECONDS, ROWS)) - (rows if self.fused else 0) if left > SECONDS[0] else 0
             budget = max(LEAST_CHUNK, budget)
         chunks, total = [], 0
@@ -142,9 +153,7 @@ class Worker:
         )
 
 
-def simulate(
-    mix: Mix, rate: float, roles: str, fused: bool, seconds: float, seed: int
-) -> tuple[float, dict[str, float]]:
+def simulate(mix: Mix, rate: float, roles: str, fused: bool, seconds: float, seed: int = 1) -> tuple[float, Seen]:
     """The fraction of requests that meet the SLO, and what else is to be seen."""
     random = np.random.default_rng(seed)
     n = int(rate * seconds)
@@ -206,37 +215,32 @@ def simulate(
     return good, seen | {"local": local / n, "kept": kept / n, "moves": num_moves / n}
 
 
-def goodput(mix: Mix, roles: str, fused: bool, seconds: float, high: float) -> tuple[float, dict[str, float]]:
-    low, best = 0.0, {}
-    for _ in range(7):
+def goodput(mix: Mix, roles: str, fused: bool, seconds: float) -> dict[str, float]:
+    """By bisection, with what is to be seen at that rate."""
+    low, high, best = 0.0, mix.most, {}
+    for _ in range(ROUNDS):
         rate = (low + high) / 2
-        good, seen = simulate(mix, rate, roles, fused, seconds, 1)
-        if good >= 0.9:
+        good, seen = simulate(mix, rate, roles, fused, seconds)
+        if good >= GOOD:
             low, best = rate, seen
         else:
             high = rate
-    return low, best
+    return {"goodput": round(low, 2)} | {key: round(value, 4) for key, value in best.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mix", nargs="+", choices=MIXES, default=list(MIXES))
-    parser.add_argument(
-        "--roles", nargs="+", choices=("split", "colocated", "adaptive"), default=["split", "colocated", "adaptive"]
-    )
-    parser.add_argument("--fused", action="store_true", help="a chunk and the rows beside it are one forward")
-    parser.add_argument("--seconds", type=float, default=60.0, help="simulated, of each rate")
-    arguments = parser.parse_args()
-    result = {}
-    for name in arguments.mix:
-        for roles in arguments.roles:
-            rate, seen = goodput(
-                MIXES[name], roles, arguments.fused, arguments.seconds, {"A": 64, "A2": 64, "B": 10, "C": 200}[name]
-            )
-            result[f"{name} {roles}"] = {"goodput": round(rate, 2)} | {
-                key: round(value, 4) for key, value in seen.items()
-            }
-            print(name, roles, result[f"{name} {roles}"], flush=True)
+    parser = benchmark_parser(__file__, __doc__)
+    add_list(parser, "--mix", default=tuple(MIXES), choices=tuple(MIXES))
+    add_list(parser, "--roles", default=ROLES, choices=ROLES)
+    parser.add_argument("--apart", action="store_true", help="a chunk and the rows beside it are two forwards")
+    parser.add_argument("--simulated-seconds", type=float, default=60.0, help="of each rate")
+    options = parser.parse_args()
+    result = {
+        f"{name} {roles}": goodput(MIXES[name], roles, not options.apart, options.simulated_seconds)
+        for name in options.mix
+        for roles in options.roles
+    }
+    print_result(result, options)
 
 
 if __name__ == "__main__":

@@ -225,7 +225,7 @@ class SmallIsland:
 
     def held_for_writers(self) -> dict[int, int]:
         """The token that a writer may write into each page of the decode worker."""
-        reservations, incoming = self.decode._reservations, self.caches[DECODE]._receptions._incoming
+        reservations, incoming = self.decode._reservations, self.caches[DECODE]._receptions.incoming
         held = {}
         for request in (*reservations._requests.values(), *reservations._draining.values()):
             (pages,) = incoming.get(request.sequence_id, (np.empty(0, np.int32),))

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from tandem.cache.attention.forward import Batch, Forward
 from tandem.cache.attention.graph_buffers import GraphBuffers
-from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE
+from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE, MIXED_ROWS
 from tandem.workers.runner.forward_graphs import ForwardGraphs, capture_all
 from tandem.workers.runner.graph_capture import Capture
 from tandem.workers.runner.mixed_attention import MixedAttention
+from tandem.workers.runner.mixed_graphs import MixedGraphs
 from tandem.workers.runner.step_inputs import ON_HOST, StepInputs, pack_inputs, unpack_inputs
 from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox
@@ -52,6 +52,7 @@ class DecodeGraphs:
         self._posts = PostBox(largest, model.device)
         self._last = torch.zeros(largest, dtype=torch.int64, device=model.device)  # what the last step sampled
         self._foreseen: Forward | None = None
+        self._mixed: MixedGraphs | None = None
         capture_all([self._plain, *([] if self._sharing is None else [self._sharing])], capture, self._compute)
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
@@ -95,34 +96,53 @@ class DecodeGraphs:
         self._cache.commit(forward)
         return self._pending(ticket, logits, sampling)
 
+    def capture_with_prompts(self, prompts: Sequence[GraphBuffers], capture: Capture) -> None:
+        """Captures steps of some sizes with prompt chunks in each of `prompts`, ascending buffers of prompts."""
+        largest = self._plain.largest
+        steps = [one for one in self._plain.buffers if one.size in MIXED_ROWS or one.size == largest]
+        self._mixed = MixedGraphs(steps, prompts, capture, self._compute_with_prompts)
+
+    def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
+        """Whether a graph holds a step of so many rows beside so many tokens of prompts."""
+        return self._mixed is not None and self._mixed.takes(num_rows, num_sequences, num_tokens)
+
     @torch.inference_mode()
     def step_with_prompts(
         self,
         sequence_ids: Sequence[int] | Int64Array,
         inputs: StepInputs,
-        prompts: Forward,
-        token_ids: Tensor,
+        prompts: Batch,
+        token_ids: Int64Array,
         last_rows: Int64Array,
     ) -> tuple[PendingSamples, Tensor]:
-        """Launches one step and, in the same forward, prompt chunks: not as a graph. See ModelRunner.step_with_prompts.
+        """Launches one step and, in the same graph, prompt chunks that takes_prompts() holds.
 
-        prompts: begun without buffers, of token_ids, int64 [T] on the device; the caller commits it. last_rows: of
-        token_ids, int64 [n] on the host.
+        token_ids int64 [T], last_rows int64 [n]: see ModelRunner.launch. See ModelRunner.step_with_prompts.
         """
+        assert self._mixed is not None, "takes_prompts() is asked first"
         rows = len(sequence_ids)
         self._foreseen = None
-        buffers, ticket = self._plain.choose(rows), self._posts.next_ticket()
-        forward = self._cache.begin(Batch(sequence_ids), buffers, pack_inputs(*inputs[:2], ticket, *inputs[2:]))
-        attention = MixedAttention(buffers.attention(), prompts.attention, buffers.size)
-        wanted = np.concatenate((np.arange(buffers.size), buffers.size + last_rows))
-        (wanted_rows,) = upload([wanted], self._model.device)
+        step_buffers, prompt_buffers = self._mixed.choose(rows, token_ids.size)
+        ticket = self._posts.next_ticket()
+        packed = pack_inputs(inputs.tokens, inputs.sources, ticket, inputs.sampling, inputs.positions)
+        chunks = self._cache.begin(prompts, prompt_buffers, [token_ids, last_rows])
+        step = self._cache.begin(Batch(sequence_ids), step_buffers, packed)
+        logits = self._mixed.replay(step_buffers, prompt_buffers)
+        self._cache.commit(step)
+        self._cache.commit(chunks)
+        behind_prompts = logits[step_buffers.size :][: last_rows.size].clone()
+        return self._pending(ticket, logits[:rows], inputs.sampling), behind_prompts
+
+    def _compute_with_prompts(self, buffers: GraphBuffers, prompts: GraphBuffers) -> Tensor:
+        num_rows, (prompt_ids, last_rows) = buffers.size, prompts.inputs
+        attention = MixedAttention(buffers.attention(), prompts.attention(), num_rows)
         tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs)
-        row_ids = self._sampler.inputs(tokens, sources, self._last)
-        logits = self._model.forward(torch.cat((row_ids, token_ids)), attention, wanted_rows)
-        own = logits[: buffers.size]
-        self._sampler.sample(own, parameters, self._last[: buffers.size], tickets, self._posts.words)
-        self._cache.commit(forward)
-        return self._pending(ticket, own[:rows], inputs.sampling), logits[buffers.size :]
+        ids = torch.cat((self._sampler.inputs(tokens, sources, self._last), prompt_ids))
+        wanted = torch.cat((torch.arange(num_rows, device=ids.device), last_rows + num_rows))
+        logits = self._model.forward(ids, attention, wanted)
+        own = logits[:num_rows]
+        self._sampler.sample(own, parameters, self._last[:num_rows], tickets, self._posts.words)
+        return logits
 
     def _pending(self, ticket: int, logits: Tensor, sampling: SampleBatch) -> PendingSamples:
         rows = logits.shape[0]

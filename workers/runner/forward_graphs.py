@@ -15,7 +15,7 @@ class ForwardGraphs:
 
     def __init__(self, buffers: Sequence[GraphBuffers]) -> None:
         """buffers: PagedKVCache.graph_buffers, at least one, in ascending order."""
-        self._buffers = buffers
+        self.buffers = buffers
         self._sizes = [one.size for one in buffers]
         self._replays: dict[GraphBuffers, Replay] = {}
 
@@ -24,11 +24,11 @@ class ForwardGraphs:
         return self._sizes[-1]
 
     def takes(self, num_sequences: int, num_tokens: int) -> bool:
-        return num_sequences <= self._buffers[0].limits.num_sequences and num_tokens <= self._sizes[-1]
+        return num_sequences <= self.buffers[0].limits.num_sequences and num_tokens <= self._sizes[-1]
 
     def choose(self, num_tokens: int) -> GraphBuffers:
         """Those that a forward of so many tokens is to be begun with."""
-        return self._buffers[bucket_of(self._sizes, num_tokens)]
+        return self.buffers[bucket_of(self._sizes, num_tokens)]
 
     def replay(self, buffers: GraphBuffers) -> Tensor:
         """What the forward that the buffers hold computes, in memory that the next replay writes over."""
@@ -37,7 +37,7 @@ class ForwardGraphs:
 
 def capture_all(graphs: Sequence[ForwardGraphs], capture: Capture, compute: Callable[[GraphBuffers], Tensor]) -> None:
     """Captures compute() for each of the graphs' buffers."""
-    owners = [(one, of) for of in graphs for one in of._buffers]
+    owners = [(one, of) for of in graphs for one in of.buffers]
     for buffers, of in sorted(owners, key=lambda owner: -owner[0].size):  # smaller ones fit into a larger one's memory
         buffers.clear()
         of._replays[buffers] = capture(partial(compute, buffers))

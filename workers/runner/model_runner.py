@@ -14,7 +14,7 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.runner.batch_buckets import MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
+from tandem.workers.runner.batch_buckets import MIXED_TOKENS, MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
 from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.runner.forward_graphs import ForwardGraphs, capture_all
@@ -139,7 +139,17 @@ class ModelRunner:
         token_ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         return self.launch(Batch(sequence_ids, appends, lengths, push=push), token_ids, last_rows)
 
-    @torch.inference_mode()
+    def capture_steps_with_prompts(self, capture: Capture | None = None) -> None:
+        """From now on step_with_prompts() replays CUDA graphs; capture_steps and capture_prompts come first."""
+        graphs, prompts = self._graphs, self._prompt_graphs
+        if graphs is not None and prompts is not None:
+            sizes = [one for one in prompts.buffers if one.size in MIXED_TOKENS]
+            graphs.capture_with_prompts(sizes, capture or GraphCapture())
+
+    def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
+        """Whether step_with_prompts() can compute so many rows beside so many tokens of prompts."""
+        return self._graphs is None or self._graphs.takes_prompts(num_rows, num_sequences, num_tokens)
+
     def step_with_prompts(
         self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks
     ) -> tuple[PendingSamples, Tensor]:
@@ -147,14 +157,10 @@ class ModelRunner:
         stored = np.array([self._cache.num_tokens(sequence) for sequence in prompts.sequence_ids])
         appends = np.array([chunk.size for chunk in prompts.chunks])
         last_rows = np.cumsum(appends)[stored + appends == np.array(prompts.lengths)] - 1
-        token_ids = np.concatenate(prompts.chunks)
         if self._graphs is None:
             return self._eager_step_with_prompts(sequence_ids, inputs, prompts, last_rows)
-        forward = self._cache.begin(Batch(prompts.sequence_ids, appends, prompts.lengths, push=False))
-        (ids,) = upload([token_ids], self._model.device)
-        result = self._graphs.step_with_prompts(sequence_ids, inputs, forward, ids, last_rows)
-        self._cache.commit(forward)
-        return result
+        batch = Batch(prompts.sequence_ids, appends, prompts.lengths, push=False)
+        return self._graphs.step_with_prompts(sequence_ids, inputs, batch, np.concatenate(prompts.chunks), last_rows)
 
     def _eager_step_with_prompts(
         self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks, last_rows: Int64Array

@@ -37,6 +37,11 @@ class Beside:
         self.runner, self.cache = self._of.runner, self._of.cache
         if overlaps:
             self.runner.capture_steps(8, run_in_place)
+            self.runner.capture_prompts(128, run_in_place)
+            self.runner.capture_steps_with_prompts(run_in_place)
+            assert self.runner.takes_prompts(8, len(CHUNKS), 128)
+            assert not self.runner.takes_prompts(9, len(CHUNKS), 128)
+            assert not self.runner.takes_prompts(8, len(CHUNKS), 129)
         for sequence in (*DECODED, *CHUNKS):
             self.cache.add_sequence(sequence)
         for sequence in DECODED:

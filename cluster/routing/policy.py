@@ -76,25 +76,25 @@ def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pai
     and those of this prompt that it does not hold. A decode worker costs the tokens that it would hold then. So a match
     outweighs as much load as it saves, and no more: a prefix that everybody sends drowns no worker.
     """
-    held = ask.matches
+    held, decode_role = ask.matches, Role.DECODE
     best: dict[str, tuple[int, int, WorkerLoad]] = {}
     decodes: list[WorkerLoad] = []
     for worker in workers:
         if not worker.reachable:
             continue
-        if worker.role == Role.DECODE:
+        if worker.role is decode_role:
             decodes.append(worker)
             continue
-        cost, load = worker.prompt_tokens - (held.get(worker.key, 0) if held else 0), worker.load
+        cost = worker.prompt_tokens - held.get(worker[:2], 0) if held else worker.prompt_tokens
         rival = best.get(worker.island)
-        if rival is None or (cost, load) < rival[:2]:
-            best[worker.island] = cost, load, worker
+        if rival is None or cost < rival[0] or (cost == rival[0] and worker.load < rival[1]):
+            best[worker.island] = cost, worker.load, worker
     ranked: list[tuple[int, int, WorkerLoad]] = []
     for number, worker in enumerate(decodes):
         prefill = best.get(worker.island)
         if prefill is not None:
-            cost = worker.load - (held.get(worker.key, 0) if held else 0) + prefill[0]
-            ranked.append((cost, number, worker))
+            cost = worker.load - held.get(worker[:2], 0) if held else worker.load
+            ranked.append((cost + prefill[0], number, worker))
     ranked.sort()
     return [Pair(decode, best[decode.island][2]) for _, _, decode in ranked]
 

@@ -10,6 +10,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.prefix_chain import KEY_BYTES, digest_chain
 
 BLOCK = 32  # pages that are looked up by their last one
+MAX_GROUPS = 1024
 Holder = TypeVar("Holder")
 
 
@@ -24,7 +25,7 @@ class PromptKeys:
         self._keys: list[int] = []
 
     def first(self, count: int) -> list[int]:
-        """All keys made so far: at least the first `count`, where there are so many."""
+        """All keys made so far, in a list that grows: at least the first `count`, where there are so many."""
         missing = min(count, self.num_pages) - len(self._keys)
         self._keys += [int.from_bytes(digest[:KEY_BYTES], "little") for digest in islice(self._chain, max(0, missing))]
         return self._keys
@@ -51,6 +52,7 @@ class PrefixView(Generic[Holder]):
         self._masks: dict[int, int] = {}
         self._bits: dict[Holder, int] = {}
         self._holders: dict[int, Holder] = {}
+        self._groups: dict[int, tuple[Holder, ...]] = {}  # of masks that were met of late
 
     def __len__(self) -> int:
         """Distinct keys."""
@@ -74,6 +76,7 @@ class PrefixView(Generic[Holder]):
         if bit is not None:
             self._remove([key for key, mask in self._masks.items() if mask & bit], bit)
             del self._holders[bit]
+            self._groups.clear()
 
     def match(self, prompt: PromptKeys) -> dict[Holder, int]:
         """Tokens at the prompt's beginning whose KV each worker holds; workers that hold none are left out.
@@ -87,25 +90,29 @@ class PrefixView(Generic[Holder]):
         pages = 1  # that `mask` holds
         while mask:
             end = min(pages + BLOCK, prompt.num_pages)
-            keys = prompt.first(end)
+            if end > len(keys):
+                prompt.first(end)  # the same list, longer
             left = masks.get(keys[end - 1], 0) & mask
             while mask != left:  # some of them hold no more than a part of this block
                 here = masks.get(keys[pages], 0) & mask
                 if here != mask:
-                    self._note(found, mask & ~here, pages * prompt.page_size)
+                    found.update(dict.fromkeys(self._group(mask & ~here), pages * prompt.page_size))
                     mask = here
                 pages += 1
             if end == prompt.num_pages:
-                self._note(found, mask, end * prompt.page_size)
+                found.update(dict.fromkeys(self._group(mask), end * prompt.page_size))
                 break
             pages = end
         return found
 
-    def _note(self, found: dict[Holder, int], mask: int, tokens: int) -> None:
-        while mask:
-            bit = mask & -mask
-            found[self._holders[bit]] = tokens
-            mask ^= bit
+    def _group(self, mask: int) -> tuple[Holder, ...]:
+        """The workers whose bits are set: most prompts that are asked for meet the same few masks."""
+        group = self._groups.get(mask)
+        if group is None:
+            if len(self._groups) >= MAX_GROUPS:
+                self._groups.clear()
+            group = self._groups[mask] = tuple(holder for bit, holder in self._holders.items() if mask & bit)
+        return group
 
     def _bit(self, holder: Holder) -> int:
         bit = self._bits.get(holder)

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import DeadlineExceeded, WorkerFull, WorkerTimedOut, WorkerUnreachable
 from tandem.cluster.routing.admission import AdmissionQueue
 from tandem.cluster.routing.islands import Islands, LinkPair
+from tandem.cluster.routing.policy import Ask
 from tandem.cluster.routing.prefill_hints import EarlyToken
 from tandem.cluster.routing.prefix_view import PromptKeys
 from tandem.cluster.routing.worker_link import WorkerLink
@@ -134,11 +135,11 @@ class Router:
             if await placement.prefill.abort(request_id):
                 await placement.decode.abort(request_id, writer_quiet=True)
 
-    def _pairs(self, wanted: _Wanted, move: LinkPair | None) -> list[LinkPair]:
-        pairs = self._islands.pairs(len(wanted.token_ids), wanted.max_tokens, wanted.keys)
+    def _pairs(self, wanted: _Wanted, move: LinkPair | None) -> Iterable[LinkPair]:
+        pairs = self._islands.pairs(Ask(len(wanted.token_ids), wanted.max_tokens), wanted.keys)
         if move is None or not self._islands.serves(move):
             return pairs
-        return [move._replace(matched_tokens=len(wanted.token_ids) - 1), *pairs]
+        return itertools.chain((move._replace(matched_tokens=len(wanted.token_ids) - 1),), pairs)
 
     @staticmethod
     def _count(decode: WorkerLink, prefill: WorkerLink, total_tokens: int, prompt_tokens: int) -> None:

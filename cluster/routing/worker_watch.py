@@ -27,34 +27,42 @@ class WorkerWatch:
         self._request = worker_pb2.WatchRequest(epoch=epoch)
         self._take = take
         self._lose = lose
+        self._reported = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
-    async def close(self) -> None:
-        """Nothing more comes. Idempotent."""
-        if self._task is not None:
+    def end(self) -> None:
+        """Nothing more comes, and what was reported is void. Idempotent."""
+        if self._task is not None and not self._task.cancelling():
             self._task.cancel()
+            self._void()
+
+    async def close(self) -> None:
+        """As end(); returns when the stream has ended."""
+        self.end()
+        if self._task is not None:
             await asyncio.wait((self._task,))
 
     async def _run(self) -> None:
         pause = FIRST_PAUSE_SECONDS
         while True:
-            if await self._read():
+            await self._read()
+            if self._reported:
                 pause = FIRST_PAUSE_SECONDS
+            self._void()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    async def _read(self) -> bool:
-        """One stream to its end; whether there was a report."""
-        reported = False
-        try:
-            with suppress(WorkerCallError), worker_errors("the worker"):
-                async for report in self._stub.Watch(self._request, timeout=STREAM_SECONDS):
-                    reported = True
-                    self._take(report)
-        finally:
-            if reported:
-                self._lose()
-        return reported
+    async def _read(self) -> None:
+        """One stream to its end."""
+        with suppress(WorkerCallError), worker_errors("the worker"):
+            async for report in self._stub.Watch(self._request, timeout=STREAM_SECONDS):
+                self._reported = True
+                self._take(report)
+
+    def _void(self) -> None:
+        if self._reported:
+            self._reported = False
+            self._lose()

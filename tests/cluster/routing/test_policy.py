@@ -49,5 +49,7 @@ def test_least_loaded_puts_the_least_load_first(workers: list[WorkerLoad]) -> No
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"gateway\.routing_policy is 'random'; it must be least_loaded or prefix_aware"):
+    with pytest.raises(
+        ConfigError, match=r"gateway\.routing_policy is 'random'; it must be least_loaded or prefix_aware"
+    ):
         load_config(None, {"gateway.routing_policy": "random"})

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from tandem.workers.config import Role
 
+SAVED_WORTH = 2  # see prefix_aware and docs/decisions/0066
+
 Key = tuple[str, int]
 """A worker's island and its PE."""
 
@@ -70,11 +72,11 @@ def least_loaded(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pai
 
 
 def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pair]:
-    """As least_loaded, but what a worker holds of the prompt counts against its load, token for token.
+    """As least_loaded, but what a worker holds of the prompt counts against its load.
 
-    A prefill worker costs the tokens that are computed there before the request's first one: those of other prompts,
-    and those of this prompt that it does not hold. A decode worker costs the tokens that it would hold then. So a match
-    outweighs as much load as it saves, and no more: a prefix that everybody sends drowns no worker.
+    The load of a prefill worker is in tokens to compute before this prompt, that of a decode worker in tokens to hold.
+    A matched token counts SAVED_WORTH of them: it saves its own time, and that of requests behind it. So a match
+    outweighs a bounded load, and a prefix that everybody sends drowns no worker: another one comes to hold it, too.
     """
     held, decode_role = ask.matches, Role.DECODE
     best: dict[str, tuple[int, int, WorkerLoad]] = {}
@@ -85,7 +87,7 @@ def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pai
         if worker.role is decode_role:
             decodes.append(worker)
             continue
-        cost = worker.prompt_tokens - held.get(worker[:2], 0) if held else worker.prompt_tokens
+        cost = worker.prompt_tokens - SAVED_WORTH * held.get(worker[:2], 0) if held else worker.prompt_tokens
         rival = best.get(worker.island)
         if rival is None or cost < rival[0] or (cost == rival[0] and worker.load < rival[1]):
             best[worker.island] = cost, worker.load, worker
@@ -93,7 +95,7 @@ def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pai
     for number, worker in enumerate(decodes):
         prefill = best.get(worker.island)
         if prefill is not None:
-            cost = worker.load - held.get(worker[:2], 0) if held else worker.load
+            cost = worker.load - SAVED_WORTH * held.get(worker[:2], 0) if held else worker.load
             ranked.append((cost + prefill[0], number, worker))
     ranked.sort()
     return [Pair(decode, best[decode.island][2]) for _, _, decode in ranked]

@@ -55,6 +55,7 @@ class WorkerLink:
         self.role, self.pe, self.epoch = worker.role, worker.pe, epoch
         self._load = 0
         self._report = worker_pb2.WorkerReport()
+        self._others = 0  # prompt tokens that other gateways have placed there, as of the latest report
         self._known: WorkerLoad | None = None  # until something of it changes: most workers are as they were
         self._prompts: dict[str, int] = {}  # tokens of requests whose first token the worker has yet to give
         self._address = worker.address
@@ -92,6 +93,7 @@ class WorkerLink:
     @report.setter
     def report(self, report: worker_pb2.WorkerReport) -> None:
         self._report, self._known = report, None
+        self._others = max(0, report.prompt_tokens - sum(self._prompts.values()))
 
     @property
     def reachable(self) -> bool:
@@ -114,7 +116,7 @@ class WorkerLink:
         self._known = None
 
     def worker_load(self, island: str) -> WorkerLoad:
-        """What routing policies see. Other gateways' prompts are in the report only, the newest ones not in it yet."""
+        """What routing policies see. Of other gateways' prompts only the report knows."""
         if self._known is not None and self._known.reachable:
             return self._known
         report = self._report
@@ -124,7 +126,7 @@ class WorkerLink:
             role=self.role,
             load=self.load,
             reachable=self.reachable,
-            prompt_tokens=max(sum(self._prompts.values()), report.prompt_tokens),
+            prompt_tokens=sum(self._prompts.values()) + self._others,
             rows=report.rows,
             token_seconds=report.token_seconds,
             prompt_rate=report.prompt_tokens_per_second,

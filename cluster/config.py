@@ -186,9 +186,9 @@ class GatewaySection(Section):
         default=None, description="port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"
     )
     routing_policy: str = Field(
-        default="least_loaded",
+        default="prefix_aware",
         json_schema_extra={"enum": [*POLICIES]},
-        description="how requests are placed on workers",
+        description="how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do",
     )
     max_queued: Requests = Field(default=1024, le=1 << 20, description="most requests that wait for room")
     max_queued_tokens: Tokens = Field(
@@ -232,8 +232,7 @@ class SecuritySection(Section):
     )
 
     salt_by_token: bool = Field(
-        default=False,
-        description="whether callers share cached prefixes only with those that send the same bearer token",
+        default=False, description="whether callers share cached prefixes only with those of the same bearer token"
     )
 
     @field_validator("token_file", "tls_cert", "tls_key", "client_ca")

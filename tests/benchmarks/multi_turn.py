@@ -1,11 +1,13 @@
 """Computed prompt tokens of chats with many turns, against the least that they need, on two workers of each kind.
 
-100 chats of 10 turns share 5 system prompts; 16 chats run at a time, each sends its next turn once it has its answer.
-Each policy starts a cluster of its own, and their tokens are equal. Prints JSON. Of each policy:
+100 chats of 10 turns share 5 system prompts. They come at random, 10 a second, and at most 16 run at a time. Each sends
+its next turn once it has its answer. Each policy has a cluster of its own; their tokens must be equal. Prints JSON, for
+each policy:
 
     computed    prompt tokens that prefill workers computed: prompt_tokens - cached_tokens, over all turns
     over_ideal  computed ÷ what one prefill worker without end of memory would compute: of each prompt all but the
                 longest run of whole pages that an earlier prompt of any chat began with
+    extra       computed - ideal, of each chat's first turn and of all others
     answers     tokens of earlier answers in `ideal`. A decode worker made their KV and keeps it, so a prefill worker
                 computes it once more. Where decode workers compute prompts (scheduler.roles: adaptive), none need it
     pushed      bytes pushed ÷ those that decode workers would lack if each had what all have
@@ -30,6 +32,7 @@ from tests.benchmarks.results import at_least, at_most, print_result
 
 PAGE = 16
 SYSTEMS, SYSTEM_TOKENS = 5, 200
+CHATS_A_SECOND = 10.0
 FIRST, LAST = 3, 500  # token ids
 POLICIES = ("least_loaded", "prefix_aware")
 
@@ -58,7 +61,8 @@ class Ideal:
         self._prompts, self._sequences = Prefixes(), Prefixes()
         self.prompt = self.computed = self.answers = self.pushed = 0
 
-    def ask(self, prompt: Sequence[int]) -> None:
+    def ask(self, prompt: Sequence[int]) -> int:
+        """A turn's prompt is sent. Tokens to compute."""
         computed, lacking = self._prompts.missing(prompt), self._sequences.missing(prompt)
         self.prompt += len(prompt)
         self.computed += computed
@@ -66,6 +70,7 @@ class Ideal:
         self.pushed += lacking
         self._prompts.add(prompt)
         self._sequences.add(prompt)
+        return computed
 
     def answered(self, sequence: Sequence[int]) -> None:
         self._sequences.add(sequence[:-1])  # the last token is never fed back
@@ -83,25 +88,30 @@ class Chats:
         ]
         self._prompts = [list(draw.choice(systems)) for _ in range(chats)]
         self._max_tokens = [[draw.randint(16, 48) for _ in range(turns)] for _ in range(chats)]
+        self._pauses = [draw.expovariate(CHATS_A_SECOND) for _ in range(chats)]
         self.ideal = Ideal()
         self.computed = self.bytes_pushed = 0
+        self.extra = {"first turns": 0, "later turns": 0}
         self.tokens: dict[tuple[int, int], list[int]] = {}
 
     async def run(self, address: str, at_a_time: int) -> None:
-        left = iter(range(len(self._prompts)))
-        async with AsyncClient(address) as client:
+        room = asyncio.Semaphore(at_a_time)
+        async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
 
-            async def work() -> None:
-                for number in left:
-                    await self._chat(client, number)
+            async def one(number: int) -> None:
+                await self._chat(client, number)
+                room.release()
 
-            await asyncio.gather(*(work() for _ in range(at_a_time)))
+            for number, pause in enumerate(self._pauses):
+                await asyncio.sleep(pause)
+                await room.acquire()
+                group.create_task(one(number))
 
     async def _chat(self, client: AsyncClient, number: int) -> None:
         prompt = self._prompts[number]
         for turn, question in enumerate(self._questions[number]):
             prompt = prompt + question
-            self.ideal.ask(prompt)
+            least = self.ideal.ask(prompt)
             answer: list[int] = []
             usage: Usage | None = None
             timings: Timings | None = None
@@ -111,7 +121,9 @@ class Chats:
                 usage, timings = update.usage, update.timings
             assert usage is not None
             assert timings is not None
-            self.computed += usage.prompt_tokens - usage.cached_tokens
+            computed = usage.prompt_tokens - usage.cached_tokens
+            self.computed += computed
+            self.extra["later turns" if turn else "first turns"] += computed - least
             self.bytes_pushed += timings.bytes_pushed
             self.tokens[number, turn] = answer
             prompt = prompt + answer
@@ -145,6 +157,7 @@ def measure(folder: str, policy: str, options: Any) -> tuple[dict[str, Any], dic
         "prompt": ideal.prompt,
         "computed": chats.computed,
         "ideal": ideal.computed,
+        "extra": chats.extra,
         "answers": ideal.answers,
         "over_ideal": round(chats.computed / ideal.computed, 4),
         "pushed": round(chats.bytes_pushed / (ideal.pushed * with_client), 4),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tandem.workers.config import Role
 
-SAVED_WORTH = 2  # see prefix_aware and docs/decisions/0066
+SAVED_WORTH = 3  # see prefix_aware and docs/decisions/0066
 
 Key = tuple[str, int]
 """A worker's island and its PE."""
@@ -74,9 +74,10 @@ def least_loaded(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pai
 def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pair]:
     """As least_loaded, but what a worker holds of the prompt counts against its load.
 
-    The load of a prefill worker is in tokens to compute before this prompt, that of a decode worker in tokens to hold.
-    A matched token counts SAVED_WORTH of them: it saves its own time, and that of requests behind it. So a match
-    outweighs a bounded load, and a prefix that everybody sends drowns no worker: another one comes to hold it, too.
+    The load of a prefill worker is in tokens to compute before this prompt. A token that it need not compute counts
+    SAVED_WORTH of them: it saves its own time, and that of all requests behind it. The load of a decode worker is in
+    tokens to hold, and one that it holds already counts as one. So a match outweighs a bounded load. A prefix that
+    everybody sends drowns no worker: another one comes to hold it, too.
     """
     held, decode_role = ask.matches, Role.DECODE
     best: dict[str, tuple[int, int, WorkerLoad]] = {}
@@ -95,7 +96,7 @@ def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pai
     for number, worker in enumerate(decodes):
         prefill = best.get(worker.island)
         if prefill is not None:
-            cost = worker.load - SAVED_WORTH * held.get(worker[:2], 0) if held else worker.load
+            cost = worker.load - held.get(worker[:2], 0) if held else worker.load
             ranked.append((cost + prefill[0], number, worker))
     ranked.sort()
     return [Pair(decode, best[decode.island][2]) for _, _, decode in ranked]

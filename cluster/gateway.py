@@ -33,6 +33,7 @@ from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.cluster.statuses import refuse
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tandem.workers.authentication import HEADER
 from tandem.workers.config import max_message_bytes
 from tandem.workers.models.kv_scales import stores_fp8
 from tandem.workers.models.registry import load_config
@@ -107,7 +108,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             rope_switch=self._model.rope_switch,
         )
         self._name = Path(settings.model_path).name
-        self._validator = RequestValidator(self._limits, self._tokenizer)
+        self._validator = RequestValidator(self._limits, self._tokenizer, salt_by_token=settings.security.salt_by_token)
         self._started = time.monotonic()
         self._warm_up: WarmUp | None = None
         self._rebalancing: asyncio.Task[None] | None = None
@@ -117,7 +118,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         settings = self._settings
         bound = settings.token_seconds
         policy = POLICIES[settings.routing_policy] if bound is None else adaptive(bound)
-        self._islands = Islands(max_message_bytes(settings.max_model_len), policy)
+        self._islands = Islands(max_message_bytes(settings.max_model_len), policy, settings.page_size)
         self._router = Router(
             self._islands,
             AdmissionQueue(settings.max_queued, settings.max_queued_tokens),
@@ -210,7 +211,13 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         try:
-            await self._requests.serve(request, _client_of(context), context.write, seconds=context.time_remaining())
+            await self._requests.serve(
+                request,
+                _client_of(context),
+                context.write,
+                credential=_metadata(context, HEADER),
+                seconds=context.time_remaining(),
+            )
         except TandemError as error:
             await refuse(context, error)
 
@@ -251,5 +258,10 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 
 def _client_of(context: Context) -> str:
     """Whose request it is: what the metadata client-id says, else the host it comes from."""
-    given = {key: value for key, value in context.invocation_metadata() or ()}.get(CLIENT_ID_KEY)
+    given = _metadata(context, CLIENT_ID_KEY)
     return f"id:{given}" if given else context.peer().rpartition(":")[0]
+
+
+def _metadata(context: Context, wanted: str) -> str:
+    """The last value of a key; empty without one."""
+    return str(dict(context.invocation_metadata() or ()).get(wanted, ""))

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.proto import worker_pb2
 from tandem.transfer.transport import Transport
 from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
@@ -20,6 +21,7 @@ from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.scheduling.scheduler import Scheduler
+from tandem.workers.scheduling.step_meter import StepMeter
 from tandem.workers.wire.lease import Clock
 
 
@@ -46,6 +48,7 @@ class StepLoop:
         clock: Clock = time.monotonic,
     ) -> None:
         self.counters = counters = Counters()
+        self.meter = StepMeter()
         self.scheduler = scheduler = Scheduler(settings.max_batch_tokens, settings.token_seconds)
         ids, retired = SequenceIds(), RetiredSequences(cache, runner.mark)
         handoff = Handoff(cache, retired, transport, counters, settings, clock)
@@ -85,6 +88,18 @@ class StepLoop:
     def num_running(self) -> int:
         return self.prefills.num_running + self.decodes.num_running
 
+    def figures(self, free_pages: int) -> worker_pb2.WorkerReport:
+        """How busy this worker is, without its prefixes. On the step thread."""
+        rows = self.scheduler.rows
+        return worker_pb2.WorkerReport(
+            prompt_tokens=self.scheduler.num_prompt_tokens,
+            rows=len(rows),
+            positions=int(rows.lengths.sum()),
+            token_seconds=self.meter.token_seconds,
+            prompt_tokens_per_second=self.meter.prompt_tokens_per_second,
+            free_pages=free_pages,
+        )
+
     def step(self) -> float | None:
         """One step; see Steps. While tokens of a decode step are to be read, nothing is launched: the device has its
         next step, and chunks of prompts behind it."""
@@ -95,13 +110,17 @@ class StepLoop:
         prefills.upkeep()
         upkeep_again = decodes.upkeep()
         batch = self.scheduler.next_batch()
+        self.meter.begin(batch)
         prompts = prefills.begin_beside(batch)
         wait = decodes.compute(batch.decodes, upkeep_again, prompts)  # launched first: prompts are what may wait
         if prompts is not None:
             prefills.end_beside(batch, decodes.prompt_logits)
             batch = batch._replace(chunks=())
-        prefill_wait = prefills.compute(batch, beside=decodes.is_busy)
-        if batch.chunks:
+        ends, beside = batch.ends_prompt, decodes.is_busy
+        prefill_wait = prefills.compute(batch, beside=beside)
+        if not beside:
+            self.meter.end(batch, waited=ends)
+        elif batch.chunks:
             decodes.ran_beside(batch.prompt_tokens)
         if decodes.has_joining:
             return 0

@@ -61,19 +61,20 @@ class ActiveRequests:
         client: str,
         write: Write,
         *,
+        credential: str = "",
         seconds: float | None = None,
         open_ended: int | None = None,
     ) -> None:
         """Runs a request to its end and gives each message for its client to `write`, one at a time.
 
-        client: see Router.place. seconds: the client's own time limit, if it has one. open_ended: see
-        RequestValidator.validate. Cancelling this call frees all that the request holds.
+        client: see Router.place. seconds: the client's own time limit, if it has one. credential,
+        open_ended: see RequestValidator.validate. Cancelling this call frees all that the request holds.
         Raises InvalidRequest, Overloaded, DeadlineExceeded, AttemptsExhausted, Superseded and ServerError.
         """
         arrived = time.perf_counter()
         limit = self._request_seconds if seconds is None else min(seconds, self._request_seconds)
         deadline = asyncio.get_running_loop().time() + limit
-        valid = await self._validate(request, open_ended)
+        valid = await self._validate(request, open_ended, credential)
         generation = Generation(valid, arrived, self._tokenizer, self._eos_token_ids, self._turns)
         self._make_way(valid)
         # In a task of its own: a later call of the same id can end it, and this call still answers its client.
@@ -121,11 +122,13 @@ class ActiveRequests:
         del self._running[valid.request_id], self._generations[valid.request_id]
         work.cancel()
 
-    async def _validate(self, request: inference_pb2.GenerateRequest, open_ended: int | None) -> ValidRequest:
+    async def _validate(
+        self, request: inference_pb2.GenerateRequest, open_ended: int | None, credential: str
+    ) -> ValidRequest:
         # A template or a long text may take a while, and other requests must not wait for it.
         if request.HasField("chat") or len(request.text) > LONG_TEXT:
-            return await asyncio.to_thread(self._validator.validate, request, open_ended)
-        return self._validator.validate(request, open_ended)
+            return await asyncio.to_thread(self._validator.validate, request, open_ended, credential)
+        return self._validator.validate(request, open_ended, credential)
 
     async def _run(self, generation: Generation, client: str, write: Write, deadline: float) -> None:
         replay = Replay(self._router, generation, client, self._max_attempts)

@@ -86,10 +86,15 @@ class Decodes:
     # Commands
 
     def prepare(
-        self, request_id: str, token_ids: Sequence[int] | Int64Array, max_tokens: int, writer_pe: int
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | Int64Array,
+        max_tokens: int,
+        writer_pe: int,
+        salt: bytes = b"",
     ) -> Reservation:
         """See Reservations.prepare."""
-        return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe)
+        return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe, salt)
 
     def start(self, request_id: str, reservation_id: int, params: SamplingParams, token_stream: TokenStream) -> None:
         """Tokens of a reserved request go to `token_stream`, once its KV is here. A local prompt is queued now."""
@@ -130,12 +135,12 @@ class Decodes:
         assert request.token_stream is not None
         request.output.append(first.token_id)
         reason = request.rule.reason(first.token_id, 1)
-        self._fanout.publish([TokenUpdate(request.token_stream, first.token_id, first.logprobs, reason, prefilled)])
         if reason == FinishReason.RUNNING:
             self._reservations.narrow(request)
             self._joining.append(request)
         else:
             self._end(request, writer_quiet=True)
+        self._fanout.publish([TokenUpdate(request.token_stream, first.token_id, first.logprobs, reason, prefilled)])
 
     def failed(self, request: DecodeRequest, error: Exception) -> None:
         """The forward of its prompt failed."""
@@ -289,7 +294,7 @@ class Decodes:
         """Lets others share the prompts of requests whose KV is here."""
         for request in requests if self._sharing else []:
             if not request.ended:
-                self._cache.publish_prefix(request.sequence_id, request.prompt)
+                self._cache.publish_prefix(request.sequence_id, request.prompt, request.salt)
 
     def _deliver(self, in_flight: StepInFlight) -> None:
         """Hands out the tokens of a step."""
@@ -349,7 +354,8 @@ class Decodes:
 
     def _end(self, request: DecodeRequest, writer_quiet: bool) -> None:
         if self._sharing and request.received and len(request.output) > 1:
-            self._cache.publish_prefix(request.sequence_id, np.concatenate((request.prompt, request.output[:-1])))
+            tokens = np.concatenate((request.prompt, request.output[:-1]))
+            self._cache.publish_prefix(request.sequence_id, tokens, request.salt)
         if not self._local.withdraw(request):
             self._release_behind_steps(request)
         request.ended = True

@@ -40,7 +40,15 @@ class LocalPrompts:
 
     def start(self, request: DecodeRequest, params: SamplingParams) -> None:
         """Queues the prompt; what the reservation found in the prefix index is not computed again."""
-        prompt = LocalPrompt(request.request_id, request.sequence_id, request.prompt, params, request, destination=self)
+        prompt = LocalPrompt(
+            request.request_id,
+            request.sequence_id,
+            request.prompt,
+            params,
+            request,
+            destination=self,
+            salt=request.salt,
+        )
         prompt.computed = prompt.cached_tokens = len(request.prompt) - request.expected_tokens
         self._prompts[request.request_id] = prompt
         self._queue.add(prompt)

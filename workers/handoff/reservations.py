@@ -88,10 +88,12 @@ class Reservations:
         """Also of those that drain."""
         return [*self._requests, *(request.request_id for request in self._draining.values())]
 
-    def prepare(self, request_id: str, token_ids: Int64Array, max_tokens: int, writer_pe: int) -> Reservation:
+    def prepare(
+        self, request_id: str, token_ids: Int64Array, max_tokens: int, writer_pe: int, salt: bytes = b""
+    ) -> Reservation:
         """Sets pages aside for a prompt that writer_pe will send and for its growth. Idempotent by request_id.
 
-        Raises NoRoom, which leaves nothing behind, and InvalidCall.
+        salt: see PagedKVCache.match_prefix. Raises NoRoom, which leaves nothing behind, and InvalidCall.
         """
         if request_id in self._offers:
             return self._offers[request_id]
@@ -112,7 +114,7 @@ class Reservations:
             )
         if len(self._requests) + len(self._draining) >= self._max_sequences:
             raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
-        request = self._reserve(request_id, token_ids, max_tokens, (capacity, longest), writer_pe)
+        request = self._reserve(request_id, token_ids, max_tokens, (capacity, longest), writer_pe, salt)
         self._requests[request_id] = request
         self._offers[request_id] = self._offer(request, max(pages), writer_pe)
         self._leases[request_id] = Lease(self._lease_seconds, self._clock)
@@ -213,13 +215,19 @@ class Reservations:
             self._settle(self._draining.pop(recall))
 
     def _reserve(
-        self, request_id: str, token_ids: Int64Array, max_tokens: int, reach: tuple[int, int], writer_pe: int
+        self,
+        request_id: str,
+        token_ids: Int64Array,
+        max_tokens: int,
+        reach: tuple[int, int],
+        writer_pe: int,
+        salt: bytes,
     ) -> DecodeRequest:
         """reach: how long the sequence may become, and the longest append of one forward."""
         cache, sequence_id, own_pe = self._cache, self._ids.take(), self._transport.pe
         cache.add_sequence(sequence_id)
         try:
-            matched = cache.match_prefix(sequence_id, token_ids) if self._sharing else 0
+            matched = cache.match_prefix(sequence_id, token_ids, salt) if self._sharing else 0
             cache.reserve(sequence_id, *reach)
             if writer_pe > own_pe and not cache.has_room(cache.max_sequence_length, self._max_batch_tokens):
                 raise NoRoom(f"no room for request {request_id!r}: what is left is for a prompt of a peer")
@@ -237,6 +245,7 @@ class Reservations:
             expected_tokens=len(token_ids) - matched,
             max_tokens=max_tokens,
             received=signal is None,
+            salt=salt,
         )
 
     def _offer(self, request: DecodeRequest, pages: int, writer_pe: int) -> Reservation:

@@ -83,7 +83,7 @@ class Prefills:
 
     # Commands
 
-    def speculate(self, request_id: str, token_ids: Int64Array) -> "Future[FirstToken] | None":
+    def speculate(self, request_id: str, token_ids: Int64Array, salt: bytes = b"") -> "Future[FirstToken] | None":
         """Prefills a prompt that submit() is to come for. abort() or its lease end it where no room is found for it.
 
         Launches its first forward where there is nothing else to do; its first token is in the future once it is
@@ -97,7 +97,7 @@ class Prefills:
             or len(scheduler.rows)
         ):
             return None
-        return self._speculative.take(request_id, token_ids)
+        return self._speculative.take(request_id, token_ids, salt)
 
     def submit(
         self,
@@ -105,6 +105,7 @@ class Prefills:
         token_ids: Sequence[int] | Int64Array,
         params: SamplingParams,
         reservation: Reservation,
+        salt: bytes = b"",
     ) -> "Future[PrefillResult]":
         """Queues a prompt; the future ends when its first token is sampled and all its KV is at the receiver.
 
@@ -126,9 +127,10 @@ class Prefills:
             position_map,
             lease,
             destination=self._handoff,
+            salt=salt,
         )
         self._handoff.begin(request)
-        speculative = self._speculative.claim(request_id, prompt)
+        speculative = self._speculative.claim(request_id, prompt, salt)
         if speculative is not None:
             request.take_over(speculative)
         self._scheduler.add(request)
@@ -258,7 +260,8 @@ class Prefills:
         cache = self._cache
         cache.add_sequence(request.sequence_id)
         if self._sharing:
-            request.cached_tokens = request.computed = cache.match_prefix(request.sequence_id, request.token_ids)
+            matched = cache.match_prefix(request.sequence_id, request.token_ids, request.salt)
+            request.cached_tokens = request.computed = matched
         cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
         request.started = time.perf_counter()
 
@@ -285,7 +288,7 @@ class Prefills:
         """
         if self._sharing:  # while the device computes: a reader of these pages is launched after it
             for prompt in prompts:
-                self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids)
+                self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids, prompt.salt)
         tokens, pending = self._runner.sample_async(
             logits,
             SampleBatch.from_params([prompt.params for prompt in prompts]),

@@ -26,6 +26,7 @@ class DecodeRequest:
     received: bool = False  # no peer's write can come any more
     ended: bool = False  # a step launched before may still have a row for it, which is then ignored
     output: list[int] = field(default_factory=list)
+    salt: bytes = b""  # of the prefixes that it shares
 
     @property
     def is_local(self) -> bool:

@@ -48,6 +48,7 @@ class SpeculativePrompt:
     logits: Tensor | None = None  # [1, vocab], behind the last token, where the forward reaches so far
     first_token: "Future[FirstToken]" = field(default_factory=Future)  # never ends where the prompt is dropped
     started: float = field(default_factory=time.perf_counter)
+    salt: bytes = b""  # of the prefixes that it shares
 
 
 @dataclass(eq=False)

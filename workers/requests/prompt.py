@@ -41,6 +41,7 @@ class Prompt:
     token_ids: Int64Array
     params: SamplingParams
     destination: Destination[Any] = field(kw_only=True, repr=False)
+    salt: bytes = field(default=b"", kw_only=True)  # of the prefixes that it shares
     computed: int = field(default=0, kw_only=True)  # positions stored once the forwards launched so far are done
     cached_tokens: int = field(default=0, kw_only=True)  # found in the prefix index
     logits: Tensor | None = field(default=None, kw_only=True)  # [1, vocab], where all was launched speculatively

@@ -38,6 +38,11 @@ class Batch(NamedTuple):
         return sum(chunk.length for chunk in self.chunks)
 
     @property
+    def ends_prompt(self) -> bool:
+        """Whether a chunk is the last one of its prompt. Before the batch is computed."""
+        return any(chunk.request.computed + chunk.length == chunk.request.num_tokens for chunk in self.chunks)
+
+    @property
     def num_tokens(self) -> int:
         """New tokens that the step stores."""
         rows = 0 if self.decodes is None else len(self.decodes.sequence_ids)

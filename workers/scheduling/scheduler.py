@@ -69,6 +69,11 @@ class Scheduler:
         """Prompts with room."""
         return len(self._running)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts: those that are not yet computed."""
+        return sum(request.num_tokens - request.computed for request in (*self._waiting, *self._running))
+
     def next_batch(self) -> Batch:
         """What the next step computes; calling it again without a change in between gives the same."""
         decodes = self.rows.next_step()

@@ -22,7 +22,8 @@ from tandem.workers.requests.first_token import FirstTokens
 from tandem.workers.requests.prefill_request import PrefillResult
 from tandem.workers.requests.token_stream import Tokens, TokenStream
 from tandem.workers.sampling.finish import FinishReason
-from tandem.workers.service.call_checks import check_prompt, check_request_id, check_sampling
+from tandem.workers.service.call_checks import check_prompt, check_request_id, check_salt, check_sampling
+from tandem.workers.service.reports import Reports
 from tandem.workers.service.status import outcome, refuse
 from tandem.workers.step_loop import StepLoop
 from tandem.workers.step_thread import StepThread
@@ -89,6 +90,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         known = [await outcome(context, answer) for answer in answers]
         return worker_pb2.AbortResponse(known=any(known))
 
+    async def Watch(self, request: worker_pb2.WatchRequest, context: Context) -> None:
+        reports = Reports(self._loop, self._cache)
+        while True:
+            for report in await self._on_step_thread(context, request.epoch, reports.take):
+                await context.write(report)
+            await reports.due()
+
     # Prefill
 
     async def Announce(self, request_iterator: AsyncIterable[worker_pb2.AnnounceRequest], context: Context) -> None:
@@ -97,7 +105,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
         def announce(request: worker_pb2.AnnounceRequest) -> None:
             prompt = self._check_prompt(request.request_id, request.prompt, 1)
-            future = prefills.speculate(request.request_id, prompt)
+            future = prefills.speculate(request.request_id, prompt, check_salt(request.salt))
             if future is not None:
                 sampled.expect(request.request_id, future)
 
@@ -119,7 +127,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             prompt = self._check_prompt(request.request_id, request.prompt, 1)
             params = check_sampling(request.sampling, self._vocab_size)
             reservation = reservation_from_proto(request.reservation, self._config.token)
-            future = prefills.submit(request.request_id, prompt, params, reservation)
+            future = prefills.submit(request.request_id, prompt, params, reservation, check_salt(request.salt))
             lease = prefills.attend(request.request_id)
             attended.extend([] if lease is None else [lease])
             return future
@@ -142,7 +150,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
         def prepare() -> Reservation:
             prompt = self._check_prompt(request.request_id, request.prompt, request.max_tokens)
-            return decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe)
+            salt = check_salt(request.salt)
+            return decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe, salt)
 
         reservation = await self._on_step_thread(context, request.epoch, prepare)
         return reservation_to_proto(reservation, self._config.token)

@@ -156,8 +156,8 @@ def pages_are_not_held_for_writers(patch: pytest.MonkeyPatch) -> None:
 def a_prefix_is_shared_before_it_landed(patch: pytest.MonkeyPatch) -> None:
     reserve = Reservations._reserve
 
-    def reserved(self: Reservations, request_id: str, token_ids: Any, max_tokens: int, capacity: int) -> Any:
-        request = reserve(self, request_id, token_ids, max_tokens, capacity)
+    def reserved(self: Reservations, request_id: str, token_ids: Any, *rest: Any) -> Any:
+        request = reserve(self, request_id, token_ids, *rest)
         cache = self._cache
         position_map = cache.prepare_receive(request.sequence_id, request.expected_tokens)
         pages = cache._table.held_pages(cache._table.row(request.sequence_id), 0, len(token_ids))

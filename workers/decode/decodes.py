@@ -140,11 +140,11 @@ class Decodes:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._reservations) - len(self._rows) - len(self._local)
+        return len(self._reservations) - self.num_running - len(self._local)
 
     @property
     def num_running(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + len(self._joining)
 
     # Steps
 

@@ -48,6 +48,7 @@ class StepLoop:
         self.counters = counters = Counters()
         self.scheduler = scheduler = Scheduler(settings.max_batch_tokens, settings.token_seconds)
         ids, retired = SequenceIds(), RetiredSequences(cache, runner.mark)
+        self._retired = retired
         handoff = Handoff(cache, retired, transport, counters, settings, clock)
         speculative = SpeculativePrefill(runner, cache, retired, ids, settings, clock)
         reservations = Reservations(cache, transport, counters, ids, settings, clock)
@@ -79,6 +80,10 @@ class StepLoop:
         self.decodes.release(prefix, writer_quiet)
         return self.prefills.release(prefix)
 
+    def windows_past(self) -> "Future[None] | None":
+        """See RetiredSequences.windows_past."""
+        return self._retired.windows_past()
+
     @property
     def num_waiting(self) -> int:
         return self.prefills.num_waiting + self.decodes.num_waiting
@@ -96,7 +101,7 @@ class StepLoop:
             return decodes.read()
         prefills.upkeep()
         upkeep_again = decodes.upkeep()
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.next_batch(prompts=not prefills.is_ahead)
         wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts are what may wait
         prefill_wait = prefills.compute(batch, beside=decodes.is_busy)
         if batch.chunks:

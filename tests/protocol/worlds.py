@@ -25,5 +25,8 @@ WORLDS: dict[str, tuple[Limits, Shape]] = {
         Shape(num_pages=4, max_tokens=2, overlapped=True, longest=3),
     ),
     "both ways": (Limits(requests=2, streams_end=True, routes=((0, 1), (1, 0))), Shape(num_pages=6, longest=3)),
+    "recalls both ways": (
+        Limits(requests=2, sends=0, streams_end=True, routes=((0, 1), (1, 0))), Shape(num_pages=6, longest=3)
+    ),
     "sharing": (Limits(requests=2, alike=True), Shape(num_pages=6, sharing=True)),
 }

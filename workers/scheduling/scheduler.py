@@ -69,10 +69,13 @@ class Scheduler:
         """Prompts with room."""
         return len(self._running)
 
-    def next_batch(self) -> Batch:
-        """What the next step computes; calling it again without a change in between gives the same."""
+    def next_batch(self, *, prompts: bool = True) -> Batch:
+        """What the next step computes; calling it again without a change in between gives the same.
+
+        prompts: whether the device has room for chunks behind those that were launched.
+        """
         decodes = self.rows.next_step()
-        if not self._running:
+        if not self._running or not prompts:
             return Batch(decodes=decodes)
         launched = tuple(request for request in self._running if request.computed == request.num_tokens)
         alone = len(self._running) - len(launched) == 1 and not self._waiting

@@ -149,13 +149,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.Reservation:
         decodes = self._loop.decodes
 
-        def prepare() -> Reservation:
+        def prepare() -> tuple[Reservation, Future[None] | None]:
             check_request_id(request.request_id)
             prompt = check_prompt(request.prompt, self._vocab_size)
             check_length(len(prompt), request.max_tokens, self._config.max_model_len)
-            return decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe)
+            reservation = decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe)
+            return reservation, self._loop.windows_past()
 
-        reservation = await self._on_step_thread(context, request.epoch, prepare)
+        reservation, past = await self._on_step_thread(context, request.epoch, prepare)
+        if past is not None:
+            await outcome(context, past)
         return reservation_to_proto(reservation, self._config.token)
 
     async def StartGenerate(self, request: worker_pb2.StartGenerateRequest, context: Context) -> None:

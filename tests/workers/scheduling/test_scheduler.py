@@ -230,3 +230,14 @@ def test_a_step_keeps_its_arrays_when_rows_come_and_go() -> None:
     assert rows.next_step() is None
     assert in_flight.requests == [short, long]
     assert (step.sequence_ids, step.positions.tolist()) == ((1, 2), [4, 4])
+
+
+def test_chunks_are_bounded_beside_rows_only() -> None:
+    scheduler = Scheduler(max_batch_tokens=1000, token_seconds=1.0)
+    scheduler.add(waiting := prompt(9, 900))
+    assert list(scheduler.admitted(lambda request: True)) == [waiting]
+    assert scheduler.next_batch().chunks == ((waiting, 900),)
+    scheduler.rows.join([sequence(1, 9)])
+    assert scheduler.next_batch().chunks == ((waiting, scheduler.pace.chunk_tokens),)
+    assert scheduler.next_batch(prompts=False).chunks == ()
+    assert scheduler.next_batch(prompts=False).decodes is not None

@@ -52,9 +52,7 @@ class StepLoop:
         handoff = Handoff(cache, retired, transport, counters, settings, clock)
         speculative = SpeculativePrefill(runner, cache, retired, ids, settings, clock)
         reservations = Reservations(cache, transport, counters, ids, settings, clock)
-        self.prefills = Prefills(
-            runner, cache, scheduler, handoff, speculative, retired, ends.meter, ids, settings
-        )
+        self.prefills = Prefills(runner, cache, scheduler, handoff, speculative, retired, ends.meter, ids, settings)
         self.decodes = Decodes(
             runner,
             cache,

@@ -122,9 +122,7 @@ class CountingModel:
     def has_prompt_graph(self, num_sequences: int, num_tokens: int) -> bool:
         return False
 
-    def prompts(
-        self, sequence_ids: list[int], chunks: list[Int64Array], lengths: list[int], *, push: bool
-    ) -> Step:
+    def prompts(self, sequence_ids: list[int], chunks: list[Int64Array], lengths: list[int], *, push: bool) -> Step:
         appends = np.array([chunk.size for chunk in chunks])
         stored = np.array([self._cache.num_tokens(sequence) for sequence in sequence_ids])
         plan = self._cache.begin_forward(sequence_ids, appends, lengths, push=push)
@@ -225,6 +223,7 @@ class SmallIsland:
             StepLoop(model, cache, transport, settings, ends, clock)  # type: ignore[arg-type]
             for model, cache, transport in zip(self.devices, self.caches, self.transports, strict=True)
         ]
+
     def start(self, pe: int, request_id: str, reservation: Reservation, stream: Stream) -> None:
         """StartGenerate."""
         wanted = params(self._max_tokens)

@@ -80,7 +80,11 @@ class Known:
     @property
     def writer_is_quiet(self) -> bool:
         """Whether the gateway may say so: the sender did, or has not heard of the request and never will."""
-        return self.is_local or self.nobody_sends or any(answer.done() and not answer.exception() for answer in self.aborts)
+        return (
+            self.is_local
+            or self.nobody_sends
+            or any(answer.done() and not answer.exception() for answer in self.aborts)
+        )
 
 
 Action = tuple[str, int]

@@ -26,7 +26,8 @@ WORLDS: dict[str, tuple[Limits, Shape]] = {
     ),
     "both ways": (Limits(requests=2, streams_end=True, routes=((0, 1), (1, 0))), Shape(num_pages=6, longest=3)),
     "recalls both ways": (
-        Limits(requests=2, sends=0, streams_end=True, routes=((0, 1), (1, 0))), Shape(num_pages=6, longest=3)
+        Limits(requests=2, sends=0, streams_end=True, routes=((0, 1), (1, 0))),
+        Shape(num_pages=6, longest=3),
     ),
     "sharing": (Limits(requests=2, alike=True), Shape(num_pages=6, sharing=True)),
 }

@@ -71,7 +71,14 @@ class Gateway:
         self.open.append(asked)
 
     def go_on(self, asked: Asked) -> None:
-        calls: list[Callable[[Asked], None]] = [self._start, self._send, self._start, self._send, self._drop, self._abort]
+        calls: list[Callable[[Asked], None]] = [
+            self._start,
+            self._send,
+            self._start,
+            self._send,
+            self._drop,
+            self._abort,
+        ]
         weights = (8, 8, 8, 8, 1, 1)
         with suppress(Stale, InvalidCall, Aborted):
             self.random.choices(calls, weights)[0](asked)
@@ -217,17 +224,18 @@ def test_a_prefix_is_shared_as_soon_as_its_prompt_is_computed(folder: Path) -> N
 def test_workers_that_wait_for_each_other_have_room_for_a_prompt(folder: Path) -> None:
     """Else each holds all its pages for prompts that the other has no page to compute."""
     pair, prompt = LoopPair(folder, num_pages=40), PROMPTS[4]  # 32 are for the longest prompt
-    upwards = downwards = 0
-    with pytest.raises(NoRoom):
-        while True:
-            pair.loops[1].decodes.prepare(f"up {upwards}", prompt, OUTPUT, 0)
-            upwards += 1
+
+    def reserve(name: str, sender: int, receiver: int) -> None:
+        pair.loops[receiver].decodes.prepare(name, prompt, OUTPUT, sender)
+
+    for number in range(6):
+        reserve(f"up {number}", 0, 1)
+    with pytest.raises(NoRoom, match="no room"):
+        reserve("up", 0, 1)
+    reserve("down 0", 1, 0)
     with pytest.raises(NoRoom, match="for a prompt of a peer"):
-        while True:
-            pair.loops[0].decodes.prepare(f"down {downwards}", prompt, OUTPUT, 1)
-            downwards += 1
-    assert (upwards, downwards) == (6, 1)
-    pair.loops[0].decodes.prepare("its own", prompt, OUTPUT, 0)  # waits for nobody
+        reserve("down", 1, 0)
+    reserve("its own", 0, 0)  # waits for nobody
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])

@@ -10,7 +10,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
-from tandem.workers.errors import CorruptKV, ForwardFailed
+from tandem.workers.errors import CorruptKV, ForwardFailed, WorkerError
 from tandem.workers.handoff.reservations import Reservations, received_tokens
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.first_token import FirstToken
@@ -134,7 +134,7 @@ class Decodes:
         else:
             self._end(request, writer_quiet=True)
 
-    def failed(self, request: DecodeRequest, error: Exception) -> None:
+    def failed(self, request: DecodeRequest, error: ForwardFailed) -> None:
         """The forward of its prompt failed."""
         self._fail(request, error)
 
@@ -329,7 +329,7 @@ class Decodes:
             self._fail(request, ForwardFailed(f"decode of {request.request_id!r} failed: {error}"))
         return 0
 
-    def _fail(self, request: DecodeRequest, error: Exception) -> None:
+    def _fail(self, request: DecodeRequest, error: WorkerError) -> None:
         if request.token_stream is not None:
             self._fanout.fail(request.token_stream, error)
         self._end(request, writer_quiet=True)

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tandem.workers.errors import ForwardFailed
 from tandem.workers.requests.decode_request import DecodeRequest, LocalPrompt
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.token_stream import Prefilled
@@ -24,7 +25,7 @@ class Begun(Protocol):
 
     def begun(self, request: DecodeRequest, first: FirstToken, prefilled: Prefilled) -> None: ...
 
-    def failed(self, request: DecodeRequest, error: Exception) -> None: ...
+    def failed(self, request: DecodeRequest, error: ForwardFailed) -> None: ...
 
 
 class LocalPrompts:
@@ -40,9 +41,7 @@ class LocalPrompts:
 
     def start(self, request: DecodeRequest, params: SamplingParams) -> None:
         """Queues the prompt; what the reservation found in the prefix index is not computed again."""
-        prompt = LocalPrompt(
-            request.request_id, request.sequence_id, request.prompt, params, request, destination=self
-        )
+        prompt = LocalPrompt(request.request_id, request.sequence_id, request.prompt, params, request, destination=self)
         prompt.computed = prompt.cached_tokens = len(request.prompt) - request.expected_tokens
         self._prompts[request.request_id] = prompt
         self._queue.add(prompt)
@@ -65,6 +64,6 @@ class LocalPrompts:
         prefilled = Prefilled(prompt.cached_tokens, prompt.started - prompt.arrived, seconds)
         self._decodes.begun(prompt.request, first, prefilled)
 
-    def fail(self, prompt: LocalPrompt, error: Exception) -> None:
+    def fail(self, prompt: LocalPrompt, error: ForwardFailed) -> None:
         """See Destination. Its request ends, which withdraws the prompt."""
         self._decodes.failed(prompt.request, error)

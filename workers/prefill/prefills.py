@@ -92,7 +92,12 @@ class Prefills:
         sampled. One prompt at a time: another is not heeded, nor is one that has ended or came before: None.
         """
         scheduler = self._scheduler
-        if not self._handoff.is_new(request_id) or scheduler.num_waiting or scheduler.num_running or len(scheduler.rows):
+        if (
+            not self._handoff.is_new(request_id)
+            or scheduler.num_waiting
+            or scheduler.num_running
+            or len(scheduler.rows)
+        ):
             return None
         return self._speculative.take(request_id, token_ids)
 

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may have beside decode rows, so that these do not wait too long for their next token."""
+"""How many prompt tokens a step may have beside decode rows, which wait no longer than they may."""
 
 LEAST_CHUNK = 64  # tokens; a forward of fewer takes a GPU about as long
 SMOOTHING = 0.2  # the weight of the latest step in step_seconds

@@ -177,7 +177,9 @@ def test_chunks_do_not_run_far_ahead_of_what_is_awaited(bench: Bench) -> None:
     runner = runner_of(bench)
     runner.chunks_done = 0
     reservation = bench.decodes.prepare("awaited", [1] * PROMPT, 2, writer_pe=0)
-    bench.decodes.start("awaited", reservation.reservation_id, SamplingParams(max_tokens=2, temperature=0), TokenStream())
+    bench.decodes.start(
+        "awaited", reservation.reservation_id, SamplingParams(max_tokens=2, temperature=0), TokenStream()
+    )
     start_own(bench, "own", prompt_tokens=50, max_tokens=2)
     for _ in range(10):
         bench.loop.step()
@@ -214,7 +216,7 @@ def test_the_scheduler_hears_what_steps_took_and_what_ran_before_them() -> None:
     """Tokens of a step come behind the chunks that were launched before it."""
     ticks, told = iter(range(1000)), list[tuple[float, int]]()
     bench = Bench(runner=PromptRunner, max_batch_tokens=8, clock=lambda: next(ticks) / 10)
-    bench.loop.scheduler.pace.measured = lambda seconds, tokens: told.append((seconds, tokens))
+    bench.loop.scheduler.pace.measured = lambda seconds, prompt_tokens: told.append((seconds, prompt_tokens))
     _, row = bench.start("row", max_tokens=9)
     bench.loop.step()
     start_own(bench, "own", prompt_tokens=10, max_tokens=1)

@@ -12,6 +12,7 @@ from tandem.transfer.completion import Signal
 from tandem.transfer.wire_map import WireMap
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.prefill_request import PrefillRequest
+from tandem.workers.requests.prompt import Prompt
 from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.pending_samples import Samples
@@ -88,7 +89,7 @@ class Worker:
             self.scheduler.remove(gone)
             self.prompts.remove(gone)
 
-    def has_room(self, request: PrefillRequest) -> bool:
+    def has_room(self, request: Prompt) -> bool:
         return self._in_use() + request.num_tokens <= self.room
 
     def _in_use(self) -> int:

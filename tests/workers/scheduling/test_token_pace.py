@@ -19,9 +19,7 @@ def settle(pace: TokenPace, step: float, fixed: float, per_token: float, steps: 
     return seconds
 
 
-@given(
-    step=st.floats(0.001, 0.01), fixed=st.floats(0, 0.003), rate=st.floats(20_000, 200_000), alone=st.booleans()
-)
+@given(step=st.floats(0.001, 0.01), fixed=st.floats(0, 0.003), rate=st.floats(20_000, 200_000), alone=st.booleans())
 def test_a_step_comes_to_take_what_it_may(step: float, fixed: float, rate: float, alone: bool) -> None:
     pace = TokenPace(0.015, MOST)
     if alone:  # else it never sees a step without a chunk

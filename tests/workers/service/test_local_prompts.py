@@ -59,7 +59,9 @@ def start(worker: Stub, request_id: str, reservation: worker_pb2.Reservation, **
     return worker.StartGenerate(request, timeout=30)
 
 
-def generate(pair: Pair, request_id: str, prompt: Sequence[int] = PROMPT, max_tokens: int = 4, **sampling: Any) -> Answer:
+def generate(
+    pair: Pair, request_id: str, prompt: Sequence[int] = PROMPT, max_tokens: int = 4, **sampling: Any
+) -> Answer:
     """On the decode worker alone."""
     reservation = reserve(pair.decode, DECODE_PE, request_id, prompt, max_tokens)
     return Answer.of(start(pair.decode, request_id, reservation, max_tokens=max_tokens, **sampling))

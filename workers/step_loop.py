@@ -56,12 +56,11 @@ class StepLoop:
         self.decodes = Decodes(
             runner,
             cache,
-            scheduler.rows,
+            scheduler,
             reservations,
             ends.fanout,
             ends.threads,
             self.prefills,
-            scheduler.pace,
             settings,
             clock,
         )

@@ -238,6 +238,21 @@ def test_workers_that_wait_for_each_other_have_room_for_a_prompt(folder: Path) -
     reserve("its own", 0, 0)  # waits for nobody
 
 
+def test_a_prompt_of_a_peer_that_waits_for_room_is_not_overtaken(folder: Path) -> None:
+    pair = LoopPair(folder, num_pages=12)
+    held = pair.loops[0].decodes.prepare("held", PROMPTS[4], 24, 0)  # 8 pages of the worker that is to compute
+    waits = ask(pair, "waits", PROMPTS[7], (0, 1))
+    pair.step_prefill()
+    with pytest.raises(NoRoom, match="prompts of peers wait"):
+        pair.loops[0].decodes.prepare("later", PROMPTS[0], OUTPUT, 0)
+    assert pair.loops[0].decodes.prepare("held", PROMPTS[4], 24, 0) == held
+    pair.loops[0].abort("held", True)
+    pair.run_prefill()
+    pair.run_decode()
+    assert pair.fanout.ended[id(waits)] == FinishReason.LENGTH
+    pair.loops[0].decodes.prepare("later", PROMPTS[0], OUTPUT, 0)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
 def test_an_abort_at_any_step_frees_all(folder: Path, expected: list[list[int]], steps: int) -> None:
     pair = LoopPair(folder)

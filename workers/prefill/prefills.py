@@ -197,7 +197,7 @@ class Prefills:
         self._retired.settle()
         self.poll()
         self._handoff.upkeep(self._stop)
-        for request in self._scheduler.admitted(self._has_room):
+        for request in self._scheduler.admitted(self._has_room) if self._scheduler.num_waiting else ():
             self._attempt([request], lambda request=request: self._begin(request))
 
     def poll(self) -> None:

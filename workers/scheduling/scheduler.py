@@ -29,6 +29,7 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._waiting: deque[Prompt] = deque()
         self._running: list[Prompt] = []
+        self._asked_in_vain: Prompt | None = None
 
     def add(self, request: Prompt) -> None:
         """Queues a prompt. One that has its room runs at once."""
@@ -46,6 +47,12 @@ class Scheduler:
             request = self._waiting.popleft()
             self._running.append(request)
             yield request
+        self._asked_in_vain = self._waiting[0] if self._waiting else None
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether the first waiting prompt has found none: what becomes free is for it."""
+        return self._asked_in_vain is not None and self._asked_in_vain in self._waiting
 
     def is_waiting(self, request: Prompt) -> bool:
         return request in self._waiting

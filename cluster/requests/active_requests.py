@@ -11,11 +11,14 @@ from tandem.cluster.requests.generation import Generation
 from tandem.cluster.requests.replay import Replay
 from tandem.cluster.requests.validation import RequestValidator, ValidRequest
 from tandem.cluster.routing.router import Router
+from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 
 MESSAGES_A_ROUND = 16  # each takes up to a tenth of a millisecond
 UNREAD_SECONDS = 0.1  # behind the deadline
+LEAST_TOKENS_LEFT = 16  # of a request that is moved
+MOST_MOVES = 4  # of a request
 LONG_TEXT = 4096  # characters; shorter ones take less than a thread does
 
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
@@ -45,6 +48,7 @@ class ActiveRequests:
         self._request_seconds = request_seconds
         self._turns = FairTurns(MESSAGES_A_ROUND)
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._generations: dict[str, Generation] = {}
 
     @property
     def running(self) -> int:
@@ -74,6 +78,7 @@ class ActiveRequests:
         self._make_way(valid)
         # In a task of its own: a later call of the same id can end it, and this call still answers its client.
         work = self._running[valid.request_id] = asyncio.ensure_future(self._run(generation, client, write, deadline))
+        self._generations[valid.request_id] = generation
         try:
             await work
         except WorkerCallError as error:
@@ -87,7 +92,24 @@ class ActiveRequests:
             raise Superseded(f"a later call has taken request_id {valid.request_id!r} over") from None
         finally:
             if self._running.get(valid.request_id) is work:
-                del self._running[valid.request_id]
+                del self._running[valid.request_id], self._generations[valid.request_id]
+
+    def move(self, source: WorkerLink, target: WorkerLink, count: int) -> int:
+        """Lets up to `count` requests that `source` decodes go on at `target`: those with most tokens left.
+
+        How many there were. One with few tokens left stays, and so does one that was moved often.
+        """
+        movable = [
+            generation
+            for generation in self._generations.values()
+            if generation.decoded_by is source
+            and generation.max_tokens_left >= LEAST_TOKENS_LEFT
+            and generation.num_moves < MOST_MOVES
+        ]
+        movable.sort(key=lambda generation: -generation.max_tokens_left)
+        for generation in movable[:count]:
+            generation.move(target)
+        return len(movable[:count])
 
     def _make_way(self, valid: ValidRequest) -> None:
         """A call that resumes a request ends the one that runs. That one's client has gone, perhaps unnoticed."""
@@ -96,7 +118,7 @@ class ActiveRequests:
             return
         if not valid.resumes:
             raise InvalidRequest(f"request_id {valid.request_id!r} is in use by a request that still runs")
-        del self._running[valid.request_id]
+        del self._running[valid.request_id], self._generations[valid.request_id]
         work.cancel()
 
     async def _validate(self, request: inference_pb2.GenerateRequest, open_ended: int | None) -> ValidRequest:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from tandem.cluster.errors import PlacementLost, WorkerCallError
+from tandem.cluster.routing.policy import WorkerLoad
 from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.routing.token_feed import TokenFeed
 from tandem.cluster.routing.token_inbox import TokenInbox
@@ -48,8 +49,9 @@ class WorkerLink:
         self.role, self.pe, self.epoch = worker.role, worker.pe, epoch
         self.load = 0
         """Tokens that this gateway has placed on the worker and not yet taken back."""
-        self.awaited: set[str] = set()
-        """Requests whose first token a prefill worker has yet to give."""
+        self.report = worker_pb2.WorkerReport()
+        """The worker's own figures, the latest ones."""
+        self._prompts: dict[str, int] = {}  # tokens of requests whose first token the worker has yet to give
         self._address = worker.address
         self._name = f"{worker.role} worker (PE {worker.pe}, epoch {epoch})"
         self._channel = grpc.aio.insecure_channel(worker.address, options=options)
@@ -62,6 +64,34 @@ class WorkerLink:
     def reachable(self) -> bool:
         """False for a moment after a call has failed. This hint comes sooner than the supervisor's word."""
         return time.monotonic() >= self._avoid_until
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether this gateway awaits a first token from the worker."""
+        return bool(self._prompts)
+
+    def expect_prompt(self, request_id: str, num_tokens: int) -> None:
+        """The worker is to compute this prompt."""
+        self._prompts[request_id] = num_tokens
+
+    def forget_prompt(self, request_id: str) -> None:
+        """Its first token is there, or will not come. Idempotent."""
+        self._prompts.pop(request_id, None)
+
+    def worker_load(self, island: str) -> WorkerLoad:
+        """What routing policies see. Other gateways' prompts are in the report only, the newest ones not in it yet."""
+        report = self.report
+        return WorkerLoad(
+            island=island,
+            pe=self.pe,
+            role=self.role,
+            load=self.load,
+            reachable=self.reachable,
+            prompt_tokens=max(sum(self._prompts.values()), report.prompt_tokens),
+            rows=report.rows,
+            token_seconds=report.token_seconds,
+            prompt_rate=report.prompt_tokens_per_second,
+        )
 
     def avoid(self) -> None:
         """The worker gets no new requests for a moment."""

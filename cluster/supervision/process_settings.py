@@ -63,6 +63,7 @@ def worker_configs(
             threads_alone=threads_alone(config) if role == Role.DECODE else None,
             max_stream_messages_per_second=stream_messages_per_second(config),
             token_seconds=token_seconds(config),
+            adaptive=is_adaptive(config),
         )
         for pe, role in enumerate(roles)
     ]
@@ -73,6 +74,11 @@ def stream_messages_per_second(config: ClusterConfig) -> float:
     return config.scheduler.stream_messages_per_second or (
         CPU_MESSAGES_PER_SECOND if config.island.device == "cpu" else math.inf
     )
+
+
+def is_adaptive(config: ClusterConfig) -> bool:
+    """Whether any worker may be asked for anything."""
+    return config.scheduler.roles == "adaptive"
 
 
 def token_seconds(config: ClusterConfig) -> float | None:
@@ -131,6 +137,7 @@ def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) 
         host=config.gateway.host,
         port=config.gateway.port,
         http_port=config.gateway.http_port,
+        token_seconds=(config.scheduler.token_seconds or GPU_TOKEN_SECONDS) if is_adaptive(config) else None,
         routing_policy=config.gateway.routing_policy,
         max_queued=config.gateway.max_queued,
         max_queued_tokens=config.gateway.max_queued_tokens,
@@ -138,6 +145,7 @@ def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) 
         queue_seconds=config.gateway.queue_seconds,
         request_seconds=config.gateway.request_seconds,
         max_message_bytes=config.gateway.max_message_mib << 20,
+        warm_up=config.island.device == "cuda" if config.gateway.warm_up is None else config.gateway.warm_up,
         max_calls=config.gateway.max_calls,
         security=ServerSecurity(**config.security.model_dump()),
     )

@@ -106,10 +106,10 @@ class CountingModel:
     that are pushed are computed when they are launched, behind all others.
     """
 
-    def __init__(self, cache: PagedKVCache, runs_ahead: bool, findings: list[str]) -> None:
+    def __init__(self, cache: PagedKVCache, overlaps: bool, findings: list[str]) -> None:
         self._cache = cache
         self._findings = findings
-        self.runs_ahead = runs_ahead
+        self.overlaps = overlaps
         self.launched: deque[Step] = deque()
         self._foreseen: tuple[int, ...] | None = None
         self._last = np.empty(0, np.int64)
@@ -129,7 +129,7 @@ class CountingModel:
         last_rows = np.cumsum(appends)[stored + appends == lengths] - 1
         self.launched.append(step := Step(plan, np.concatenate(chunks), None, last_rows))
         self._cache._transmissions.commit(plan.sent, plan.standing)
-        if not self.runs_ahead or self._cache._marks.count:
+        if not self.overlaps or self._cache._marks.count:
             self.drain()
         return step
 
@@ -140,7 +140,7 @@ class CountingModel:
         plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))
         step = Step(plan, tokens, sources, np.arange(tokens.size))
         self.launched.append(step)
-        if not self.runs_ahead:
+        if not self.overlaps:
             self.drain()
         return Drawn(self, step)
 
@@ -231,7 +231,7 @@ class SmallIsland:
 
     def held_for_writers(self, pe: int) -> dict[int, int]:
         """The token that a writer may write into each page of a worker."""
-        reservations, incoming = self.loops[pe].decodes._reservations, self.caches[pe]._receptions._incoming
+        reservations, incoming = self.loops[pe].decodes._reservations, self.caches[pe]._receptions.incoming
         held = {}
         for request in (*reservations._requests.values(), *reservations._draining.values()):
             (pages,) = incoming.get(request.sequence_id, (np.empty(0, np.int32),))

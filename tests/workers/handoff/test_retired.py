@@ -10,10 +10,10 @@ from tandem.workers.handoff.retired import IsPast, RetiredSequences
 class Device:
     """Forwards are done one by one."""
 
-    def __init__(self, has_windows: bool = False) -> None:
+    def __init__(self, drops_past: bool = False) -> None:
         self.launched = self.done = 0
         self.removed: list[int] = []
-        layout = SimpleNamespace(has_windows=has_windows)
+        layout = SimpleNamespace(drops_past=drops_past)
         cache: Any = SimpleNamespace(layout=layout, remove_sequence=self.removed.append)
         self.retired = RetiredSequences(cast(PagedKVCache, cache), self.mark)
 
@@ -46,7 +46,7 @@ def test_a_sequence_goes_at_once_when_nothing_runs() -> None:
 
 
 def test_peers_wait_for_forwards_that_read_pages_behind_a_window() -> None:
-    device = Device(has_windows=True)
+    device = Device(drops_past=True)
     assert device.retired.windows_past() is None
     device.launched = 1
     past = device.retired.windows_past()

@@ -127,10 +127,13 @@ class CountingModel:
         stored = np.array([self._cache.num_tokens(sequence) for sequence in sequence_ids])
         plan = self._cache.begin_forward(sequence_ids, appends, lengths, push=push)
         last_rows = np.cumsum(appends)[stored + appends == lengths] - 1
-        self.launched.append(step := Step(plan, np.concatenate(chunks), None, last_rows))
-        self._cache._transmissions.commit(plan.sent, plan.standing)
-        if not self.overlaps or self._cache._marks.count:
+        step = Step(plan, np.concatenate(chunks), None, last_rows)
+        if self.overlaps and not self._cache._marks.count:
+            self.launched.append(step)
+        else:
             self.drain()
+            step.drawn = self.forward(step.tokens, plan, last_rows)
+            self._cache.end_forward(plan)
         return step
 
     def sample_async(self, logits: Step, batch: object, positions: Int64Array) -> "tuple[Int64Array, Drawn]":

@@ -22,6 +22,7 @@ from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.scheduling.step_meter import StepMeter
+from tandem.workers.scheduling.token_pace import FIRST_RATE
 from tandem.workers.wire.lease import Clock
 
 
@@ -51,6 +52,7 @@ class StepLoop:
         self.meter = StepMeter()
         self.scheduler = scheduler = Scheduler(settings.max_batch_tokens, settings.token_seconds)
         ids, retired = SequenceIds(), RetiredSequences(cache, runner.mark)
+        self._retired = retired
         handoff = Handoff(cache, retired, transport, counters, settings, clock)
         speculative = SpeculativePrefill(runner, cache, retired, ids, settings, clock)
         reservations = Reservations(cache, transport, counters, ids, settings, clock)
@@ -58,12 +60,11 @@ class StepLoop:
         self.decodes = Decodes(
             runner,
             cache,
-            scheduler.rows,
+            scheduler,
             reservations,
             ends.fanout,
             ends.threads,
             self.prefills,
-            scheduler.pace,
             settings,
             clock,
         )
@@ -79,6 +80,10 @@ class StepLoop:
         """Aborts every request whose id begins with `prefix`. The futures end once this worker writes for none."""
         self.decodes.release(prefix, writer_quiet)
         return self.prefills.release(prefix)
+
+    def windows_past(self) -> "Future[None] | None":
+        """See RetiredSequences.windows_past."""
+        return self._retired.windows_past()
 
     @property
     def num_waiting(self) -> int:
@@ -109,7 +114,7 @@ class StepLoop:
             return decodes.read()
         prefills.upkeep()
         upkeep_again = decodes.upkeep()
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.next_batch(prompts=not prefills.is_ahead)
         self.meter.begin(batch)
         prompts = prefills.begin_beside(batch)
         wait = decodes.compute(batch.decodes, upkeep_again, prompts)  # launched first: prompts are what may wait
@@ -120,6 +125,7 @@ class StepLoop:
         prefill_wait = prefills.compute(batch, beside=beside)
         if not beside:
             self.meter.end(batch, waited=ends)
+            self.scheduler.pace.prompt_rate = self.meter.prompt_tokens_per_second or FIRST_RATE
         elif batch.chunks:
             decodes.ran_beside(batch.prompt_tokens)
         if decodes.has_joining:

@@ -78,7 +78,7 @@ def stream_messages_per_second(config: ClusterConfig) -> float:
 
 
 def is_adaptive(config: ClusterConfig) -> bool:
-    """Whether the router decides for each request what a worker does."""
+    """Whether any worker may be asked for anything."""
     return config.scheduler.roles == "adaptive"
 
 

@@ -48,9 +48,9 @@ def step_both(pair: LoopPair) -> int:
     return sum(mixed)
 
 
-def noting(mixed: list[bool], next_batch: Callable[[], Batch]) -> Callable[[], Batch]:
-    def noted() -> Batch:
-        batch = next_batch()
+def noting(mixed: list[bool], next_batch: Callable[..., Batch]) -> Callable[..., Batch]:
+    def noted(**options: bool) -> Batch:
+        batch = next_batch(**options)
         mixed.append(bool(batch.chunks) and batch.decodes is not None)
         return batch
 

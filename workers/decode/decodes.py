@@ -11,7 +11,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
-from tandem.workers.errors import CorruptKV, ForwardFailed
+from tandem.workers.errors import CorruptKV, ForwardFailed, NoRoom, WorkerError
 from tandem.workers.handoff.reservations import Reservations, received_tokens
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.first_token import FirstToken
@@ -23,8 +23,8 @@ from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import DecodeStep
-from tandem.workers.scheduling.decode_rows import DecodeRows, StepInFlight
-from tandem.workers.scheduling.token_pace import TokenPace
+from tandem.workers.scheduling.decode_rows import StepInFlight
+from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.lease import Clock
 from tandem.workers.wire.reservation import Reservation
 
@@ -53,19 +53,19 @@ class Decodes:
         self,
         runner: ModelRunner,
         cache: PagedKVCache,
-        rows: DecodeRows,
+        scheduler: Scheduler,
         reservations: Reservations,
         fanout: TokenFanout,
         threads: KernelThreads,
         queue: PromptQueue,
-        pace: TokenPace,
         settings: LoopSettings,
         clock: Clock,
     ) -> None:
-        """queue: computes this worker's own prompts. pace: is told what steps take."""
+        """queue: computes this worker's own prompts."""
         self._runner = runner
         self._cache = cache
-        self._rows = rows
+        self._scheduler = scheduler
+        self._rows = scheduler.rows
         self._reservations = reservations
         self._fanout = fanout
         self._threads = threads
@@ -74,7 +74,6 @@ class Decodes:
         self._awaiting: list[DecodeRequest] = []
         self._local = LocalPrompts(queue, self)
         self._joining: list[DecodeRequest] = []  # their first token came since the last batch
-        self._pace = pace
         self._clock = clock
         self._delivered: float | None = None  # when the tokens of the last step came; None behind a pause
         self._prompt_tokens = 0  # launched since the last step
@@ -93,7 +92,9 @@ class Decodes:
         writer_pe: int,
         salt: bytes = b"",
     ) -> Reservation:
-        """See Reservations.prepare."""
+        """See Reservations.prepare. NoRoom also while a prompt of a peer waits for room, which is older."""
+        if self._scheduler.lacks_room and self._reservations.get(request_id) is None:
+            raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
         return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe, salt)
 
     def start(self, request_id: str, reservation_id: int, params: SamplingParams, token_stream: TokenStream) -> None:
@@ -142,17 +143,17 @@ class Decodes:
             self._end(request, writer_quiet=True)
         self._fanout.publish([TokenUpdate(request.token_stream, first.token_id, first.logprobs, reason, prefilled)])
 
-    def failed(self, request: DecodeRequest, error: Exception) -> None:
+    def failed(self, request: DecodeRequest, error: ForwardFailed) -> None:
         """The forward of its prompt failed."""
         self._fail(request, error)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._reservations) - len(self._rows) - len(self._local)
+        return len(self._reservations) - self.num_running - len(self._local)
 
     @property
     def num_running(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + len(self._joining)
 
     # Steps
 
@@ -326,7 +327,7 @@ class Decodes:
     def _measure(self, in_flight: StepInFlight) -> None:
         now = self._clock()
         if self._delivered is not None:
-            self._pace.measured(now - self._delivered, in_flight.prompt_tokens)
+            self._scheduler.pace.measured(now - self._delivered, in_flight.prompt_tokens)
         self._delivered = now
 
     def _fail_all(self, error: Exception) -> float:
@@ -347,7 +348,7 @@ class Decodes:
             self._fail(request, ForwardFailed(f"decode of {request.request_id!r} failed: {error}"))
         return 0
 
-    def _fail(self, request: DecodeRequest, error: Exception) -> None:
+    def _fail(self, request: DecodeRequest, error: WorkerError) -> None:
         if request.token_stream is not None:
             self._fanout.fail(request.token_stream, error)
         self._end(request, writer_quiet=True)

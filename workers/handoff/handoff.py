@@ -128,8 +128,9 @@ class Handoff:
     def upkeep(self, stop: Stop) -> None:
         """Stops requests that receivers want back or that nobody waits for, and lets go of those that are quiet."""
         self._heed_recalls(stop)
-        self._stop_expired(stop)
-        self.settle()
+        if self._requests:
+            self._stop_expired(stop)
+            self.settle()
 
     def post(self, request: PrefillRequest, token: Tensor) -> None:
         """The completion signal, behind all writes for the request. It carries the first token.

@@ -16,7 +16,7 @@ from tandem.cache.plan.position_map import PositionMap
 from tandem.workers.config import LoopSettings
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
-from tandem.workers.handoff.retired import RetiredSequences
+from tandem.workers.handoff.retired import IsPast, RetiredSequences
 from tandem.workers.prefill.forwards import PromptForwards
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.001
 SAMPLE_POLL_SECONDS = 0.0001
+MOST_AHEAD = 3  # forwards: one runs, one is behind the step in flight, one behind the next
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,7 @@ class Prefills:
         self._max_batch_tokens = settings.max_batch_tokens
         self._sharing = settings.sharing
         self._sampling: deque[Sampling] = deque()
+        self._ahead: deque[IsPast] = deque()  # of forwards launched beside the decode side's work
 
     # Commands
 
@@ -184,13 +186,20 @@ class Prefills:
 
     # Steps
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether so many forwards are under way that another would keep rows waiting which are yet to come."""
+        while self._ahead and self._ahead[0]():
+            self._ahead.popleft()
+        return len(self._ahead) >= MOST_AHEAD
+
     def upkeep(self) -> None:
         """What comes before a batch: requests that end from outside, and waiting prompts for which there is room."""
         self._speculative.expire()
         self._retired.settle()
         self.poll()
         self._handoff.upkeep(self._stop)
-        for request in self._scheduler.admitted(self._has_room):
+        for request in self._scheduler.admitted(self._has_room) if self._scheduler.num_waiting else ():
             self._attempt([request], lambda request=request: self._begin(request))
 
     def poll(self) -> None:
@@ -228,6 +237,8 @@ class Prefills:
             self._attempt([prompt for prompt, _ in batch.chunks], lambda: self._forward(batch, beside))
         if self._sampling:
             self.poll()
+        if self._ahead and self.is_ahead:
+            return SAMPLE_POLL_SECONDS
         if self._scheduler.num_running or ((batch.chunks or batch.launched) and self._scheduler.num_waiting):
             return 0
         if self._sampling:
@@ -267,7 +278,11 @@ class Prefills:
 
     def _forward(self, batch: Batch, beside: bool) -> None:
         """One chunk of each prompt."""
-        self._end_forward(*self._forwards.launch(batch.chunks, alone=batch.alone), beside=beside)
+        ending, logits = self._forwards.launch(batch.chunks, alone=batch.alone)
+        mark = self._runner.mark() if beside else None
+        if mark is not None:
+            self._ahead.append(mark)
+        self._end_forward(ending, logits, beside=beside)
 
     def _end_forward(self, ending: Sequence[Prompt], logits: Tensor, *, beside: bool) -> None:
         if ending:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.errors import ForwardFailed
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.sampling.sampling_params import SamplingParams
 
@@ -19,15 +20,15 @@ class Destination(Protocol[OfKind]):
     A prompt that leaves its forwards ends in finish() or in fail(), unless its destination has withdrawn it.
     """
 
-    def post(self, prompt: OfKind, token: Tensor) -> None:
+    def post(self, prompt: OfKind, token: Tensor, /) -> None:
         """All of the prompt is launched, and `token`, int64 [] on the device, is sampled behind it."""
         ...
 
-    def finish(self, prompt: OfKind, first: FirstToken) -> None:
+    def finish(self, prompt: OfKind, first: FirstToken, /) -> None:
         """The host has the first token."""
         ...
 
-    def fail(self, prompt: OfKind, error: Exception) -> None:
+    def fail(self, prompt: OfKind, error: ForwardFailed, /) -> None:
         """A forward of the prompt has failed."""
         ...
 

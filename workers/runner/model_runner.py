@@ -115,12 +115,22 @@ class ModelRunner:
         return None if self._graphs is None else self._graphs.step_foreseen(sequence_ids, tokens)
 
     def mark(self) -> Callable[[], bool] | None:
-        """Says whether all that was launched so far is done; None where nothing is under way."""
+        """Says whether all that was launched so far is done; None where nothing is under way.
+
+        What failed is done: those who wait for its results hear of it.
+        """
         if self._model.device.type != "cuda":
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._model.device))
-        return None if event.query() else event.query
+
+        def is_past() -> bool:
+            try:
+                return event.query()
+            except RuntimeError:
+                return True
+
+        return None if is_past() else is_past
 
     def drain(self) -> None:
         """Waits until nothing that was launched is under way; raises what the device reports."""

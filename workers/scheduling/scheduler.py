@@ -29,6 +29,7 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._waiting: deque[Prompt] = deque()
         self._running: list[Prompt] = []
+        self._asked_in_vain: Prompt | None = None
 
     def add(self, request: Prompt) -> None:
         """Queues a prompt. One that has its room runs at once."""
@@ -46,6 +47,12 @@ class Scheduler:
             request = self._waiting.popleft()
             self._running.append(request)
             yield request
+        self._asked_in_vain = self._waiting[0] if self._waiting else None
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether the first waiting prompt has found none: what becomes free is for it."""
+        return self._asked_in_vain is not None and self._asked_in_vain in self._waiting
 
     def is_waiting(self, request: Prompt) -> bool:
         return request in self._waiting
@@ -74,10 +81,13 @@ class Scheduler:
         """Of all prompts: those that are not yet computed."""
         return sum(request.num_tokens - request.computed for request in (*self._waiting, *self._running))
 
-    def next_batch(self) -> Batch:
-        """What the next step computes; calling it again without a change in between gives the same."""
+    def next_batch(self, *, prompts: bool = True) -> Batch:
+        """What the next step computes; calling it again without a change in between gives the same.
+
+        prompts: whether the device has room for chunks behind those that were launched.
+        """
         decodes = self.rows.next_step()
-        if not self._running:
+        if not self._running or not prompts:
             return Batch(decodes=decodes)
         launched = tuple(request for request in self._running if request.computed == request.num_tokens)
         alone = len(self._running) - len(launched) == 1 and not self._waiting

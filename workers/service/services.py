@@ -148,12 +148,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.Reservation:
         decodes = self._loop.decodes
 
-        def prepare() -> Reservation:
+        def prepare() -> tuple[Reservation, Future[None] | None]:
             prompt = self._check_prompt(request.request_id, request.prompt, request.max_tokens)
             salt = check_salt(request.salt)
-            return decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe, salt)
+            reservation = decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe, salt)
+            return reservation, self._loop.windows_past()
 
-        reservation = await self._on_step_thread(context, request.epoch, prepare)
+        reservation, past = await self._on_step_thread(context, request.epoch, prepare)
+        if past is not None:
+            await outcome(context, past)
         return reservation_to_proto(reservation, self._config.token)
 
     async def StartGenerate(self, request: worker_pb2.StartGenerateRequest, context: Context) -> None:

@@ -3,6 +3,7 @@
 The runner here draws scripted tokens from the positions, and says when each step was launched and when it was read.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -131,7 +132,14 @@ class Collector:
 class Bench:
     """One decode worker's loop, whose sender is the test."""
 
-    def __init__(self, max_sequences: int = 8) -> None:
+    def __init__(
+        self,
+        max_sequences: int = 8,
+        runner: type[ScriptedRunner] = ScriptedRunner,
+        clock: Callable[[], float] = time.monotonic,
+        **limits: Any,
+    ) -> None:
+        """limits: more of LoopSettings."""
         self.fabric = FakeFabric(2, LAYOUT, num_pages=NUM_PAGES, num_signals=mailbox_rows(8, 2))
         self._sender, receiver = self.fabric.joined()
         self.receiver: FakeTransport = receiver
@@ -143,10 +151,10 @@ class Bench:
             rope=RopeParameters("none", 4),
             writer=None,
         )
-        self.runner, self.collector = ScriptedRunner(self.cache), Collector()
-        settings = LoopSettings(lease_seconds=60, sharing=False, max_sequences=max_sequences)
+        self.runner, self.collector = runner(self.cache), Collector()
+        settings = LoopSettings(lease_seconds=60, sharing=False, max_sequences=max_sequences, **limits)
         ends = Ends(PushMeter(receiver), cast(TokenFanout, self.collector), KernelThreads(None, 1))
-        self.loop = StepLoop(cast(ModelRunner, self.runner), self.cache, receiver, settings, ends)
+        self.loop = StepLoop(cast(ModelRunner, self.runner), self.cache, receiver, settings, ends, clock)
         self.decodes = self.loop.decodes
 
     def start(self, name: str, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> tuple[Reservation, TokenStream]:

@@ -12,6 +12,7 @@ from tandem.transfer.completion import Signal
 from tandem.transfer.wire_map import WireMap
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.prefill_request import PrefillRequest
+from tandem.workers.requests.prompt import Prompt
 from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.pending_samples import Samples
@@ -88,7 +89,7 @@ class Worker:
             self.scheduler.remove(gone)
             self.prompts.remove(gone)
 
-    def has_room(self, request: PrefillRequest) -> bool:
+    def has_room(self, request: Prompt) -> bool:
         return self._in_use() + request.num_tokens <= self.room
 
     def _in_use(self) -> int:
@@ -230,3 +231,14 @@ def test_a_step_keeps_its_arrays_when_rows_come_and_go() -> None:
     assert rows.next_step() is None
     assert in_flight.requests == [short, long]
     assert (step.sequence_ids, step.positions.tolist()) == ((1, 2), [4, 4])
+
+
+def test_chunks_are_bounded_beside_rows_only() -> None:
+    scheduler = Scheduler(max_batch_tokens=1000, token_seconds=1.0)
+    scheduler.add(waiting := prompt(9, 900))
+    assert list(scheduler.admitted(lambda request: True)) == [waiting]
+    assert scheduler.next_batch().chunks == ((waiting, 900),)
+    scheduler.rows.join([sequence(1, 9)])
+    assert scheduler.next_batch().chunks == ((waiting, scheduler.pace.chunk_tokens),)
+    assert scheduler.next_batch(prompts=False).chunks == ()
+    assert scheduler.next_batch(prompts=False).decodes is not None

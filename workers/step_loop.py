@@ -19,6 +19,9 @@ from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.scheduling.batch import Batch, DecodeStep
+from tandem.workers.scheduling.joint_forward import JointForward, is_joint
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.lease import Clock
 
@@ -46,6 +49,7 @@ class StepLoop:
         clock: Clock = time.monotonic,
     ) -> None:
         self.counters = counters = Counters()
+        self._runner = runner
         self.scheduler = scheduler = Scheduler(settings.max_batch_tokens, settings.token_seconds)
         ids, retired = SequenceIds(), RetiredSequences(cache, runner.mark)
         self._retired = retired
@@ -99,10 +103,25 @@ class StepLoop:
         prefills.upkeep()
         upkeep_again = decodes.upkeep()
         batch = self.scheduler.next_batch(prompts=not prefills.is_ahead)
-        wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts are what may wait
-        prefill_wait = prefills.compute(batch, beside=decodes.is_busy)
-        if batch.chunks:
+        if is_joint(self._runner, batch):
+            wait = prefill_wait = self._compute_jointly(batch)
+        else:
+            wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts are what may wait
+            prefill_wait = prefills.compute(batch, beside=decodes.is_busy)
             decodes.ran_beside(batch.prompt_tokens)
         if decodes.has_joining:
             return 0
         return prefill_wait if wait is None else min(wait, prefill_wait)
+
+    def _compute_jointly(self, batch: Batch) -> float:
+        """Rows and chunks in one forward."""
+        waits: list[float] = []
+
+        def forward(step: DecodeStep) -> PendingSamples:
+            joint = JointForward(self._runner, step)
+            waits.append(self.prefills.compute(batch, beside=True, forward=joint))
+            return joint.samples()
+
+        self.decodes.ran_beside(batch.prompt_tokens)
+        wait = self.decodes.compute(batch.decodes, None, forward)
+        return min([*waits, 0.0 if wait is None else wait])

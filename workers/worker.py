@@ -241,6 +241,8 @@ class Worker:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
         if config.adaptive or config.role == Role.PREFILL:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_prompts(config.max_batch_tokens)))
+        if config.adaptive:
+            await asyncio.wrap_future(self._step_thread.call(runner.capture_steps_with_prompts))
         self._server = grpc.aio.server(
             options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
         )

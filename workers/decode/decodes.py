@@ -1,7 +1,7 @@
 """Sequences that this worker decodes: from their reservation over their prompt's KV to their last token."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -33,6 +33,8 @@ IDLE_POLL_SECONDS = 0.00003  # of awaited KV where a device computes, and leaves
 STEP_POLL_SECONDS = 0.0001
 # While a step computes, so that the event loop has the interpreter for the last one's tokens.
 DELIVERY_SECONDS = 0.00001
+
+StepForward = Callable[[DecodeStep], PendingSamples]
 
 
 class Decodes:
@@ -179,14 +181,19 @@ class Decodes:
         self._threads.use(alone=self.num_waiting == 0)
         return reap_again
 
-    def compute(self, step: DecodeStep | None, upkeep_again: float | None) -> float | None:
-        """Launches a step of all rows, and reads one that is done. How long to wait then: see Steps."""
+    def compute(
+        self, step: DecodeStep | None, upkeep_again: float | None, forward: StepForward | None = None
+    ) -> float | None:
+        """Launches a step of all rows, and reads one that is done. How long to wait then: see Steps.
+
+        forward: launches the step, and more beside it; None: a forward of its own.
+        """
         if step is None and self._next is None:
             self._delivered, self._prompt_tokens = None, 0
             poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
-            launched = None if step is None else self._launch(step)
+            launched = None if step is None else self._launch(step, forward)
             self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
             if self._runner.overlaps:
@@ -265,9 +272,8 @@ class Decodes:
             self._publish_prompts([request])
         return reason
 
-    def _launch(self, step: DecodeStep) -> StepInFlight:
-        pending = self._runner.step(step.sequence_ids, step.tokens, step.sources, step.sampling, step.positions)
-        return self._launched(step, pending)
+    def _launch(self, step: DecodeStep, forward: StepForward | None) -> StepInFlight:
+        return self._launched(step, self._runner.step(*step) if forward is None else forward(step))
 
     def _launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0

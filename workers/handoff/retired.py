@@ -34,8 +34,8 @@ class RetiredSequences:
     def windows_past(self) -> "Future[None] | None":
         """Ends once peers may write into pages that are free now, or None at once.
 
-        Only layouts that drop what is past keep them waiting: there a prompt's forward lets go of pages that the forward before
-        it may still read.
+        Only layouts that drop what is past keep them waiting: there a prompt's forward lets go of pages that the
+        forward before it may still read.
         """
         if not self._cache.layout.drops_past:
             return None

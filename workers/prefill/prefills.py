@@ -17,7 +17,7 @@ from tandem.workers.config import LoopSettings
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
-from tandem.workers.prefill.forwards import PromptForwards
+from tandem.workers.prefill.forwards import PromptForward, PromptForwards
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.requests.first_token import FirstToken
@@ -207,15 +207,15 @@ class Prefills:
         if self._handoff.num_draining:
             self._handoff.settle()
 
-    def compute(self, batch: Batch, *, beside: bool) -> float:
+    def compute(self, batch: Batch, *, beside: bool, forward: PromptForward | None = None) -> float:
         """Computes the batch's chunks; how long nothing is to be done behind them, in seconds.
 
-        beside: whether the decode side has work, so that nothing may wait here.
+        beside: whether the decode side has work, so that nothing may wait here. forward: see PromptForwards.launch.
         """
         if batch.launched:
             self._attempt(batch.launched, lambda: self._send_launched(batch.launched, beside))
         if batch.chunks:
-            self._attempt([prompt for prompt, _ in batch.chunks], lambda: self._forward(batch, beside))
+            self._attempt([prompt for prompt, _ in batch.chunks], lambda: self._forward(batch, beside, forward))
         if self._sampling:
             self.poll()
         if self._ahead and self.is_ahead:
@@ -256,10 +256,10 @@ class Prefills:
         cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
         request.started = time.perf_counter()
 
-    def _forward(self, batch: Batch, beside: bool) -> None:
+    def _forward(self, batch: Batch, beside: bool, forward: PromptForward | None) -> None:
         """One chunk of each prompt."""
-        ending, logits = self._forwards.launch(batch.chunks, alone=batch.alone)
-        mark = self._runner.mark() if beside else None
+        ending, logits = self._forwards.launch(batch.chunks, alone=batch.alone, forward=forward)
+        mark = self._runner.mark() if beside and forward is None else None
         if mark is not None:
             self._ahead.append(mark)
         if ending:

@@ -287,6 +287,19 @@ def test_a_push_that_is_not_quiet_holds_up_no_row(folder: Path, monkeypatch: pyt
     pair.fabric.release(1)
 
 
+def test_a_prompt_is_queued_until_its_first_forward(folder: Path) -> None:
+    pair = LoopPair(folder, num_pages=64)
+    for name in ("first", "second"):
+        ask(pair, name, PROMPTS[7], (1, 1))
+    first, second = pair.decode._local._prompts.values()
+    pair.step_decode()
+    assert first.started >= first.arrived
+    assert second.started == 0.0
+    while not second.started:
+        pair.step_decode()
+    assert first.computed == len(PROMPTS[7])
+
+
 def step_until_decoding(pair: LoopPair, stream: TokenStream) -> None:
     while not pair.fanout.tokens.get(id(stream)):
         pair.step_decode()

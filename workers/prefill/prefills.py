@@ -138,7 +138,6 @@ class Prefills:
 
     def add(self, prompt: Prompt) -> None:
         """Computes a prompt into its sequence, which is its destination's, and has its room."""
-        prompt.started = time.perf_counter()
         self._scheduler.add(prompt)
 
     def withdraw(self, prompt: Prompt) -> None:
@@ -258,6 +257,8 @@ class Prefills:
 
     def _forward(self, batch: Batch, beside: bool, forward: PromptForward | None) -> None:
         """One chunk of each prompt."""
+        for prompt, _ in batch.chunks:
+            prompt.started = prompt.started or time.perf_counter()
         ending, logits = self._forwards.launch(batch.chunks, alone=batch.alone, forward=forward)
         mark = self._runner.mark() if beside and forward is None else None
         if mark is not None:

@@ -20,6 +20,9 @@ from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.scheduling.batch import Batch, DecodeStep
+from tandem.workers.scheduling.joint_forward import JointForward, is_joint
 from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.scheduling.step_meter import StepMeter
 from tandem.workers.scheduling.token_pace import FIRST_RATE
@@ -50,6 +53,7 @@ class StepLoop:
     ) -> None:
         self.counters = counters = Counters()
         self.meter = StepMeter()
+        self._runner = runner
         self.scheduler = scheduler = Scheduler(settings.max_batch_tokens, settings.token_seconds)
         ids, retired = SequenceIds(), RetiredSequences(cache, runner.mark)
         self._retired = retired
@@ -116,18 +120,33 @@ class StepLoop:
         upkeep_again = decodes.upkeep()
         batch = self.scheduler.next_batch(prompts=not prefills.is_ahead)
         self.meter.begin(batch)
-        prompts = prefills.begin_beside(batch)
-        wait = decodes.compute(batch.decodes, upkeep_again, prompts)  # launched first: prompts are what may wait
-        if prompts is not None:
-            prefills.end_beside(batch, decodes.prompt_logits)
-            batch = batch._replace(chunks=())
-        ends, beside = batch.ends_prompt, decodes.is_busy
-        prefill_wait = prefills.compute(batch, beside=beside)
-        if not beside:
-            self.meter.end(batch, waited=ends)
-            self.scheduler.pace.prompt_rate = self.meter.prompt_tokens_per_second or FIRST_RATE
-        elif batch.chunks:
+        if is_joint(self._runner, batch):
+            wait = prefill_wait = self._compute_jointly(batch)
+        else:
+            wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts are what may wait
+            ends, beside = batch.ends_prompt, decodes.is_busy
+            prefill_wait = prefills.compute(batch, beside=beside)
             decodes.ran_beside(batch.prompt_tokens)
+            if not beside:
+                self._measure_prompts(batch, ends)
         if decodes.has_joining:
             return 0
         return prefill_wait if wait is None else min(wait, prefill_wait)
+
+    def _measure_prompts(self, batch: Batch, waited: bool) -> None:
+        """The batch's prompts were computed by themselves. waited: until the device had done so."""
+        self.meter.end(batch, waited=waited)
+        self.scheduler.pace.prompt_rate = self.meter.prompt_tokens_per_second or FIRST_RATE
+
+    def _compute_jointly(self, batch: Batch) -> float:
+        """Rows and chunks in one forward."""
+        waits: list[float] = []
+
+        def forward(step: DecodeStep) -> PendingSamples:
+            joint = JointForward(self._runner, step)
+            waits.append(self.prefills.compute(batch, beside=True, forward=joint))
+            return joint.samples()
+
+        self.decodes.ran_beside(batch.prompt_tokens)
+        wait = self.decodes.compute(batch.decodes, None, forward)
+        return min([*waits, 0.0 if wait is None else wait])

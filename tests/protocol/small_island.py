@@ -19,6 +19,8 @@ from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
 from tandem.workers.requests.token_stream import TokenUpdate
+from tandem.workers.runner.model_runner import PromptChunks
+from tandem.workers.runner.step_inputs import StepInputs
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import Samples
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -42,6 +44,7 @@ class Shape:
     max_batch_tokens: int = 1  # of the prefill worker
     sharing: bool = False
     overlapped: bool = False  # as on workers with CUDA graphs
+    joint: bool = False  # whether one forward computes rows and chunks
     longest: int | None = None  # positions of one sequence; None: as many as pages
 
 
@@ -106,10 +109,10 @@ class CountingModel:
     that are pushed are computed when they are launched, behind all others.
     """
 
-    def __init__(self, cache: PagedKVCache, overlaps: bool, findings: list[str]) -> None:
+    def __init__(self, cache: PagedKVCache, shape: Shape, findings: list[str]) -> None:
         self._cache = cache
         self._findings = findings
-        self.overlaps = overlaps
+        self.overlaps, self._joint = shape.overlapped, shape.joint
         self.launched: deque[Step] = deque()
         self._foreseen: tuple[int, ...] | None = None
         self._last = np.empty(0, np.int64)
@@ -118,6 +121,15 @@ class CountingModel:
         kv = torch.from_numpy(token_ids.astype(np.float32))[:, None, None]
         self._cache.attention(plan, 0, kv, kv, kv)
         return token_ids[last_rows] + 1
+
+    def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
+        return self._joint
+
+    def step_with_prompts(
+        self, sequence_ids: tuple[int, ...], inputs: StepInputs, prompts: PromptChunks
+    ) -> "tuple[Drawn, Step]":
+        pending = self.step(sequence_ids, *inputs)
+        return pending, self.prompts(*prompts, push=False)  # type: ignore[arg-type]
 
     def has_prompt_graph(self, num_sequences: int, num_tokens: int) -> bool:
         return False
@@ -219,7 +231,7 @@ class SmallIsland:
             )
             for transport, memory in zip(self.transports, memories, strict=True)
         ]
-        self.devices = [CountingModel(cache, shape.overlapped, findings) for cache in self.caches]
+        self.devices = [CountingModel(cache, shape, findings) for cache in self.caches]
         settings = LoopSettings(lease_seconds, shape.sharing, max_batch_tokens=shape.max_batch_tokens, max_sequences=4)
         ends = Ends(Unmetered(), Fanout(findings), KernelThreads(None, 1))  # type: ignore[arg-type]
         self.loops = [

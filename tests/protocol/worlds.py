@@ -24,6 +24,10 @@ WORLDS: dict[str, tuple[Limits, Shape]] = {
         Limits(requests=2, streams_end=True, routes=(*LOCAL, (0, 1))),
         Shape(num_pages=4, max_tokens=2, overlapped=True, longest=3),
     ),
+    "local joint": (
+        Limits(requests=2, streams_end=True, routes=(*LOCAL, (0, 1))),
+        Shape(num_pages=7, max_tokens=3, overlapped=True, joint=True),
+    ),
     "both ways": (Limits(requests=2, streams_end=True, routes=((0, 1), (1, 0))), Shape(num_pages=6, longest=3)),
     "recalls both ways": (
         Limits(requests=2, sends=0, streams_end=True, routes=((0, 1), (1, 0))),

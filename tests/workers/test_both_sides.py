@@ -6,11 +6,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from tandem.workers.errors import Aborted, InvalidCall, NoRoom, Stale
 from tandem.workers.handoff.handoff import Handoff
+from tandem.workers.prefill.forwards import PromptForwards
 from tandem.workers.requests.prefill_request import PrefillResult
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
@@ -282,3 +285,79 @@ def test_a_push_that_is_not_quiet_holds_up_no_row(folder: Path, monkeypatch: pyt
     assert len(pair.fanout.tokens[id(row)]) == before + 10
     assert not waited
     pair.fabric.release(1)
+
+
+def test_a_prompt_is_queued_until_its_first_forward(folder: Path) -> None:
+    pair = LoopPair(folder, num_pages=64)
+    for name in ("first", "second"):
+        ask(pair, name, PROMPTS[7], (1, 1))
+    first, second = pair.decode._local._prompts.values()
+    pair.step_decode()
+    assert first.started >= first.arrived
+    assert second.started == 0.0
+    while not second.started:
+        pair.step_decode()
+    assert first.computed == len(PROMPTS[7])
+
+
+def step_until_decoding(pair: LoopPair, stream: TokenStream) -> None:
+    while not pair.fanout.tokens.get(id(stream)):
+        pair.step_decode()
+
+
+def test_rows_and_chunks_share_a_forward(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = LoopPair(folder, num_pages=64)
+    row = ask(pair, "row", PROMPTS[0], (1, 1))
+    step_until_decoding(pair, row)
+    runner, joint = pair.loops[1]._runner, list[int]()
+    together = runner.step_with_prompts
+
+    def noted(sequences: tuple[int, ...], *rest: Any) -> Any:
+        joint.append(len(sequences))
+        return together(sequences, *rest)
+
+    monkeypatch.setattr(runner, "step_with_prompts", noted)
+    own, pushed = ask(pair, "own", PROMPTS[3], (1, 1)), ask(pair, "pushed", PROMPTS[2], (1, 0))
+    for _ in range(20):
+        step_both(pair)
+    assert joint[:2] == [1, 1]  # one row beside two chunks
+    assert pair.fanout.tokens[id(row)] == expected[0]
+    assert pair.fanout.tokens[id(own)] == expected[3]
+    assert pair.fanout.tokens[id(pushed)] == expected[2][1:]
+    pair.assert_free()
+
+
+def test_a_shared_forward_that_fails_fails_those_in_it(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = LoopPair(folder, num_pages=64)
+    row = ask(pair, "row", PROMPTS[0], (1, 1))
+    step_until_decoding(pair, row)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.loops[1]._runner, "step_with_prompts", MagicMock(side_effect=RuntimeError("no luck")))
+        own, later = ask(pair, "own", PROMPTS[7], (1, 1)), ask(pair, "later", PROMPTS[4], (1, 1))
+        pair.step_decode()
+    assert str(pair.fanout.ended[id(row)]) == "decode of 'row' failed: no luck"
+    assert str(pair.fanout.ended[id(own)]) == "prefill of 'own' failed: no luck"
+    assert id(later) not in pair.fanout.ended  # no room in the batch, so not in the forward
+    pair.run_decode()
+    assert pair.fanout.tokens[id(later)] == expected[4]
+    pair.assert_free()
+
+
+def test_rows_go_on_when_chunks_fail_before_the_forward(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = LoopPair(folder, num_pages=64)
+    row = ask(pair, "row", PROMPTS[0], (1, 1))
+    step_until_decoding(pair, row)
+    with monkeypatch.context() as patch:
+        patch.setattr(PromptForwards, "launch", MagicMock(side_effect=RuntimeError("no luck")))
+        own = ask(pair, "own", PROMPTS[7], (1, 1))
+        pair.step_decode()
+    assert str(pair.fanout.ended[id(own)]) == "prefill of 'own' failed: no luck"
+    pair.run_decode()
+    assert pair.fanout.tokens[id(row)] == expected[0]
+    pair.assert_free()

@@ -1,10 +1,9 @@
 """Sequences that this worker decodes: from their reservation over their prompt's KV to their last token."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
@@ -16,8 +15,7 @@ from tandem.workers.handoff.reservations import Reservations, received_tokens
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.token_stream import Prefilled, TokenFanout, TokenStream, TokenUpdate
-from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
-from tandem.workers.runner.step_inputs import StepInputs
+from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -35,6 +33,8 @@ IDLE_POLL_SECONDS = 0.00003  # of awaited KV where a device computes, and leaves
 STEP_POLL_SECONDS = 0.0001
 # While a step computes, so that the event loop has the interpreter for the last one's tokens.
 DELIVERY_SECONDS = 0.00001
+
+StepForward = Callable[[DecodeStep], PendingSamples]
 
 
 class Decodes:
@@ -80,7 +80,6 @@ class Decodes:
         self._next: StepInFlight | None = None
         self._reading: StepInFlight | None = None
         self._unpublished: list[DecodeRequest] = []
-        self.prompt_logits: Tensor | None = None  # [n, vocab], see compute()
 
     # Commands
 
@@ -136,12 +135,12 @@ class Decodes:
         assert request.token_stream is not None
         request.output.append(first.token_id)
         reason = request.rule.reason(first.token_id, 1)
+        self._fanout.publish([TokenUpdate(request.token_stream, first.token_id, first.logprobs, reason, prefilled)])
         if reason == FinishReason.RUNNING:
             self._reservations.narrow(request)
             self._joining.append(request)
         else:
             self._end(request, writer_quiet=True)
-        self._fanout.publish([TokenUpdate(request.token_stream, first.token_id, first.logprobs, reason, prefilled)])
 
     def failed(self, request: DecodeRequest, error: ForwardFailed) -> None:
         """The forward of its prompt failed."""
@@ -188,19 +187,18 @@ class Decodes:
         return reap_again
 
     def compute(
-        self, step: DecodeStep | None, upkeep_again: float | None, prompts: PromptChunks | None = None
+        self, step: DecodeStep | None, upkeep_again: float | None, forward: StepForward | None = None
     ) -> float | None:
         """Launches a step of all rows, and reads one that is done. How long to wait then: see Steps.
 
-        prompts: chunks that the step's forward computes along; prompt_logits then holds what follows their ends.
+        forward: launches the step, and more beside it; None: a forward of its own.
         """
-        self.prompt_logits = None
         if step is None and self._next is None:
             self._delivered, self._prompt_tokens = None, 0
             poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
-            launched = None if step is None else self._launch(step, prompts)
+            launched = None if step is None else self._launch(step, forward)
             self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
             if self._runner.overlaps:
@@ -279,13 +277,8 @@ class Decodes:
             self._publish_prompts([request])
         return reason
 
-    def _launch(self, step: DecodeStep, prompts: PromptChunks | None) -> StepInFlight:
-        sequence_ids, *inputs = step
-        if prompts is None:
-            return self._launched(step, self._runner.step(sequence_ids, *inputs))
-        pending, self.prompt_logits = self._runner.step_with_prompts(sequence_ids, StepInputs(*inputs), prompts)
-        self._prompt_tokens += sum(chunk.size for chunk in prompts.chunks)
-        return self._launched(step, pending)
+    def _launch(self, step: DecodeStep, forward: StepForward | None) -> StepInFlight:
+        return self._launched(step, self._runner.step(*step) if forward is None else forward(step))
 
     def _launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0

@@ -1,6 +1,6 @@
 """Forwards of prompts, chunk by chunk, and how the KV that they compute goes to its receivers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from tandem.workers.requests.prompt import Prompt
 from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
 from tandem.workers.scheduling.batch import Chunk
 
+PromptForward = Callable[[PromptChunks], Tensor]
+"""Computes chunks that nothing is pushed with; see ModelRunner.prompts for the logits."""
+
 
 class PromptForwards:
     """Chooses how the KV of each forward is sent. Used by the owner of the cache.
@@ -18,9 +21,7 @@ class PromptForwards:
     - Requests that share a forward send each token as it is appended.
     - A request that is alone goes page to page, each chunk behind its forward and beside the next. Stores to a peer
       slow a forward more than copies do.
-    - Requests that share a CUDA graph go page to page, too: the graph stores to no peer.
-
-    - Chunks in the forward of a decode step go page to page, too: see begin() and end().
+    - Requests that share a CUDA graph, or a forward with decode rows, go page to page, too: it stores to no peer.
 
     A prompt that this worker decodes itself stays where it is.
 
@@ -32,38 +33,37 @@ class PromptForwards:
         self._cache = cache
         self._meter = meter
 
-    def launch(self, chunks: Sequence[Chunk], *, alone: bool) -> tuple[list[Prompt], Tensor]:
+    def launch(
+        self, chunks: Sequence[Chunk], *, alone: bool, forward: PromptForward | None = None
+    ) -> tuple[list[Prompt], Tensor]:
         """Computes, or at least launches, one chunk of each prompt, and sends what has a receiver; those that have come
-        to their end, and their logits [n, vocab]. alone: no other prompt runs or waits."""
-        requests = _pushed(chunks)
-        by_pages = alone or self._runner.has_prompt_graph(len(chunks), sum(length for _, length in chunks))
-        prompts = self.begin(chunks, by_pages=by_pages)
-        seconds_before = self._meter.seconds
-        logits = self._runner.prompts(*prompts, push=bool(requests) and not by_pages)
-        self._count_pushed(requests, self._meter.seconds - seconds_before)
-        return self.end(chunks, by_pages=by_pages), logits
-
-    def begin(self, chunks: Sequence[Chunk], *, by_pages: bool = True) -> PromptChunks:
-        """What a forward of these chunks computes. by_pages: nothing is pushed with it."""
-        requests = _pushed(chunks)
+        to their end, and their logits [n, vocab]. alone: no other prompt runs or waits. forward: that of a decode step,
+        which takes the chunks, too; None: one of their own."""
+        prompts = [prompt for prompt, _ in chunks]
+        requests = [prompt for prompt in prompts if isinstance(prompt, PrefillRequest)]
+        num_tokens = sum(length for _, length in chunks)
+        by_pages = alone or forward is not None or self._runner.has_prompt_graph(len(chunks), num_tokens)
         begun = [request for request in requests if request.computed and not request.marked]
         for request in requests:
             self._mark(request)
         for request in begun if by_pages else ():
             self._send(request)  # what was computed before its receiver was known
-        return PromptChunks(
-            [prompt.sequence_id for prompt, _ in chunks],
+        seconds_before = self._meter.seconds
+        packed = PromptChunks(
+            [prompt.sequence_id for prompt in prompts],
             [prompt.token_ids[prompt.computed : prompt.computed + length] for prompt, length in chunks],
-            [prompt.num_tokens for prompt, _ in chunks],
+            [prompt.num_tokens for prompt in prompts],
         )
-
-    def end(self, chunks: Sequence[Chunk], *, by_pages: bool = True) -> list[Prompt]:
-        """The forward was launched, so the chunks' pages can be sent; the prompts that have come to their end."""
+        if forward is None:
+            logits = self._runner.prompts(*packed, push=bool(requests) and not by_pages)
+        else:
+            logits = forward(packed)
         for prompt, length in chunks:
             prompt.computed += length
-        for request in _pushed(chunks) if by_pages else ():
+        self._count_pushed(requests, self._meter.seconds - seconds_before)
+        for request in requests if by_pages else ():
             self._send(request)
-        return [prompt for prompt, _ in chunks if prompt.computed == prompt.num_tokens]
+        return [prompt for prompt in prompts if prompt.computed == prompt.num_tokens], logits
 
     def send_launched(self, request: PrefillRequest) -> None:
         """Sends a prompt that was launched as a whole before its receiver was known."""
@@ -89,8 +89,3 @@ class PromptForwards:
             if pushed:
                 request.push_seconds += seconds * (total - request.bytes_pushed) / pushed
             request.bytes_pushed = total
-
-
-def _pushed(chunks: Sequence[Chunk]) -> list[PrefillRequest]:
-    """Of prompts whose KV goes to a peer."""
-    return [prompt for prompt, _ in chunks if isinstance(prompt, PrefillRequest)]

@@ -17,14 +17,14 @@ from tandem.workers.config import LoopSettings
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
-from tandem.workers.prefill.forwards import PromptForwards
+from tandem.workers.prefill.forwards import PromptForward, PromptForwards
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.sequence_ids import SequenceIds
-from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
+from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -140,7 +140,6 @@ class Prefills:
 
     def add(self, prompt: Prompt) -> None:
         """Computes a prompt into its sequence, which is its destination's, and has its room."""
-        prompt.started = time.perf_counter()
         self._scheduler.add(prompt)
 
     def withdraw(self, prompt: Prompt) -> None:
@@ -209,32 +208,15 @@ class Prefills:
         if self._handoff.num_draining:
             self._handoff.settle()
 
-    def begin_beside(self, batch: Batch) -> PromptChunks | None:
-        """The batch's chunks, where the forward of its decode step can compute them; end_beside() then comes next."""
-        rows, chunks = 0 if batch.decodes is None else len(batch.decodes.sequence_ids), batch.chunks
-        if not rows or not chunks or not self._runner.takes_prompts(rows, len(chunks), batch.prompt_tokens):
-            return None
-        prompts: list[PromptChunks] = []
-        self._attempt([prompt for prompt, _ in chunks], lambda: prompts.append(self._forwards.begin(chunks)))
-        return prompts[0] if prompts else None
-
-    def end_beside(self, batch: Batch, logits: Tensor | None) -> None:
-        """The step's forward was launched, or has failed where there are no logits [n, vocab] behind the prompts."""
-        prompts = [prompt for prompt, _ in batch.chunks]
-        if logits is None:
-            self._fail(prompts, RuntimeError("the forward of the decode step beside it failed"))
-        else:
-            self._attempt(prompts, lambda: self._end_forward(self._forwards.end(batch.chunks), logits, beside=True))
-
-    def compute(self, batch: Batch, *, beside: bool) -> float:
+    def compute(self, batch: Batch, *, beside: bool, forward: PromptForward | None = None) -> float:
         """Computes the batch's chunks; how long nothing is to be done behind them, in seconds.
 
-        beside: whether the decode side has work, so that nothing may wait here.
+        beside: whether the decode side has work, so that nothing may wait here. forward: see PromptForwards.launch.
         """
         if batch.launched:
             self._attempt(batch.launched, lambda: self._send_launched(batch.launched, beside))
         if batch.chunks:
-            self._attempt([prompt for prompt, _ in batch.chunks], lambda: self._forward(batch, beside))
+            self._attempt([prompt for prompt, _ in batch.chunks], lambda: self._forward(batch, beside, forward))
         if self._sampling:
             self.poll()
         if self._ahead and self.is_ahead:
@@ -276,15 +258,14 @@ class Prefills:
         cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
         request.started = time.perf_counter()
 
-    def _forward(self, batch: Batch, beside: bool) -> None:
+    def _forward(self, batch: Batch, beside: bool, forward: PromptForward | None) -> None:
         """One chunk of each prompt."""
-        ending, logits = self._forwards.launch(batch.chunks, alone=batch.alone)
-        mark = self._runner.mark() if beside else None
+        for prompt, _ in batch.chunks:
+            prompt.started = prompt.started or time.perf_counter()
+        ending, logits = self._forwards.launch(batch.chunks, alone=batch.alone, forward=forward)
+        mark = self._runner.mark() if beside and forward is None else None
         if mark is not None:
             self._ahead.append(mark)
-        self._end_forward(ending, logits, beside=beside)
-
-    def _end_forward(self, ending: Sequence[Prompt], logits: Tensor, *, beside: bool) -> None:
         if ending:
             self._finish(ending, logits, beside)
 

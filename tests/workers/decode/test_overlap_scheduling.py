@@ -88,6 +88,9 @@ class ScriptedRunner:
             return None
         return self.step(sequence_ids, tokens, np.full(tokens.size, ON_HOST), *foreseen[1:])
 
+    def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
+        return False
+
     def mark(self) -> None:
         """No prompt is under way."""
 

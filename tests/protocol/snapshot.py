@@ -20,6 +20,7 @@ from tandem.workers.counters import Counters
 from tandem.workers.requests.decode_request import LocalPrompt
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult, SpeculativePrompt
 from tandem.workers.requests.prompt import Prompt
+from tandem.workers.scheduling.step_meter import StepMeter
 from tandem.workers.scheduling.token_pace import TokenPace
 from tests.protocol.small_island import LAYOUT
 from tests.protocol.world import World
@@ -106,6 +107,7 @@ _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Tensor: _reduce_pool,
     PrefillRequest: _reduce_timed,
     LocalPrompt: _reduce_timed,
+    StepMeter: lambda _: (StepMeter, ()),
     TokenPace: lambda _: (TokenPace, (None, 1)),
     SpeculativePrompt: _reduce_timed,
     PrefillResult: _reduce_result,

@@ -167,14 +167,14 @@ def test_a_local_reservation_that_nobody_starts_expires(folder: Path) -> None:
 
 
 def test_a_failed_forward_fails_its_requests_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = PromptForwards.begin
+    launch = PromptForwards.launch
 
     def failing(self: PromptForwards, chunks: Any, **rest: Any) -> Any:
         if any(prompt.request_id == "bad" for prompt, _ in chunks):
             raise RuntimeError("no luck")
-        return begin(self, chunks, **rest)
+        return launch(self, chunks, **rest)
 
-    monkeypatch.setattr(PromptForwards, "begin", failing)
+    monkeypatch.setattr(PromptForwards, "launch", failing)
     expected = greedy(load_oracle(folder), PROMPT, 24)
     with running_pair(folder, SETTINGS) as pair:
         reservation = reserve(pair.decode, DECODE_PE, "good", PROMPT, 24)

@@ -26,6 +26,7 @@ Pages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "pages"})]
 Placements = Annotated[int, Field(ge=1, json_schema_extra={"unit": "placements"})]
 Port = Annotated[int, Field(ge=0, le=65535, json_schema_extra={"unit": "TCP port"})]
 Positions = Annotated[int, Field(ge=1, json_schema_extra={"unit": "positions"})]
+Processes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "processes"})]
 Requests = Annotated[int, Field(ge=1, json_schema_extra={"unit": "requests"})]
 Restarts = Annotated[int, Field(ge=0, json_schema_extra={"unit": "restarts"})]
 Seconds = Annotated[float, Field(json_schema_extra={"unit": "s"})]
@@ -119,7 +120,9 @@ class CacheSection(Section):
 
 class SchedulerSection(Section):
     max_batch_tokens: Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
-    max_sequences: Sequences = Field(default=256, le=1 << 16, description="most sequences in one forward")
+    max_sequences: Sequences | None = Field(
+        default=None, le=1 << 16, description="most sequences in one forward; null is 512 on a GPU and 256 on a CPU"
+    )
     stream_messages_per_second: Messages | None = Field(
         default=None,
         le=1 << 20,
@@ -140,8 +143,10 @@ class IslandSection(Section):
     )
     num_prefill: Workers = Field(default=1, le=256, description="prefill workers")
     num_decode: Workers = Field(default=1, le=256, description="decode workers")
-    num_signals: Requests = Field(
-        default=256, le=1 << 16, description="requests whose KV one decode worker can await at a time"
+    num_signals: Requests | None = Field(
+        default=None,
+        le=1 << 16,
+        description="requests whose KV one decode worker can await at a time; null is scheduler.max_sequences",
     )
     lease_seconds: Seconds = Field(
         default=30.0,
@@ -178,6 +183,12 @@ class GatewaySection(Section):
         default="least_loaded",
         json_schema_extra={"enum": [*POLICIES]},
         description="how requests are placed on workers",
+    )
+    processes: Processes | None = Field(
+        default=None,
+        le=64,
+        description="gateway processes, which share the ports and the limits; null is 1 for each 4 cores, at least 1 "
+        "and at most 4",
     )
     max_queued: Requests = Field(default=1024, le=1 << 20, description="most requests that wait for room")
     max_queued_tokens: Tokens = Field(

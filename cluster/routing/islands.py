@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from tandem.cluster.peers.placed_tokens import PlacedTokens
+from tandem.cluster.peers.table import GatewayTable
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import Policy, WorkerLoad
 from tandem.cluster.routing.worker_link import WorkerLink
@@ -13,9 +15,12 @@ from tandem.proto import inference_pb2
 class IslandLinks:
     """One island in one epoch. Its links stay open after admission has stopped, until its requests are over."""
 
-    def __init__(self, state: IslandState, max_message_bytes: int) -> None:
+    def __init__(self, state: IslandState, max_message_bytes: int, table: GatewayTable) -> None:
         self.state = state
-        self.links = [WorkerLink(worker, state.epoch, max_message_bytes) for worker in state.workers]
+        self.links = [
+            WorkerLink(worker, state.epoch, max_message_bytes, PlacedTokens(table, state.number, worker.pe))
+            for worker in state.workers
+        ]
 
     @property
     def placed_tokens(self) -> int:
@@ -29,7 +34,9 @@ class IslandLinks:
 class Islands:
     """All islands by name, as their supervisors describe them. Owned by the gateway's event loop."""
 
-    def __init__(self, max_message_bytes: int, policy: Policy) -> None:
+    def __init__(self, max_message_bytes: int, policy: Policy, table: GatewayTable | None = None) -> None:
+        """table: of the gateway's processes; None where there is one."""
+        self._table = table or GatewayTable.alone()
         self._max_message_bytes = max_message_bytes
         self._policy = policy
         self._turn = 0
@@ -43,13 +50,15 @@ class Islands:
             if island.state.workers
             for link in island.links
         }
-        loads = [WorkerLoad(name, pe, link.role, link.load, link.reachable) for (name, pe), link in links.items()]
+        loads = [
+            WorkerLoad(name, pe, link.role, link.load_of_all, link.reachable) for (name, pe), link in links.items()
+        ]
         pairs = self._policy(loads, self._turn)
         self._turn += 1
         return [(links[decode[:2]], links[prefill[:2]]) for decode, prefill in pairs]
 
     def placed_tokens(self, name: str) -> int:
-        """Tokens of requests that are not yet over on the island, whether it takes new ones or not."""
+        """Tokens of this process's requests that are not yet over on the island, whether it takes new ones or not."""
         return self._current[name].placed_tokens if name in self._current else 0
 
     async def update(self, state: IslandState) -> None:
@@ -60,7 +69,7 @@ class Islands:
         if before is not None and not state.workers:
             before.state = state
             return
-        self._current[state.name] = IslandLinks(state, self._max_message_bytes)
+        self._current[state.name] = IslandLinks(state, self._max_message_bytes, self._table)
         if before is not None:
             await before.close()  # its processes are gone, and calls to them wait in vain
 

@@ -49,12 +49,12 @@ class Router:
         self._id_prefix = id_prefix
         self._asked = itertools.count(1)
         self._queue_seconds = queue_seconds
-        self._given_back = asyncio.Event()
+        self._given_back = queue.room
         self._cleanup: set[asyncio.Task[object]] = set()
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a placement."""
+        """Requests that wait for a placement in this process."""
         return self._queue.requests
 
     async def place(
@@ -65,7 +65,7 @@ class Router:
         client: the request's owner; waiting clients take turns. again: the request was admitted before, so a full queue
         does not refuse it. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or WorkerCallError.
         """
-        if not self.queued:
+        if not self._queue.waits:
             placement = await self._try(request_id, token_ids, max_tokens, announce=True)
             if placement is not None:
                 return placement
@@ -112,6 +112,7 @@ class Router:
 
     async def _wait_for_room(self, request_id: str, token_ids: Int64Array, max_tokens: int) -> Placement:
         while True:
+            await self._queue.first()
             self._given_back.clear()
             placement = await self._try(request_id, token_ids, max_tokens)
             if placement is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from tandem.cluster.errors import PlacementLost, WorkerCallError
+from tandem.cluster.peers.placed_tokens import PlacedTokens
 from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.routing.token_feed import TokenFeed
 from tandem.cluster.routing.token_inbox import TokenInbox
@@ -38,7 +39,7 @@ class WorkerAddress:
 class WorkerLink:
     """Calls one worker in one epoch. Calls raise WorkerCallErrors; one that loses its worker makes it unreachable."""
 
-    def __init__(self, worker: WorkerAddress, epoch: int, max_message_bytes: int) -> None:
+    def __init__(self, worker: WorkerAddress, epoch: int, max_message_bytes: int, placed: PlacedTokens) -> None:
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
@@ -46,8 +47,7 @@ class WorkerLink:
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
         self.role, self.pe, self.epoch = worker.role, worker.pe, epoch
-        self.load = 0
-        """Tokens that this gateway has placed on the worker and not yet taken back."""
+        self._placed = placed
         self.awaited: set[str] = set()
         """Requests whose first token a prefill worker has yet to give."""
         self._address = worker.address
@@ -57,6 +57,20 @@ class WorkerLink:
         self._avoid_until = 0.0
         self.hints = PrefillHints(self._stub)
         self.feed = TokenFeed(self._stub, epoch, self._lost)
+
+    @property
+    def load(self) -> int:
+        """Tokens that this gateway process has placed on the worker and not yet taken back."""
+        return self._placed.own
+
+    @load.setter
+    def load(self, tokens: int) -> None:
+        self._placed.add(tokens - self._placed.own)
+
+    @property
+    def load_of_all(self) -> int:
+        """The same of all the gateway's processes."""
+        return self._placed.of_all
 
     @property
     def reachable(self) -> bool:

@@ -88,6 +88,7 @@ class GatewaySettings:
     num_islands: int = 1
     table: str = ""  # path of the processes' table; empty for one process without a supervisor
     peer_token: str = field(default="", repr=False)  # by which the processes know each other
+    started: float = 0.0  # when the first process was, in this host's monotonic seconds; 0: now
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         )
         self._name = Path(settings.model_path).name
         self._validator = RequestValidator(self._limits, self._tokenizer)
-        self._started = time.monotonic()
+        self._started = settings.started or time.monotonic()
         self._table = GatewayTable.alone()
         if settings.table:
             self._table = open_table(
@@ -259,16 +260,18 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     async def GetClusterInfo(
         self, request: inference_pb2.GetClusterInfoRequest, context: Context
     ) -> inference_pb2.ClusterInfo:
+        islands = await self._islands.info(self._settings.transport)
+        gateways = [self._process_info(process) for process in range(self._table.processes)]
         return inference_pb2.ClusterInfo(
             name=self._settings.cluster,
             version=version("tandem"),
-            queued=self._table.total(Column.QUEUED),
-            active=self._table.total(Column.ACTIVE),
+            queued=sum(gateway.queued for gateway in gateways),
+            active=sum(gateway.active for gateway in gateways),
             uptime_seconds=time.monotonic() - self._started,
-            islands=await self._islands.info(self._settings.transport),
-            gateway_restarts=self._table.total(Column.RESTARTS),
+            islands=islands,
+            gateway_restarts=sum(gateway.restarts for gateway in gateways),
             http_address=self._addresses.http or "",
-            gateways=[self._process_info(process) for process in range(self._table.processes)],
+            gateways=gateways,
         )
 
     def _process_info(self, process: int) -> inference_pb2.GatewayProcessInfo:

@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -115,6 +116,7 @@ class GatewaySupervisor(Supervisor):
             peer_token=secrets.token_urlsafe(TOKEN_BYTES),
             port=self._ports.port,
             http_port=self._ports.http_port,
+            started=time.monotonic(),
         )
         return [_Gateway(replace(one, process=process)) for process in range(shape.processes)]
 

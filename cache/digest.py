@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
-from tandem.cache.plan.window import first_page_index
 
 DIGEST_BITS = 31
 POSITIONS_AT_A_TIME = 1024  # bounds the copies of a long sequence
@@ -21,7 +20,7 @@ def digest_kv(cache: PagedKVCache, sequence: int, begin: int, end: int) -> int:
     total: Tensor | int = 0
     size = cache.layout.page_size
     for index, group in enumerate(cache.layout.groups):
-        seen = max(begin, first_page_index(group.window, end, size) * size)
+        seen = max(begin, group.keeps.first_page_index(end, size) * size)
         for first in range(seen, end, POSITIONS_AT_A_TIME):
             gathered = cache.gather_group(sequence, index, first, min(end, first + POSITIONS_AT_A_TIME))
             for layer, (k, v) in zip(group.layers, gathered, strict=True):

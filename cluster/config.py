@@ -1,14 +1,14 @@
-"""A cluster's configuration: the sections of its YAML, their defaults and limits, and how a file is read."""
+"""A cluster's configuration: the sections of its YAML, their defaults and limits."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from tandem.cluster.config_errors import cut, explain, explain_yaml, names, shown
+from tandem.cluster.config_errors import explain, names
+from tandem.cluster.config_file import parse_override, put, read_mapping
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.routing.policy import POLICIES
@@ -119,6 +119,17 @@ class CacheSection(Section):
 
 
 class SchedulerSection(Section):
+    roles: Literal["split", "adaptive"] = Field(
+        default="split",
+        description="what workers do: with split, prefill workers compute prompts and decode workers decode; with "
+        "adaptive, the router decides for each request who does what, by the workers' loads",
+    )
+    token_seconds: Seconds = Field(
+        default=0.015,
+        gt=0,
+        le=60,
+        description="with adaptive roles, the time between two tokens that a prompt beside them must not exceed",
+    )
     max_batch_tokens: Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
     max_sequences: Sequences | None = Field(
         default=None, le=1 << 16, description="most sequences in one forward; null is 512 on a GPU and 256 on a CPU"
@@ -202,6 +213,11 @@ class GatewaySection(Section):
     max_message_mib: Mebibytes = Field(default=16, le=1024, description="largest message that the gateway takes")
     max_calls: Calls = Field(
         default=4096, le=1 << 20, description="most calls at a time, gRPC and HTTP together, waiting ones included"
+    )
+    warm_up: bool | None = Field(
+        default=None,
+        description="whether the gateway sends requests of its own through new workers before it is ready, so that "
+        "those of clients find all compiled, connected and allocated; null does on a GPU",
     )
 
     @field_validator("routing_policy")
@@ -328,10 +344,10 @@ def load_config(path: Path | str | None, overrides: Mapping[str, Any] | Sequence
     overrides: dotted keys and values, or `dotted.key=value` with the value in YAML.
     Raises ConfigError with one line for each finding.
     """
-    values = {} if path is None else _read(Path(path))
-    pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(_parse_override, overrides))
+    values = {} if path is None else read_mapping(Path(path), names(ClusterConfig))
+    pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides))
     for key, value in pairs:
-        _put(values, key, value)
+        put(values, key, value)
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as error:
@@ -339,55 +355,6 @@ def load_config(path: Path | str | None, overrides: Mapping[str, Any] | Sequence
         raise ConfigError(
             "\n".join(_place(finding, path, given) + explain(finding, ClusterConfig) for finding in error.errors())
         ) from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = _load_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 at byte {error.start}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: {explain_yaml(error)}") from None
-    if not isinstance(values, dict | None):
-        raise ConfigError(f"{path}: holds {shown(values)}; it must be a mapping with keys {names(ClusterConfig)}")
-    return values or {}
-
-
-def _load_yaml(text: str) -> Any:
-    """What safe_load returns; YAMLError for everything that it raises."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
-    except Exception as error:  # its constructors let out whatever a malformed number, date or tag meets in them
-        raise yaml.YAMLError(f"a value does not have the form that it begins with: {error}") from None
-
-
-def _parse_override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--set {shown(text)}: must be dotted.key=value")
-    try:
-        return key, _load_yaml(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {shown(text)}: the value is not YAML: {explain_yaml(error)}") from None
-
-
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for depth, section in enumerate(sections, start=1):
-        if values.get(section) is None:
-            values[section] = {}
-        values = values[section]
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f"{cut(key)} cannot be set: {cut('.'.join(sections[:depth]))} is {shown(values)}, not a section"
-            )
-    values[name] = value
 
 
 def _place(finding: ErrorDetails, path: Path | str | None, overrides: Sequence[str]) -> str:

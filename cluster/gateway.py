@@ -28,8 +28,11 @@ from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.protocol import CLIENT_ID_KEY
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.call_limit import CallLimit
+from tandem.cluster.requests.rebalancer import Rebalancer
 from tandem.cluster.requests.validation import ModelLimits, RequestValidator
+from tandem.cluster.requests.warm_up import WarmUp
 from tandem.cluster.routing.admission import AdmissionQueue
+from tandem.cluster.routing.cost_model import adaptive
 from tandem.cluster.routing.islands import Islands
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import POLICIES
@@ -76,6 +79,7 @@ class GatewaySettings:
     port: int
     http_port: int | None  # None: no HTTP
     routing_policy: str
+    token_seconds: float | None  # the bound of adaptive roles; None where roles are split
     max_queued: int
     max_queued_tokens: int
     max_attempts: int
@@ -83,6 +87,7 @@ class GatewaySettings:
     request_seconds: float
     max_message_bytes: int
     max_calls: int
+    warm_up: bool
     security: ServerSecurity
     processes: int = 1
     num_islands: int = 1
@@ -124,11 +129,14 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
                 settings.table, settings.processes, settings.num_islands, settings.process, settings.peer_token
             )
             self._table.clear(settings.process, settings.incarnation - 1)
+        self._warm_up: WarmUp | None = None
+        self._rebalancing: asyncio.Task[None] | None = None
 
     async def start(self) -> GatewayAddresses:
         """Opens the ports. StartFailed when one cannot be had."""
         settings = self._settings
-        policy = POLICIES[settings.routing_policy]
+        bound = settings.token_seconds
+        policy = POLICIES[settings.routing_policy] if bound is None else adaptive(bound)
         self._islands = Islands(max_message_bytes(settings.max_model_len), policy, self._table)
         self._router = Router(
             self._islands,
@@ -147,6 +155,11 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             max_attempts=settings.max_attempts,
             request_seconds=settings.request_seconds,
         )
+        if settings.warm_up and settings.process == 0:  # once is enough
+            self._warm_up = WarmUp(self._islands, self._router, self._limits, local=bound is not None)
+        if bound is not None:
+            turn = settings.process, settings.processes
+            self._rebalancing = asyncio.create_task(Rebalancer(self._islands, self._requests, bound, turn).run())
         self._limit = CallLimit(settings.max_calls, self._table)
         self._admin = Admin()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
@@ -205,6 +218,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         await self._health.enter_graceful_shutdown()
         servers = [self._server] if self._http is None else [self._server, self._http]
         await asyncio.gather(*(server.stop(grace) for server in servers))
+        if self._rebalancing is not None:
+            self._rebalancing.cancel()
         await self._router.close()
         await self._islands.close()
         await self._claims.close()
@@ -215,9 +230,11 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         """Returns when the event loop comes to it."""
 
     async def update_island(self, state: IslandState) -> None:
-        """What the island's supervisor says of it."""
+        """What the island's supervisor says of it. New workers serve at once, and are warm when this returns."""
         await self._islands.update(state)
         self._router.look_again()
+        if self._warm_up is not None and state.workers:
+            await self._warm_up.run(state.name)
 
     async def placed_tokens(self, island: str) -> int:
         """Tokens of this process's requests that the island's workers have not yet ended."""

@@ -48,13 +48,16 @@ def accepted_value(name: str) -> str:
     return ACCEPTED[inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].type]
 
 
-def build_request(prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None) -> inference_pb2.GenerateRequest:
+def build_request(
+    prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None, cache_salt: str = ""
+) -> inference_pb2.GenerateRequest:
     """prompt: text, token ids, or chat messages with role and content. Raises InvalidRequest."""
     request = inference_pb2.GenerateRequest()
-    try:
-        request.request_id = request_id or ""
-    except (TypeError, ValueError):
-        raise InvalidRequest(f"request_id is {request_id!r:.80}; it must be Unicode text") from None
+    for name, value in (("request_id", request_id or ""), ("cache_salt", cache_salt)):
+        try:
+            setattr(request, name, value)
+        except (TypeError, ValueError):
+            raise InvalidRequest(f"{name} is {value!r:.80}; it must be Unicode text") from None
     _set_prompt(request, prompt)
     known = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     for name, value in sampling.items():

@@ -130,7 +130,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_seconds", "prefill_seconds", "push_seconds", "first_token_seconds", "bytes_pushed", "total_seconds", "pages", "attempts")
+    __slots__ = ("queue_seconds", "prefill_seconds", "push_seconds", "first_token_seconds", "bytes_pushed", "total_seconds", "pages", "attempts", "expected_first_token_seconds", "moves")
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PUSH_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,8 @@ class Timings(_message.Message):
     TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     queue_seconds: float
     prefill_seconds: float
     push_seconds: float
@@ -147,7 +149,9 @@ class Timings(_message.Message):
     total_seconds: float
     pages: int
     attempts: int
-    def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., bytes_pushed: _Optional[int] = ..., total_seconds: _Optional[float] = ..., pages: _Optional[int] = ..., attempts: _Optional[int] = ...) -> None: ...
+    expected_first_token_seconds: float
+    moves: int
+    def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., bytes_pushed: _Optional[int] = ..., total_seconds: _Optional[float] = ..., pages: _Optional[int] = ..., attempts: _Optional[int] = ..., expected_first_token_seconds: _Optional[float] = ..., moves: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "token_ids", "text", "finish_reason", "logprobs", "usage", "timings")

@@ -3,7 +3,7 @@
 signal word   bits 62…40 generation of the row (never 0) | bits 39…0 tokens landed in all layers
 payload word  bits 62…32 digest of the KV sent, 0 where none was asked for | bits 31…0 the first sampled token
 
-No word carries the epoch: each epoch has mailboxes of its own, and nobody maps an earlier one's.
+No word carries the epoch: each epoch has mailboxes of its own, and an earlier one's are not mapped.
 """
 
 from collections import deque

@@ -2,7 +2,9 @@
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, pairwise
@@ -47,6 +49,14 @@ class _Memory:
     posts: list[_Issued] = field(default_factory=list)
     held: bool = False
     alive: bool = True
+    corrupt: int = 0  # how many of the next writes land with a bit wrong
+
+    @classmethod
+    def make(cls, config: TransportConfig) -> "_Memory":
+        layout = config.layout
+        shapes = [(count, *layout.page_shape(group)) for group, count in enumerate(config.num_pages)]
+        pools = [PagePool(torch.zeros(shape, dtype=layout.stored_dtype)) for shape in shapes]
+        return cls(pools, np.zeros((config.num_signals, 2), np.int64))
 
 
 class Pause:
@@ -90,19 +100,9 @@ class FakeFabric:
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._numbers = count()
-        self._failures: dict[tuple[str, int], list[Exception]] = {}
-        self._pauses: dict[tuple[str, int], list[Pause]] = {}
-        self._corrupt: dict[int, int] = {}
-        self._memories = [
-            _Memory(
-                [
-                    PagePool(torch.zeros(count, *layout.page_shape(group), dtype=layout.stored_dtype))
-                    for group, count in enumerate(counts)
-                ],
-                np.zeros((num_signals, 2), np.int64),
-            )
-            for _ in range(num_pes)
-        ]
+        self._failures: defaultdict[tuple[str, int], list[Exception]] = defaultdict(list)  # by call and PE
+        self._pauses: defaultdict[tuple[str, int], list[Pause]] = defaultdict(list)
+        self._memories = [_Memory.make(config) for config in self.configs]
 
     def transport(self, pe: int) -> "FakeTransport":
         """The transport of one PE, not open yet."""
@@ -147,22 +147,20 @@ class FakeFabric:
     def fail_next(self, call: str, pe: int, error: Exception | None = None) -> None:
         """The next write_tokens, write_slots, fence, is_quiet or post towards that PE raises and does nothing."""
         _check_call(call)
-        failure = error or TransportError(f"{call} to PE {pe} was told to fail")
         with self._lock:
-            self._failures.setdefault((call, pe), []).append(failure)
+            self._failures[call, pe].append(error or TransportError(f"{call} to PE {pe} was made to fail"))
 
     def pause_next(self, call: str, pe: int, skip: int = 0) -> Pause:
         """The next such call towards that PE, after `skip` others, waits in its thread until the test resumes it."""
         _check_call(call)
-        pause = Pause(skip)
         with self._lock:
-            self._pauses.setdefault((call, pe), []).append(pause)
-        return pause
+            self._pauses[call, pe].append(Pause(skip))
+            return self._pauses[call, pe][-1]
 
     def corrupt_next(self, pe: int) -> None:
         """The next write towards that PE lands with one bit wrong."""
         with self._lock:
-            self._corrupt[pe] = self._corrupt.get(pe, 0) + 1
+            self._memories[pe].corrupt += 1
 
     def kill(self, pe: int) -> None:
         """The PE's process ends: its own calls raise, some of its writes in flight land and the rest never do.
@@ -188,16 +186,20 @@ class FakeFabric:
         memory.in_flight[:] = [write for write in memory.in_flight if write not in mine]
         self._land(mine, len(mine) if memory.alive else 0)
 
-    def _start(self, call: str, sender: int, pe: int) -> None:
-        if not self._memories[sender].alive:
-            raise TransportClosed(f"PE {sender} was killed")
-        failures = self._failures.get((call, pe))
-        if failures:
-            raise failures.pop(0)
+    @contextmanager
+    def _call(self, call: str, sender: int, pe: int) -> Iterator[_Memory]:
+        """The memory of `pe`, to the call alone; before that the call waits, or raises, as the test asked."""
+        self._wait(call, pe)
+        with self._lock:
+            if not self._memories[sender].alive:
+                raise TransportClosed(f"PE {sender} was killed")
+            if self._failures[call, pe]:
+                raise self._failures[call, pe].pop(0)
+            yield self._memories[pe]
 
     def _wait(self, call: str, pe: int) -> None:
         with self._lock:
-            pauses = self._pauses.get((call, pe), [])
+            pauses = self._pauses[call, pe]
             if not pauses:
                 return
             if pauses[0].skip:
@@ -208,46 +210,28 @@ class FakeFabric:
 
     def _write(self, call: str, sender: int, pe: int, writes: Sequence[Write], entry: Tensor) -> None:
         """entry: something that the writes set, of which a bit is turned when they are to be corrupt."""
-        self._wait(call, pe)
-        with self._lock:
-            self._start(call, sender, pe)
-            if self._corrupt.get(pe, 0):
-                self._corrupt[pe] -= 1
+        with self._call(call, sender, pe) as memory:
+            if memory.corrupt:
+                memory.corrupt -= 1
                 writes = [partial(_run_and_turn_bit, writes, entry)]
-            if self._memories[pe].alive:
-                self._memories[pe].in_flight += [_Issued(next(self._numbers), sender, write) for write in writes]
+            if memory.alive:
+                memory.in_flight += [_Issued(next(self._numbers), sender, write) for write in writes]
 
     def _post(self, sender: int, pe: int, post: Write) -> None:
-        self._wait("post", pe)
-        with self._lock:
-            self._start("post", sender, pe)
-            memory, number = self._memories[pe], next(self._numbers)
+        with self._call("post", sender, pe) as memory:
+            number = next(self._numbers)
             if memory.held:
                 memory.posts.append(_Issued(number, sender, post))
             elif memory.alive:
                 self._land_before(memory, sender, number)
                 post()
 
-    def _fence(self, sender: int, pe: int) -> int:
-        self._wait("fence", pe)
-        with self._lock:
-            self._start("fence", sender, pe)
-            return next(self._numbers)
-
     def _is_quiet(self, sender: int, pe: int, number: int) -> bool:
-        self._wait("is_quiet", pe)
-        with self._lock:
-            self._start("is_quiet", sender, pe)
-            memory = self._memories[pe]
+        with self._call("is_quiet", sender, pe) as memory:
             if memory.held and memory.alive:
                 return False
             self._land_before(memory, sender, number)
             return True
-
-    def _mailbox(self, pe: int) -> Int64Array:
-        with self._lock:
-            self._start("mailbox", pe, pe)
-            return self._memories[pe].mailbox.copy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,14 +275,12 @@ class FakeTransport(Transport):
         self, pe: int, group: int, layer: int, k: Tensor, v: Tensor | None, token_indices: Tensor, slots: Tensor
     ) -> None:
         self._check_peer(pe)
-        limit = self._num_slots(group)
-        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < limit:
-            raise IndexError(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
+        if not len(slots):
+            return
+        self._check_token_slots(group, slots)
         pool = self._pools(pe)[group]
         rows, keys = slots.long().clone(), k.index_select(0, token_indices)
         values = None if v is None else v.index_select(0, token_indices)
-        if not len(rows):
-            return
         write = partial(pool.put_tokens, layer, rows, keys, values)
         self._fabric._write("write_tokens", self.pe, pe, [write], self._entry(pool, layer, int(rows[0])))
 
@@ -320,7 +302,8 @@ class FakeTransport(Transport):
 
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
-        return FakeFence(self._fabric, self.pe, pe, self._fabric._fence(self.pe, pe))
+        with self._fabric._call("fence", self.pe, pe):
+            return FakeFence(self._fabric, self.pe, pe, next(self._fabric._numbers))
 
     def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
         self._check_peer(pe)
@@ -330,7 +313,8 @@ class FakeTransport(Transport):
 
     def mailbox(self) -> Int64Array:
         self._check_peer(self.pe)
-        return self._fabric._mailbox(self.pe)
+        with self._fabric._call("mailbox", self.pe, self.pe) as memory:
+            return memory.mailbox.copy()
 
     def close(self) -> None:
         self._joined = False

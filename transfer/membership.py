@@ -40,7 +40,7 @@ class TransportConfig:
 
 
 def make_handle(transport: str, config: TransportConfig, detail: Detail) -> bytes:
-    """What this PE tells the others: who it is, and under `detail` how its transport reaches its memory."""
+    """A PE's island and number, and under `detail` how its transport reaches its memory; for the other PEs."""
     return json.dumps({**_identity(transport, config), "pe": config.pe, "detail": detail}).encode()
 
 

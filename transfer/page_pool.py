@@ -40,10 +40,6 @@ class PagePool:
         if v is not None:
             self._rows.index_copy_(0, rows + self._value_rows, movable(v).view(-1, self._head_dim))
 
-    def copy_pages(self, source: "PagePool", source_page: int, target_page: int, num_pages: int) -> None:
-        """Consecutive whole pages from `source`, all layers."""
-        self._pages[target_page : target_page + num_pages] = source._pages[source_page : source_page + num_pages]
-
     def copy_slots(self, source: "PagePool", source_slots: Tensor, target_slots: Tensor) -> None:
         """Single slots from `source`, all layers; both int64 [n]."""
         size = self._page_size
@@ -54,8 +50,7 @@ class PagePool:
         """All of a plan. Its slots must lie inside both pools."""
         runs = zip(plan.source_pages.tolist(), plan.target_pages.tolist(), plan.num_pages.tolist(), strict=True)
         for source_page, target_page, num_pages in runs:
-            self.copy_pages(source, source_page, target_page, num_pages)
+            self._pages[target_page : target_page + num_pages] = source._pages[source_page : source_page + num_pages]
         if plan.source_slots.size:
-            self.copy_slots(
-                source, torch.from_numpy(plan.source_slots).long(), torch.from_numpy(plan.target_slots).long()
-            )
+            slots = (torch.from_numpy(slots).long() for slots in (plan.source_slots, plan.target_slots))
+            self.copy_slots(source, *slots)

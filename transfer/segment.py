@@ -1,6 +1,6 @@
 """One PE's shared memory: an anonymous file that other processes map through /proc.
 
-    0        random token, by which a handle of another process is told apart
+    0        random token, by which a handle of another process is refused
     4096     mailbox   int64 [num_signals, 2]
     …        pool of each layer group, each at a multiple of 4096
 
@@ -8,10 +8,10 @@ The file has no name in any folder, so nothing is left behind however its proces
 """
 
 import fcntl
+import math
 import mmap
 import os
 import secrets
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,23 +26,12 @@ TOKEN_BYTES = 16
 NAME = "tandem-pages"
 
 
-@dataclass(frozen=True)
-class SegmentShape:
-    """Byte offsets of the parts of a segment; equal for all PEs of an island."""
-
-    config: TransportConfig
-
-    @property
-    def pool_offsets(self) -> list[int]:
-        """Where each pool begins, and last where the segment ends."""
-        offsets = [ALIGNMENT + _aligned(16 * self.config.num_signals)]
-        for group, count in enumerate(self.config.num_pages):
-            offsets.append(offsets[-1] + _aligned(count * self.config.layout.page_bytes(group)))
-        return offsets
-
-    @property
-    def num_bytes(self) -> int:
-        return self.pool_offsets[-1]
+def pool_offsets(config: TransportConfig) -> list[int]:
+    """Where each pool begins in a segment, in bytes, and last where the segment ends; the same for all PEs."""
+    offsets = [ALIGNMENT + _aligned(16 * config.num_signals)]
+    for group, count in enumerate(config.num_pages):
+        offsets.append(offsets[-1] + _aligned(count * config.layout.page_bytes(group)))
+    return offsets
 
 
 class Segment:
@@ -52,21 +41,13 @@ class Segment:
     """
 
     def __init__(self, memory: mmap.mmap, config: TransportConfig) -> None:
-        layout = config.layout
+        layout, dtype, words = config.layout, config.layout.stored_dtype, 2 * config.num_signals
         self.token = memory[:TOKEN_BYTES]
-        self.mailbox: NDArray[np.int64] = np.frombuffer(
-            memory, np.int64, 2 * config.num_signals, offset=ALIGNMENT
-        ).reshape(-1, 2)
+        self.mailbox: NDArray[np.int64] = np.frombuffer(memory, np.int64, words, offset=ALIGNMENT).reshape(-1, 2)
+        shapes = [(count, *layout.page_shape(group)) for group, count in enumerate(config.num_pages)]
         self.pools: tuple[Tensor, ...] = tuple(
-            torch.frombuffer(
-                memory,
-                dtype=layout.stored_dtype,
-                count=count * layout.page_bytes(group) // layout.stored_dtype.itemsize,
-                offset=offset,
-            ).view(count, *layout.page_shape(group))
-            for group, (count, offset) in enumerate(
-                zip(config.num_pages, SegmentShape(config).pool_offsets[:-1], strict=True)
-            )
+            torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
+            for shape, offset in zip(shapes, pool_offsets(config), strict=False)
         )
 
 
@@ -80,7 +61,7 @@ def create_segment(config: TransportConfig) -> tuple[Segment, int]:
 
     TransportError when the machine cannot hold it. Memory is taken as pages are first written.
     """
-    num_bytes = SegmentShape(config).num_bytes
+    num_bytes = pool_offsets(config)[-1]
     available = machine_memory()
     if num_bytes > available:
         raise TransportError(
@@ -110,7 +91,7 @@ def attach_segment(detail: Detail, config: TransportConfig, pe: int) -> Segment:
     if not isinstance(pid, int) or not isinstance(fd, int) or not isinstance(token, str):
         raise TransportError(f"PE {pe}'s handle has detail {detail}; it must have pid, fd and token")
     path = f"/proc/{pid}/fd/{fd}"
-    num_bytes = SegmentShape(config).num_bytes
+    num_bytes = pool_offsets(config)[-1]
     try:
         # Look before opening: after a reuse of the pid this may be any file of any process.
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):

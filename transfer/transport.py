@@ -139,6 +139,12 @@ class Transport(ABC):
     def _num_slots(self, group: int) -> int:
         return self.num_pages[group] * self.layout.page_size
 
+    def _check_token_slots(self, group: int, slots: Tensor) -> None:
+        """IndexError unless `slots`, one at least, are in the group's pools."""
+        first, last, limit = int(slots.min()), int(slots.max()), self._num_slots(group)
+        if first < 0 or last >= limit:
+            raise IndexError(f"slots are {first} … {last}; 0 … {limit - 1} are accepted")
+
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.num_signals:
             raise InvalidArgument(f"row is {row}; 0 … {self.num_signals - 1} are accepted")

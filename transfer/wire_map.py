@@ -6,7 +6,6 @@ import numpy as np
 
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
-from tandem.cache.plan.window import first_page_index
 from tandem.transfer.codec import decode_runs, encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 
@@ -41,8 +40,8 @@ def decode_map(
     """The map that `wire` stands for, wholly validated; InvalidPositionMap says what is wrong.
 
     num_pages: per layer group, pages in the receiver's pool; expected_start, expected_tokens: the positions that the
-    caller knows the map must cover, each with a slot of its own. A receiver's map skips the positions of pages that are
-    behind the window of the group when all has landed, and no others.
+    caller knows the map must cover, each with a slot of its own. A receiver's map skips the positions of pages that
+    the group no longer keeps when all has landed, and no others.
     """
     for field, value, expected in (
         ("page_size", wire.page_size, layout.page_size),
@@ -57,7 +56,7 @@ def decode_map(
     runs = tuple(_decode_group(f"runs[{group}]", data, expected_tokens) for group, data in enumerate(wire.runs))
     end, size = expected_start + expected_tokens, layout.page_size
     for group, decoded in enumerate(runs):
-        needed = min(first_page_index(layout.groups[group].window, end, size) * size, end)
+        needed = min(layout.groups[group].keeps.first_page_index(end, size) * size, end)
         skipped = max(needed - expected_start, 0)
         _check_slots(f"runs[{group}]", decoded, skipped, num_pages[group] * size)
     return PositionMap(expected_start, runs)

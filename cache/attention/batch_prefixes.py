@@ -17,10 +17,9 @@ class BatchPrefixes:
     grows gets pages of its own, and sequences that slide do not share.
     """
 
-    def __init__(self, table: GroupTable, rule: SharingRule | None, page_size: int) -> None:
+    def __init__(self, table: GroupTable, rule: SharingRule | None) -> None:
         self.rule = rule
         self._table = table
-        self._page_size = page_size
         self._rows = np.empty(0, np.int64)
         self._able: NDArray[np.bool_] | None = None
         self._num_changes = 0
@@ -37,7 +36,7 @@ class BatchPrefixes:
             return None
         if rows is not self._rows or self._table.num_changes != self._num_changes or not _same(able, self._able):
             # A page that is still written to is nobody else's.
-            limits = (seq_lens.astype(np.int64) - 1) // self._page_size
+            limits = (seq_lens.astype(np.int64) - 1) // self._table.page_size
             if able is not None:
                 limits = limits * able
             self._found = find_shared_prefixes(self._table.pages, rows, limits, self.rule)

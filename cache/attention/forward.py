@@ -1,6 +1,7 @@
 """A forward: what is asked for, what was planned of it, and how a model's layers attend in it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from tandem.cache.attention.group_attention import GroupAttention
 from tandem.cache.kernels.base import QKV, GroupPlan, Latents, StepPages
 from tandem.cache.pages.send_marks import Sent
 from tandem.cache.pages.sequence_table import Standing
-from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.head_norm import HeadNorm
@@ -38,27 +39,18 @@ class Batch(NamedTuple):
     push: bool = True
 
 
+@dataclass(slots=True, eq=False)
 class Attention:
     """How the layers of a model attend in one forward, eager or captured. See CachedAttention of tandem.workers.models.
 
     It counts the layers that ran, so that none is taken for computed that was not.
     """
 
-    __slots__ = ("_groups", "_layers", "_ran", "_standing", "plans")
-
-    def __init__(
-        self,
-        groups: Sequence[GroupAttention],
-        plans: Sequence[GroupPlan],
-        layers: LayerIndex,
-        standing: Standing | None,
-    ) -> None:
-        """standing: of the sequences when the forward was planned; None in graph buffers."""
-        self.plans = plans
-        self._groups = groups
-        self._layers = layers
-        self._standing = standing
-        self._ran = 0  # a bit for each layer
+    groups: Sequence[GroupAttention]
+    plans: Sequence[GroupPlan]
+    layers: LayerIndex
+    standing: Standing | None  # of the sequences when the forward was planned; None in graph buffers
+    ran: int = 0  # a bit for each layer
 
     def attend(
         self,
@@ -70,46 +62,44 @@ class Attention:
         norm: HeadNorm | None = None,
     ) -> Tensor:
         """See PagedKVCache.attention. norm: of q and k, before they are rotated."""
-        group, index = self._find(layer)
-        of_group, plan = self._groups[group], self.plans[group]
-        inputs = of_group.inputs
-        if not isinstance(inputs, AttentionInputs):
+        group, plan, index = self._find(layer)
+        if not isinstance(group.inputs, AttentionInputs):
             raise InvalidArgument(f"layer is {layer}, which keeps latents; latent_attention serves it")
-        inputs.check(plan.num_tokens, q, k, v, sinks)
-        output = of_group.run(plan, index, QKV(q, k, v, sinks, norm))
-        self._ran |= 1 << layer
+        group.inputs.check(plan.num_tokens, q, k, v, sinks)
+        output = group.run(plan, index, QKV(q, k, v, sinks, norm))
+        self.ran |= 1 << layer
         return output
 
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
         """See PagedKVCache.latent_attention."""
-        group, index = self._find(layer)
-        of_group, plan = self._groups[group], self.plans[group]
-        inputs = of_group.inputs
-        if not isinstance(inputs, LatentInputs):
+        group, plan, index = self._find(layer)
+        if not isinstance(group.inputs, LatentInputs):
             raise InvalidArgument(f"layer is {layer}, which keeps no latents; attention serves it")
-        inputs.check(plan.num_tokens, q, latents, keys, up)
-        output = of_group.run(plan, index, Latents(q, latents, keys, up))
-        self._ran |= 1 << layer
+        group.inputs.check(plan.num_tokens, q, latents, keys, up)
+        output = group.run(plan, index, Latents(q, latents, keys, up))
+        self.ran |= 1 << layer
         return output
 
     def step_pages(self) -> StepPages | None:
         """For a decode megakernel, which then computes all layers; None where each layer must call attend()."""
-        if len(self._groups) > 1 or not self.plans[0].captured:
+        if len(self.groups) > 1 or not self.plans[0].captured:
             return None
-        return self._groups[0].backend.step_pages(self.plans[0])
+        return self.groups[0].backend.step_pages(self.plans[0])
 
     def check_complete(self) -> None:
         """InvalidArgument when a layer never ran."""
-        if self._ran != (1 << len(self._layers)) - 1:
-            missing = [layer for layer in self._layers if not self._ran >> layer & 1]
+        if self.ran != (1 << len(self.layers)) - 1:
+            missing = [layer for layer in self.layers if not self.ran >> layer & 1]
             raise InvalidArgument(f"layers {missing} of the plan never ran; end_forward comes after the last one")
 
-    def _find(self, layer: int) -> tuple[int, int]:
-        if self._standing is not None:
-            self._standing.check()
-        if layer not in self._layers:
-            raise InvalidArgument(f"layer is {layer}; 0 … {len(self._layers) - 1} are accepted")
-        return self._layers[layer]
+    def _find(self, layer: int) -> tuple[GroupAttention, GroupPlan, int]:
+        """A layer's group, what was planned of that, and the layer's index there."""
+        if self.standing is not None:
+            self.standing.check()
+        if layer not in self.layers:
+            raise InvalidArgument(f"layer is {layer}; 0 … {len(self.layers) - 1} are accepted")
+        group, index = self.layers[layer]
+        return self.groups[group], self.plans[group], index
 
 
 NO_ATTENTION = Attention((), (), {}, None)
@@ -130,23 +120,3 @@ class Forward(NamedTuple):
     standing: Standing | None  # of the sequences, when the forward was planned; None of a step in graph buffers
     buffers: "GraphBuffers | None" = None
     grows: bool = False  # commit() grows the sequences: the forward was foreseen
-
-    @property
-    def groups(self) -> Sequence[GroupPlan]:
-        return self.attention.plans
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens.positions.size
-
-    @property
-    def qo_indptr(self) -> Int32Array:
-        return self.tokens.qo_indptr
-
-    @property
-    def seq_lens(self) -> Int32Array:
-        return self.tokens.seq_lens
-
-    @property
-    def positions(self) -> Int32Array:
-        return self.tokens.positions

@@ -13,9 +13,10 @@ from tandem.cache.attention.rotations import Rotations
 from tandem.cache.kernels.base import NO_TABLES, DeviceTables, GroupPlan, Limits
 from tandem.cache.kernels.fetched_staging import FetchedStaging
 from tandem.cache.kernels.staging import ArraySize, CopiedStaging, FixedArrays, Staging
-from tandem.cache.plan.arrays import Int32Array, Int64Array, IntArray
+from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.plan.arrays import Int64Array, IntArray
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
-from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens
+from tandem.cache.plan.tables import PageTables, TokenLayout, lay_out_tokens, look_up_pages
 
 SKIP_SLOT = -1  # append leaves such a token out
 
@@ -88,13 +89,8 @@ class GraphBuffers:
         tables = replace(NO_TABLES, kv_indptr=np.zeros(1, np.int32))
         if count:
             tokens = lay_out_tokens(np.zeros(1, np.int64), np.array([self.size]))
-            tables = PageTables(
-                slot_mapping=np.full(self.size, SKIP_SLOT, np.int32),
-                kv_indptr=np.array([0, count], np.int32),
-                kv_indices=np.zeros(count, np.int32),
-                kv_last_page_len=np.array([self.size - (count - 1) * self._page_size], np.int32),
-                kv_lens=np.array([self.size], np.int32),
-            )
+            tables = look_up_pages(np.zeros((1, count), np.int32), np.zeros(1, np.int64), tokens, self._page_size)
+            tables = replace(tables, slot_mapping=np.full(self.size, SKIP_SLOT, np.int32))
         self.prepare(tokens, [tables] * len(self._groups), [nothing] * len(self.inputs))
         self._arrays.send()
 
@@ -111,11 +107,12 @@ class GraphBuffers:
         limits = self.limits
         missing = limits.num_tokens - tokens.positions.size
         if limits.one_each:
-            tables = [pad_steps(one, missing) for one in tables] if missing else tables
+            tables = [pad_tables(one, missing, missing, 1) for one in tables] if missing else tables
         else:
             absent = limits.num_sequences - tokens.seq_lens.size
-            tokens = replace(tokens, qo_indptr=_extended(tokens.qo_indptr, absent))
-            tables = [_pad_prompts(one, absent, missing) for one in tables]
+            tokens = replace(tokens, qo_indptr=pad(tokens.qo_indptr, absent, int(tokens.qo_indptr[-1])))
+            tables = [pad_tables(one, missing, absent, 0) for one in tables]
+            self._arrays.open()  # a plan's own copies come before these: what a backend copied last is gone, too
         for group, buffers, one in zip(self._groups, self._buffers, tables, strict=True):
             group.backend.plan(tokens, one, buffers)
         arrays: list[np.ndarray] = [tokens.positions, *inputs]
@@ -139,11 +136,10 @@ def make_graph_buffers(
     groups: Sequence[GroupAttention],
     rotations: Rotations,
     layers: LayerIndex,
-    *,
-    max_pages: int,
-    page_size: int,
+    table: SequenceTable,
 ) -> list[GraphBuffers]:
-    """See PagedKVCache.graph_buffers; max_pages as in GraphBuffers."""
+    """See PagedKVCache.graph_buffers."""
+    max_pages, page_size = table.groups[0].pages.shape[1], table.page_size
     fit = [] if rotations.by_length else [one for one in limits if _fits(one, groups, max_pages * page_size)]
     if not fit:
         return []
@@ -164,33 +160,17 @@ def _fits(limits: Limits, groups: Sequence[GroupAttention], max_length: int) -> 
     return limits.num_tokens <= largest
 
 
-def pad_steps(tables: PageTables, count: int) -> PageTables:
-    """`count` more sequences, which store nothing and attend to one position of page 0."""
-    ends = tables.kv_indptr[-1] + np.arange(1, count + 1, dtype=np.int32)
+def pad_tables(tables: PageTables, tokens: int, sequences: int, pages: int) -> PageTables:
+    """`tokens` more tokens, which are not stored, and `sequences` more, that have page 0 as often as `pages` says."""
+    ends = tables.kv_indptr[-1] + np.arange(1, sequences + 1, dtype=np.int32) * np.int32(pages)
     return PageTables(
-        slot_mapping=pad(tables.slot_mapping, count, SKIP_SLOT),
+        slot_mapping=pad(tables.slot_mapping, tokens, SKIP_SLOT),
         kv_indptr=np.concatenate((tables.kv_indptr, ends)),
-        kv_indices=pad(tables.kv_indices, count, 0),
-        kv_last_page_len=pad(tables.kv_last_page_len, count, 1),
-        kv_lens=pad(tables.kv_lens, count, 1),
+        kv_indices=pad(tables.kv_indices, sequences * pages, 0),
+        kv_last_page_len=pad(tables.kv_last_page_len, sequences, 1),
+        kv_lens=pad(tables.kv_lens, sequences, 1),
         shared=tables.shared,
     )
-
-
-def _pad_prompts(tables: PageTables, absent: int, missing: int) -> PageTables:
-    """`absent` more sequences, of no page, and `missing` more tokens, which are not stored."""
-    return PageTables(
-        slot_mapping=pad(tables.slot_mapping, missing, SKIP_SLOT),
-        kv_indptr=_extended(tables.kv_indptr, absent),
-        kv_indices=tables.kv_indices,
-        kv_last_page_len=pad(tables.kv_last_page_len, absent, 1),
-        kv_lens=pad(tables.kv_lens, absent, 1),
-    )
-
-
-def _extended(indptr: Int32Array, count: int) -> Int32Array:
-    """`count` more pieces, of nothing."""
-    return pad(indptr, count, int(indptr[-1]))
 
 
 def pad(array: IntArray, count: int, value: int) -> IntArray:

@@ -1,11 +1,10 @@
 """One layer group in a forward: its plan, what it pushes, and each of its layers' attention."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.attention.batch_prefixes import BatchPrefixes, able_to_share
@@ -14,64 +13,42 @@ from tandem.cache.kernels.base import QKV, AttentionBackend, GroupPlan, Latents
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.torch.sliding import SlidingParts
 from tandem.cache.pages.group_table import GroupTable
-from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import Rotation
-from tandem.cache.plan.shared_prefixes import SharedPrefixes
 from tandem.cache.plan.stored_layers import StoredLayers
 from tandem.cache.plan.tables import PageTables, Send, TokenLayout, own_tables, slots_of
 
 
+@dataclass(eq=False)
 class GroupAttention:
-    """backend, window and table are those of group `group`, whose layers take `inputs`."""
+    """backend and table are those of group `group`, whose layers take `inputs`."""
 
-    def __init__(
-        self,
-        group: int,
-        backend: AttentionBackend,
-        inputs: AttentionInputs | LatentInputs,
-        window: int | None,
-        fp8: Fp8Entries | None,
-        table: GroupTable,
-        writer: PageWriter | None,
-        page_size: int,
-        stored: StoredLayers | None,
-    ) -> None:
-        """stored: of the group, on a GPU, where what it stores may be sent."""
-        self._group = group
-        self.backend = backend
-        self.stored = stored
-        self.inputs = inputs
-        self._fp8 = fp8
-        self._table = table
-        self._writer = writer
-        self._page_size = page_size
-        self._tables = PageLookUp(table, window, page_size)
-        self._prefixes = BatchPrefixes(table, backend.capabilities.sharing, page_size)
+    group: int
+    backend: AttentionBackend
+    inputs: AttentionInputs | LatentInputs
+    fp8: Fp8Entries | None
+    table: GroupTable
+    writer: PageWriter | None
+    stored: StoredLayers | None  # on a GPU, where what the group stores may be sent
+
+    def __post_init__(self) -> None:
+        self.prefixes = BatchPrefixes(self.table, self.backend.capabilities.sharing)
+        self.tables = PageLookUp(self.table)
 
     @property
     def shares_in_graphs(self) -> bool:
         can = self.backend.capabilities
         return can.sharing_graphs and can.sharing is not None
 
-    def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
-        """rows: int64 [B], those of the sequences that have grown by `tokens`."""
-        return self._tables.look_up(rows, tokens, shared)
-
     def look_up_apart(self, rows: Int64Array, tokens: TokenLayout) -> PageTables:
-        """look_up() of sequences with one new token each, without the pages that segments of its `shared` cover."""
-        shared = self.shared(rows, tokens.seq_lens)
-        tables = self.look_up(rows, tokens, shared)
+        """The tables of sequences with one new token each, without the pages that segments of their `shared` cover."""
+        shared = self.prefixes.find(rows, tokens.seq_lens)
+        tables = self.tables.look_up(rows, tokens, shared)
         if shared is None:
             return tables
-        return replace(own_tables(tables, np.arange(rows.size), self._page_size), shared=shared)
-
-    def shared(
-        self, rows: Int64Array, seq_lens: Int32Array, able: NDArray[np.bool_] | None = None
-    ) -> SharedPrefixes | None:
-        """See BatchPrefixes.find."""
-        return self._prefixes.find(rows, seq_lens, able)
+        return replace(own_tables(tables, np.arange(rows.size), self.table.page_size), shared=shared)
 
     def plan(
         self,
@@ -82,13 +59,13 @@ class GroupAttention:
         sliding: SlidingParts | None,
     ) -> GroupPlan:
         shared = None
-        if self._prefixes.rule is not None:
-            shared = self.shared(rows, tokens.seq_lens, able_to_share(tokens, sliding))
-        tables = self.look_up(rows, tokens, shared)
+        if self.prefixes.rule is not None:
+            shared = self.prefixes.find(rows, tokens.seq_lens, able_to_share(tokens, sliding))
+        tables = self.tables.look_up(rows, tokens, shared)
         own = self.backend.plan(tokens, tables)
         if sends and self.backend.capabilities.pushes:
-            assert self._writer is not None  # mark_send saw to it
-            peer_pool = partial(self._writer.peer_pool, group=self._group)
+            assert self.writer is not None  # mark_send saw to it
+            peer_pool = partial(self.writer.peer_pool, group=self.group)
             own, sends = self.backend.push_with_append(own, sends, peer_pool)
         return GroupPlan(own, rotation, tables, sends, sliding, tokens.positions.size, self.stored)
 
@@ -114,22 +91,22 @@ class GroupAttention:
         if not left:
             return
         assert k is not None  # append gives it where something is left
-        assert self._writer is not None
-        if self._fp8 is not None and v is not None:
-            k, v = self._fp8.quantise(layer, k, v)
+        assert self.writer is not None
+        if self.fp8 is not None and v is not None:
+            k, v = self.fp8.quantise(layer, k, v)
         for send in left:
-            self._writer.write_tokens(send.target_pe, self._group, layer, k, v, send.token_indices, send.token_slots)
+            self.writer.write_tokens(send.target_pe, self.group, layer, k, v, send.token_indices, send.token_slots)
 
     def push_cached(self, sends: Sequence[Send], *, staged: bool = False) -> None:
         """Their cached positions, page to page. staged: the forward launched last stored the last of them, so that
         layers may go as soon as it has."""
         stages = self.stored.stages if staged and self.stored is not None else ()
         for send in sends:
-            assert self._writer is not None
+            assert self.writer is not None
             if send.source_slots.size:
-                self._writer.write_slots(send.target_pe, self._group, send.source_slots, send.target_slots, stages)
+                self.writer.write_slots(send.target_pe, self.group, send.source_slots, send.target_slots, stages)
 
     def gather(self, layers: Sequence[int], row: int, indices: Int64Array) -> list[tuple[Tensor, Tensor]]:
         """What read_slots() gives of each of `layers` at `indices` (int64 [n]) of a row."""
-        slots: Int32Array = slots_of(self._table.pages[row], indices, self._page_size)
+        slots = slots_of(self.table.pages, row, indices, self.table.page_size)
         return [self.backend.read_slots(layer, slots) for layer in layers]

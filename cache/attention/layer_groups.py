@@ -1,4 +1,4 @@
-"""The layer groups of a cache, made from its layout: what each does in a forward, and what moves its pages."""
+"""The layer groups of a cache, made from its layout: what each does in a forward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.cache.attention.group_attention import GroupAttention
-from tandem.cache.kernels.base import AttentionBackend, KernelFactory
+from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_latent_kernels
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.pages.group_pages import GroupPages
 from tandem.cache.pages.group_table import GroupTable
-from tandem.cache.pages.page_pools import PagePools
-from tandem.cache.pages.sequence_pages import SequencePages
-from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import check_factor
 from tandem.cache.plan.attention_inputs import AttentionInputs, LatentInputs
 from tandem.cache.plan.errors import InvalidArgument
@@ -67,36 +63,17 @@ def make_groups(
     Raises InvalidArgument.
     """
     heads.check(layout)
-    groups = []
+    groups, latent = [], heads.latent
     for index, (pool, group, table) in enumerate(zip(pools, layout.groups, tables, strict=True)):
         stored = StoredLayers(len(group.layers)) if pool.is_cuda and writer is not None else None
-        backend, inputs, fp8 = _make_backend(layout, index, pool, heads, kernels)
-        groups.append(
-            GroupAttention(index, backend, inputs, group.window, fp8, table, writer, layout.page_size, stored)
-        )
+        fp8, rank = Fp8Entries.of_group(layout, index, pool.device), group.latent_rank
+        if rank is not None and latent is not None:
+            rotated = group.head_dim - rank
+            backend = choose_latent_kernels(pool, heads.scale_of(latent.key_dim + rotated), rank, latent)
+            inputs = LatentInputs(latent, rank, rotated, layout.dtype, pool.device)
+        else:
+            scoring = Scoring(heads.scale_of(group.head_dim), group.keeps.window, heads.softcap)
+            backend = kernels(pool, scoring, fp8)
+            inputs = AttentionInputs(group.num_kv_heads, group.head_dim, layout.dtype, pool.device)
+        groups.append(GroupAttention(index, backend, inputs, fp8, table, writer, stored))
     return groups
-
-
-def _make_backend(
-    layout: KVLayout, index: int, pool: Tensor, heads: Heads, kernels: KernelFactory
-) -> tuple[AttentionBackend, AttentionInputs | LatentInputs, Fp8Entries | None]:
-    """A group's backend, what its layers take, and how they are stored in 8 bits."""
-    group, latent = layout.groups[index], heads.latent
-    rank = group.latent_rank
-    if rank is not None and latent is not None:
-        rotated = group.head_dim - rank
-        backend = choose_latent_kernels(pool, heads.scale_of(latent.key_dim + rotated), rank, latent)
-        return backend, LatentInputs(latent, rank, rotated, layout.dtype, pool.device), None
-    fp8 = Fp8Entries.of_group(layout, index, pool.device)
-    scoring = Scoring(heads.scale_of(group.head_dim), group.window, heads.softcap)
-    inputs = AttentionInputs(group.num_kv_heads, group.head_dim, layout.dtype, pool.device)
-    return kernels(pool, scoring, fp8), inputs, fp8
-
-
-def make_pages(layout: KVLayout, table: SequenceTable, pools: PagePools, groups: LayerGroups) -> SequencePages:
-    """What moves the pages of these groups."""
-    of_groups = [
-        GroupPages(index, group.window, of_group, pools, groups[index].backend, layout.page_size)
-        for index, (group, of_group) in enumerate(zip(layout.groups, table.groups, strict=True))
-    ]
-    return SequencePages(table, pools, of_groups, layout.page_size)

@@ -10,7 +10,7 @@ from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.sliding_table import SlidingTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array, address_of, indptr_of
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
-from tandem.cache.plan.tables import PageTables, TokenLayout, look_up_pages, slots_in
+from tandem.cache.plan.tables import PageTables, TokenLayout, look_up_pages, slots_of
 
 SOURCE = Path(__file__).parents[1] / "kernels" / "native" / "page_tables.c"
 POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -23,21 +23,19 @@ class _Table(ctypes.Structure):
 
 
 class PageLookUp:
-    """Looks up rows of `table`, of a group with this window."""
+    """Looks up rows of `table`."""
 
-    def __init__(self, table: GroupTable, window: int | None, page_size: int) -> None:
+    def __init__(self, table: GroupTable) -> None:
         self._table = table
-        self._window = window
-        self._page_size = page_size
         library = load_short_calls(SOURCE)
-        self._native = None if library is None else _NativeLookUp(library, table, page_size)
+        self._native = None if library is None else _NativeLookUp(library, table)
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
         """As look_up_pages of rows (int64 [B], B ≥ 1), those of the sequences that have grown by `tokens`."""
         if self._native is not None:
             return self._native.look_up(rows, tokens, shared)
-        begins = None if self._window is None else self._table.begins[rows]
-        return look_up_pages(self._table.pages, rows, tokens, self._page_size, begins, shared)
+        table, begins = self._table, self._table.begins[rows]
+        return look_up_pages(table.pages, rows, tokens, table.page_size, begins if begins.any() else None, shared)
 
     def sliding_slots(
         self, rows: Int64Array, lengths: Int64Array, sliding: SlidingTable
@@ -48,14 +46,15 @@ class PageLookUp:
         if self._native is not None:
             return bounds, self._native.sliding_slots(rows, lengths, sliding, int(bounds[-1]))
         indices = sliding.in_use(rows, lengths[rows])
-        return bounds, slots_in(self._table.pages, rows.repeat(np.diff(bounds)), indices, self._page_size)
+        return bounds, slots_of(self._table.pages, rows.repeat(np.diff(bounds)), indices, self._table.page_size)
 
 
 class _NativeLookUp:
     """As PageLookUp, of whose table it reads the pages and begins where they stand."""
 
-    def __init__(self, library: ctypes.PyDLL, table: GroupTable, page_size: int) -> None:
-        self._table = _Table(address_of(table.pages), address_of(table.begins), table.pages.shape[1], page_size)
+    def __init__(self, library: ctypes.PyDLL, table: GroupTable) -> None:
+        width, page_size = table.pages.shape[1], table.page_size
+        self._table = _Table(address_of(table.pages), address_of(table.begins), width, page_size)
         self._address = ctypes.addressof(self._table)
         self._look_up, self._sliding_slots = library.look_up, library.stream_slots
         self._look_up.argtypes = (POINTER, INT32, *(POINTER,) * 3, INT32, POINTER, INT64)

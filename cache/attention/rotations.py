@@ -47,8 +47,8 @@ class Rotations:
         self._of_groups = [kinds.index(kind) for kind in of_groups]
         # Whether the rotation of a position depends on the length of its sequence, in some group.
         self.by_length = any(kind.by_length for kind in kinds)
-        # Per group the rotation of places 0, 1, …, as many as there can be; not by_length.
-        self.of_places = self._to_groups([None if one is None else one.of_places for one in self._embeddings])
+        # Per group the rotation of indices 0, 1, …, as many as there can be; not by_length.
+        self.of_indices = self._to_groups([None if one is None else one.of_indices for one in self._embeddings])
 
     def at(self, positions: Tensor) -> list[Rotation | None]:
         """Per group the rotation of positions, int64 [T] on any device; not by_length."""
@@ -69,8 +69,8 @@ class Rotations:
             positions[unrotated] = self._max_positions
         if not self.by_length:
             return self.at(upload([positions], self.device)[0])
-        places, lengths = upload([positions, self._lengths(tokens, rope_lengths)], self.device)
-        return self._to_groups([None if one is None else one.rotation(places, lengths) for one in self._embeddings])
+        uploaded = upload([positions, self._lengths(tokens, rope_lengths)], self.device)
+        return self._to_groups([None if one is None else one.rotation(*uploaded) for one in self._embeddings])
 
     def _to_groups(self, of_kinds: list[Rotation | None]) -> list[Rotation | None]:
         return [of_kinds[kind] for kind in self._of_groups]

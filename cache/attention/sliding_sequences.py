@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,40 +12,26 @@ from tandem.cache.pages.page_pools import PageIds
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.pages.sliding_table import Slides
-from tandem.cache.plan.arrays import Int32Array, Int64Array, integer
+from tandem.cache.plan.arrays import Int64Array, integer
 from tandem.cache.plan.errors import CacheError, InvalidArgument
 from tandem.cache.plan.position_map import SKIP, PositionMap
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import TokenLayout
 
 
-@dataclass(frozen=True, eq=False)
-class _Before:
-    """The holes of rows as they were, int64 [n]; of those in `moved`, lengths and dropped, int64 [m], and per group
-    their ends and their rows of pages."""
-
-    rows: Int64Array
-    holes: Int64Array
-    moved: Int64Array
-    lengths: Int64Array
-    dropped: Int64Array
-    tables: list[tuple[Int64Array, Int32Array]]
-
-
 class SlidingSequences:
     """What makes rows of `table` slide; see SlidingTable for how they are stored."""
 
-    def __init__(self, table: SequenceTable, rotations: Rotations, page_size: int) -> None:
+    def __init__(self, table: SequenceTable, rotations: Rotations) -> None:
         self._table = table
         self._rotations = rotations
-        self._page_size = page_size
-        self._look_ups = [PageLookUp(group, None, page_size) for group in table.groups]
+        self._look_ups = [PageLookUp(group) for group in table.groups]
         self._nothing: PageIds = tuple(np.empty(0, np.int32) for _ in table.groups)
         self._unslid = nullcontext(self._nothing)
         self._no_parts: list[SlidingParts | None] = [None] * len(table.groups)
 
     def check_window(self, window: int, sink: int, max_length: int) -> None:
-        most = max_length - 2 * self._page_size + 2
+        most = max_length - 2 * self._table.page_size + 2
         if not 1 <= integer("window", window) <= most:
             raise InvalidArgument(f"window is {window}; 1 … {most} are accepted")
         if not 0 <= integer("sink", sink) < window:
@@ -69,11 +54,20 @@ class SlidingSequences:
 
     @contextmanager
     def _sliding(self, slides: Slides) -> Iterator[PageIds]:
-        before = self._keep(slides)
+        table, moved = self._table, slides.moved
+        of_groups = [(array, moved) for group in table.groups for array in (group.ends, group.pages)]
+        changing: list[tuple[np.ndarray, Int64Array]] = [
+            (table.sliding.holes, slides.rows),
+            (table.lengths, moved),
+            (table.sliding.dropped, moved),
+            *(of_groups if moved.size else ()),
+        ]
+        before = [array[rows] for array, rows in changing]
         try:
             yield self._apply(slides)
         except CacheError:
-            self._restore(before)
+            for (array, rows), values in zip(changing, before, strict=True):
+                array[rows] = values
             raise
 
     def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, appends: Int64Array, marks: SendMarks) -> None:
@@ -100,19 +94,16 @@ class SlidingSequences:
     ) -> tuple[list[Rotation | None], list[SlidingParts | None]]:
         """Per group the rotation of a forward's tokens, without those of sliding sequences, and these sequences."""
         table = self._table
-        if table.sliding.count == 0:
+        if table.sliding.count == 0 or not (slides := table.sliding.windows[rows] > 0).any():
             return self._rotations.plan(tokens, rope_lengths), self._no_parts
-        slides = table.sliding.windows[rows] > 0
         sliding = slides.nonzero()[0]
-        if sliding.size == 0:
-            return self._rotations.plan(tokens, rope_lengths), self._no_parts
         rotations = self._rotations.plan(tokens, rope_lengths, unrotated=slides[tokens.owners])
         begins, ends = tokens.qo_indptr[sliding], tokens.qo_indptr[sliding + 1]
         parts: list[SlidingParts | None] = [
             SlidingParts(
                 sliding, begins, ends, *look_up.sliding_slots(rows[sliding], table.lengths, table.sliding), rotation
             )
-            for look_up, rotation in zip(self._look_ups, self._rotations.of_places, strict=True)
+            for look_up, rotation in zip(self._look_ups, self._rotations.of_indices, strict=True)
         ]
         return rotations, parts
 
@@ -161,17 +152,6 @@ class SlidingSequences:
                     f"of {window} until position {end} is reached"
                 )
 
-    def _keep(self, slides: Slides) -> _Before:
-        table, rows, moved = self._table, slides.rows, slides.moved
-        return _Before(
-            rows,
-            table.sliding.holes[rows],
-            moved,
-            table.lengths[moved],
-            table.sliding.dropped[moved],
-            [(group.ends[moved], group.pages[moved]) for group in table.groups] if moved.size else [],
-        )
-
     def _apply(self, slides: Slides) -> PageIds:
         """The pages that are gone."""
         table, moved = self._table, slides.moved
@@ -180,10 +160,3 @@ class SlidingSequences:
             return self._nothing
         table.lengths[moved], table.sliding.dropped[moved] = slides.lengths, slides.dropped
         return tuple(group.take_out(moved, slides.firsts, slides.ends) for group in table.groups)
-
-    def _restore(self, before: _Before) -> None:
-        table, moved = self._table, before.moved
-        table.sliding.holes[before.rows] = before.holes
-        table.lengths[moved], table.sliding.dropped[moved] = before.lengths, before.dropped
-        for group, (ends, pages) in zip(table.groups, before.tables, strict=False):
-            group.ends[moved], group.pages[moved] = ends, pages

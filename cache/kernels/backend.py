@@ -1,65 +1,22 @@
-"""What backends of one kind of entries do alike: the order of a layer's work, and that of backends without graphs."""
+"""What backends of one kind of entries do alike: the order of a layer's work."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.base import (
-    QKV,
-    Appended,
-    Capabilities,
-    DeviceTables,
-    GroupPlan,
-    Latents,
-    Limits,
-    PeerPool,
-    StepPages,
-)
-from tandem.cache.kernels.page_memory import PageMemory
+from tandem.cache.kernels.base import QKV, Appended, AttentionBackend, GroupPlan, Latents
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import Rotation
-from tandem.cache.plan.shared_prefixes import SharedPrefixes
-from tandem.cache.plan.tables import PageTables, Send, TokenLayout
 
 
-class PoolBackend(PageMemory):
-    """An AttentionBackend without graphs and without stores into peers."""
-
-    capabilities = Capabilities()
-
-    def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
-        return 0
-
-    def buffers(self, limits: Limits, tables: DeviceTables) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no graph buffers")
-
-    def begin_captured(self, buffers: Any) -> None:
-        """Nothing is computed for all layers together."""
-
-    def takes_shared(self, buffers: Any, shared: SharedPrefixes) -> bool:
-        return False
-
-    def push_with_append(self, own: Any, sends: Sequence[Send], peer_pool: PeerPool) -> tuple[Any, tuple[Send, ...]]:
-        return own, tuple(sends)
-
-    def step_pages(self, plan: GroupPlan) -> StepPages | None:
-        return None
-
-
-class AppendThenAttend(PoolBackend, ABC):
-    """A KVBackend of two kernels a layer, which `own`, a plan of plan(), tells what to do."""
+class AppendThenAttend(AttentionBackend[QKV]):
+    """A KVBackend of two kernels a layer. own: what plan() returned."""
 
     scoring: Scoring
-
-    @abstractmethod
-    def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
-        """See AttentionBackend."""
 
     @abstractmethod
     def append(
@@ -73,10 +30,6 @@ class AppendThenAttend(PoolBackend, ABC):
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, own: Any, sinks: Tensor | None = None) -> Tensor:
         """q and k are what append() returned just before, v is what it was given."""
-
-    @abstractmethod
-    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        """See PageOperations."""
 
     def run(self, plan: GroupPlan, layer: int, x: QKV, appended: Appended | None = None) -> Tensor:
         q, k, v, sinks, norm = x
@@ -95,8 +48,8 @@ class AppendThenAttend(PoolBackend, ABC):
         return sliding.attend(output, q, partial(self.read_slots, layer), self.scoring, sinks)
 
 
-class LatentAppendThenAttend(PoolBackend, ABC):
-    """A LatentBackend of two kernels a layer."""
+class LatentAppendThenAttend(AttentionBackend[Latents]):
+    """A LatentBackend of two kernels a layer. own: what plan() returned."""
 
     @abstractmethod
     def append(

@@ -1,16 +1,17 @@
 """What an attention backend does for one layer group of a paged KV cache."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from tandem.cache.kernels.fp8_entries import Fp8Entries
+from tandem.cache.kernels.page_memory import PageOperations
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.torch.sliding import SlidingParts
-from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.rope import Rotation
@@ -23,7 +24,7 @@ GPU_HEAD_DIMS = (64, 128, 256)  # of K and V of 16 bits, which FlashInfer is com
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do for its pool. Callers read this; nobody asks for the backend's class."""
+    """What a backend can do for its pool. Callers read this, and never ask for the backend's class."""
 
     trees: bool = True  # attend to nodes of token trees, and move slots
     pushes: bool = False  # append into mapped pools of peers, see push_with_append
@@ -118,10 +119,10 @@ class Latents(NamedTuple):
     up: UpProjections
 
 
-InputsT = TypeVar("InputsT", contravariant=True)
+InputsT = TypeVar("InputsT")
 Appended = Callable[[Tensor | None, Tensor | None], None]
-"""Called between append and attention with k and v as they were stored (latents: the entries and None); k is None where
-nobody takes it from there."""
+"""A function that takes k and v as they were stored, between append and attention. Of latents: the entries and None. k
+is None where no page writer needs it."""
 PeerPool = Callable[[int], Tensor | None]
 """PageWriter.peer_pool of one layer group."""
 
@@ -141,86 +142,60 @@ class StepPages:
     scales: Tensor | None
 
 
-class PageOperations(Protocol):
-    """What moves the pages of one pool, whatever its entries are."""
-
-    def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
-        """All layers of pages sources[i] to targets[i], int32 [n] each."""
-        ...
-
-    def clear_pages(self, pages: Int32Array) -> None:
-        """Makes sure that what stands in slots not yet written cannot reach an output (0 · NaN is NaN)."""
-        ...
-
-    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
-        """All layers of slots sources[i] to targets[i], int32 [n] each; a target may be the source of another move,
-        which still moves what was there before."""
-        ...
-
-    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n], in the dtype in which they came.
-
-        Of latents: whole entries [n, 1, rank + rotated], and their latents [n, 1, rank].
-        """
-        ...
-
-
-class AttentionBackend(PageOperations, Protocol[InputsT]):
+class AttentionBackend(PageOperations, Generic[InputsT]):
     """Bound to one pool. plan() once a forward, on the host; run() once a layer. layer counts within the group.
 
     A pool of K and V is `[num_pages, layers, 2, num_kv_heads, page_size, head_dim]`, and InputsT is QKV. One of latents
-    is `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.plan.latent, and InputsT is Latents.
+    is `[num_pages, layers, 1, 1, page_size, rank + rotated]`, see tandem.cache.plan.latent, and InputsT is Latents. A
+    subclass has no graph buffers and does not store into peers, unless it says so.
     """
 
-    @property
-    def capabilities(self) -> Capabilities: ...
+    capabilities = Capabilities()
 
     def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
         """The most tokens of up to num_sequences prompts that graph buffers may hold; 0: there are none for prompts."""
-        ...
+        return 0
 
     def buffers(self, limits: Limits, tables: DeviceTables) -> Any:
         """Graph buffers: run() reads `tables` whenever the captured graph is replayed. The caller fills `tables`."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no graph buffers")
 
     def begin_captured(self, buffers: Any) -> None:
-        """Queues, in the graph, what all layers of a replay need that follows from the tables of `buffers`."""
-        ...
+        """Queues, in the graph, what all layers of a replay need that follows from the tables of `buffers`.
 
+        The forward ran once before it is captured. What that run did not need may be left out.
+        """
+
+    @abstractmethod
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
         """Whatever run() needs of a forward; waits for no device.
 
         buffers: of buffers(), which the next replay then computes. Their tables are filled up with padding. Those for
         sharing leave out the pages of segments; the backend copies these itself.
         """
-        ...
 
     def takes_shared(self, buffers: Any, shared: SharedPrefixes) -> bool:
         """Whether buffers for sharing have room for these segments."""
-        ...
+        return False
 
     def push_with_append(self, own: Any, sends: Sequence[Send], peer_pool: PeerPool) -> tuple[Any, tuple[Send, ...]]:
         """A plan whose append also stores into mapped peers, and the sends that are left for the page writer."""
-        ...
+        return own, tuple(sends)
 
+    @abstractmethod
     def run(self, plan: GroupPlan, layer: int, x: InputsT, appended: Appended | None = None) -> Tensor:
         """o of each new token: norms, rotates, stores K and V in the token's slot, calls `appended`, attends.
 
         Each token attends to its sequence's positions up to its own, in its window, and q head h to KV head
         h // (num_q_heads / num_kv_heads). A node of a token tree sees its ancestors. Rows of padding mean nothing.
         """
-        ...
 
     def step_pages(self, plan: GroupPlan) -> StepPages | None:
         """For a decode megakernel in place of run(); None where run() does more than causal attention."""
-        ...
+        return None
 
 
 KVBackend = AttentionBackend[QKV]
 LatentBackend = AttentionBackend[Latents]
-
-
-class KernelFactory(Protocol):
-    """A backend for a pool of K and V. fp8: how K and V become its elements; None: as they are."""
-
-    def __call__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> KVBackend: ...
+KernelFactory = Callable[[Tensor, Scoring, Fp8Entries | None], KVBackend]
+"""A backend for a pool of K and V, scored so. The third says how K and V become its elements; None: as they are."""

@@ -19,7 +19,8 @@ def choose_kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None
     """Native ones for float32 on a CPU where they can be built, FlashInfer's for 16 bits on a GPU, also stored in 8,
     else torch's.
 
-    The first call may compile: a second. InvalidArgument for a pool of 16 bits on a GPU that FlashInfer cannot serve.
+    The first call may compile, which takes a second. InvalidArgument for a pool of 16 bits on a GPU that FlashInfer
+    cannot serve.
     """
     dtype = pool.dtype if fp8 is None else fp8.dtype
     if pool.device.type == "cuda" and dtype != torch.float32:

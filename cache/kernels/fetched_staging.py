@@ -10,9 +10,10 @@ POLL_SECONDS = 0.00001
 
 
 class FetchedStaging:
-    """A Staging whose arrays come to the device on a stream of their own, beside what runs there, and to their places
-    by a kernel, fetch(), of the CUDA graph that reads them. So between two graphs the device has nothing to do. On a
-    CPU both sides are one memory.
+    """A Staging that copies arrays to the device on a stream of its own, beside what runs there.
+
+    A kernel of the CUDA graph that reads them, fetch(), copies them to their fixed addresses. So the device has nothing
+    to do between two graphs. On a CPU both sides are one memory.
 
         host      filling | pairs of numbers | numbers ...     open(), the caller writes, send()
                      |  copied beside the step before

@@ -1,4 +1,6 @@
-"""What all backends do alike with a pool: pages and slots that are moved, whatever their entries are."""
+"""Pages and slots of a pool that are moved, whatever their entries are: all backends do this alike."""
+
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -14,18 +16,21 @@ def movable(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
-class PageMemory:
-    """Bound to one pool `[num_pages, layers, planes, num_kv_heads, page_size, elements]`. See PageOperations."""
+class PageOperations(ABC):
+    """What moves the pages of one pool `[num_pages, layers, planes, num_kv_heads, page_size, elements]`."""
 
     def __init__(self, pool: Tensor) -> None:
         self._words = movable(pool)
         self._pages = _widened(pool)
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
+        """All layers of pages sources[i] to targets[i], int32 [n] each."""
         source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._words.device)
         self._pages.index_copy_(0, target, self._pages.index_select(0, source))
 
     def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        """All layers of slots sources[i] to targets[i], int32 [n] each; a target may be the source of another move,
+        which still moves what was there before."""
         slots = np.concatenate((sources, targets)).astype(np.int64)
         pages, offsets = upload(list(np.divmod(slots, self._words.shape[4])), self._words.device)
         count = sources.size
@@ -33,8 +38,16 @@ class PageMemory:
         self._words[pages[count:], :, :, :, offsets[count:]] = moved
 
     def clear_pages(self, pages: Int32Array) -> None:
+        """Makes sure that what stands in slots not yet written cannot reach an output (0 · NaN is NaN)."""
         (index,) = upload([pages.astype(np.int64)], self._words.device)
         self._pages.index_fill_(0, index, 0)
+
+    @abstractmethod
+    def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
+        """Copies of k and v [n, num_kv_heads, head_dim] at `slots`, int32 [n], in the dtype in which they came.
+
+        Of latents: whole entries [n, 1, rank + rotated], and their latents [n, 1, rank].
+        """
 
 
 def _widened(pool: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Arrays at fixed places on a device, where a CUDA graph reads them, filled together from pinned memory."""
+"""Arrays at fixed addresses on a device, where a CUDA graph reads them, filled together from pinned memory."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -64,20 +64,22 @@ class FixedArrays:
     def __init__(self, staging: Staging, sizes: Sequence[ArraySize]) -> None:
         self._staging = staging
         self._begins = _begins(sizes)
-        self._host = [_view(staging.host, begin, *size) for begin, size in zip(self._begins, sizes, strict=False)]
-        self._host_arrays = [tensor.numpy() for tensor in self._host]
-        self.tensors = [
-            _view(staging.on_device, begin, *size) for begin, size in zip(self._begins, sizes, strict=False)
-        ]
+        views = list(zip(self._begins, sizes, strict=False))
+        self._host_arrays = [_view(staging.host, begin, *size).numpy() for begin, size in views]
+        self.tensors = [_view(staging.on_device, begin, *size) for begin, size in views]
 
     @staticmethod
     def num_bytes(sizes: Sequence[ArraySize]) -> int:
         return _begins(sizes)[-1]
 
     def fill(self, arrays: Sequence[NDArray[Any]]) -> None:
-        """One array for each size, or for the first few, none longer; what is left of a place keeps what it held."""
+        """One array for each size, or for the first few, none longer; the rest of a longer array keeps what it held."""
         self.prepare(arrays)
         self.send()
+
+    def open(self) -> None:
+        """Returns once what was sent last is on the device."""
+        self._staging.open()
 
     def prepare(self, arrays: Sequence[NDArray[Any]]) -> None:
         """fill() up to its last part, send()."""
@@ -87,9 +89,9 @@ class FixedArrays:
         self._prepared = self._begins[last] + arrays[last].size * self._host_arrays[last].itemsize
 
     def put(self, first: int, arrays: Sequence[NDArray[Any]]) -> None:
-        """Instead of those prepared, from place `first` on."""
-        for place, array in zip(self._host_arrays[first:], arrays, strict=False):
-            place[: array.size] = array
+        """Instead of those prepared, from the array with index `first` on."""
+        for host, array in zip(self._host_arrays[first:], arrays, strict=False):
+            host[: array.size] = array
 
     def send(self) -> None:
         self._staging.send(self._prepared)

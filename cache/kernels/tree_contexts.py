@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.cache.plan.spans import span_of
 from tandem.cache.plan.tables import PageTables
 from tandem.cache.plan.token_tree import TokenTrees
-from tandem.cache.plan.window import first_seen
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +29,11 @@ class TreeContexts:
 
 def split_contexts(trees: TokenTrees, tables: PageTables, page_size: int, window: int | None) -> TreeContexts:
     """trees: of the sequences of tables; window: that of the layers whose tables these are."""
+    first_needed = span_of(window).first_needed
     bases = (tables.kv_lens[trees.sequences] - trees.sizes).astype(np.int64)
     begins = np.cumsum(trees.counts) - trees.counts
-    firsts = np.minimum(first_seen(window, bases + np.minimum.reduceat(trees.depths, begins)), bases)
-    commons = first_seen(window, bases + np.maximum.reduceat(trees.depths, begins))
+    firsts = np.minimum(first_needed(bases + np.minimum.reduceat(trees.depths, begins)), bases)
+    commons = first_needed(bases + np.maximum.reduceat(trees.depths, begins))
     commons = np.minimum(-(-commons // page_size) * page_size, bases)
-    edges = first_seen(window, np.repeat(bases, trees.counts) + trees.depths) - np.repeat(firsts, trees.counts)
+    edges = first_needed(np.repeat(bases, trees.counts) + trees.depths) - np.repeat(firsts, trees.counts)
     return TreeContexts(firsts, commons, bases, edges.astype(np.int32))

@@ -9,6 +9,7 @@ from tandem.cache.attention.forward import NO_ATTENTION, Attention, Batch, Forwa
 from tandem.cache.attention.graph_buffers import GraphBuffers, make_graph_buffers
 from tandem.cache.kernels.base import Limits
 from tandem.cache.operations.parts import Parts
+from tandem.cache.operations.send_plan import plan_sends
 from tandem.cache.pages.sequence_table import ids_of
 from tandem.cache.plan.arrays import Int64Array, integers
 from tandem.cache.plan.errors import InvalidArgument
@@ -32,12 +33,16 @@ class ForwardCalls(Parts):
         appends = self._growth.one_each(len(sequences)) if given is None else integers("append_lengths", given)
         if buffers is not None:
             self._check_buffers(buffers.limits, sequences, appends, batch, inputs)
-            return self._fill(buffers, sequences, appends, inputs)
+            rows, tokens = self._growth.grow(sequences, appends, in_flight=int(buffers.limits.one_each))
+            self._prepare(buffers, rows, tokens, inputs)
+            buffers.send()
+            standing = None if buffers.limits.one_each else self._table.standing(rows)
+            return Forward(sequences, tokens, NO_ATTENTION, None, standing, buffers)
         lengths = None if batch.rope_lengths is None else integers("rope_lengths", batch.rope_lengths)
         if lengths is not None and lengths.shape != (len(sequences),):
             raise InvalidArgument(f"rope_lengths has shape {lengths.shape}; it must be [B], B = {len(sequences)}")
         rows, tokens = self._growth.grow(sequences, appends, batch.token_tree_parents)
-        sends, sent = self._transmissions.plan(rows, tokens) if batch.push else self._transmissions.nothing
+        sends, sent = plan_sends(self._marks, self._table, rows, tokens, push=batch.push)
         rotations, sliding = self._sliding.plan(rows, tokens, lengths)
         plans = tuple(
             group.plan(rows, tokens, rotation, to_send, slides)
@@ -56,7 +61,8 @@ class ForwardCalls(Parts):
             forward.attention.check_complete()
         elif forward.grows:
             self._growth.grow(forward.seq_ids, self._growth.one_each(len(forward.seq_ids)), in_flight=1)
-        self._transmissions.commit(forward.sent, forward.standing)
+        self._marks.commit(forward.sent)
+        self._launched = forward.standing
 
     # By the names of TVM's PagedAttentionKVCache
 
@@ -126,20 +132,13 @@ class ForwardCalls(Parts):
     def graph_buffers(self, limits: Sequence[Limits]) -> list[GraphBuffers]:
         """Buffers for CUDA graphs, see GraphBuffers, of those limits (all of decode steps, or all of prompts) that the
         backends and RoPE can do. They share memory: one is filled and replayed before the next is."""
-        return make_graph_buffers(
-            limits,
-            self._groups,
-            self._rotations,
-            self._layers,
-            max_pages=self._table.groups[0].pages.shape[1],
-            page_size=self.layout.page_size,
-        )
+        return make_graph_buffers(limits, self._groups, self._rotations, self._layers, self._table)
 
     def pays_to_share(self, buffers: GraphBuffers, seq_ids: Ids) -> bool:
         """Whether the next step of these sequences is faster in `buffers`, for sharing, than in others."""
         rows = self._table.rows(ids_of(seq_ids))
         seq_lens = self._table.lengths[rows].astype(np.int32) + 1
-        shared = [group.shared(rows, seq_lens) for group in self._groups]
+        shared = [group.prefixes.find(rows, seq_lens) for group in self._groups]
         return any(one is not None for one in shared) and buffers.takes_shared(shared)
 
     def foresee(self, buffers: GraphBuffers, seq_ids: Ids, inputs: Sequence[Int64Array]) -> Forward | None:
@@ -147,7 +146,7 @@ class ForwardCalls(Parts):
         that step is not known."""
         sequences = ids_of(seq_ids)
         tokens = self._growth.foresee(sequences)
-        if tokens is None or self.layout.has_windows or buffers.limits.sharing:
+        if tokens is None or self.layout.drops_past or buffers.limits.sharing:
             return None
         rows = self._table.rows(sequences)
         self._prepare(buffers, rows, tokens, inputs)
@@ -161,25 +160,16 @@ class ForwardCalls(Parts):
         forward.buffers.send(inputs)
         return True
 
-    def _fill(
-        self, buffers: GraphBuffers, sequences: tuple[int, ...], appends: Int64Array, inputs: Sequence[Int64Array]
-    ) -> Forward:
-        rows, tokens = self._growth.grow(sequences, appends, in_flight=int(buffers.limits.one_each))
-        self._prepare(buffers, rows, tokens, inputs)
-        buffers.send()
-        standing = None if buffers.limits.one_each else self._table.standing(rows)
-        return Forward(sequences, tokens, NO_ATTENTION, None, standing, buffers)
-
     def _prepare(
         self, buffers: GraphBuffers, rows: Int64Array, tokens: TokenLayout, inputs: Sequence[Int64Array]
     ) -> None:
         sharing = buffers.limits.sharing
-        look_ups = [group.look_up_apart if sharing else group.look_up for group in self._groups]
+        look_ups = [group.look_up_apart if sharing else group.tables.look_up for group in self._groups]
         buffers.prepare(tokens, [look_up(rows, tokens) for look_up in look_ups], inputs)
 
     def _check_owner(self, forward: Forward) -> None:
-        if forward.standing is not None:
-            forward.standing.check_owner(self._table)
+        if forward.standing is not None and forward.standing.table is not self._table:
+            raise InvalidArgument("plan is of another cache; begin_forward of this one makes plans")
 
     def _check_buffers(
         self,

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tandem.cache.attention.forward import Parents
+from tandem.cache.attention.sliding_sequences import SlidingSequences
 from tandem.cache.operations.open_trees import OpenTrees
 from tandem.cache.operations.receptions import Receptions
-from tandem.cache.operations.store import Store
+from tandem.cache.pages.send_marks import SendMarks
+from tandem.cache.pages.sequence_pages import SequencePages
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument
@@ -24,25 +26,21 @@ class Foreseen:
     lengths: Int64Array
     num_cuts: int
 
-    def is_next(self, rows: Int64Array, table: SequenceTable) -> bool:
-        return (
-            rows is self.rows  # see SequenceTable.rows
-            and table.num_cuts == self.num_cuts
-            and not np.count_nonzero(table.lengths[rows] != self.lengths)
-            and not table.receiving[rows].any()
-        )
 
-
+@dataclass(eq=False)
 class Growth:
     """Owned by a PagedKVCache, whose parts it works on."""
 
-    def __init__(self, store: Store, receptions: Receptions, trees: OpenTrees) -> None:
-        self._table, self._pages, self._sliding, self._marks = store.table, store.pages, store.sliding, store.marks
-        self._max_length = store.max_length
-        self._receptions = receptions
-        self._trees = trees
+    table: SequenceTable
+    pages: SequencePages
+    sliding: SlidingSequences
+    marks: SendMarks
+    receptions: Receptions
+    trees: OpenTrees
+
+    def __post_init__(self) -> None:
         self._foreseen: Foreseen | None = None
-        self._ones = np.ones(store.table.max_sequences, np.int64)
+        self._ones = np.ones(self.table.max_sequences, np.int64)
         self._one_each: TokenLayout | None = None  # the last that was of one plain token a sequence
 
     def grow(
@@ -58,31 +56,32 @@ class Growth:
 
         in_flight: positions of each that a forward still running computes; pages that it sees are not taken away yet.
         """
-        rows = self._table.rows(seq_ids)
-        each_one = self._check_appends(rows, appends)
-        self._sliding.check_unsent(seq_ids, rows, appends, self._marks)
-        self._pages.check_unsent(seq_ids, rows, self._marks)
-        trees = self._trees.extended(seq_ids, appends, parents)
-        steps = each_one and not trees and not np.count_nonzero(self._table.shortened[rows])
-        held = self._table.lengths[rows]
+        rows = self.table.rows(seq_ids)
+        each_one = self._check_appends(seq_ids, rows, appends)
+        self.sliding.check_unsent(seq_ids, rows, appends, self.marks)
+        self.pages.check_unsent(seq_ids, rows, self.marks)
+        trees = self.trees.extended(seq_ids, appends, parents)
+        steps = each_one and not trees and not np.count_nonzero(self.table.shortened[rows])
+        held = self.table.lengths[rows]
         cleared = self.is_foreseen(rows)
-        with self._sliding.slid(rows, appends) as gone:
-            lengths = self._table.lengths[rows]
+        with self.sliding.slid(rows, appends) as gone:
+            lengths = self.table.lengths[rows]
             new_lengths = lengths + appends
-            self._check_longest(seq_ids, new_lengths)
+            longest = int(new_lengths.argmax())
+            self.table.check_length(seq_ids[longest], int(new_lengths[longest]))
             if trees:  # a root, now or after a commit, looks back from the base
-                queries = self._trees.bases(seq_ids, lengths)
+                queries = self.trees.bases(seq_ids, lengths)
             else:
                 queries = np.maximum(lengths - in_flight, 0) if in_flight else lengths
             if steps:
-                slid = lengths != held if self._table.sliding.count else None
-                self._pages.step(rows, lengths, new_lengths, queries, gone, slid, clear=not cleared)
+                slid = lengths != held if self.table.sliding.count else None
+                self.pages.step(rows, lengths, new_lengths, queries, gone, slid, clear=not cleared)
             else:
-                self._pages.grow(rows, lengths, new_lengths, queries, gone)
-        self._receptions.clear_ends(rows, lengths)
+                self.pages.grow(rows, lengths, new_lengths, queries, gone)
+        self.receptions.clear_ends(rows, lengths)
         tokens = self._lay_out_one_each(lengths) if each_one else lay_out_tokens(lengths, appends)
         if trees:
-            tokens = replace(tokens, trees=self._trees.put(trees, seq_ids, tokens.qo_indptr))
+            tokens = replace(tokens, trees=self.trees.put(trees, seq_ids, tokens.qo_indptr))
         return rows, tokens
 
     def one_each(self, count: int) -> Int64Array:
@@ -92,46 +91,45 @@ class Growth:
     def foresee(self, seq_ids: tuple[int, ...]) -> TokenLayout | None:
         """Clears what stands behind the ends of sequences that are being received: writers write before it. How their
         next step's tokens are packed; None where it may need other pages than those reserved."""
-        rows = self._table.rows(seq_ids)
-        if rows.size == 0 or not self._table.receiving[rows].all():
+        rows = self.table.rows(seq_ids)
+        if rows.size == 0 or not self.table.receiving[rows].all():
             raise InvalidArgument(f"seq_ids is {list(seq_ids)}; all have to be received now")
-        lengths = self._table.lengths[rows]
-        self._receptions.clear_ends(rows, lengths)
-        if not self._pages.clear_next(rows, lengths):
+        lengths = self.table.lengths[rows]
+        self.receptions.clear_ends(rows, lengths)
+        if not self.pages.clear_next(rows[lengths % self.table.page_size == 0]):
             return None
-        self._foreseen = Foreseen(rows, lengths, self._table.num_cuts)
+        self._foreseen = Foreseen(rows, lengths, self.table.num_cuts)
         return lay_out_tokens(lengths, np.ones_like(lengths))
 
     def is_foreseen(self, rows: Int64Array) -> bool:
         """Whether the next step of rows (int64 [B]), which are received by now, is the one foreseen last."""
-        return self._foreseen is not None and self._foreseen.is_next(rows, self._table)
+        last, table = self._foreseen, self.table
+        return (
+            last is not None
+            and rows is last.rows  # see SequenceTable.rows
+            and table.num_cuts == last.num_cuts
+            and not np.count_nonzero(table.lengths[rows] != last.lengths)
+            and not table.receiving[rows].any()
+        )
 
     def _lay_out_one_each(self, lengths: Int64Array) -> TokenLayout:
         """As lay_out_tokens, of one token each."""
         last = self._one_each
         if last is None or last.owners.size != lengths.size:
-            tokens = lay_out_tokens(lengths, np.ones_like(lengths))
+            self._one_each = lay_out_tokens(lengths, np.ones_like(lengths))
         else:
-            tokens = last.then_one(lengths)
-        self._one_each = tokens
-        return tokens
+            positions = lengths.astype(np.int32)
+            self._one_each = TokenLayout(last.qo_indptr, positions + np.int32(1), positions, last.owners)
+        return self._one_each
 
-    def _check_longest(self, seq_ids: tuple[int, ...], new_lengths: Int64Array) -> None:
-        longest = int(new_lengths.argmax())
-        self.check_length(seq_ids[longest], int(new_lengths[longest]))
-
-    def check_length(self, sequence: int, length: int) -> None:
-        if not 0 <= length <= self._max_length:
-            raise InvalidArgument(f"sequence {sequence} would have {length} positions; 0 … {self._max_length} fit")
-
-    def _check_appends(self, rows: Int64Array, appends: Int64Array) -> bool:
+    def _check_appends(self, seq_ids: tuple[int, ...], rows: Int64Array, appends: Int64Array) -> bool:
         """Whether each row gets one position."""
         if rows.size == 0 or appends.shape != rows.shape:
             raise InvalidArgument(f"append_lengths has shape {appends.shape}; it must be [B], B = {rows.size} ≥ 1")
         each_one = appends.base is self._ones or not np.count_nonzero(appends != 1)
         for length in () if each_one else (int(appends.min()), int(appends.max())):  # sums of larger ones overflow
-            if not 1 <= length <= self._max_length:
-                raise InvalidArgument(f"append_lengths has {length}; 1 … {self._max_length} are accepted")
-        if len(self._receptions) and self._table.receiving[rows].any():
-            self._receptions.check_settled_rows(rows)
+            if not 1 <= length <= self.table.max_length:
+                raise InvalidArgument(f"append_lengths has {length}; 1 … {self.table.max_length} are accepted")
+        if self.receptions.incoming and self.table.receiving[rows].any():
+            self.receptions.check_settled(seq_ids[int(self.table.receiving[rows].argmax())])
         return each_one

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.cache.attention.forward import Parents
-from tandem.cache.operations.store import Store
+from tandem.cache.attention.layer_groups import LayerGroups
+from tandem.cache.pages.send_marks import SendMarks
+from tandem.cache.pages.sequence_pages import SequencePages
+from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int64Array, integers
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.tables import slots_of
@@ -17,10 +20,9 @@ NO_NODES = np.empty(0, np.int64)
 class OpenTrees:
     """Per sequence the parents of its nodes, which are its last positions. See PagedKVCache for what calls do."""
 
-    def __init__(self, store: Store) -> None:
-        self._table, self._pages, self._marks = store.table, store.pages, store.marks
-        self._backends = [group.backend for group in store.groups]
-        self._page_size = store.layout.page_size
+    def __init__(self, table: SequenceTable, pages: SequencePages, marks: SendMarks, groups: LayerGroups) -> None:
+        self._table, self._pages, self._marks = table, pages, marks
+        self._backends = [group.backend for group in groups]
         self._parents: dict[int, Int64Array] = {}
 
     def check_closed(self, sequence: int) -> None:
@@ -92,14 +94,11 @@ class OpenTrees:
         if leaves.shape != rows.shape:
             raise InvalidArgument(f"leaf_indices has shape {leaves.shape}; it must be [B], B = {rows.size}")
         paths = [path_to(*self._leaf(sequence, leaf)) for sequence, leaf in zip(seq_ids, leaves.tolist(), strict=True)]
-        bases = [
-            int(self._table.lengths[row]) - self._parents[sequence].size
-            for sequence, row in zip(seq_ids, rows, strict=True)
-        ]
+        bases = self.bases(seq_ids, self._table.lengths[rows])
         self._compact(rows, bases, paths)
         for sequence, row, base, path in zip(seq_ids, rows, bases, paths, strict=True):
             del self._parents[sequence]
-            self._pages.cut(int(row), base + path.size)
+            self._pages.cut(int(row), int(base) + path.size)
 
     def _leaf(self, sequence: int, leaf: int) -> tuple[Int64Array, int]:
         tree = self._parents.get(sequence)
@@ -109,15 +108,15 @@ class OpenTrees:
             raise InvalidArgument(f"leaf_indices has {leaf} for sequence {sequence}; -1 … {tree.size - 1} are accepted")
         return tree, leaf
 
-    def _compact(self, rows: Int64Array, bases: list[int], paths: list[Int64Array]) -> None:
+    def _compact(self, rows: Int64Array, bases: Int64Array, paths: list[Int64Array]) -> None:
         """Moves the nodes of each path to the first positions after the base; a node never moves up."""
         for backend, group in zip(self._backends, self._table.groups, strict=True):
             sources, targets = [], []
             for row, base, path in zip(rows, bases, paths, strict=True):
-                places = np.arange(path.size)
-                moved = path != places
-                sources.append(slots_of(group.pages[row], base + path[moved], self._page_size))
-                targets.append(slots_of(group.pages[row], base + places[moved], self._page_size))
+                nodes = np.arange(path.size)
+                moved = path != nodes
+                sources.append(slots_of(group.pages, row, base + path[moved], self._table.page_size))
+                targets.append(slots_of(group.pages, row, base + nodes[moved], self._table.page_size))
             if sum(slots.size for slots in sources):
                 backend.move_slots(np.concatenate(sources), np.concatenate(targets))
 

@@ -4,55 +4,64 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tandem.cache.attention.layer_groups import Heads, make_groups, make_pages
+from tandem.cache.attention.layer_groups import Heads, make_groups
 from tandem.cache.attention.rotations import Rotations
 from tandem.cache.attention.sliding_sequences import SlidingSequences
 from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.operations.growth import Growth
 from tandem.cache.operations.open_trees import OpenTrees
 from tandem.cache.operations.receptions import Receptions
-from tandem.cache.operations.store import Store
-from tandem.cache.operations.transmissions import Transmissions
 from tandem.cache.pages.page_pools import PagePools
 from tandem.cache.pages.send_marks import SendMarks
-from tandem.cache.pages.sequence_table import SequenceTable
+from tandem.cache.pages.sequence_pages import SequencePages
+from tandem.cache.pages.sequence_table import SequenceTable, Standing
 from tandem.cache.plan.arrays import integer
+from tandem.cache.plan.latent import LatentHeads
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters
 
 
 class Parts:
-    """See PagedKVCache for the arguments."""
+    """What a PagedKVCache is made of."""
 
     def __init__(
         self,
         layout: KVLayout,
         pools: Sequence[Tensor],
-        heads: Heads,
-        kernels: KernelFactory,
         *,
         max_sequences: int,
         max_sequence_length: int,
         rope: RopeParameters | Sequence[RopeParameters],
         writer: PageWriter | None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        latent: LatentHeads | None = None,
+        kernels: KernelFactory = choose_kernels,
     ) -> None:
+        """pools: per layer group `[num_pages, *layout.page_shape(group)]`, contiguous, the caller's; what they hold at
+        first does not matter. rope: one for all groups, or one for each. writer: None when nothing is sent.
+
+        scale: of the softmax; None is that of q's width, ** -0.5. softcap: scores become softcap · tanh(score /
+        softcap), not with latents. latent: the heads that read those of groups with latents.
+        """
         layout.check_pools(pools)
         integer("max_sequence_length", max_sequence_length, least=1)
         self.layout, self.max_sequence_length, self._layers = layout, max_sequence_length, layout.layer_index
+        self._writer = writer
         self._pools = PagePools(tuple(pool.shape[0] for pool in pools), layout.page_size)
         self._table = SequenceTable(len(pools), max_sequences, max_sequence_length, layout.page_size)
         self._marks = SendMarks(len(pools), max_sequences)
         self._rotations = Rotations(rope, layout, max_sequence_length, pools[0].device)
-        self._sliding = SlidingSequences(self._table, self._rotations, layout.page_size)
-        self._groups = make_groups(layout, pools, self._table.groups, writer, heads, kernels)
-        self._pages = make_pages(layout, self._table, self._pools, self._groups)
-        parts = self._pools, self._table, self._marks, self._sliding, self._groups, self._pages
-        store = Store(layout, max_sequence_length, *parts)
-        self._receptions = Receptions(store, pools)
-        self._trees = OpenTrees(store)
-        self._growth = Growth(store, self._receptions, self._trees)
-        self._transmissions = Transmissions(store, self._trees, writer)
+        self._sliding = SlidingSequences(self._table, self._rotations)
+        self._groups = make_groups(layout, pools, self._table.groups, writer, Heads(scale, softcap, latent), kernels)
+        self._pages = SequencePages(layout, self._table, self._pools, [group.backend for group in self._groups])
+        self._receptions = Receptions(self._table, self._pages, self._pools, self._sliding, pools)
+        self._trees = OpenTrees(self._table, self._pages, self._marks, self._groups)
+        self._growth = Growth(self._table, self._pages, self._sliding, self._marks, self._receptions, self._trees)
+        self._launched: Standing | None = None
+        """Of the sequences of the last forward; None where it took no note of its layers."""
 
     def _settled_row(self, sequence: int) -> int:
         """The row of a sequence that is not being received and has no open tree; else InvalidArgument."""

@@ -1,56 +1,56 @@
 """Sequences that a remote writer fills, and the pages that stay out of use until it is quiet."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.cache.operations.store import Store
-from tandem.cache.pages.page_pools import PageIds
+from tandem.cache.attention.sliding_sequences import SlidingSequences
+from tandem.cache.pages.page_pools import PageIds, PagePools
+from tandem.cache.pages.sequence_pages import SequencePages
+from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
 from tandem.cache.plan.tables import runs_of, slots_of
 
 
+@dataclass(eq=False)
 class Receptions:
     """Who is being received, by sequence: a sequence may be removed meanwhile, and its pages drain.
 
     A remote write knows no stream of this process: what it wrote before work that was queued earlier has run would be
-    lost. So the last page, whose end is to be cleared, is not cleared when the writer is told of it, but in order with
+    lost. So the last page, whose end is to be cleared, is not cleared when the writer learns of it, but in order with
     the first forward that reads it.
     """
 
-    def __init__(self, store: Store, memory: Sequence[Tensor]) -> None:
-        """memory: per layer group the pages, [num_pages, …, page_size, elements]."""
-        self._table, self._pages, self._pools, self._sliding = store.table, store.pages, store.pools, store.sliding
-        self._page_size = store.layout.page_size
-        self._memory = tuple(memory)
-        self._incoming: dict[int, PageIds] = {}
-
-    def __contains__(self, sequence: int) -> bool:
-        return sequence in self._incoming
-
-    def __len__(self) -> int:
-        return len(self._incoming)
+    table: SequenceTable
+    pages: SequencePages
+    pools: PagePools
+    sliding: SlidingSequences
+    memory: Sequence[Tensor]
+    """Per layer group the pages, [num_pages, …, page_size, elements]."""
+    incoming: dict[int, PageIds] = field(default_factory=dict)
+    """By sequence the pages that its writer may write into."""
 
     def begin(self, sequence: int, length: int) -> PositionMap:
         """Grows a sequence by `length` ≥ 1 positions; where each of them goes. OutOfPages changes nothing."""
-        table, size = self._table, self._page_size
+        table, size = self.table, self.table.page_size
         row = table.row(sequence)
         begin = table.num_positions(row)
         rows = np.array([row])
-        with self._sliding.slid(rows, np.array([length]), receive=True) as gone:
+        with self.sliding.slid(rows, np.array([length]), receive=True) as gone:
             stored = int(table.lengths[row])  # a sequence that slid holds its positions at lower indices now
             end = begin + length - int(table.sliding.dropped[row])
             ends = np.array([end])
-            self._pages.grow(rows, table.lengths[rows], ends, queries=ends, gone=gone, clear=False)
+            self.pages.grow(rows, table.lengths[rows], ends, queries=ends, gone=gone, clear=False)
         pages = table.held_pages(row, min(stored, end) // size, -(-end // size))
-        self._pools.hold(pages)
-        self._incoming[sequence] = pages
+        self.pools.hold(pages)
+        self.incoming[sequence] = pages
         table.receiving[row], table.unclean[row] = True, end % size != 0
-        device = self._memory[0].device
+        device = self.memory[0].device
         if device.type == "cuda" and stored % size:  # growing may have queued the copy of a shared partial page
             torch.cuda.current_stream(device).synchronize()
         return PositionMap(begin, self._runs(row, begin, begin + length), table.sliding.sliding(row))
@@ -58,41 +58,35 @@ class Receptions:
     def clear_ends(self, rows: Int64Array, lengths: Int64Array) -> None:
         """Clears what stands past `lengths` (int64 [B]) in the last pages of rows that have not been cleared yet, on
         the current stream."""
-        unclean = self._table.unclean[rows].nonzero()[0]
+        unclean = self.table.unclean[rows].nonzero()[0]
         if unclean.size == 0:
             return
-        self._table.unclean[rows] = False
+        self.table.unclean[rows] = False
         for row, length in zip(rows[unclean].tolist(), lengths[unclean].tolist(), strict=True):
-            page_index, offset = divmod(length, self._page_size)
-            for group, pool in zip(self._table.groups, self._memory, strict=True):
+            page_index, offset = divmod(length, self.table.page_size)
+            for group, pool in zip(self.table.groups, self.memory, strict=True):
                 if offset and group.begins[row] <= page_index:
                     pool[int(group.pages[row, page_index]), ..., offset:, :].zero_()
 
     def _runs(self, row: int, begin: int, end: int) -> tuple[SlotRuns, ...]:
-        groups, size = self._table.groups, self._page_size
-        if self._table.sliding.windows[row] == 0:
+        groups, size = self.table.groups, self.table.page_size
+        if self.table.sliding.windows[row] == 0:
             return tuple(runs_of(group.pages[row], begin, end, size, int(group.begins[row])) for group in groups)
-        indices = self._table.sliding.find(row, begin, end)
+        indices = self.table.sliding.find(row, begin, end)
         wanted = indices >= 0
-        slots = (np.where(wanted, slots_of(group.pages[row], np.maximum(indices, 0), size), SKIP) for group in groups)
+        slots = (np.where(wanted, slots_of(group.pages, row, np.maximum(indices, 0), size), SKIP) for group in groups)
         return tuple(map(SlotRuns.from_slots, slots))
 
     def finish(self, sequence: int) -> None:
         """The writer is quiet. Idempotent."""
-        pages = self._incoming.pop(sequence, None)
+        pages = self.incoming.pop(sequence, None)
         if pages is None:
             return
-        self._pools.settle(pages)
-        if sequence in self._table:
-            self._table.receiving[self._table.row(sequence)] = False
-
-    def check_settled_rows(self, rows: Int64Array) -> None:
-        """As check_settled, by the rows of sequences."""
-        for sequence in self._incoming:
-            if sequence in self._table and self._table.row(sequence) in rows:
-                self.check_settled(sequence)
+        self.pools.settle(pages)
+        if sequence in self.table:
+            self.table.receiving[self.table.row(sequence)] = False
 
     def check_settled(self, sequence: int) -> None:
         """InvalidArgument while the sequence is being received."""
-        if self._table.receiving[self._table.row(sequence)]:
+        if self.table.receiving[self.table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} is being received; finish_receive ends that")

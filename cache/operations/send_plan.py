@@ -10,7 +10,7 @@ from tandem.cache.pages.send_marks import SendMarks, Sent
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array, ragged_pairs
 from tandem.cache.plan.position_map import SKIP
-from tandem.cache.plan.tables import Send, TokenLayout, slots_in
+from tandem.cache.plan.tables import Send, TokenLayout, slots_of
 
 Sends = list[tuple[Send, ...]]
 """Per layer group."""
@@ -37,14 +37,14 @@ class _Due:
 
 
 def plan_sends(
-    marks: SendMarks, table: SequenceTable, rows: Int64Array, tokens: TokenLayout, page_size: int
+    marks: SendMarks, table: SequenceTable, rows: Int64Array, tokens: TokenLayout, *, push: bool = True
 ) -> tuple[Sends, Sent | None]:
     """Sends of the forward that has grown rows (int64 [B]) by `tokens`, and what is to be committed when it has ended.
 
-    What is sent counts as planned from now on.
+    What is sent counts as planned from now on. push: whether anything is sent.
     """
     nothing: Sends = [()] * len(table.groups)
-    if marks.count == 0:
+    if marks.count == 0 or not push:
         return nothing, None
     marked = (marks.planned[rows] < marks.ends[rows]).nonzero()[0]
     if marked.size == 0:
@@ -52,9 +52,7 @@ def plan_sends(
     due = _find_due(marks, table, rows[marked], tokens.qo_indptr[marked], tokens.qo_indptr[marked + 1])
     pes = marks.target_pes[due.rows]
     targets = sorted(set(pes.tolist()))
-    of_pes = [
-        _plan_sends_to(pe, due if len(targets) == 1 else due.of(pes == pe), marks, table, page_size) for pe in targets
-    ]
+    of_pes = [_plan_sends_to(pe, due if len(targets) == 1 else due.of(pes == pe), marks, table) for pe in targets]
     return list(zip(*of_pes, strict=True)), marks.take(due.rows, due.ends)
 
 
@@ -67,21 +65,19 @@ def _find_due(marks: SendMarks, table: SequenceTable, rows: Int64Array, firsts: 
     return _Due(rows, begins, middles, ends, marks.slots.offsets[rows] - marks.begins[rows], firsts - cached)
 
 
-def _plan_sends_to(pe: int, due: _Due, marks: SendMarks, table: SequenceTable, page_size: int) -> list[Send]:
+def _plan_sends_to(pe: int, due: _Due, marks: SendMarks, table: SequenceTable) -> list[Send]:
     """Per layer group."""
     aheads, tokens = ragged_pairs(due.entries - due.tokens, due.middles + due.tokens, due.ends - due.middles)
     entries = tokens + aheads
     sends = []
-    for slots, cached in zip(marks.slots.slots, _cached_slots(due, marks, table, page_size), strict=True):
+    for slots, cached in zip(marks.slots.slots, _cached_slots(due, marks, table), strict=True):
         targets = slots[entries]
         wanted = targets != SKIP
         sends.append(Send(pe, torch.from_numpy(tokens[wanted]), torch.from_numpy(targets[wanted]), *cached))
     return sends
 
 
-def _cached_slots(
-    due: _Due, marks: SendMarks, table: SequenceTable, page_size: int
-) -> list[tuple[Int32Array, Int32Array]]:
+def _cached_slots(due: _Due, marks: SendMarks, table: SequenceTable) -> list[tuple[Int32Array, Int32Array]]:
     """Per layer group source_slots and target_slots of a Send."""
     counts = due.middles - due.begins
     if not np.count_nonzero(counts):
@@ -93,5 +89,5 @@ def _cached_slots(
     for slots, group in zip(marks.slots.slots, table.groups, strict=True):
         targets = slots[entries]
         wanted = targets != SKIP
-        found.append((slots_in(group.pages, rows[wanted], indices[wanted], page_size), targets[wanted]))
+        found.append((slots_of(group.pages, rows[wanted], indices[wanted], table.page_size), targets[wanted]))
     return found

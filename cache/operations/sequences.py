@@ -14,7 +14,7 @@ class SequenceCalls(Parts):
 
     def add_sequence(self, sequence: int) -> None:
         """An empty sequence. OutOfSequences when max_sequences are there; an id that still drains is refused."""
-        if integer("sequence", sequence) in self._receptions:
+        if integer("sequence", sequence) in self._receptions.incoming:
             raise InvalidArgument(f"sequence {sequence} still drains; finish_receive ends that")
         self._table.add(sequence)
 
@@ -64,8 +64,8 @@ class SequenceCalls(Parts):
         self._marks.rewind(row, self._table.num_positions(row))
 
     def reserve(self, sequence: int, num_tokens: int, longest_append: int | None = None) -> None:
-        """Sets pages aside, so that the sequence can always grow to num_tokens positions; takes the place of an
-        earlier reservation.
+        """Sets pages aside, so that the sequence can always grow to num_tokens positions; replaces an earlier
+        reservation.
 
         longest_append: the most that one forward will append or a token tree hold (None: num_tokens), by which groups
         with a window need less; what prepare_receive adds may be longer.
@@ -74,21 +74,20 @@ class SequenceCalls(Parts):
         row = self._table.row(sequence)
         if self._table.sliding.windows[row]:
             num_tokens = min(num_tokens, self._table.sliding.longest(row, longest))
-        self._growth.check_length(sequence, num_tokens)
+        self._table.check_length(sequence, num_tokens)
         self._pages.reserve(row, num_tokens, longest)
 
     def enable_sliding_window(self, sequence: int, window: int, sink: int) -> None:
         """From now on an empty sequence keeps, after what a forward appends, its first `sink` positions and the last
         window - sink (more while a forward appends more), and may grow for ever (StreamingLLM).
 
-        K is stored before RoPE and rotated by its place among what is kept. The sequence can be forked within its sink,
+        K is stored before RoPE and rotated by its index among what is kept. The sequence can be forked within its sink,
         and the child slides as it does; pop takes back what is kept. Whoever receives it must slide alike.
         """
         row = self._settled_row(sequence)
-        if self.layout.has_windows:
-            raise InvalidArgument("the layout has groups with a window; sequences slide only in layouts without")
-        if self.layout.has_latents:
-            raise InvalidArgument("the layout has groups with latents; sequences slide only in layouts without")
+        for has, kind in ((self.layout.drops_past, "a window"), (self.layout.has_latents, "latents")):
+            if has:
+                raise InvalidArgument(f"the layout has groups with {kind}; sequences slide only in layouts without")
         if self._table.num_positions(row):
             raise InvalidArgument(f"sequence {sequence} holds positions; only an empty one can begin to slide")
         if self._table.sliding.windows[row]:
@@ -129,7 +128,7 @@ class SequenceCalls(Parts):
     def has_room(self, num_tokens: int, longest_append: int | None = None) -> bool:
         """Whether add_sequence() and reserve() would work for one more sequence now."""
         needed = self.num_pages_needed(num_tokens, longest_append)
-        return self._table.has_vacancy and all(
+        return len(self._table) < self._table.max_sequences and all(
             pages <= free for pages, free in zip(needed, self._pools.num_free, strict=True)
         )
 
@@ -206,5 +205,5 @@ class SequenceCalls(Parts):
     def _check_sharing(self, sequence: int) -> None:
         if self._table.sliding.windows[self._table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
-        if self.layout.has_windows:
+        if self.layout.drops_past:
             raise InvalidArgument("the layout has groups with a window; prefixes are shared only in layouts without")

@@ -1,9 +1,13 @@
 """The transfer face of a cache: both ends of a transfer from a worker's pages to another's."""
 
+import numpy as np
+
 from tandem.cache.operations.parts import Parts
+from tandem.cache.operations.send_plan import plan_sends
 from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.position_map import PositionMap
+from tandem.cache.plan.tables import lay_out_tokens
 
 
 class TransferCalls(Parts):
@@ -17,10 +21,10 @@ class TransferCalls(Parts):
         """
         row = self._settled_row(sequence)
         integer("length", length, least=1)
-        if self.layout.has_windows and self._marks.any_open(row):  # what it is to send may leave a window
+        if self.layout.drops_past and self._marks.any_open(row):  # what it is to send may leave a window
             raise InvalidArgument(f"sequence {sequence} is marked to be sent; with windows it receives only afterwards")
         if self._table.sliding.windows[row] == 0:  # a sliding sequence has room for any number
-            self._growth.check_length(sequence, int(self._table.lengths[row]) + length)
+            self._table.check_length(sequence, int(self._table.lengths[row]) + length)
         return self._receptions.begin(sequence, length)
 
     def finish_receive(self, sequence: int) -> None:
@@ -31,12 +35,36 @@ class TransferCalls(Parts):
         """Positions `begin` (where the map starts) … end of the map go to target_pe while they are computed, cached
         ones page to page with the next forward or send_cached(). InvalidArgument when the map asks for some that have
         left a window here; a forward that would let go of some not yet sent is refused."""
-        self._transmissions.mark(sequence, begin, position_map, target_pe)
+        row, size = self._table.row(sequence), self.layout.page_size
+        self._trees.check_closed(sequence)
+        if self._writer is None:
+            raise InvalidArgument(f"sequence {sequence} cannot be sent: the cache was made without a writer")
+        if begin != position_map.start_position:
+            raise InvalidArgument(f"begin is {begin}; the position map starts at {position_map.start_position}")
+        integer("target_pe", target_pe)
+        for group, runs in zip(range(len(self._groups)), position_map.runs, strict=False):
+            peer_pool = self._writer.peer_pool(target_pe, group)  # it refuses a PE that is not there
+            if peer_pool is not None and runs.end > peer_pool.shape[0] * size:  # else writes check it
+                raise InvalidArgument(
+                    f"the position map has slot {runs.end - 1} for layer group {group}; the pool of PE {target_pe} "
+                    f"ends at {peer_pool.shape[0] * size - 1}"
+                )
+        self._sliding.check_map(row, position_map)
+        held = [int(group.begins[row]) * size for group in self._table.groups]
+        self._marks.add(sequence, row, position_map, target_pe, held)
 
     def send_cached(self, sequence: int) -> None:
         """What a marked sequence has and did not send goes page to page, once what was launched so far stored it."""
         self._receptions.check_settled(sequence)
-        self._transmissions.send_cached(sequence)
+        row = self._table.row(sequence)
+        rows, last = np.array([row]), self._launched
+        is_whole = self._table.lengths[row] >= self._marks.ends[row]  # else it can go beside the next forward
+        staged = bool(is_whole) and last is not None and last.holds and row in last.rows
+        tokens = lay_out_tokens(self._table.lengths[rows], np.zeros(1, np.int64))
+        sends, sent = plan_sends(self._marks, self._table, rows, tokens)
+        for group, to_send in zip(self._groups, sends, strict=True):
+            group.push_cached(to_send, staged=staged)
+        self._marks.commit(sent)
 
     def num_sent(self, sequence: int) -> int:
         """Positions of its map that forwards have issued; less again after pop."""
@@ -44,7 +72,8 @@ class TransferCalls(Parts):
 
     def bytes_sent(self, sequence: int) -> int:
         """Bytes of those, without what the map skips."""
-        return self._transmissions.bytes_sent(sequence)
+        counts, layout = self._marks.num_slots_sent(self._table.row(sequence)), self.layout
+        return sum(count * layout.page_bytes(group) // layout.page_size for group, count in enumerate(counts))
 
     def sends_done(self, sequence: int) -> bool:
         """Whether all of its map has been issued; True without one."""

@@ -34,6 +34,10 @@ class PageAllocator:
         """int32 [num_pages]: the count of each page; to be read only."""
         return self._references
 
+    def are_shared(self, pages: Int32Array) -> NDArray[np.bool_]:
+        """Whether each of these pages has another user than the one who asks."""
+        return self._references[pages] > 1
+
     def allocate(self, count: int) -> Int32Array:
         """int32 [count], ascending, one reference each: from the shortest free run that holds them all, else from few
         long runs. OutOfPages changes nothing."""
@@ -49,9 +53,7 @@ class PageAllocator:
 
     def retain(self, pages: Int32Array) -> None:
         """One more reference for each of `pages`, which must have one."""
-        if pages.size and int(self._references[pages].min()) < 1:
-            raise InvalidArgument("a page without a reference cannot be retained; allocate it")
-        np.add.at(self._references, pages, 1)
+        self._raise(self._references, pages, "retained")
 
     def release(self, pages: Int32Array) -> None:
         """One reference less for each of `pages`; InvalidArgument, and nothing changed, when one has none left."""
@@ -59,20 +61,21 @@ class PageAllocator:
 
     def count_freed(self, pages: Int32Array) -> int:
         """How many pages release(pages) would make free."""
-        if pages.size == 0:
-            return 0
         ids, times = np.unique(pages, return_counts=True)
         return int(np.count_nonzero((self._references[ids] == times) & (self._writers[ids] == 0)))
 
     def hold(self, pages: Int32Array) -> None:
         """A remote writer may write into `pages` (referenced) until settle()."""
-        if pages.size and int(self._references[pages].min()) < 1:
-            raise InvalidArgument("a page without a reference cannot be held for a writer; allocate it")
-        np.add.at(self._writers, pages, 1)
+        self._raise(self._writers, pages, "held for a writer")
 
     def settle(self, pages: Int32Array) -> None:
         """A writer that held `pages` is quiet; InvalidArgument, and nothing changed, when none holds one of them."""
         self._lower(self._writers, pages, "settled")
+
+    def _raise(self, counts: NDArray[np.int32], pages: Int32Array, verb: str) -> None:
+        if pages.size and int(self._references[pages].min()) < 1:
+            raise InvalidArgument(f"a page without a reference cannot be {verb}; allocate it")
+        np.add.at(counts, pages, 1)
 
     def _lower(self, counts: NDArray[np.int32], pages: Int32Array, verb: str) -> None:
         if pages.size == 0:

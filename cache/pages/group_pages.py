@@ -6,10 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.kernels.base import PageOperations
+from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.group_table import GroupTable
-from tandem.cache.pages.page_pools import PagePools
+from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int32Array, Int64Array
-from tandem.cache.plan.window import first_page_index, first_page_indexes, most_pages
+from tandem.cache.plan.spans import Span
+
+NO_PAGES = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,24 +35,21 @@ class Appends:
 
 
 def lay_out_appends(
-    rows: Int64Array,
-    lengths: Int64Array,
-    new_lengths: Int64Array,
-    queries: Int64Array,
-    reserved_ends: Int64Array,
-    shortened: NDArray[np.bool_],
-    page_size: int,
+    table: SequenceTable, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array
 ) -> Appends:
-    """All int64 [B] or bool [B]; reserved_ends, shortened: see SequenceTable."""
-    page_indexes, ends = lengths // page_size, (new_lengths + (page_size - 1)) // page_size
-    used = lengths > page_indexes * page_size
-    partial, opened = (used & shortened).nonzero()[0], (ends > page_indexes + used).nonzero()[0]
-    return Appends(rows, lengths, queries, page_indexes, ends, np.maximum(ends, reserved_ends), partial, opened)
+    """All int64 [B]; rows: of `table`."""
+    size = table.page_size
+    page_indexes, ends = lengths // size, (new_lengths + (size - 1)) // size
+    used = lengths > page_indexes * size
+    partial, opened = (used & table.shortened[rows]).nonzero()[0], (ends > page_indexes + used).nonzero()[0]
+    wanted = np.maximum(ends, table.reserved_ends[rows])
+    return Appends(rows, lengths, queries, page_indexes, ends, wanted, partial, opened)
 
 
 @dataclass(frozen=True, eq=False)
-class PlaceGrowth:
-    """Places that the rows of some appends are to hold: from begins on, counts of them new, from starts on; int64 [B].
+class PageGrowth:
+    """What the rows of some appends are to hold: page indexes from begins on, counts of them new, from starts on; int64
+    [B] each.
 
     gone: pages that leave the window. copied, opened: which of the rows get a copy of their shared partial page, and
     which get a new last page. num_pages: how many pages this takes.
@@ -66,13 +66,14 @@ class PlaceGrowth:
 
 @dataclass(frozen=True, eq=False)
 class Ownership:
-    """Places of one row: those in `shared` get pages of its own, and it holds pages up to `end`."""
+    """Page indexes of one row: those in `shared` get pages of its own, and it holds pages up to `end`."""
 
     shared: Int64Array
     end: int
     num_pages: int
 
 
+@dataclass(frozen=True, eq=False)
 class GroupPages:
     """Moves pages of one group in and out of the rows of `table`, and keeps this true of every row:
 
@@ -84,41 +85,26 @@ class GroupPages:
     the first page that is its own, for those before it bring nothing back when they leave the window.
     """
 
-    def __init__(
-        self,
-        group: int,
-        window: int | None,
-        table: GroupTable,
-        pools: PagePools,
-        memory: PageOperations,
-        page_size: int,
-    ) -> None:
-        self.window = window
-        self.table = table
-        self._group = group
-        self._pools = pools
-        self._memory = memory
-        self._page_size = page_size
-
-    def needed(self, num_tokens: int, longest_append: int) -> int:
-        """The most pages that a sequence of its own pages holds at once."""
-        return most_pages(self.window, num_tokens, longest_append, self._page_size)
+    keeps: Span
+    table: GroupTable
+    allocator: PageAllocator
+    memory: PageOperations
 
     def first_page_index(self, query: int) -> int:
         """Where what a query at position `query` sees begins."""
-        return first_page_index(self.window, query, self._page_size)
+        return self.keeps.first_page_index(query, self.table.page_size)
 
     # Many rows
 
-    def plan_growth(self, appends: Appends) -> PlaceGrowth:
+    def plan_growth(self, appends: Appends) -> PageGrowth:
         """What it takes to append."""
         table, rows = self.table, appends.rows
         starts, wanted, partial, opened = table.ends[rows], appends.wanted, appends.partial, appends.opened
-        begins, gone = None, self._pools.none[self._group]
-        if self.window is not None:
+        begins, gone = None, NO_PAGES
+        if self.keeps.drops_past:
             held = table.begins[rows]
-            begins = np.maximum(first_page_indexes(self.window, appends.queries, self._page_size), held)
-            gone = self._leaving(rows, held, np.minimum(begins, starts))
+            begins = np.maximum(self._first_page_indexes(appends.queries), held)
+            gone = table.held_between(rows, held, np.minimum(begins, starts))
             starts = np.maximum(starts, begins)
             wanted = np.minimum(wanted, np.maximum(begins + table.budgets[rows], appends.ends))
             partial = partial[appends.page_indexes[partial] >= begins[partial]]
@@ -126,11 +112,11 @@ class GroupPages:
         copied = partial
         if partial.size:
             tails = table.pages[rows[partial], appends.page_indexes[partial]]
-            copied = partial[self._pools.are_shared(self._group, tails)]
+            copied = partial[self.allocator.are_shared(tails)]
         counts = np.maximum(wanted - starts, 0)  # a sliding sequence gives pages back before it takes some
-        return PlaceGrowth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
+        return PageGrowth(gone, begins, starts, counts, copied, opened, int(counts.sum()) + copied.size)
 
-    def grow(self, appends: Appends, growth: PlaceGrowth, pages: Int32Array, *, clear: bool) -> None:
+    def grow(self, appends: Appends, growth: PageGrowth, pages: Int32Array, *, clear: bool) -> None:
         """Carries a growth out with growth.num_pages pages; `gone` is released.
 
         clear: what stands past a sequence's end in its last page is read, though masked: a new last page is cleared.
@@ -149,23 +135,19 @@ class GroupPages:
             self.clear(rows[growth.opened], appends.ends[growth.opened] - 1)
 
     def are_leaving(self, rows: Int64Array, queries: Int64Array) -> NDArray[np.bool_]:
-        """bool [B]: which rows hold a page that no query at `queries` (int64 [B]) or later sees; with a window."""
-        assert self.window is not None
-        return (queries - (self.window - 1)) // self._page_size > self.table.begins[rows]
+        """bool [B]: which rows hold a page that no query at `queries` (int64 [B]) or later needs."""
+        return self._first_page_indexes(queries) > self.table.begins[rows]
 
     def holds(self, rows: Int64Array, page_indexes: Int64Array) -> bool:
-        """Whether each row has a page at its place, both int64 [n]: one that was reserved."""
+        """Whether each row has a page at its page index, both int64 [n]: one that was reserved."""
         return not np.count_nonzero(self.table.ends[rows] <= page_indexes)
 
     def clear(self, rows: Int64Array, page_indexes: Int64Array) -> None:
         """Clears the pages at these page indexes of rows, both int64 [n], as far as the kernels need it."""
-        self._memory.clear_pages(self.table.pages[rows, page_indexes])
+        self.memory.clear_pages(self.table.pages[rows, page_indexes])
 
-    def _leaving(self, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> Int32Array:
-        moved = (ends > begins).nonzero()[0]
-        if moved.size == 0:
-            return self._pools.none[self._group]
-        return self.table.held_between(rows[moved], begins[moved], ends[moved])
+    def _first_page_indexes(self, queries: Int64Array) -> Int64Array:
+        return self.keeps.first_needed(queries) // self.table.page_size
 
     # One row
 
@@ -176,8 +158,10 @@ class GroupPages:
         """
         begin, held = int(self.table.begins[row]), int(self.table.ends[row])
         budget = int(self.table.budgets[row]) if budget is None else budget
-        tail = max(length // self._page_size, begin)
-        end = min(self._first_own(row, tail) + budget, reserved_ends)
+        tail = max(length // self.table.page_size, begin)
+        before = self._shared(row, begin, tail)
+        first_own = int(before[-1]) + 1 if before.size else begin
+        end = min(first_own + budget, reserved_ends)
         shared = self._shared(row, tail, min(held, end))
         return Ownership(shared, end, shared.size + max(end - held, 0))
 
@@ -199,14 +183,14 @@ class GroupPages:
 
     def shared_by_fork(self, parent: int, length: int) -> Int32Array:
         """The full pages of a row that a fork of its first `length` positions shares."""
-        return self.table.held(parent, self.first_page_index(length), length // self._page_size)
+        return self.table.held(parent, self.first_page_index(length), length // self.table.page_size)
 
     def fork(self, parent: int, child: int, length: int, copies: Int32Array) -> None:
         """Gives an empty row the first `length` positions of another; its partial page, if any, becomes copies [1]."""
-        first, full = self.first_page_index(length), length // self._page_size
+        first, full = self.first_page_index(length), length // self.table.page_size
         table = self.table
         if copies.size:
-            self._memory.copy_pages(table.pages[parent, full : full + 1].copy(), copies)
+            self.memory.copy_pages(table.pages[parent, full : full + 1].copy(), copies)
         table.pages[child, first:full] = table.pages[parent, first:full]
         table.pages[child, full : full + copies.size] = copies
         table.begins[child], table.ends[child] = first, full + copies.size
@@ -216,21 +200,15 @@ class GroupPages:
         self.table.pages[row, : pages.size] = pages
         self.table.begins[row], self.table.ends[row] = 0, pages.size
 
-    def _first_own(self, row: int, tail: int) -> int:
-        """The page index after the last shared one before `tail`."""
-        begin = int(self.table.begins[row])
-        shared = self._shared(row, begin, tail)
-        return int(shared[-1]) + 1 if shared.size else begin
-
     def _shared(self, row: int, begin: int, end: int) -> Int64Array:
-        return begin + np.flatnonzero(self._pools.are_shared(self._group, self.table.pages[row, begin:end]))
+        return begin + np.flatnonzero(self.allocator.are_shared(self.table.pages[row, begin:end]))
 
     def _replace(self, rows: Int64Array, page_indexes: Int64Array, copies: Int32Array) -> None:
         """Puts copies in the stead of shared pages."""
         if copies.size == 0:
             return
         old = self.table.pages[rows, page_indexes]
-        self._memory.copy_pages(old, copies)
+        self.memory.copy_pages(old, copies)
         self.table.pages[rows, page_indexes] = copies
         self.table.num_changes += 1
-        self._pools.release_of(self._group, old)
+        self.allocator.release(old)

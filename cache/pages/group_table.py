@@ -12,14 +12,15 @@ class GroupTable:
     ends[i] - 1: earlier ones have left the group's window, and those past the sequence's end are reserved.
     """
 
-    def __init__(self, max_sequences: int, max_pages: int) -> None:
+    def __init__(self, max_sequences: int, max_pages: int, page_size: int) -> None:
+        self.page_size = page_size
         self.pages = np.zeros((max_sequences, max_pages), np.int32)
         self.begins = np.zeros(max_sequences, np.int64)
         self.ends = np.zeros(max_sequences, np.int64)
         self.budgets = np.zeros(max_sequences, np.int64)
         """Pages that a reservation keeps for a row, from the first that is its own; 0 without a reservation."""
         self.num_changes = 0
-        """How often a row lost a page, or got another in its place, and went on; windows and slides do not count."""
+        """How often a row lost a page, or got another instead, and went on; windows and slides do not count."""
 
     def reset(self, row: int) -> None:
         self.begins[row] = self.ends[row] = self.budgets[row] = 0

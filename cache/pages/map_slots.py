@@ -21,7 +21,7 @@ class MapSlots:
         self._end = 0  # of what was ever put since the last move
 
     def put(self, row: int, position_map: PositionMap) -> None:
-        """Takes the place of the map that the row has."""
+        """Replaces the map that the row has."""
         self.counts[row] = 0
         if self._end + position_map.num_tokens > self.slots.shape[1]:
             self._move(position_map.num_tokens)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.prefix_index import PrefixIndex
@@ -18,24 +17,24 @@ class PagePools:
     """An allocator per layer group. A call takes from all of them or from none."""
 
     def __init__(self, num_pages: tuple[int, ...], page_size: int) -> None:
-        self._allocators = tuple(PageAllocator(count) for count in num_pages)
+        self.allocators = tuple(PageAllocator(count) for count in num_pages)
         self.none: PageIds = tuple(np.empty(0, np.int32) for _ in num_pages)
-        self.prefixes = PrefixIndex(self._allocators, page_size)
+        self.prefixes = PrefixIndex(self.allocators, page_size)
 
     @property
     def num_pages(self) -> tuple[int, ...]:
         """Of each group."""
-        return tuple(allocator.num_pages for allocator in self._allocators)
+        return tuple(allocator.num_pages for allocator in self.allocators)
 
     @property
     def num_free(self) -> tuple[int, ...]:
         """Pages that allocate() can give of each group, those included that only the prefix index uses."""
         evictable = self.prefixes.num_evictable
-        return tuple(allocator.num_free + evictable for allocator in self._allocators)
+        return tuple(allocator.num_free + evictable for allocator in self.allocators)
 
     @property
     def num_draining(self) -> tuple[int, ...]:
-        return tuple(allocator.num_draining for allocator in self._allocators)
+        return tuple(allocator.num_draining for allocator in self.allocators)
 
     def allocate(self, counts: Sequence[int]) -> PageIds:
         """counts[i] pages of group i; evicts prefixes where free ones do not suffice. OutOfPages changes nothing."""
@@ -45,19 +44,16 @@ class PagePools:
         """Releases `gone`, then allocates. OutOfPages changes nothing: `gone` is still the caller's."""
         if not any(counts) and not any(ids.size for ids in gone):
             return self.none
-        if any(count > allocator.num_free for allocator, count in zip(self._allocators, counts, strict=True)):
+        if any(count > allocator.num_free for allocator, count in zip(self.allocators, counts, strict=True)):
             self._make_room(gone, counts)
         self.release(gone)
-        return tuple(
-            allocator.allocate(count) if count else none
-            for allocator, count, none in zip(self._allocators, counts, self.none, strict=True)
-        )
+        return tuple(allocator.allocate(count) for allocator, count in zip(self.allocators, counts, strict=True))
 
     def _make_room(self, gone: PageIds, counts: Sequence[int]) -> None:
         """Evicts prefixes until there is room for counts[i] pages of group i once `gone` is released, or OutOfPages."""
         missing, needed = max(
             (count - allocator.num_free - allocator.count_freed(ids), count)
-            for allocator, ids, count in zip(self._allocators, gone, counts, strict=True)
+            for allocator, ids, count in zip(self.allocators, gone, counts, strict=True)
         )
         if missing > 0:
             evictable = self.prefixes.num_evictable
@@ -65,25 +61,18 @@ class PagePools:
                 raise OutOfPages(needed, needed - missing + evictable)
             self.prefixes.evict(missing)
 
-    def are_shared(self, group: int, pages: Int32Array) -> NDArray[np.bool_]:
-        """Whether each of these pages of a group has another user than the one who asks."""
-        return self._allocators[group].references[pages] > 1
-
     def retain(self, pages: PageIds) -> None:
-        for allocator, ids in zip(self._allocators, pages, strict=True):
+        for allocator, ids in zip(self.allocators, pages, strict=True):
             allocator.retain(ids)
 
     def release(self, pages: PageIds) -> None:
-        for allocator, ids in zip(self._allocators, pages, strict=True):
+        for allocator, ids in zip(self.allocators, pages, strict=True):
             allocator.release(ids)
 
-    def release_of(self, group: int, pages: Int32Array) -> None:
-        self._allocators[group].release(pages)
-
     def hold(self, pages: PageIds) -> None:
-        for allocator, ids in zip(self._allocators, pages, strict=True):
+        for allocator, ids in zip(self.allocators, pages, strict=True):
             allocator.hold(ids)
 
     def settle(self, pages: PageIds) -> None:
-        for allocator, ids in zip(self._allocators, pages, strict=True):
+        for allocator, ids in zip(self.allocators, pages, strict=True):
             allocator.settle(ids)

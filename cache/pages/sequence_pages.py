@@ -1,31 +1,41 @@
 """Which pages the sequences of a cache hold, in all its layer groups at once."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.cache.kernels.base import PageOperations
 from tandem.cache.pages.group_pages import GroupPages, Ownership, lay_out_appends
 from tandem.cache.pages.page_pools import PageIds, PagePools
 from tandem.cache.pages.send_marks import SendMarks
 from tandem.cache.pages.sequence_table import SequenceTable
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
+from tandem.cache.plan.layout import KVLayout
 
 
 class SequencePages:
     """Moves pages between `pools` and the rows of `table`. A call changes every group or, with OutOfPages, none."""
 
-    def __init__(self, table: SequenceTable, pools: PagePools, groups: Sequence[GroupPages], page_size: int) -> None:
+    def __init__(
+        self, layout: KVLayout, table: SequenceTable, pools: PagePools, memory: Sequence[PageOperations]
+    ) -> None:
+        """memory: what moves the pages of each layer group."""
         self._table = table
         self._pools = pools
-        self._groups = tuple(groups)
-        self._page_size = page_size
-        self._windowed = [group for group in self._groups if group.window is not None]
+        self._groups = [
+            GroupPages(kind.keeps, group, pool, mover)
+            for kind, group, pool, mover in zip(layout.groups, table.groups, pools.allocators, memory, strict=True)
+        ]
+        self._page_size = table.page_size
+        self._dropping = [group for group in self._groups if group.keeps.drops_past]
 
     def needed(self, num_tokens: int, longest_append: int) -> tuple[int, ...]:
         """Per group the most pages that a sequence of num_tokens positions, appended in pieces, holds at once."""
-        return tuple(group.needed(num_tokens, longest_append) for group in self._groups)
+        size = self._page_size
+        return tuple(group.keeps.most_pages(num_tokens, longest_append, size) for group in self._groups)
 
     def first_position(self, row: int) -> int:
         """The first position that every group holds."""
@@ -36,8 +46,8 @@ class SequencePages:
         for index, group in enumerate(self._groups):
             begin = int(group.table.begins[row])
             if group.first_page_index(length) < begin:
-                assert group.window is not None  # without one all page indexes are held
-                least = begin * self._page_size + group.window - 1
+                lengths = range(int(self._table.lengths[row]) + 1)
+                least = bisect_left(lengths, begin, key=group.first_page_index)
                 raise InvalidArgument(
                     f"{what} would have {length} positions, but those before {begin * self._page_size} have left the "
                     f"window of layer group {index}; at least {least} are accepted"
@@ -46,7 +56,7 @@ class SequencePages:
     def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, marks: SendMarks) -> None:
         """InvalidArgument where growing would let go of positions that a row is to send and has not: a group with a
         window knows only what later queries see."""
-        if not self._windowed or marks.count == 0:
+        if not self._dropping or marks.count == 0:
             return
         lengths = self._table.lengths[rows]
         for index in (marks.planned[rows] < np.minimum(marks.ends[rows], lengths)).nonzero()[0].tolist():
@@ -74,8 +84,7 @@ class SequencePages:
 
         All int64 [B]; rows are distinct. gone: further pages to be released. clear: whether new last pages are cleared.
         """
-        reserved, shortened = self._table.reserved_ends[rows], self._table.shortened[rows]
-        appends = lay_out_appends(rows, lengths, new_lengths, queries, reserved, shortened, self._page_size)
+        appends = lay_out_appends(self._table, rows, lengths, new_lengths, queries)
         growths = [group.plan_growth(appends) for group in self._groups]
         gone = tuple(
             np.concatenate((growth.gone, ids)) if ids.size else growth.gone
@@ -86,15 +95,14 @@ class SequencePages:
             group.grow(appends, growth, ids, clear=clear)
         self._table.lengths[rows], self._table.shortened[rows] = new_lengths, False
 
-    def clear_next(self, rows: Int64Array, lengths: Int64Array) -> bool:
-        """Clears the pages that rows of `lengths` (int64 [B] each) begin next, where all of those are reserved."""
-        beginning = rows[lengths % self._page_size == 0]
-        page_indexes = self._table.lengths[beginning] // self._page_size
-        if not all(group.holds(beginning, page_indexes) for group in self._groups):
+    def clear_next(self, rows: Int64Array, *, clear: bool = True) -> bool:
+        """Clears the pages that rows (int64 [B], each full to a page's end) begin next, where all are reserved; else
+        False. clear: whether they are cleared."""
+        page_indexes = self._table.lengths[rows] // self._page_size
+        if not all(group.holds(rows, page_indexes) for group in self._groups):
             return False
-        if beginning.size:
-            for group in self._groups:
-                group.clear(beginning, page_indexes)
+        for group in self._groups if clear and rows.size else ():
+            group.clear(rows, page_indexes)
         return True
 
     def step(
@@ -114,16 +122,12 @@ class SequencePages:
         changing = lengths % self._page_size == 0
         if slid is not None:
             changing |= slid
-        for group in self._windowed:
+        for group in self._dropping:
             changing |= group.are_leaving(rows, queries)
         changed = changing.nonzero()[0]
         if changed.size:
             which, began = rows[changed], lengths[changed]
-            page_indexes = began // self._page_size
-            if slid is None and not self._windowed and all(group.holds(which, page_indexes) for group in self._groups):
-                for group in self._groups if clear else ():
-                    group.clear(which, page_indexes)
-            else:
+            if slid is not None or self._dropping or not self.clear_next(which, clear=clear):
                 self.grow(which, began, new_lengths[changed], queries[changed], gone)
         self._table.lengths[rows] = new_lengths
 

@@ -27,11 +27,6 @@ class Standing(NamedTuple):
     cuts: Int64Array
     num_cuts: int
 
-    def check_owner(self, table: "SequenceTable") -> None:
-        """InvalidArgument unless this is of `table`."""
-        if table is not self.table:
-            raise InvalidArgument("plan is of another cache; begin_forward of this one makes plans")
-
     @property
     def holds(self) -> bool:
         """Whether no position of the rows has been taken back since."""
@@ -55,6 +50,7 @@ class SequenceTable:
 
     def __init__(self, num_groups: int, max_sequences: int, max_length: int, page_size: int) -> None:
         self.max_sequences = integer("max_sequences", max_sequences, least=1)
+        self.max_length, self.page_size = max_length, page_size
         self.lengths = np.zeros(max_sequences, np.int64)
         self.reserved_ends = np.zeros(max_sequences, np.int64)
         self.receiving = np.zeros(max_sequences, np.bool_)
@@ -63,7 +59,8 @@ class SequenceTable:
         self.shortened = np.zeros(max_sequences, np.bool_)
         self.num_cuts = 0  # of all rows
         self.sliding = SlidingTable(max_sequences, page_size)
-        self.groups = tuple(GroupTable(max_sequences, -(-max_length // page_size)) for _ in range(num_groups))
+        max_pages = -(-max_length // page_size)
+        self.groups = tuple(GroupTable(max_sequences, max_pages, page_size) for _ in range(num_groups))
         self._rows: dict[int, int] = {}
         self._vacant = list(range(max_sequences - 1, -1, -1))
         self._last_keys: tuple[int, ...] = ()
@@ -74,11 +71,6 @@ class SequenceTable:
 
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._rows
-
-    @property
-    def has_vacancy(self) -> bool:
-        """Whether add() has a row for one more."""
-        return len(self._vacant) > 0
 
     def sequences(self) -> list[int]:
         return list(self._rows)
@@ -115,6 +107,10 @@ class SequenceTable:
             return self._rows[sequence]
         except (KeyError, TypeError):  # what has no hash is no sequence either
             raise InvalidArgument(f"sequence {sequence} is not there; add_sequence makes one") from None
+
+    def check_length(self, sequence: int, length: int) -> None:
+        if not 0 <= length <= self.max_length:
+            raise InvalidArgument(f"sequence {sequence} would have {length} positions; 0 … {self.max_length} fit")
 
     def num_positions(self, row: int) -> int:
         """Positions appended to a row."""

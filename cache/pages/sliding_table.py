@@ -18,7 +18,7 @@ from tandem.cache.plan.arrays import Int64Array, ragged_range
 @dataclass(frozen=True, eq=False)
 class Slides:
     """What some rows (distinct) let go of, and how they are afterwards: holes, int64 [n] both; `moved`, those that lose
-    places firsts … ends - 1, and their lengths and dropped, int64 [m] each.
+    page indexes firsts … ends - 1, and their lengths and dropped, int64 [m] each.
 
     lengths: the index from which a row is written then.
     """
@@ -106,5 +106,5 @@ class SlidingTable:
         """int64: the indices that rows of `lengths` (int64 [n] each) use, one row after another."""
         holes = self.holes[rows]
         counts = lengths - holes
-        places = ragged_range(0, counts)
-        return places + (places >= self.sinks[rows].repeat(counts)) * holes.repeat(counts)
+        indices = ragged_range(0, counts)
+        return indices + (indices >= self.sinks[rows].repeat(counts)) * holes.repeat(counts)

@@ -50,9 +50,9 @@ def ragged_rows(
     if first_columns is None and widest * rows.size == int(indptr[-1]):  # all are as wide
         return pages[:, :widest][rows].reshape(-1)
     begins = rows * pages.shape[1] - starts
-    places = (begins if first_columns is None else begins + first_columns).repeat(counts)
-    places += np.arange(places.size)
-    return pages.reshape(-1).take(places)
+    entries = (begins if first_columns is None else begins + first_columns).repeat(counts)
+    entries += np.arange(entries.size)
+    return pages.reshape(-1).take(entries)
 
 
 def integer(name: str, value: object, least: int | None = None) -> int:
@@ -84,13 +84,10 @@ def checked_reach(num_tokens: int, longest_append: int | None) -> tuple[int, int
     return reach, reach if longest_append is None else integer("longest_append", longest_append, least=0)
 
 
-def check_factor(name: str, value: object) -> None:
+def check_factor(name: str, value: Any) -> None:
     """InvalidArgument, which calls it `name`, unless value is a number from LEAST_FACTOR to MOST_FACTOR."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float | np.floating)
-        or not LEAST_FACTOR <= value <= MOST_FACTOR
-    ):
+    is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
+    if not is_number or not LEAST_FACTOR <= value <= MOST_FACTOR:
         raise InvalidArgument(f"{name} is {value!r}; a number from {LEAST_FACTOR:.2g} to {MOST_FACTOR:.2g} is accepted")
 
 

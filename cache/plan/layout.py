@@ -1,6 +1,7 @@
 """What one page of KV looks like: the contract that both sides of a transfer must share."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from tandem.cache.plan.arrays import integer
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import FP8, KVScales
 from tandem.cache.plan.shard import WHOLE, Shard
+from tandem.cache.plan.spans import ALL, Span
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -21,8 +23,8 @@ class LayerGroup:
     """Layers whose KV entries are alike and share one pool and one page table.
 
     A pool is one tensor `[num_pages, len(layers), planes, num_kv_heads, page_size, head_dim]`: a page is one contiguous
-    span that holds all layers of the group. There are two planes, K at 0 and V at 1. window: how many positions a token
-    sees, its own included; pages behind it are let go of. None: all.
+    span that holds all layers of the group. There are two planes, K at 0 and V at 1. keeps: which entries later queries
+    need; pages of others are let go of.
 
     latent_rank: of multi-head latent attention (DeepSeek-V2), whose entries are one plane of one head: that many
     numbers of which every head's K and V are made, then the rotated part of K that the heads share.
@@ -31,15 +33,12 @@ class LayerGroup:
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
-    window: int | None = None
+    keeps: Span = ALL
     latent_rank: int | None = None
 
     @property
     def planes(self) -> int:
         return 2 if self.latent_rank is None else 1
-
-    def page_shape(self, page_size: int) -> tuple[int, int, int, int, int]:
-        return (len(self.layers), self.planes, self.num_kv_heads, page_size, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,9 @@ class KVLayout:
         for index, group in enumerate(self.groups):
             for name in ("num_kv_heads", "head_dim"):
                 integer(f"{name} of group {index}", getattr(group, name), least=1)
-            if group.window is not None:
-                integer(f"window of group {index}", group.window, least=1)
-            if group.latent_rank is not None:
-                _check_latent(index, group)
+            if not isinstance(group.keeps, Span):
+                raise InvalidArgument(f"keeps of group {index} is {group.keeps!r}; a Span is accepted, as {ALL}")
+            _check_latent(index, group)
         if self.scales is not None:
             heads_of = {layer: group.num_kv_heads for group in self.groups for layer in group.layers}
             if self.has_latents:
@@ -94,18 +92,17 @@ class KVLayout:
         return dict(sorted((layer, (group, i)) for group, its in groups for i, layer in enumerate(its.layers)))
 
     @property
-    def has_windows(self) -> bool:
-        return any(group.window is not None for group in self.groups)
+    def drops_past(self) -> bool:
+        """Whether pages of some group are let go of as a sequence grows."""
+        return any(group.keeps.drops_past for group in self.groups)
 
     def page_shape(self, group: int) -> tuple[int, int, int, int, int]:
         """Shape of one page: [layers, planes, num_kv_heads, page_size, head_dim]."""
-        return self.groups[group].page_shape(self.page_size)
+        of_group = self.groups[group]
+        return (len(of_group.layers), of_group.planes, of_group.num_kv_heads, self.page_size, of_group.head_dim)
 
     def page_bytes(self, group: int) -> int:
-        elements = 1
-        for extent in self.page_shape(group):
-            elements *= extent
-        return elements * self.stored_dtype.itemsize
+        return math.prod(self.page_shape(group)) * self.stored_dtype.itemsize
 
     @property
     def has_latents(self) -> bool:
@@ -132,17 +129,17 @@ class KVLayout:
     @cached_property
     def fingerprint(self) -> int:
         """64 bits that are equal exactly for equal layouts; checked when a position map is negotiated."""
-        groups = [(g.layers, g.num_kv_heads, g.head_dim, g.window, g.latent_rank) for g in self.groups]
-        text = repr((self.page_size, str(self.dtype), groups, self.scales, self.shard))
+        text = repr((self.page_size, str(self.dtype), self.groups, self.scales, self.shard))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _check_latent(index: int, group: LayerGroup) -> None:
-    assert group.latent_rank is not None
+    if group.latent_rank is None:
+        return
     rank = integer(f"latent_rank of group {index}", group.latent_rank)
     if not 1 <= rank < group.head_dim:
         raise InvalidArgument(f"group {index} has latent_rank {rank}; 1 … {group.head_dim - 1} are accepted")
     if group.num_kv_heads != 1:
         raise InvalidArgument(f"group {index} has latents and num_kv_heads {group.num_kv_heads}; it must be 1")
-    if group.window is not None:
-        raise InvalidArgument(f"group {index} has latents and window {group.window}; it must be None")
+    if group.keeps != ALL:
+        raise InvalidArgument(f"group {index} has latents and keeps {group.keeps}; it must be {ALL}")

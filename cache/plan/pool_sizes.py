@@ -1,10 +1,12 @@
-"""How many pages the pool of each layer group gets: a window bounds what can ever be used of it."""
+"""How many pages the pool of each layer group gets: what a group keeps may bound what can ever be used of it."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from tandem.cache.plan.layout import KVLayout
-from tandem.cache.plan.window import most_pages
+from tandem.cache.plan.spans import Span
 
 
 @dataclass(frozen=True)
@@ -18,27 +20,21 @@ class PageUse:
 
 
 def pages_of_groups(layout: KVLayout, num_pages: int, uses: Sequence[PageUse]) -> tuple[int, ...]:
-    """Of each group num_pages, or, with a window, as many as the most demanding of `uses` can hold if that is less."""
-    return tuple(
-        num_pages
-        if group.window is None
-        else min(
-            num_pages,
-            max(use.sequences * most_pages(group.window, use.length, use.append, layout.page_size) for use in uses),
-        )
-        for group in layout.groups
-    )
+    """Of each group num_pages, or, where pages are let go of, as many as the most demanding of `uses` can hold if that
+    is less. Groups that keep all hold prefixes in what sequences leave."""
+
+    def most(span: Span) -> int:
+        return max(use.sequences * span.most_pages(use.length, use.append, layout.page_size) for use in uses)
+
+    spans = (group.keeps for group in layout.groups)
+    return tuple(min(num_pages, most(span)) if span.drops_past else num_pages for span in spans)
 
 
 def num_pages_in(layout: KVLayout, num_bytes: int, uses: Sequence[PageUse]) -> int:
     """The most num_pages for which all pools together, by pages_of_groups(), have num_bytes; 0 when one is too many."""
     page_bytes = [layout.page_bytes(group) for group in range(len(layout.groups))]
-    least, above = 0, num_bytes // min(page_bytes) + 1
-    while above - least > 1:
-        middle = (least + above) // 2
-        counts = pages_of_groups(layout, middle, uses)
-        if sum(count * size for count, size in zip(counts, page_bytes, strict=True)) <= num_bytes:
-            least = middle
-        else:
-            above = middle
-    return least
+
+    def bytes_of(num_pages: int) -> int:
+        return sum(map(mul, pages_of_groups(layout, num_pages, uses), page_bytes))
+
+    return bisect_right(range(1, num_bytes // min(page_bytes) + 1), num_bytes, key=bytes_of)

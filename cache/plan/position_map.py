@@ -81,10 +81,6 @@ class SlotRuns:
         begins = np.repeat(self.begins, self.lengths)
         return np.where(begins == SKIP, SKIP, begins + offsets).astype(np.int32)
 
-    def then(self, other: "SlotRuns") -> "SlotRuns":
-        """These runs and then those of `other`."""
-        return SlotRuns(np.concatenate((self.begins, other.begins)), np.concatenate((self.lengths, other.lengths)))
-
 
 @dataclass(frozen=True)
 class PositionMap:

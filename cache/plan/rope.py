@@ -156,6 +156,8 @@ class RotaryEmbedding:
         inv_freq, self._scale = inverse_frequencies(parameters)
         self._inv_freq = inv_freq.to(device)
         self._max_positions = max_positions
+        self._trained_length = parameters.max_position_embeddings or 0  # "dynamic" scales longer sequences
+        self._switch_length = parameters.original_max_position_embeddings or 0  # "longrope": the longest of the short
         positions = torch.arange(max_positions, device=device)
         lengths = torch.zeros_like(positions)
         if parameters.rope_type == "longrope":  # first the rows of short sequences, then those of long ones
@@ -165,7 +167,7 @@ class RotaryEmbedding:
         factors = self._factors(positions, lengths)
         still = torch.stack((torch.ones_like(factors[:1, 0]), torch.zeros_like(factors[:1, 0])), 1)
         self._table = torch.cat((factors, still))
-        self.of_places = Rotation(self._table[:max_positions])  # of positions 0, 1, …, not by_length
+        self.of_indices = Rotation(self._table[:max_positions])  # of positions 0, 1, …, not by_length
 
     def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Rotation:
         """What cos_sin returns, as factors in the dtype and on the device given at construction; arguments on any.
@@ -187,29 +189,16 @@ class RotaryEmbedding:
         positions: int64 [T], below max_positions. rope_lengths: int64 [T], when by_length the length of the sequence
         in the forward that computes the token (transformers: the prompt's, or position + 1 later); None: position + 1.
         """
-        inv_freq = self._inv_freq
+        inv_freq, lengths = self._inv_freq, positions + 1 if rope_lengths is None else rope_lengths
         if self._parameters.rope_type == "dynamic":
-            lengths = positions + 1 if rope_lengths is None else rope_lengths
             scaled = dynamic_inverse_frequencies(self._parameters, lengths.clamp(min=self._trained_length))
             inv_freq = torch.where((lengths > self._trained_length)[:, None], scaled, inv_freq)
         elif self._parameters.rope_type == "longrope":
-            lengths = positions + 1 if rope_lengths is None else rope_lengths
             long = longrope_frequencies(self._parameters, self._parameters.long_factor).to(inv_freq.device)
             inv_freq = torch.where((lengths > self._switch_length)[:, None], long, inv_freq)
         angles = positions[:, None].float() * inv_freq
         angles = torch.cat((angles, angles), -1)
         return angles.cos() * self._scale, angles.sin() * self._scale
-
-    @property
-    def _trained_length(self) -> int:
-        assert self._parameters.max_position_embeddings is not None  # "dynamic" has one
-        return self._parameters.max_position_embeddings
-
-    @property
-    def _switch_length(self) -> int:
-        """The longest sequence of the short factors."""
-        assert self._parameters.original_max_position_embeddings is not None  # "longrope" has one
-        return self._parameters.original_max_position_embeddings
 
     def _factors(self, positions: Tensor, rope_lengths: Tensor) -> Tensor:
         """[T, 2, rotary_dim]: cos and signed sin."""
@@ -220,15 +209,15 @@ class RotaryEmbedding:
 
 def inverse_frequencies(parameters: RopeParameters) -> tuple[Tensor, float]:
     """float32 [rotary_dim / 2] and the factor of cos and sin, for sequences no longer than the trained length."""
-    base = 1.0 / _powers(parameters)
+    base = 1.0 / parameters.theta ** _exponents(parameters.rotary_dim)
     if parameters.rope_type == "linear":
         return base / parameters.factor, 1.0
     if parameters.rope_type == "llama3":
         return _llama3(parameters, base), 1.0
     if parameters.rope_type == "yarn":
-        return _yarn(parameters), _yarn_attention_factor(parameters)
+        return _yarn(parameters), _attention_factor(parameters)
     if parameters.rope_type == "longrope":
-        return longrope_frequencies(parameters, parameters.short_factor), _longrope_attention_factor(parameters)
+        return longrope_frequencies(parameters, parameters.short_factor), _attention_factor(parameters)
     return base, 1.0
 
 
@@ -243,10 +232,6 @@ def dynamic_inverse_frequencies(parameters: RopeParameters, lengths: Tensor) -> 
 
 def _exponents(dim: int, device: torch.device | None = None) -> Tensor:
     return torch.arange(0, dim, 2, device=device).float() / dim
-
-
-def _powers(parameters: RopeParameters) -> Tensor:
-    return parameters.theta ** _exponents(parameters.rotary_dim)
 
 
 def _llama3(parameters: RopeParameters, inv_freq: Tensor) -> Tensor:
@@ -278,14 +263,19 @@ def _yarn(parameters: RopeParameters) -> Tensor:
     if low == high:
         high += 0.001
     kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    powers = _powers(parameters)
+    powers = parameters.theta ** _exponents(dim)
     return 1.0 / (parameters.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
-def _yarn_attention_factor(parameters: RopeParameters) -> float:
+def _attention_factor(parameters: RopeParameters) -> float:
+    """Of "yarn" and "longrope": grows with the factor by which the model was stretched; of short sequences, too."""
     factor = parameters.factor
     if parameters.attention_factor is not None:
         return parameters.attention_factor
+    if parameters.rope_type == "longrope":
+        trained = parameters.original_max_position_embeddings
+        assert trained is not None
+        return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     if parameters.mscale and parameters.mscale_all_dim:
         return yarn_magnitude(factor, parameters.mscale) / yarn_magnitude(factor, parameters.mscale_all_dim)
     return yarn_magnitude(factor, 1.0)
@@ -298,14 +288,4 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
 
 def longrope_frequencies(parameters: RopeParameters, factors: tuple[float, ...]) -> Tensor:
     """LongRoPE (Ding et al., 2024): float32 [rotary_dim / 2], each frequency less by its factor."""
-    return 1.0 / (torch.tensor(factors) * _powers(parameters))
-
-
-def _longrope_attention_factor(parameters: RopeParameters) -> float:
-    """Grows with the factor by which the model was stretched; of short sequences, too."""
-    assert parameters.original_max_position_embeddings is not None
-    if parameters.attention_factor is not None:
-        return parameters.attention_factor
-    if parameters.factor <= 1:
-        return 1.0
-    return math.sqrt(1 + math.log(parameters.factor) / math.log(parameters.original_max_position_embeddings))
+    return 1.0 / (torch.tensor(factors) * parameters.theta ** _exponents(parameters.rotary_dim))

@@ -73,9 +73,7 @@ def find_shared_prefixes(
     if divided is None:
         return None
     chosen, bounds = divided
-    found = _Finder(pages, rows, limits, rule)
-    found.descend(able[chosen], bounds)
-    return found.result()
+    return _Finder(pages, rows, limits, rule).find(able[chosen], bounds)
 
 
 class _Finder:
@@ -84,16 +82,13 @@ class _Finder:
         self._segments: list[tuple[Int64Array, ...]] = []
         self._own_begins = np.zeros(rows.size, np.int64)
 
-    def descend(self, members: Int64Array, bounds: Int64Array) -> None:
+    def find(self, members: Int64Array, bounds: Int64Array) -> SharedPrefixes | None:
         """members, bounds: groups that begin with the same page."""
         common = self._compare(members, bounds)
         groups = self._worthy(_Groups(members, bounds, common, np.zeros(bounds.size - 1, np.int64)))
         for _ in range(MOST_SPLITS):
-            if groups is None:
-                return
-            groups = self._split(groups)
-
-    def result(self) -> SharedPrefixes | None:
+            if groups is not None:
+                groups = self._split(groups)
         if not self._segments:
             return None
         members, sizes, begins, ends = (np.concatenate(arrays) for arrays in zip(*self._segments, strict=True))

@@ -33,12 +33,6 @@ class TokenLayout:
         """Whether every sequence has one new token."""
         return self.positions.size == self.seq_lens.size
 
-    def then_one(self, lengths: Int64Array) -> "TokenLayout":
-        """One token each of as many sequences of `lengths` positions (int64 [B]), without trees; of which this has one
-        each."""
-        positions = lengths.astype(np.int32)
-        return TokenLayout(self.qo_indptr, positions + np.int32(1), positions, self.owners)
-
     @property
     def in_trees(self) -> NDArray[np.bool_]:
         """bool [B]: whether a sequence's new tokens are nodes of a tree."""
@@ -156,13 +150,8 @@ def own_tables(tables: PageTables, sequences: Int64Array, page_size: int) -> Pag
     )
 
 
-def slots_of(pages: Int32Array, positions: Int64Array, page_size: int) -> Int32Array:
-    """int32 [n]: slots of positions (int64 [n]) of a sequence whose page ids are `pages`."""
-    return pages[positions // page_size] * np.int32(page_size) + (positions % page_size).astype(np.int32)
-
-
-def slots_in(pages: Int32Array, rows: Int64Array, positions: Int64Array, page_size: int) -> Int32Array:
-    """int32 [n]: slots of positions[i] of rows[i] (int64 [n] each) of `pages`, a group's page table."""
+def slots_of(pages: Int32Array, rows: Int64Array | int, positions: Int64Array, page_size: int) -> Int32Array:
+    """int32 [n]: slots of positions[i] of rows[i] (int64 [n] each), or of one row, of `pages`, a group's page table."""
     page_indexes = positions // page_size
     return pages[rows, page_indexes] * np.int32(page_size) + (positions - page_indexes * page_size).astype(np.int32)
 
@@ -172,17 +161,13 @@ def runs_of(pages: Int32Array, begin: int, end: int, page_size: int, first_page_
 
     Positions before those of first_page_index are skipped.
     """
-    skipped = min(first_page_index * page_size, end) - begin
-    if skipped > 0:
-        skip = SlotRuns(np.array([SKIP], np.int32), np.array([skipped], np.int32))
-        return skip if begin + skipped == end else skip.then(runs_of(pages, begin + skipped, end, page_size))
     first, last = begin // page_size, (end - 1) // page_size
-    used = pages[first : last + 1].astype(np.int64)
-    starts = np.append(0, np.flatnonzero(np.diff(used) != 1) + 1)
-    begins = used[starts] * page_size
-    lengths = np.diff(np.append(starts, used.size)) * page_size
+    used = pages[first : last + 1].copy()
+    used[: max(first_page_index - first, 0)] = SKIP
+    runs = SlotRuns.from_slots(used)  # of whole pages
     lead = begin - first * page_size
+    begins, lengths = runs.begins * np.int32(page_size), runs.lengths * np.int32(page_size)
     begins[0] += lead
     lengths[0] -= lead
     lengths[-1] -= (last + 1) * page_size - end
-    return SlotRuns(begins.astype(np.int32), lengths.astype(np.int32))
+    return SlotRuns(np.where(runs.begins == SKIP, np.int32(SKIP), begins), lengths)

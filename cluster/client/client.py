@@ -85,10 +85,14 @@ class Client(_Connection):
         *,
         request_id: str | None = None,
         timeout: float = GENERATE_SECONDS,
+        cache_salt: str = "",
         **sampling: Unpack[Sampling],
     ) -> Generator[GenerateUpdate, None, None]:
-        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds."""
-        return self._updates(build_request(prompt, sampling, request_id), timeout)
+        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds.
+
+        cache_salt: only requests of the same salt share cached prefixes.
+        """
+        return self._updates(build_request(prompt, sampling, request_id, cache_salt), timeout)
 
     def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
         return self._ask(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)
@@ -159,10 +163,14 @@ class AsyncClient(_Connection):
         *,
         request_id: str | None = None,
         timeout: float = GENERATE_SECONDS,
+        cache_salt: str = "",
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[GenerateUpdate, None]:
-        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds."""
-        return self._updates(build_request(prompt, sampling, request_id), timeout)
+        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds.
+
+        cache_salt: only requests of the same salt share cached prefixes.
+        """
+        return self._updates(build_request(prompt, sampling, request_id, cache_salt), timeout)
 
     async def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
         return await self._ask(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)

@@ -61,6 +61,8 @@ class Timings:
     total_seconds: float
     pages: int
     attempts: int
+    expected_first_token_seconds: float = 0.0
+    moves: int = 0
 
 
 @dataclass(frozen=True)

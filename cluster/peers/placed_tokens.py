@@ -1,4 +1,4 @@
-"""How much a worker has to do: the tokens that this gateway process, and all of them, have placed on it."""
+"""How much a worker has to do: what this gateway process, and all of them, have placed on it."""
 
 from tandem.cluster.peers.table import GatewayTable
 
@@ -10,12 +10,21 @@ class PlacedTokens:
         """island: its number in Membership."""
         self.own = 0
         self._table = table
-        self._column = table.placed_column(island, pe)
+        self._column, self._prompts = table.placed_columns(island, pe)
 
     def add(self, tokens: int) -> None:
+        """Of prompts and outputs."""
         self.own += tokens
         self._table.add(self._column, tokens)
+
+    def add_prompt(self, tokens: int) -> None:
+        """Of a prompt that the worker has yet to compute."""
+        self._table.add(self._prompts, tokens)
 
     @property
     def of_all(self) -> int:
         return self._table.total(self._column)
+
+    @property
+    def prompts_of_all(self) -> int:
+        return self._table.total(self._prompts)

@@ -53,7 +53,7 @@ class GatewayTable:
         self.processes = processes
         self.process = process
         self._width = row_cells(num_islands)
-        self._first_client = SINGLE + num_islands * WORKERS
+        self._first_client = SINGLE + 2 * num_islands * WORKERS
         self._first_id = self._first_client + CLIENT_CELLS
         self._cells = memoryview(memory).cast("q")
         self._own = process * self._width
@@ -66,9 +66,10 @@ class GatewayTable:
         """Of a gateway of one process without a supervisor, and of one island."""
         return cls(mmap.mmap(-1, table_bytes(1, 1)), 1, 1)
 
-    def placed_column(self, island: int, pe: int) -> int:
-        """Tokens placed on a worker. island: its place among the cluster's islands."""
-        return SINGLE + island * WORKERS + pe
+    def placed_columns(self, island: int, pe: int) -> tuple[int, int]:
+        """Tokens placed on a worker, and those of prompts that it has yet to compute. island: its number."""
+        first = SINGLE + 2 * (island * WORKERS + pe)
+        return first, first + 1
 
     def client_column(self, client: str) -> int:
         """Waiting requests of a client. Two clients may share one, and then share their turns."""
@@ -157,7 +158,7 @@ def open_table(path: str, processes: int, num_islands: int, process: int, key: s
 
 
 def row_cells(num_islands: int) -> int:
-    return SINGLE + num_islands * WORKERS + CLIENT_CELLS + ID_CELLS
+    return SINGLE + 2 * num_islands * WORKERS + CLIENT_CELLS + ID_CELLS
 
 
 def table_bytes(processes: int, num_islands: int) -> int:

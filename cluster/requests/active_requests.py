@@ -14,11 +14,14 @@ from tandem.cluster.requests.generation import Generation
 from tandem.cluster.requests.replay import Replay
 from tandem.cluster.requests.validation import RequestValidator, ValidRequest
 from tandem.cluster.routing.router import Router
+from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2, peer_pb2
 
 MESSAGES_A_ROUND = 16  # each takes up to a tenth of a millisecond
 UNREAD_SECONDS = 0.1  # behind the deadline
+LEAST_TOKENS_LEFT = 16  # of a request that is moved
+MOST_MOVES = 4  # of a request
 LONG_TEXT = 4096  # characters; shorter ones take less than a thread does
 END_SECONDS = 1.0  # a request that is cancelled ends at once, unless something is very wrong
 
@@ -30,6 +33,7 @@ class _Call:
     """One call, from its validation to its end."""
 
     claim: Claim
+    generation: Generation
     settled: bool  # no other process runs a call of that id
     work: "asyncio.Task[None]" = field(init=False)
 
@@ -89,12 +93,12 @@ class ActiveRequests:
         deadline = asyncio.get_running_loop().time() + limit
         valid = await self._validate(request, open_ended)
         generation = Generation(valid, arrived, self._tokenizer, self._eos_token_ids, self._turns)
-        call = self._enter(Claim(valid.request_id, valid.resumes, time.monotonic_ns()))
+        call = self._enter(Claim(valid.request_id, valid.resumes, time.monotonic_ns()), generation)
         # An id that the gateway has just made runs nowhere else.
         holders = self._claims.holders(valid.request_id) if request.request_id else []
         call.settled = not holders
         # In a task of its own: a later call of the same id can end it, and this call still answers its client.
-        call.work = asyncio.ensure_future(self._run(call, holders, generation, client, write, deadline))
+        call.work = asyncio.ensure_future(self._run(call, holders, client, write, deadline))
         try:
             await call.work
         except WorkerCallError as error:
@@ -108,6 +112,23 @@ class ActiveRequests:
             raise superseded(valid.request_id) from None
         finally:
             self._leave(call)
+
+    def move(self, source: WorkerLink, target: WorkerLink, count: int) -> int:
+        """Lets up to `count` requests that `source` decodes go on at `target`: those with most tokens left.
+
+        How many there were. One with few tokens left stays, and so does one that was moved often.
+        """
+        movable = [
+            call.generation
+            for call in self._running.values()
+            if call.generation.decoded_by is source
+            and call.generation.max_tokens_left >= LEAST_TOKENS_LEFT
+            and call.generation.num_moves < MOST_MOVES
+        ]
+        movable.sort(key=lambda generation: -generation.max_tokens_left)
+        for generation in movable[:count]:
+            generation.move(target)
+        return len(movable[:count])
 
     async def give(self, claim: Claim) -> peer_pb2.ClaimOutcome:
         """Ends the call that another process claims, and returns when it has ended; or says why it goes on."""
@@ -126,7 +147,7 @@ class ActiveRequests:
         await self._end(call)
         return peer_pb2.CLAIM_OUTCOME_FREE
 
-    def _enter(self, claim: Claim) -> _Call:
+    def _enter(self, claim: Claim, generation: Generation) -> _Call:
         """A call that resumes a request ends the one that runs. That one's client has gone, perhaps unnoticed."""
         before = self._running.get(claim.request_id)
         if before is not None:
@@ -134,7 +155,7 @@ class ActiveRequests:
                 raise in_use(claim.request_id)
             self._leave(before)
             before.work.cancel()
-        call = self._running[claim.request_id] = _Call(claim, settled=False)
+        call = self._running[claim.request_id] = _Call(claim, generation, settled=False)
         self._table.add(self._table.id_column(claim.request_id), 1)
         self._table.put(Column.ACTIVE, len(self._running))
         return call
@@ -158,13 +179,11 @@ class ActiveRequests:
             return await asyncio.to_thread(self._validator.validate, request, open_ended)
         return self._validator.validate(request, open_ended)
 
-    async def _run(
-        self, call: _Call, holders: list[int], generation: Generation, client: str, write: Write, deadline: float
-    ) -> None:
+    async def _run(self, call: _Call, holders: list[int], client: str, write: Write, deadline: float) -> None:
         if holders:
             await self._claims.take(call.claim, holders)
             call.settled = True
-        replay = Replay(self._router, generation, client, self._max_attempts)
+        replay = Replay(self._router, call.generation, client, self._max_attempts)
         limit = asyncio.timeout_at(deadline + UNREAD_SECONDS)
         try:
             # One limit for all: a limit for each message would add a tenth to its cost.

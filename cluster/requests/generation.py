@@ -13,15 +13,24 @@ from tandem.cluster.errors import InvalidRequest, PlacementLost, ServerError
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.text_output import TextOutput
 from tandem.cluster.requests.validation import ValidRequest
+from tandem.cluster.routing.islands import LinkPair
 from tandem.cluster.routing.prefill_hints import EarlyToken
 from tandem.cluster.routing.router import Placement
 from tandem.cluster.routing.token_inbox import TokenInbox
-from tandem.cluster.routing.worker_link import Sent
+from tandem.cluster.routing.worker_link import Sent, WorkerLink
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.event_loop import unwatched
 from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.wire.messages import prompt_to_bytes, sampling_to_proto
+
+
+class Moved(Exception):
+    """The request goes on at another pair of workers: its decode worker so far sends the KV."""
+
+    def __init__(self, pair: LinkPair) -> None:
+        super().__init__("the request was moved")
+        self.pair = pair
 
 
 class Generation:
@@ -49,6 +58,8 @@ class Generation:
         self._timings = inference_pb2.Timings()
         self._first_is_last = False
         self._sent: list[int] = []
+        self._decoding: tuple[Placement, TokenInbox] | None = None
+        self._moved = False  # the next placement is not one after a loss
         self.finished = False  # the client has the last message
         self.complete = False  # both workers of this placement have ended the request by themselves
         self._take_received(request.received)
@@ -71,26 +82,30 @@ class Generation:
         return len(self._sent)
 
     async def run(self, placement: Placement, timeout: float) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        """The messages for the client. timeout in seconds bounds both calls. Raises WorkerCallError and ServerError."""
+        """The messages for the client. timeout in seconds bounds both calls.
+
+        Raises WorkerCallError, ServerError, and Moved behind a call of move().
+        """
         self._first_is_last = self.complete = False
-        self._timings.attempts += 1
-        if self._timings.attempts == 1:
-            self._timings.queue_seconds = time.perf_counter() - self._arrived
-        self._timings.pages = placement.reservation.pages
+        self._begin(placement)
         # Log-probabilities never come over a feed: such a request outlasts it.
         inbox = TokenInbox() if self._request.params.logprobs is not None else placement.decode.feed.inbox()
         send, start = self._calls(placement, inbox)
         calls: list[asyncio.Future[Any]] = []
         try:
-            calls.append(sent := placement.prefill.send(send, timeout))  # first: the other call waits for its KV
-            calls.append(answer := unwatched(asyncio.ensure_future(self._answer(sent))))
-            answer.add_done_callback(lambda _: placement.prefill.awaited.discard(placement.request_id))
+            answer = None
+            if not placement.is_local:
+                calls.append(sent := placement.prefill.send(send, timeout))  # first: the other call waits for its KV
+                calls.append(answer := unwatched(asyncio.ensure_future(self._answer(sent))))
+                answer.add_done_callback(lambda _: placement.prefill.forget_prompt(placement.request_id))
             calls.append(placement.decode.generate(start, inbox, timeout))
-            message = self._first_message(await self._first_token(placement.early_token, answer))
-            yield message
-            if message.finish_reason and not self._first_is_last:
-                return  # a stop string: the decode worker does not know
-            answer.add_done_callback(inbox.watch)
+            if answer is not None:
+                message = self._first_message(await self._first_token(placement.early_token, answer))
+                yield message
+                if message.finish_reason and not self._first_is_last:
+                    return  # a stop string: the decode worker does not know
+                answer.add_done_callback(inbox.watch)
+            self._decoding = (placement, inbox)
             while True:
                 tokens = await self._next(inbox)
                 reason = FinishReason(tokens.finish_reason)
@@ -99,9 +114,11 @@ class Generation:
                 if reason == FinishReason.ABORT:
                     raise PlacementLost("the decode worker dropped the request")
                 self.complete = reason != FinishReason.RUNNING
-                if message.finish_reason:
-                    return  # the first token was the last, and now the decode worker has agreed
-                if self.complete or self._request.params.stop:
+                if self._first_is_last:
+                    return  # and now the decode worker has agreed
+                if placement.is_local:
+                    self._count_local(placement, tokens)
+                elif answer is not None and (self.complete or self._request.params.stop):
                     await answer  # the last message needs its timings
                 message = self._message(list(tokens.token_ids), reason)
                 message.logprobs.extend(tokens.logprobs[: len(message.token_ids)])
@@ -109,9 +126,46 @@ class Generation:
                 if message.finish_reason:
                     return
         finally:
+            self._decoding = None
             for call in calls:
                 call.cancel()
             placement.decode.feed.leave(inbox)
+
+    @property
+    def decoded_by(self) -> WorkerLink | None:
+        """The worker that decodes the request, from its first token on."""
+        return None if self._decoding is None or not self._sent or self._moved else self._decoding[0].decode
+
+    @property
+    def num_moves(self) -> int:
+        return self._timings.moves
+
+    def move(self, target: WorkerLink) -> None:
+        """Ends run() behind the tokens that are there, with Moved: the request goes on at another decode worker."""
+        if self._decoding is not None:
+            placement, inbox = self._decoding
+            self._moved = True
+            inbox.lose(Moved(LinkPair(target, placement.decode, 0.0)))
+
+    def _begin(self, placement: Placement) -> None:
+        if self._moved:
+            self._timings.moves += 1
+        else:
+            self._timings.attempts += 1
+        self._moved = False
+        if self._timings.attempts + self._timings.moves == 1:
+            self._timings.queue_seconds = time.perf_counter() - self._arrived
+            self._timings.expected_first_token_seconds = placement.expected_seconds
+        self._timings.pages = placement.reservation.pages
+
+    def _count_local(self, placement: Placement, tokens: worker_pb2.GeneratedTokens) -> None:
+        """The times of a prompt that the decode worker computes itself. Its first token ends the wait for it."""
+        placement.prefill.forget_prompt(placement.request_id)
+        if not self._timings.first_token_seconds:
+            self._timings.first_token_seconds = time.perf_counter() - self._arrived
+            self._usage.cached_tokens = placement.reservation.matched_tokens
+        if tokens.HasField("prefilled"):
+            self._timings.prefill_seconds += tokens.prefilled.prefill_seconds
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
         """Counts these tokens, and their text, as sent."""

@@ -5,9 +5,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from tandem.cluster.errors import AttemptsExhausted, DeadlineExceeded, ForwardFailed, PlacementLost
-from tandem.cluster.requests.generation import Generation
+from tandem.cluster.requests.generation import Generation, Moved
+from tandem.cluster.routing.islands import LinkPair
 from tandem.cluster.routing.router import Router
 from tandem.proto import inference_pb2
+
+MOVE_SECONDS = 1.0  # for the decode worker that a request leaves; without its answer the KV may be computed again
 
 
 class Replay:
@@ -31,13 +34,18 @@ class Replay:
         """
         reasons: list[str] = []
         failed = False
+        move: LinkPair | None = None
         while len(reasons) < self._max_attempts:
             try:
-                async with aclosing(self._attempt(deadline, again=bool(reasons))) as messages:
+                async with aclosing(self._attempt(deadline, bool(reasons) or move is not None, move)) as messages:
                     async for message in messages:
                         yield message
                 return
+            except Moved as moved:  # no loss, so it costs no attempt
+                move = moved.pair
+                continue
             except PlacementLost as lost:
+                move = None
                 if self._generation.finished:
                     return  # only the workers' agreement was still to come
                 reasons.append(str(lost))
@@ -45,28 +53,40 @@ class Replay:
                 # Another request may have been at fault. A second failure would be this one's.
                 if failed:
                     raise
-                failed = True
+                failed, move = True, None
                 reasons.append(str(error))
         raise AttemptsExhausted(
             f"workers were lost in each of {len(reasons)} attempts (gateway.max_attempts); "
             f"{self._generation.num_sent} tokens were sent; the last: {reasons[-1]}"
         )
 
-    async def _attempt(self, deadline: float, again: bool) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        generation = self._generation
+    async def _attempt(
+        self, deadline: float, again: bool, move: LinkPair | None
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+        generation, loop = self._generation, asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(deadline):
                 placement = await self._router.place(
-                    generation.request_id, generation.prompt, generation.max_tokens_left, self._client, again=again
+                    generation.request_id,
+                    generation.prompt,
+                    generation.max_tokens_left,
+                    self._client,
+                    again=again,
+                    move=move,
                 )
         except DeadlineExceeded:  # gateway.queue_seconds
             raise
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while it was placed") from None
+        cleanup = None
         try:
-            left = deadline - asyncio.get_running_loop().time()
-            async with aclosing(generation.run(placement, left)) as messages:
+            async with aclosing(generation.run(placement, deadline - loop.time())) as messages:
                 async for message in messages:
                     yield message
+        except Moved:  # the decode worker keeps the KV as a prefix once it has ended the request
+            cleanup = self._router.in_background(self._router.give_back(placement, complete=False))
+            await asyncio.wait([cleanup], timeout=MOVE_SECONDS)
+            raise
         finally:
-            self._router.in_background(self._router.give_back(placement, generation.complete))
+            if cleanup is None:
+                self._router.in_background(self._router.give_back(placement, generation.complete))

@@ -2,14 +2,22 @@
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.cluster.peers.placed_tokens import PlacedTokens
 from tandem.cluster.peers.table import GatewayTable
 from tandem.cluster.routing.membership import IslandState
-from tandem.cluster.routing.policy import Policy, WorkerLoad
+from tandem.cluster.routing.policy import Ask, Key, Policy
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import inference_pb2
+
+
+class LinkPair(NamedTuple):
+    """As policy.Pair, with the connections."""
+
+    decode: WorkerLink
+    prefill: WorkerLink
+    first_token_seconds: float
 
 
 class IslandLinks:
@@ -42,20 +50,26 @@ class Islands:
         self._turn = 0
         self._current: dict[str, IslandLinks] = {}
 
-    def pairs(self) -> list[tuple[WorkerLink, WorkerLink]]:
-        """(decode, prefill) in the order that the routing policy gives."""
-        links = {
+    def links(self) -> dict[Key, WorkerLink]:
+        """Of all workers that take requests, grouped by island."""
+        return {
             (name, link.pe): link
             for name, island in self._current.items()
             if island.state.workers
             for link in island.links
         }
-        loads = [
-            WorkerLoad(name, pe, link.role, link.load_of_all, link.reachable) for (name, pe), link in links.items()
-        ]
-        pairs = self._policy(loads, self._turn)
+
+    def pairs(self, ask: Ask) -> list[LinkPair]:
+        """In the order that the routing policy gives."""
+        links = self.links()
+        pairs = self._policy([link.worker_load(name) for (name, _), link in links.items()], ask, self._turn)
         self._turn += 1
-        return [(links[decode[:2]], links[prefill[:2]]) for decode, prefill in pairs]
+        return [LinkPair(links[pair.decode.key], links[pair.prefill.key], pair.first_token_seconds) for pair in pairs]
+
+    def serves(self, pair: LinkPair) -> bool:
+        """Whether both workers take requests now."""
+        links = self.links().values()
+        return all(link in links and link.reachable for link in (pair.decode, pair.prefill))
 
     def placed_tokens(self, name: str) -> int:
         """Tokens of this process's requests that are not yet over on the island, whether it takes new ones or not."""

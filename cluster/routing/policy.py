@@ -9,28 +9,52 @@ from typing import NamedTuple
 
 from tandem.workers.config import Role
 
+Key = tuple[str, int]
+"""A worker's island and its PE."""
+
 
 class WorkerLoad(NamedTuple):
-    """One worker that takes requests, as the gateway knows it."""
+    """One worker that takes requests, as the gateway knows it. Measured figures are 0 before the first report."""
 
     island: str
     pe: int
     role: Role
     load: int  # tokens that the gateway's processes have placed there and not taken back
     reachable: bool  # False for a moment after a failed call
+    prompt_tokens: int = 0  # of prompts that wait there, or run
+    rows: int = 0  # sequences that it decodes
+    token_seconds: float = 0.0  # from one decode step to the next
+    prompt_rate: float = 0.0  # prompt tokens a second while it computes prompts
+
+    @property
+    def key(self) -> Key:
+        return self.island, self.pe
 
 
-Pair = tuple[WorkerLoad, WorkerLoad]
-"""A decode worker and a prefill worker of the same island."""
+class Ask(NamedTuple):
+    """What a request asks for."""
 
-Policy = Callable[[Sequence[WorkerLoad], int], list[Pair]]
-"""Takes the loads, grouped by island, and the number of choices made before. Returns pairs, the best one first.
+    prompt_tokens: int
+    max_tokens: int
+    matches: Mapping[Key, int] = MappingProxyType({})  # prompt tokens whose KV a worker holds; 0 for all others
+
+
+class Pair(NamedTuple):
+    """Where a request is decoded, and where its prompt is computed: two workers of an island, or one for both."""
+
+    decode: WorkerLoad
+    prefill: WorkerLoad
+    first_token_seconds: float = 0.0  # what the policy expects; 0 where it expects nothing
+
+
+Policy = Callable[[Sequence[WorkerLoad], Ask, int], list[Pair]]
+"""Takes the loads, grouped by island, the request, and the number of choices made before. Best pair first.
 
 A pair that is left out gets no request. The gateway tries the pairs in order until a decode worker has room.
 """
 
 
-def least_loaded(workers: Sequence[WorkerLoad], turn: int) -> list[Pair]:
+def least_loaded(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pair]:
     """Every reachable decode worker by load, each with the least loaded reachable prefill worker of its island."""
     best: dict[str, WorkerLoad] = {}
     for worker in workers:
@@ -39,7 +63,7 @@ def least_loaded(workers: Sequence[WorkerLoad], turn: int) -> list[Pair]:
             if rival is None or worker.load < rival.load:
                 best[worker.island] = worker
     decodes = [one for one in workers if one.role == Role.DECODE and one.reachable and one.island in best]
-    return [(decode, best[decode.island]) for decode in sorted(decodes, key=lambda one: one.load)]
+    return [Pair(decode, best[decode.island]) for decode in sorted(decodes, key=lambda one: one.load)]
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType({"least_loaded": least_loaded})

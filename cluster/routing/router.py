@@ -10,7 +10,8 @@ from typing import Any
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import DeadlineExceeded, WorkerFull, WorkerTimedOut, WorkerUnreachable
 from tandem.cluster.routing.admission import AdmissionQueue
-from tandem.cluster.routing.islands import Islands
+from tandem.cluster.routing.islands import Islands, LinkPair
+from tandem.cluster.routing.policy import Ask
 from tandem.cluster.routing.prefill_hints import EarlyToken
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import worker_pb2
@@ -33,6 +34,12 @@ class Placement:
     prompt_tokens: int
     total_tokens: int
     early_token: EarlyToken | None = None  # of an announced prompt: may come before the prefill worker's answer
+    expected_seconds: float = 0.0  # until the first token, by the routing policy; 0 where it expects nothing
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the decode worker computes the prompt itself."""
+        return self.prefill is self.decode
 
 
 class Router:
@@ -58,15 +65,23 @@ class Router:
         return self._queue.requests
 
     async def place(
-        self, request_id: str, token_ids: Int64Array, max_tokens: int, client: str, *, again: bool = False
+        self,
+        request_id: str,
+        token_ids: Int64Array,
+        max_tokens: int,
+        client: str,
+        *,
+        again: bool = False,
+        move: LinkPair | None = None,
     ) -> Placement:
         """Finds a pair of workers and skips those that cannot be reached.
 
         client: the request's owner; waiting clients take turns. again: the request was admitted before, so a full queue
-        does not refuse it. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or WorkerCallError.
+        does not refuse it. move: the pair that is tried first, however many wait. Raises Overloaded (queue full),
+        DeadlineExceeded (no room in time) or WorkerCallError.
         """
-        if not self._queue.waits:
-            placement = await self._try(request_id, token_ids, max_tokens, announce=True)
+        if move is not None or not self._queue.waits:
+            placement = await self._try(request_id, token_ids, max_tokens, announce=move is None, move=move)
             if placement is not None:
                 return placement
         try:
@@ -88,19 +103,28 @@ class Router:
         cannot say so yet is asked once more. After that leases and recalls end the rest.
         """
         request_id, quiet = placement.request_id, True
-        placement.prefill.awaited.discard(request_id)
+        placement.prefill.forget_prompt(request_id)
         if placement.early_token is not None:
             placement.early_token.cancel()
         if not complete:
-            quiet = await placement.prefill.abort(request_id)
+            quiet = placement.is_local or await placement.prefill.abort(request_id)
             await placement.decode.abort(request_id, writer_quiet=quiet)
-        placement.prefill.load -= placement.prompt_tokens
-        placement.decode.load -= placement.total_tokens
+        self._count(placement.decode, placement.prefill, -placement.total_tokens, -placement.prompt_tokens)
         self._given_back.set()
         if not quiet:
             await asyncio.sleep(ABORT_AGAIN_SECONDS)
             if await placement.prefill.abort(request_id):
                 await placement.decode.abort(request_id, writer_quiet=True)
+
+    def _pairs(self, ask: Ask, move: LinkPair | None) -> list[LinkPair]:
+        pairs = self._islands.pairs(ask)
+        return pairs if move is None or not self._islands.serves(move) else [move, *pairs]
+
+    @staticmethod
+    def _count(decode: WorkerLink, prefill: WorkerLink, total_tokens: int, prompt_tokens: int) -> None:
+        decode.load += total_tokens
+        if prefill is not decode:
+            prefill.load += prompt_tokens
 
     def look_again(self) -> None:
         """An island has come or gone, so a waiting request may have room now."""
@@ -121,14 +145,21 @@ class Router:
                 await asyncio.wait_for(self._given_back.wait(), RETRY_SECONDS)
 
     async def _try(
-        self, request_id: str, token_ids: Int64Array, max_tokens: int, *, announce: bool = False
+        self,
+        request_id: str,
+        token_ids: Int64Array,
+        max_tokens: int,
+        *,
+        announce: bool = False,
+        move: LinkPair | None = None,
     ) -> Placement | None:
-        """The policy's first pair whose decode worker has room; None without one.
+        """The first pair whose decode worker has room, `move` before those of the policy; None without one.
 
         announce: an idle prefill worker hears of the prompt before there is room for it.
         """
         total = len(token_ids) + max_tokens
-        for decode, prefill in self._islands.pairs():
+        for pair in self._pairs(Ask(len(token_ids), max_tokens), move):
+            decode, prefill = pair.decode, pair.prefill
             # No id is used twice: a late Abort of an earlier call must not end this one.
             worker_id = f"{self._id_prefix}{next(self._asked)}/{request_id}"
             request = worker_pb2.PrepareReceiveRequest(
@@ -138,24 +169,25 @@ class Router:
                 max_tokens=max_tokens,
                 writer_pe=prefill.pe,
             )
-            early = self._announce(prefill, worker_id, request.prompt) if announce and not prefill.awaited else None
+            expected = pair.first_token_seconds
+            announce = announce and prefill is not decode and not prefill.has_prompts
+            early = self._announce(prefill, worker_id, request.prompt) if announce else None
             announce = False
-            prefill.awaited.add(worker_id)
-            decode.load += total
-            prefill.load += len(token_ids)  # already, for the next request comes while this one waits for the answer
+            prefill.expect_prompt(worker_id, len(token_ids))
+            # Already, for the next request comes while this one waits for the answer.
+            self._count(decode, prefill, total, len(token_ids))
             reservation = None
             try:
                 reservation = await self._prepare(decode, request)
             finally:
                 if reservation is None:
-                    decode.load -= total
-                    prefill.load -= len(token_ids)
-                    prefill.awaited.discard(worker_id)
+                    self._count(decode, prefill, -total, -len(token_ids))
+                    prefill.forget_prompt(worker_id)
                     if early is not None:
                         early.cancel()
                         self.in_background(prefill.abort(worker_id))
             if reservation is not None:
-                return Placement(worker_id, prefill, decode, reservation, len(token_ids), total, early)
+                return Placement(worker_id, prefill, decode, reservation, len(token_ids), total, early, expected)
         return None
 
     def _announce(self, prefill: WorkerLink, request_id: str, prompt: bytes) -> EarlyToken:
@@ -194,8 +226,9 @@ class Router:
             self.in_background(decode.abort(request.request_id, writer_quiet=True))  # no sender has its reservation
             return None
 
-    def in_background(self, coroutine: Coroutine[Any, Any, object]) -> None:
+    def in_background(self, coroutine: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         """Runs work that must be done even when its caller is gone. close() waits for it."""
         task = asyncio.create_task(coroutine)
         self._cleanup.add(task)
         task.add_done_callback(self._cleanup.discard)
+        return task

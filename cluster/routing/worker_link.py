@@ -10,6 +10,7 @@ import grpc.aio
 
 from tandem.cluster.errors import PlacementLost, WorkerCallError
 from tandem.cluster.peers.placed_tokens import PlacedTokens
+from tandem.cluster.routing.policy import WorkerLoad
 from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.routing.token_feed import TokenFeed
 from tandem.cluster.routing.token_inbox import TokenInbox
@@ -47,9 +48,10 @@ class WorkerLink:
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
         self.role, self.pe, self.epoch = worker.role, worker.pe, epoch
+        self.report = worker_pb2.WorkerReport()
+        """The worker's own figures, the latest ones."""
         self._placed = placed
-        self.awaited: set[str] = set()
-        """Requests whose first token a prefill worker has yet to give."""
+        self._prompts: dict[str, int] = {}  # tokens of requests whose first token the worker has yet to give
         self._address = worker.address
         self._name = f"{worker.role} worker (PE {worker.pe}, epoch {epoch})"
         self._channel = grpc.aio.insecure_channel(worker.address, options=options)
@@ -68,14 +70,39 @@ class WorkerLink:
         self._placed.add(tokens - self._placed.own)
 
     @property
-    def load_of_all(self) -> int:
-        """The same of all the gateway's processes."""
-        return self._placed.of_all
-
-    @property
     def reachable(self) -> bool:
         """False for a moment after a call has failed. This hint comes sooner than the supervisor's word."""
         return time.monotonic() >= self._avoid_until
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether this gateway process awaits a first token from the worker."""
+        return bool(self._prompts)
+
+    def expect_prompt(self, request_id: str, num_tokens: int) -> None:
+        """The worker is to compute this prompt."""
+        self.forget_prompt(request_id)
+        self._prompts[request_id] = num_tokens
+        self._placed.add_prompt(num_tokens)
+
+    def forget_prompt(self, request_id: str) -> None:
+        """Its first token is there, or will not come. Idempotent."""
+        self._placed.add_prompt(-self._prompts.pop(request_id, 0))
+
+    def worker_load(self, island: str) -> WorkerLoad:
+        """What routing policies see, of all the gateway's processes. The newest prompts are not in the report yet."""
+        report = self.report
+        return WorkerLoad(
+            island=island,
+            pe=self.pe,
+            role=self.role,
+            load=self._placed.of_all,
+            reachable=self.reachable,
+            prompt_tokens=max(self._placed.prompts_of_all, report.prompt_tokens),
+            rows=report.rows,
+            token_seconds=report.token_seconds,
+            prompt_rate=report.prompt_tokens_per_second,
+        )
 
     def avoid(self) -> None:
         """The worker gets no new requests for a moment."""

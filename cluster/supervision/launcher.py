@@ -228,7 +228,7 @@ def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
 
 def _check_memory(layout: KVLayout, num_pages: int) -> None:
     """ConfigError where one worker's pages would not fit into this machine's memory; those of windows take less."""
-    sizes = [layout.page_bytes(index) for index, group in enumerate(layout.groups) if group.window is None]
+    sizes = [layout.page_bytes(index) for index, group in enumerate(layout.groups) if not group.keeps.drops_past]
     needed, there = num_pages * sum(sizes), machine_memory()
     if needed > there:
         raise ConfigError(

@@ -140,6 +140,7 @@ def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) 
         host=config.gateway.host,
         port=config.gateway.port,
         http_port=config.gateway.http_port,
+        token_seconds=config.scheduler.token_seconds if config.scheduler.roles == "adaptive" else None,
         routing_policy=config.gateway.routing_policy,
         max_queued=config.gateway.max_queued,
         max_queued_tokens=config.gateway.max_queued_tokens,
@@ -147,6 +148,7 @@ def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) 
         queue_seconds=config.gateway.queue_seconds,
         request_seconds=config.gateway.request_seconds,
         max_message_bytes=config.gateway.max_message_mib << 20,
+        warm_up=config.island.device == "cuda" if config.gateway.warm_up is None else config.gateway.warm_up,
         max_calls=config.gateway.max_calls,
         security=ServerSecurity(**config.security.model_dump()),
     )

@@ -71,7 +71,7 @@ def measure_decode(rows: int, context: int) -> dict[str, float]:
     import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
 
     case = Case(rows, context - 1, 1)
-    tables = case.plan.groups[0].tables
+    tables = case.plan.attention.plans[0].tables
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
         torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     )

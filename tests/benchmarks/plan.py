@@ -25,6 +25,7 @@ from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.position_map import PositionMap, SlotRuns
 from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.shared_prefixes import SharingRule
+from tandem.cache.plan.spans import Window
 from tandem.cache.plan.stored_layers import Stages
 from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
@@ -67,7 +68,7 @@ def looking_for_prefixes(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None 
 
 
 def make_cache(features: tuple[str, ...], *, spread: bool = False) -> PagedKVCache:
-    groups = [LayerGroup((0,), 1, 8)] + [LayerGroup((1,), 1, 8, 128)] * ("windows" in features)
+    groups = [LayerGroup((0,), 1, 8)] + [LayerGroup((1,), 1, 8, Window(128))] * ("windows" in features)
     layout = KVLayout(tuple(groups), PAGE, torch.float32)
     cache = PagedKVCache(
         layout,

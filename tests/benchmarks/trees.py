@@ -15,6 +15,7 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.spans import span_of
 from tests.benchmarks.device_time import device_seconds
 from tests.benchmarks.options import Budget, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_most, print_result, print_skipped
@@ -40,7 +41,7 @@ class Shape:
         layers = tuple(range(LAYERS))
         if self.num_kv_heads is None:
             return LayerGroup(layers, 1, 576, latent_rank=512)
-        return LayerGroup(layers, self.num_kv_heads, self.head_dim, self.window)
+        return LayerGroup(layers, self.num_kv_heads, self.head_dim, span_of(self.window))
 
 
 SHAPES = {"plain": Shape(32, 8), "window": Shape(64, 8, 64, 128), "latents": Shape(128, None)}

@@ -16,33 +16,35 @@ def check_contents(side: Side, sequence: int, oracle: Oracle) -> None:
     assert side.cache.num_tokens(sequence) == (transfer.end if transfer else known.length)
     if known.stream is None:
         begin = min(side.cache.first_position(sequence), len(known.ids))
-        places = np.array([*range(len(known.ids)), *(place(known, node) for node in range(len(known.nodes)))])
-        check_kv(side, oracle, sequence, begin, known.length, [*known.ids, *known.nodes], places)
+        positions = np.array(
+            [*range(len(known.ids)), *(rope_position(known, node) for node in range(len(known.nodes)))]
+        )
+        check_kv(side, oracle, sequence, begin, known.length, [*known.ids, *known.nodes], positions)
     else:
         there = [position for position in known.kept if position < len(known.ids)]
         sinks = sum(position < known.stream[1] for position in there)
         check_kv(side, oracle, sequence, 0, sinks, known.ids, None)
         begin = there[sinks] if len(there) > sinks else len(known.ids)
         check_kv(side, oracle, sequence, begin, len(known.ids), known.ids, None)
-    if transfer is None and side.cache.layout.has_windows:
+    if transfer is None and side.cache.layout.drops_past:
         row, table = side.cache._table.row(sequence), side.cache._table
         assert [int(group.begins[row]) for group in table.groups] == side.first_page_indexes(known.queries)
 
 
-def place(known: Known, node: int) -> int:
+def rope_position(known: Known, node: int) -> int:
     return len(known.ids) + len(known.path(node)) - 1
 
 
 def check_kv(
-    side: Side, oracle: Oracle, sequence: int, begin: int, end: int, ids: list[int], places: NDArray[np.int64] | None
+    side: Side, oracle: Oracle, sequence: int, begin: int, end: int, ids: list[int], positions: NDArray[np.int64] | None
 ) -> None:
-    """places: where K is rotated; None: it is not."""
+    """positions: where K is rotated; None: it is not."""
     wanted = np.array(ids[begin:end], np.int64)
     for layer, (k, v) in enumerate(side.cache.gather_kv(sequence, begin, end)):
-        if places is None:
+        if positions is None:
             assert np.array_equal(k.numpy(), oracle.k[layer][wanted])
         else:
-            assert_close(k, oracle.rotated_k[layer][wanted, places[begin:end].astype(np.int64)])
+            assert_close(k, oracle.rotated_k[layer][wanted, positions[begin:end].astype(np.int64)])
         assert np.array_equal(v.numpy(), oracle.v[layer][wanted])
 
 
@@ -55,7 +57,7 @@ def assert_close(actual: Tensor, expected: NDArray[np.float64]) -> None:
 
 def check_held(side: Side, position_map: PositionMap) -> None:
     """Every page that a remote writer may hit stays out of use."""
-    for allocator, runs in zip(side.cache._pools._allocators, position_map.runs, strict=True):
+    for allocator, runs in zip(side.cache._pools.allocators, position_map.runs, strict=True):
         slots = runs.slots()
         assert (allocator._writers[slots[slots != SKIP] // side.cache.layout.page_size] > 0).all()
 
@@ -64,7 +66,7 @@ def check_pages(side: Side) -> None:
     """Every reference is a sequence's or the index's, and every page that has none is free or drains."""
     cache = side.cache
     rows = [cache._table.row(sequence) for sequence in side.known]
-    for allocator, group in zip(cache._pools._allocators, cache._table.groups, strict=True):
+    for allocator, group in zip(cache._pools.allocators, cache._table.groups, strict=True):
         held = [group.held(row) for row in rows]
         counts = np.bincount(np.concatenate([np.empty(0, np.int32), *held]), minlength=allocator.num_pages)
         indexed = allocator.references - counts

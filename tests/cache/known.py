@@ -10,7 +10,7 @@ from tandem.cache.attention.forward import Forward
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.tables import lay_out_tokens, look_up_pages
 from tests.cache.naive import run_layer
-from tests.cache.oracle import NUM_PLACES
+from tests.cache.oracle import MAX_POSITIONS
 
 LONGEST, LONGEST_STREAM = 30, 300
 
@@ -60,7 +60,7 @@ class Known:
         del self.kept[sink : sink + evicted]
 
     def texts(self, added: list[int]) -> list[list[int]]:
-        """What each of `added`, appended already, attends to, itself last, at the places 0, 1, …"""
+        """What each of `added`, appended already, attends to, itself last, at the positions 0, 1, …"""
         if self.nodes:
             return [self.ids + self.path(node) for node in range(len(self.nodes) - len(added), len(self.nodes))]
         ids = self.ids if self.stream is None else [self.ids[position] for position in self.kept]
@@ -158,7 +158,7 @@ class Side:
         return sent < min(len(known.ids), end) and len(known.ids) + count > end
 
     def first_page_indexes(self, query: int) -> list[int]:
-        windows = [group.window or NUM_PLACES for group in self.cache.layout.groups]
+        windows = [group.keeps.window or MAX_POSITIONS for group in self.cache.layout.groups]
         return [max(query - window + 1, 0) // self.cache.layout.page_size for window in windows]
 
     def can_be_cut(self, sequence: int, length: int) -> bool:
@@ -174,16 +174,16 @@ def check_tables(cache: PagedKVCache, plan: Forward) -> None:
     """What was just planned is what it would be without a forward before it, and writes to no shared page."""
     table, size = cache._table, cache.layout.page_size
     rows = np.array([table.row(sequence) for sequence in plan.seq_ids])
-    appends = np.diff(plan.qo_indptr).astype(np.int64)
+    appends = np.diff(plan.tokens.qo_indptr).astype(np.int64)
     tokens = lay_out_tokens(table.lengths[rows] - appends, appends)
     for name in ("qo_indptr", "seq_lens", "positions", "owners"):
         assert_same(getattr(plan.tokens, name), getattr(tokens, name))
-    for index, (group, planned) in enumerate(zip(table.groups, plan.groups, strict=True)):
-        begins = None if cache.layout.groups[index].window is None else group.begins[rows]
+    for index, (group, planned) in enumerate(zip(table.groups, plan.attention.plans, strict=True)):
+        begins = group.begins[rows] if cache.layout.groups[index].keeps.drops_past else None
         tables = look_up_pages(group.pages, rows, tokens, size, begins)
         for name in ("slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_lens"):
             assert_same(getattr(planned.tables, name), getattr(tables, name))
-        assert not cache._pools.are_shared(index, planned.tables.slot_mapping // size).any()
+        assert not cache._pools.allocators[index].are_shared(planned.tables.slot_mapping // size).any()
 
 
 def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:

@@ -14,6 +14,7 @@ from tandem.cache.plan.latent import LatentHeads, UpProjections
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
+from tandem.cache.plan.spans import span_of
 
 QUERY_HEADS = 4
 HEAD_DIM = 8
@@ -56,7 +57,7 @@ def up_projections(rank: int, dtype: torch.dtype = torch.float32) -> UpProjectio
 def windowed(layout: KVLayout, *windows: int | None) -> KVLayout:
     """The layout with these windows in its groups."""
     groups = zip(layout.groups, windows, strict=True)
-    return replace(layout, groups=tuple(replace(group, window=window) for group, window in groups))
+    return replace(layout, groups=tuple(replace(group, keeps=span_of(window)) for group, window in groups))
 
 
 def cache_of(
@@ -173,7 +174,7 @@ class NaiveCache:
         for group, rope in zip(self.layout.groups, kinds, strict=True):
             embedding = RotaryEmbedding(rope, MAX_LENGTH, "cpu", torch.float64) if rope.rope_type != "none" else None
             self._rotaries.update(dict.fromkeys(group.layers, embedding))
-            self._windows.update(dict.fromkeys(group.layers, group.window))
+            self._windows.update(dict.fromkeys(group.layers, group.keeps.window))
 
     def add(self, sequence: int) -> None:
         groups = [group for _, group in sorted(groups_by_layer(self.layout).items())]

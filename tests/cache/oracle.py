@@ -17,7 +17,7 @@ from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
 from tests.cache.naive import LATENT_HEADS, expand_latents
 
 NUM_TOKENS = 512  # kinds of tokens
-NUM_PLACES = 64
+MAX_POSITIONS = 64
 
 Ids = Sequence[int]
 
@@ -46,7 +46,7 @@ def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PageWriter, ma
         setting.layout,
         pools,
         max_sequences=max_sequences,
-        max_sequence_length=NUM_PLACES,
+        max_sequence_length=MAX_POSITIONS,
         rope=setting.ropes,
         writer=writer,
         softcap=setting.softcap,
@@ -56,7 +56,7 @@ def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PageWriter, ma
 
 
 class Oracle:
-    """Per layer, q, k and v of every token, float32 values in float64, and k rotated for every place.
+    """Per layer, q, k and v of every token, float32 values in float64, and k rotated for every position.
 
     Where latents are kept, k is the entry and v the latent.
     """
@@ -67,7 +67,7 @@ class Oracle:
         self._softcap = setting.softcap
         self._sinks = None if setting.sinks is None else np.array(setting.sinks)
         self.num_layers = layout.num_layers
-        of_layers = {layer: place for place, group in enumerate(layout.groups) for layer in group.layers}
+        of_layers = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         self._groups = [layout.groups[of_layers[layer]] for layer in range(self.num_layers)]
         self._ropes = [setting.ropes[of_layers[layer]] for layer in range(self.num_layers)]
 
@@ -95,22 +95,22 @@ class Oracle:
         ]  # type: ignore[misc]  # a tuple of three
 
     def outputs(self, texts: Sequence[Ids]) -> list[NDArray[np.float64]]:
-        """Per layer o [n, num_q_heads, head_dim] of the last token of each text, that stands at the places 0, 1, …"""
+        """Per layer o [n, num_q_heads, head_dim] of the last token of each text, that stands at positions 0, 1, …"""
         lengths = np.array([len(text) for text in texts])
         longest = int(lengths.max())
         ids = np.zeros((len(texts), longest), np.int64)
         for row, text in zip(ids, texts, strict=True):
             row[: len(text)] = text
-        places = np.arange(longest)
+        positions = np.arange(longest)
         last = ids[np.arange(len(texts)), lengths - 1]
         outputs = []
         for layer, group in enumerate(self._groups):
-            window = group.window
-            hidden = places >= lengths[:, None]
+            window = group.keeps.window
+            hidden = positions >= lengths[:, None]
             if window is not None:
-                hidden |= places < lengths[:, None] - window
+                hidden |= positions < lengths[:, None] - window
             q = self.rotated_q[layer][last, lengths - 1]
-            k, v = self.rotated_k[layer][ids, places], self.v[layer][ids]
+            k, v = self.rotated_k[layer][ids, positions], self.v[layer][ids]
             if group.latent_rank is not None:
                 made = expand_latents(torch.from_numpy(k).flatten(0, 1), group.latent_rank)
                 k, v = (x.unflatten(0, k.shape[:2]).numpy() for x in made)
@@ -133,8 +133,8 @@ class Oracle:
 
 
 def rotate_everywhere(x: NDArray[np.float64], rope: RopeParameters) -> NDArray[np.float64]:
-    """[tokens, places, heads, D] of x [tokens, heads, D], whose last rotary_dim numbers are rotated."""
-    factors = RotaryEmbedding(rope, NUM_PLACES, "cpu", torch.float64).rotation(torch.arange(NUM_PLACES))
+    """[tokens, positions, heads, D] of x [tokens, heads, D], whose last rotary_dim numbers are rotated."""
+    factors = RotaryEmbedding(rope, MAX_POSITIONS, "cpu", torch.float64).rotation(torch.arange(MAX_POSITIONS))
     still, turned = np.split(x, [x.shape[2] - rope.rotary_dim], 2)
     half = np.roll(turned, rope.rotary_dim // 2, -1)
     rotated = turned[:, None] * factors.cos.numpy() + half[:, None] * factors.signed_sin.numpy()

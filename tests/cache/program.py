@@ -1,7 +1,7 @@
 """Random programs over the whole public API of two paged caches that send to each other.
 
 Each step is one call, or one forward, on one side, drawn from a seed. What a cache holds and computes is compared with
-an Oracle that is told of each token what it follows, and with the rules of the API for what must be refused.
+an Oracle that learns of each token what it follows, and with the rules of the API for what must be refused.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Program:
             Side(cache_of(setting, own, PeerWriter(pe, pools), MOST_SEQUENCES)) for pe, own in enumerate(pools)
         ]
         self.next_sequence = 0
-        self.takes_streams = not self.layout.has_latents and not self.layout.has_windows
+        self.takes_streams = not self.layout.has_latents and not self.layout.drops_past
         self._operations: dict[Callable[[int], None], float] = {
             self.add: 2.0,
             self.append: 8.0,
@@ -50,7 +50,7 @@ class Program:
             self.commit: 2.0,
             self.misuse: 1.0,
         }
-        if not self.layout.has_windows:
+        if not self.layout.drops_past:
             self._operations |= {self.publish: 2.0, self.match: 2.0, self.clear_prefixes: 0.2}
         self.counts: dict[str, int] = {}
 
@@ -292,7 +292,7 @@ class Program:
         if sequence is None:
             return
         cache, nodes = side.cache, len(side.known[sequence].nodes)
-        unshared = "groups with a window" if self.layout.has_windows else NO_TREE
+        unshared = "groups with a window" if self.layout.drops_past else NO_TREE
         calls: list[tuple[Callable[[], object], str]] = [
             (lambda: cache.begin_forward([sequence], [1]), NO_TREE),
             (lambda: cache.fork_sequence(sequence, 0), NO_TREE),
@@ -326,7 +326,7 @@ class Program:
         if max(begin, held) >= own.longest:
             return
         end = min(max(begin, held) + self.random.choice([1, 2, 9]), own.longest)
-        if self.layout.has_windows and not other.cache.sends_done(target):
+        if self.layout.drops_past and not other.cache.sends_done(target):
             with pytest.raises(InvalidArgument, match="is marked to be sent"):
                 other.cache.prepare_receive(target, end - begin)
             return

@@ -36,6 +36,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     fed: int = 0  # tokens that went over one
     landed: asyncio.Event | None = None  # what RemoteSend waits for
     address: str = ""
+    step_seconds: float = 0.0
+    pe: int | None = None  # of a worker of its own: prompts that it is to write itself it computes itself
+    local: list[str] = field(default_factory=list)  # requests with such prompts
 
     async def start(self) -> None:
         self._prepared: dict[str, tuple[list[int], int]] = {}
@@ -56,6 +59,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def PrepareReceive(self, request: worker_pb2.PrepareReceiveRequest, context: Any) -> worker_pb2.Reservation:
         await self._maybe_fail("PrepareReceive", context)
+        if request.writer_pe == self.pe:
+            self.local.append(request.request_id)
         self._prepared[request.request_id] = (prompt_from_bytes(request.prompt).tolist(), request.max_tokens)
         return worker_pb2.Reservation(reservation_id=1, epoch=request.epoch, pages=1)
 
@@ -81,18 +86,25 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.StartGenerateRequest, context: Any
     ) -> AsyncIterator[worker_pb2.GeneratedTokens]:
         sequence, max_tokens = self._prepared[request.request_id]
-        sequence, fed = [*sequence, self.say(sequence)], 0
+        fed, local = 0, request.request_id in self.local
+        if local:
+            self.prompts.append(sequence)
+        else:
+            sequence = [*sequence, self.say(sequence)]
         feed = self.open_feeds.get(request.feed)
-        for _ in range(max_tokens - 2):
+        for _ in range(max_tokens - 1 if local else max_tokens - 2):
             await self._maybe_fail("StartGenerate", context)
+            await asyncio.sleep(self.step_seconds)
             sequence.append(self.say(sequence))
             if feed is None:
                 yield worker_pb2.GeneratedTokens(token_ids=sequence[-1:])
             else:
                 feed.add(request.number, sequence[-1:])
                 fed, self.fed = fed + 1, self.fed + 1
-        last = [self.say(sequence)] if max_tokens > 1 else []
-        yield worker_pb2.GeneratedTokens(token_ids=last, finish_reason=2, fed=fed)  # type: ignore[arg-type]  # length
+        last = [self.say(sequence)] if local or max_tokens > 1 else []
+        prefilled = worker_pb2.Prefilled(prefill_seconds=1.0) if local else None
+        length: Any = 2
+        yield worker_pb2.GeneratedTokens(token_ids=last, finish_reason=length, fed=fed, prefilled=prefilled)
 
     async def Feed(self, request: worker_pb2.FeedRequest, context: Any) -> AsyncIterator[worker_pb2.FedTokens]:
         if not self.feeds:

@@ -57,7 +57,7 @@ def recorded_forwards(worker: Worker) -> list[list[int]]:
 
     def record(batch: Batch, *more: Any) -> Forward:
         forward = begin(batch, *more)
-        forwards.append(sorted(np.diff(forward.qo_indptr).tolist()))
+        forwards.append(sorted(np.diff(forward.tokens.qo_indptr).tolist()))
         return forward
 
     worker.cache.begin = record  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.rope import RopeParameters, RotaryEmbedding
+from tandem.cache.plan.spans import span_of
 
 NUM_LAYERS = 2
 MAX_LENGTH = 1024
@@ -33,7 +34,7 @@ class Shape:
 
     @property
     def layout(self) -> KVLayout:
-        group = LayerGroup(tuple(range(NUM_LAYERS)), self.kv_heads, self.head_dim, self.window)
+        group = LayerGroup(tuple(range(NUM_LAYERS)), self.kv_heads, self.head_dim, span_of(self.window))
         return KVLayout((group,), self.page_size, self.dtype, self.scales)
 
     @property

@@ -53,7 +53,7 @@ class Twins:
         self.cache.end_forward(plan)
         for actual, expected in zip(outputs, self.reference.run(appends, inputs), strict=True):
             assert_close(actual, expected)
-        shared = plan.groups[0].tables.shared
+        shared = plan.attention.plans[0].tables.shared
         return 0 if shared is None else shared.qo_indptr.size - 1
 
 

@@ -111,9 +111,9 @@ class CountingModel:
     With overlap scheduling steps are computed one by one in compute_next(), or when somebody waits for them.
     """
 
-    def __init__(self, cache: PagedKVCache, runs_ahead: bool) -> None:
+    def __init__(self, cache: PagedKVCache, overlaps: bool) -> None:
         self._cache = cache
-        self.runs_ahead = runs_ahead
+        self.overlaps = overlaps
         self.launched: deque[Step] = deque()
         self._foreseen: tuple[int, ...] | None = None
         self._last = np.empty(0, np.int64)
@@ -143,7 +143,7 @@ class CountingModel:
         plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))
         step = Step(plan, tokens, sources)
         self.launched.append(step)
-        if not self.runs_ahead:
+        if not self.overlaps:
             self.drain()
         return Drawn(self, step)
 
@@ -225,7 +225,7 @@ class SmallIsland:
 
     def held_for_writers(self) -> dict[int, int]:
         """The token that a writer may write into each page of the decode worker."""
-        reservations, incoming = self.decode._reservations, self.caches[DECODE]._receptions._incoming
+        reservations, incoming = self.decode._reservations, self.caches[DECODE]._receptions.incoming
         held = {}
         for request in (*reservations._requests.values(), *reservations._draining.values()):
             (pages,) = incoming.get(request.sequence_id, (np.empty(0, np.int32),))

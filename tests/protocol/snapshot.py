@@ -90,7 +90,7 @@ def _reduce_allocator(allocator: PageAllocator) -> tuple[Any, ...]:
 
 
 def _reduce_look_up(look_up: PageLookUp) -> tuple[Any, ...]:
-    return PageLookUp, (look_up._table, look_up._window, look_up._page_size)
+    return PageLookUp, (look_up._table,)
 
 
 _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {

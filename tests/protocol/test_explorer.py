@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tandem.cache.operations.receptions import Receptions
-from tandem.cache.operations.transmissions import Transmissions
+from tandem.cache.operations.transfers import TransferCalls
 from tandem.transfer.completion import Signal, SignalBoard
 from tandem.transfer.recall import RecallDesk, RecallInbox
 from tandem.workers.decode.decodes import Decodes
@@ -147,7 +147,7 @@ def pages_are_not_held_for_writers(patch: pytest.MonkeyPatch) -> None:
 
     def begun(self: Receptions, sequence: int, length: int) -> Any:
         position_map = begin(self, sequence, length)
-        self._pools.settle(self._incoming.pop(sequence))
+        self.pools.settle(self.incoming.pop(sequence))
         return position_map
 
     patch.setattr(Receptions, "begin", begun)
@@ -182,7 +182,7 @@ def a_speculative_prompt_is_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_speculative_prompt_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Transmissions, "send_cached", lambda *_: None)
+    patch.setattr(TransferCalls, "send_cached", lambda *_: None)
 
 
 PROTECTIONS: dict[str, tuple[str, Patch, str]] = {

@@ -14,7 +14,7 @@ from tandem.cache.plan.arrays import Int32Array
 
 def poison_free_pages(cache: PagedKVCache, pools: Sequence[Tensor]) -> None:
     """From now on, and what is free now. Called on the thread that owns the cache."""
-    for allocator, pool in zip(cache._pools._allocators, pools, strict=True):
+    for allocator, pool in zip(cache._pools.allocators, pools, strict=True):
         pool[np.flatnonzero(allocator._free)] = float("nan")
         allocator._lower = partial(_lower, allocator, pool)  # type: ignore[method-assign]
 

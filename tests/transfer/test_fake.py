@@ -117,7 +117,7 @@ def test_fail_next_fails_one_call(call: str) -> None:
         "post": lambda: sender.post(1, 0, 1, 1),
     }
     island.fail_next(call, 1)
-    with pytest.raises(TransportError, match=f"{call} to PE 1 was told to fail"):
+    with pytest.raises(TransportError, match=f"{call} to PE 1 was made to fail"):
         calls[call]()
     calls[call]()
     with pytest.raises(ValueError, match="call is 'join'"):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tandem.cache.plan.position_map import SKIP, PositionMap, SlotRuns
+from tandem.cache.plan.spans import Window
 from tandem.transfer.codec import encode_runs
 from tandem.transfer.errors import InvalidPositionMap
 from tandem.transfer.wire_map import decode_map, encode_map
@@ -90,7 +91,7 @@ def test_an_empty_map_is_accepted_when_nothing_is_expected() -> None:
 )
 def test_with_a_window_exactly_what_is_behind_it_is_skipped(slots: list[int], message: str | None) -> None:
     first, second = LAYOUT.groups
-    layout = replace(LAYOUT, groups=(replace(first, window=3), second))
+    layout = replace(LAYOUT, groups=(replace(first, keeps=Window(3)), second))
     given = position_map(slots, GOOD.runs[1].slots().tolist())
     wire = encode_map(given, layout)
     if message is None:

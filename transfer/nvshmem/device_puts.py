@@ -2,13 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.cache.kernels.upload import upload
-from tandem.cache.plan.arrays import Int32Array
 from tandem.transfer.copy_plan import CopyPlan
-from tandem.transfer.transport import Int64Array
 
 # The kernels of device_puts.cu and their parameters, 64 bits each, in order.
 KERNELS = {
@@ -51,44 +50,19 @@ class DevicePuts:
         self._staging = staging
         self._staged = 0  # bytes of it that puts since the last quiet may still read
 
-    def put_pages(self, pe: int, pool: Tensor, plan: CopyPlan) -> None:
-        """The plan's runs of whole pages, within pools that lie alike."""
-        page_bytes = pool[0].nbytes
-        runs: list[Int64Array] = [
-            part.astype("int64") * page_bytes for part in (plan.target_pages, plan.source_pages, plan.num_pages)
-        ]
-        targets, sources, sizes = upload(runs, pool.device)
-        num_runs = int(sizes.shape[0])
-        grid = (min(num_runs, BLOCKS), max(1, BLOCKS // num_runs), 1)
-        self._run(
-            "put_runs",
-            grid,
-            target=pool,
-            source=pool,
-            target_offsets=targets,
-            source_offsets=sources,
-            sizes=sizes,
-            num_runs=num_runs,
-            pe=pe,
-        )
-
-    def put_slots(self, pe: int, pool: Tensor, source_slots: Int32Array, target_slots: Int32Array) -> None:
-        """All layers of source_slots (int32 [n]) to target_slots."""
-        rows, page_size, row_bytes = _extents(pool)
-        targets, sources = upload([target_slots, source_slots], pool.device)
-        self._run(
-            "put_slots",
-            BLOCKS,
-            target=pool,
-            source=pool,
-            target_slots=targets,
-            source_slots=sources,
-            num_slots=source_slots.size,
-            rows=rows,
-            page_size=page_size,
-            row_bytes=row_bytes,
-            pe=pe,
-        )
+    def put(self, pe: int, pool: Tensor, plan: CopyPlan) -> None:
+        """All of a plan, within pools that lie alike: runs of whole pages, and all layers of single slots."""
+        if plan.num_pages.size:
+            num_runs, pages = plan.num_pages.size, (plan.target_pages, plan.source_pages, plan.num_pages)
+            runs = [part.astype(np.int64) * pool[0].nbytes for part in pages]
+            names = ("target_offsets", "source_offsets", "sizes")
+            arrays = dict(zip(names, upload(runs, pool.device), strict=True))
+            grid = (min(num_runs, BLOCKS), max(1, BLOCKS // num_runs), 1)
+            self._run("put_runs", grid, target=pool, source=pool, num_runs=num_runs, pe=pe, **arrays)
+        if plan.source_slots.size:
+            targets, sources = upload([plan.target_slots, plan.source_slots], pool.device)
+            arrays = {"target_slots": targets, "source_slots": sources, "num_slots": plan.source_slots.size}
+            self._run("put_slots", BLOCKS, target=pool, source=pool, pe=pe, **arrays, **_extents(pool))
 
     def put_tokens(
         self, pe: int, pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: Tensor, slots: Tensor
@@ -107,22 +81,12 @@ class DevicePuts:
 
     def post_row(self, pe: int, row: int, signal: int, payload: int) -> None:
         """Behind all puts the payload, behind it the signal."""
-        self._run(
-            "post_row",
-            1,
-            threads=1,
-            signals=self._mailbox,
-            num_signals=self._mailbox.shape[1],
-            row=row,
-            signal=signal,
-            payload=payload,
-            pe=pe,
-        )
+        words = {"row": row, "signal": signal, "payload": payload, "pe": pe}
+        self._run("post_row", 1, threads=1, signals=self._mailbox, num_signals=self._mailbox.shape[1], **words)
 
     def _put_staged(
         self, pe: int, pool: Tensor, layer: int, planes: tuple[Tensor, ...], tokens: Tensor, slots: Tensor
     ) -> None:
-        rows, page_size, row_bytes = _extents(pool)
         number, count, heads = len(planes), tokens.shape[0], pool.shape[3]
         num_bytes = number * count * planes[0][0].nbytes
         if self._staged + num_bytes > self._staging.nbytes:
@@ -132,21 +96,8 @@ class DevicePuts:
         self._staged += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         for values, out in zip(planes, staged, strict=True):
             torch.index_select(values, 0, tokens, out=out)
-        self._run(
-            "put_tokens",
-            BLOCKS,
-            target=pool,
-            source=staged,
-            slots=slots,
-            planes=number,
-            num_tokens=count,
-            heads=heads,
-            first_row=layer * number * heads,
-            page_bytes=rows * page_size * row_bytes,
-            page_size=page_size,
-            row_bytes=row_bytes,
-            pe=pe,
-        )
+        sizes = {"planes": number, "num_tokens": count, "heads": heads, "first_row": layer * number * heads}
+        self._run("put_tokens", BLOCKS, target=pool, source=staged, slots=slots, pe=pe, **sizes, **_extents(pool))
 
     def _run(
         self, kernel: str, grid: int | tuple[int, int, int], *, threads: int = THREADS, **arguments: Tensor | int
@@ -157,7 +108,8 @@ class DevicePuts:
         self._launch(stream, self._config(grid=grid, block=threads), self._kernels[kernel], *values)
 
 
-def _extents(pool: Tensor) -> tuple[int, int, int]:
-    """Rows of a slot over all layers, positions of a page, bytes of a row."""
+def _extents(pool: Tensor) -> dict[str, int]:
+    """rows: of a slot over all layers; page_size: positions of a page; bytes of a page and of a row."""
     _, layers, planes, heads, page_size, head_dim = pool.shape
-    return layers * planes * heads, page_size, head_dim * pool.element_size()
+    rows, row_bytes = layers * planes * heads, head_dim * pool.element_size()
+    return {"rows": rows, "page_size": page_size, "row_bytes": row_bytes, "page_bytes": rows * page_size * row_bytes}

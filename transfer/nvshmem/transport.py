@@ -68,7 +68,7 @@ class NvshmemTransport(Transport):
     island at a time.
 
     Unlike other transports it makes its memory in join(), and join() and close() are collective: each returns once
-    every PE has called it, and whoever runs the island bounds that by ending its processes. A join() that failed for
+    every PE has called it; the island's supervisor bounds that by ending its processes. A join() that failed for
     another reason than a handle leaves NVSHMEM initialised, so the process has to end; so does a close() that finds a
     peer dead, by NVSHMEM's own doing. After close() another transport can open in the same process, with new members.
     """
@@ -136,9 +136,7 @@ class NvshmemTransport(Transport):
         self._check_peer(pe)
         if not slots.shape[0]:
             return
-        limit = self._num_slots(group)
-        if not 0 <= int(slots.min()) <= int(slots.max()) < limit:
-            raise IndexError(f"slots are {int(slots.min())} … {int(slots.max())}; 0 … {limit - 1} are accepted")
+        self._check_token_slots(group, slots)
         tokens, targets = upload([token_indices.numpy(), slots.numpy().astype(np.int32)], self._device)
         k, v, peer = movable(k), None if v is None else movable(v), self._peer_elements(pe, group)
         if peer is None:
@@ -161,7 +159,7 @@ class NvshmemTransport(Transport):
             return
         self._follow(stages[-1:])
         with torch.cuda.stream(self._stream):
-            self._put_slots(pe, group, plan)
+            self._puts.put(pe, self._symmetric[group], plan)
 
     def fence(self, pe: int) -> Fence:
         self._check_peer(pe)
@@ -183,7 +181,7 @@ class NvshmemTransport(Transport):
             with torch.cuda.stream(self._stream):
                 self._puts.post_row(pe, row, signal, word)
             return
-        # Whoever made the tensor may write over it before this stream comes to it.
+        # The tensor's owner may write over it before this stream comes to it.
         words = payload + 0 if isinstance(payload, Tensor) else torch.full((), payload, device=self._device)
         words.record_stream(self._stream)
         self._follow_current()
@@ -306,12 +304,6 @@ class NvshmemTransport(Transport):
     def _store_slots(self, own: Tensor, peer: Tensor, source_slots: Int32Array, target_slots: Int32Array) -> None:
         with torch.cuda.stream(self._stream):
             push_slots(own, peer, *upload([source_slots, target_slots], self._device))
-
-    def _put_slots(self, pe: int, group: int, plan: CopyPlan) -> None:
-        if plan.num_pages.size:
-            self._puts.put_pages(pe, self._symmetric[group], plan)
-        if plan.source_slots.size:
-            self._puts.put_slots(pe, self._symmetric[group], plan.source_slots, plan.target_slots)
 
     def _follow(self, stages: Stages) -> None:
         """What is queued on the transport's stream from now on comes after these."""

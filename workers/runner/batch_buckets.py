@@ -7,6 +7,9 @@ LEAST_TO_SHARE = 16  # rows; for fewer, sharing takes long prefixes to pay for i
 STEP = 8  # rows, the least that a tensor core's tile adds
 WIDE = 256  # rows; beyond, each graph more costs a start more than padding costs a step
 WIDE_STEP = 32
+# Of a decode step and of the prompt chunks in its forward: few, for each pair of them is a graph.
+MIXED_ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+MIXED_TOKENS = (64, 128, 256, 512)
 MOST_PROMPTS = 16  # sequences of a forward
 MOST_PROMPT_TOKENS = 4096  # what a graph holds takes memory
 # Tokens times the square of hidden_size: with more, a layer's products take a fast GPU longer, some 0.6 ms, than its
@@ -37,8 +40,8 @@ def prompt_sizes(limit: int, hidden_size: int) -> list[int]:
 
 
 def bucket_of(sizes: Sequence[int], rows: int) -> int:
-    """The place in ascending `sizes` of the least that is at least `rows`; ValueError when there is none."""
-    place = bisect_left(sizes, rows)
-    if place == len(sizes):
+    """The index in ascending `sizes` of the least that is at least `rows`; ValueError when there is none."""
+    index = bisect_left(sizes, rows)
+    if index == len(sizes):
         raise ValueError(f"rows is {rows}; at most {sizes[-1]} fit")
-    return place
+    return index

@@ -12,14 +12,15 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE
-from tandem.workers.runner.forward_graphs import ForwardGraphs, capture_all
-from tandem.workers.runner.graph_capture import Capture
-from tandem.workers.runner.step_inputs import ON_HOST, pack_inputs, unpack_inputs
+from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE, MIXED_ROWS
+from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs
+from tandem.workers.runner.mixed_attention import MixedAttention
+from tandem.workers.runner.mixed_graphs import MixedGraphs
+from tandem.workers.runner.step_inputs import ON_HOST, StepInputs, pack_inputs, unpack_inputs
 from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox
-from tandem.workers.sampling.random import logprobs_of
 from tandem.workers.sampling.sample_batch import NO_LOGPROBS, SampleBatch
+from tandem.workers.sampling.token_logprobs import logprobs_of
 
 
 class DecodeGraphs:
@@ -43,14 +44,14 @@ class DecodeGraphs:
         each."""
         self._model = model
         self._cache = cache
-        self._plain = ForwardGraphs(plain)
-        self._sharing = ForwardGraphs(sharing) if sharing else None
-        largest = self._plain.largest
+        largest = plain[-1].size
         self._sampler = choose_sampler(largest, model.device)
         self._posts = PostBox(largest, model.device)
         self._last = torch.zeros(largest, dtype=torch.int64, device=model.device)  # what the last step sampled
         self._foreseen: Forward | None = None
-        capture_all([self._plain, *([] if self._sharing is None else [self._sharing])], capture, self._compute)
+        self._mixed: MixedGraphs | None = None
+        self._plain = ForwardGraphs(plain, capture, self._compute)
+        self._sharing = ForwardGraphs(sharing, capture, self._compute) if sharing else None
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """See ModelRunner.foresee."""
@@ -91,6 +92,58 @@ class DecodeGraphs:
         forward = self._cache.begin(Batch(sequence_ids), buffers, inputs)
         logits = graphs.replay(buffers)[:rows]
         self._cache.commit(forward)
+        return self._pending(ticket, logits, sampling)
+
+    def capture_with_prompts(self, prompts: Sequence[GraphBuffers], capture: Capture) -> None:
+        """Captures steps of some sizes with prompt chunks in each of `prompts`, ascending buffers of prompts."""
+        largest = self._plain.largest
+        steps = [one for one in self._plain.buffers if one.size in MIXED_ROWS or one.size == largest]
+        self._mixed = MixedGraphs(steps, prompts, capture, self._compute_with_prompts)
+
+    def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
+        """Whether a graph holds a step of so many rows beside so many tokens of prompts."""
+        return self._mixed is not None and self._mixed.takes(num_rows, num_sequences, num_tokens)
+
+    @torch.inference_mode()
+    def step_with_prompts(
+        self,
+        sequence_ids: Sequence[int] | Int64Array,
+        inputs: StepInputs,
+        prompts: Batch,
+        token_ids: Int64Array,
+        last_rows: Int64Array,
+    ) -> tuple[PendingSamples, Tensor]:
+        """Launches one step and, in the same graph, prompt chunks that takes_prompts() holds.
+
+        token_ids int64 [T], last_rows int64 [n]: see ModelRunner.launch. See ModelRunner.step_with_prompts.
+        """
+        assert self._mixed is not None, "takes_prompts() is asked first"
+        rows = len(sequence_ids)
+        self._foreseen = None
+        step_buffers, prompt_buffers = self._mixed.choose(rows, token_ids.size)
+        ticket = self._posts.next_ticket()
+        packed = pack_inputs(inputs.tokens, inputs.sources, ticket, inputs.sampling, inputs.positions)
+        chunks = self._cache.begin(prompts, prompt_buffers, [token_ids, last_rows])
+        step = self._cache.begin(Batch(sequence_ids), step_buffers, packed)
+        logits = self._mixed.replay(step_buffers, prompt_buffers)
+        self._cache.commit(step)
+        self._cache.commit(chunks)
+        behind_prompts = logits[step_buffers.size :][: last_rows.size].clone()
+        return self._pending(ticket, logits[:rows], inputs.sampling), behind_prompts
+
+    def _compute_with_prompts(self, buffers: GraphBuffers, prompts: GraphBuffers) -> Tensor:
+        num_rows, (prompt_ids, last_rows) = buffers.size, prompts.inputs
+        attention = MixedAttention(buffers.attention(), prompts.attention(), num_rows)
+        tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs)
+        ids = torch.cat((self._sampler.inputs(tokens, sources, self._last), prompt_ids))
+        wanted = torch.cat((torch.arange(num_rows, device=ids.device), last_rows + num_rows))
+        logits = self._model.forward(ids, attention, wanted)
+        own = logits[:num_rows]
+        self._sampler.sample(own, parameters, self._last[:num_rows], tickets, self._posts.words)
+        return logits
+
+    def _pending(self, ticket: int, logits: Tensor, sampling: SampleBatch) -> PendingSamples:
+        rows = logits.shape[0]
         logprobs = logprobs_of(logits, self._last[:rows], sampling.num_logprobs)
         return self._posts.expect(ticket, rows) if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
 

@@ -10,11 +10,12 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.page_writer import PageWriter
+from tandem.cache.plan.spans import Span, span_of
 from tandem.workers.models.config import ModelConfig
 
 
 def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None) -> KVLayout:
-    """A group for each kind of window among the layers, in the order of their first layers; one for latents.
+    """A group for each span that layers keep, in the order of their first layers; one for latents.
 
     scales: see KVLayout.
     """
@@ -22,12 +23,12 @@ def kv_layout(model: ModelConfig, page_size: int, scales: KVScales | None = None
         rank, width = model.latent.rank, model.latent.rank + model.latent.rotated
         latents = LayerGroup(tuple(range(model.num_layers)), 1, width, latent_rank=rank)
         return KVLayout((latents,), page_size, model.dtype, scales, model.shard)
-    layers_of: dict[int | None, list[int]] = {}
+    layers_of: dict[Span, list[int]] = {}
     for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
-        layers_of.setdefault(window, []).append(layer)
+        layers_of.setdefault(span_of(window), []).append(layer)
     groups = (
-        LayerGroup(tuple(layers), model.num_kv_heads, model.stored_head_dim, window)
-        for window, layers in layers_of.items()
+        LayerGroup(tuple(layers), model.num_kv_heads, model.stored_head_dim, keeps)
+        for keeps, layers in layers_of.items()
     )
     return KVLayout(tuple(groups), page_size, model.dtype, scales, model.shard)
 
@@ -49,7 +50,7 @@ def make_cache(
         pools,
         max_sequences=max_sequences,
         max_sequence_length=max_length,
-        rope=[model.rope if group.window is None else local_rope for group in layout.groups],
+        rope=[local_rope if group.keeps.drops_past else model.rope for group in layout.groups],
         writer=writer,
         scale=model.head_dim**-0.5 if model.attn_scale is None else model.attn_scale,
         softcap=model.attn_softcap,

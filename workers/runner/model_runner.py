@@ -1,6 +1,7 @@
 """From a batch and its token ids to sampled tokens."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,15 +14,22 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.models.decoder import DenseDecoder
-from tandem.workers.runner.batch_buckets import MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
+from tandem.workers.runner.batch_buckets import MIXED_TOKENS, MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
 from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.eager_sampler import EagerSampler
-from tandem.workers.runner.forward_graphs import ForwardGraphs, capture_all
-from tandem.workers.runner.graph_capture import Capture, GraphCapture
-from tandem.workers.runner.step_inputs import NUM_INPUTS
+from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
+from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
+
+
+class PromptChunks(NamedTuple):
+    """The next tokens of some prompts: chunks[i] of prompt sequence_ids[i], whose length is lengths[i]."""
+
+    sequence_ids: Sequence[int]
+    chunks: Sequence[Int64Array]
+    lengths: Sequence[int]
 
 
 class ModelRunner:
@@ -71,12 +79,11 @@ class ModelRunner:
         sizes = prompt_sizes(max_tokens, config.hidden_size)
         buffers = self._cache.graph_buffers([Limits.of_prompts(size, MOST_PROMPTS, config.num_heads) for size in sizes])
         if buffers:
-            self._prompt_graphs = ForwardGraphs(buffers)
-            capture_all([self._prompt_graphs], capture or GraphCapture(), self._compute_prompts)
+            self._prompt_graphs = ForwardGraphs(buffers, capture or GraphCapture(), self._compute_prompts)
 
     @property
-    def runs_ahead(self) -> bool:
-        """Whether step() returns before its tokens are there and takes the tokens of the step before by itself."""
+    def overlaps(self) -> bool:
+        """Whether scheduling overlaps: step() does not wait for its tokens, and itself takes those before."""
         return self._graphs is not None
 
     def step(
@@ -90,7 +97,7 @@ class ModelRunner:
         """One more token for each of n sequences.
 
         Arrays are int64 [n]. sources[i]: the row of the step before that samples the input of row i, or -1 where it is
-        tokens[i], as it must be unless runs_ahead. positions: as for sample().
+        tokens[i], as it must be unless overlaps. positions: as for sample().
         """
         if self._graphs is not None:
             return self._graphs.step(sequence_ids, tokens, sources, sampling, positions)
@@ -130,6 +137,43 @@ class ModelRunner:
         token_ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         return self.launch(Batch(sequence_ids, appends, lengths, push=push), token_ids, last_rows)
 
+    def capture_steps_with_prompts(self, capture: Capture | None = None) -> None:
+        """From now on step_with_prompts() replays CUDA graphs; capture_steps and capture_prompts come first."""
+        graphs, prompts = self._graphs, self._prompt_graphs
+        if graphs is not None and prompts is not None:
+            sizes = [one for one in prompts.buffers if one.size in MIXED_TOKENS]
+            graphs.capture_with_prompts(sizes, capture or GraphCapture())
+
+    def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
+        """Whether step_with_prompts() can compute so many rows beside so many tokens of prompts."""
+        return self._graphs is None or self._graphs.takes_prompts(num_rows, num_sequences, num_tokens)
+
+    def step_with_prompts(
+        self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks
+    ) -> tuple[PendingSamples, Tensor]:
+        """step() and prompts() in one forward, which reads the weights once; nothing is pushed with it."""
+        stored = np.array([self._cache.num_tokens(sequence) for sequence in prompts.sequence_ids])
+        appends = np.array([chunk.size for chunk in prompts.chunks])
+        last_rows = np.cumsum(appends)[stored + appends == np.array(prompts.lengths)] - 1
+        if self._graphs is None:
+            return self._eager_step_with_prompts(sequence_ids, inputs, prompts, last_rows)
+        batch = Batch(prompts.sequence_ids, appends, prompts.lengths, push=False)
+        return self._graphs.step_with_prompts(sequence_ids, inputs, batch, np.concatenate(prompts.chunks), last_rows)
+
+    def _eager_step_with_prompts(
+        self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks, last_rows: Int64Array
+    ) -> tuple[PendingSamples, Tensor]:
+        rows = len(sequence_ids)
+        batch = Batch(
+            [*sequence_ids, *prompts.sequence_ids],
+            np.array([1] * rows + [chunk.size for chunk in prompts.chunks]),
+            np.concatenate((inputs.positions, prompts.lengths)),
+            push=False,
+        )
+        token_ids = np.concatenate((inputs.tokens, *prompts.chunks))
+        logits = self.launch(batch, token_ids, np.concatenate((np.arange(rows), rows + last_rows)))
+        return self._eager_sampler.sample(logits[:rows], inputs.sampling, inputs.positions), logits[rows:]
+
     @torch.inference_mode()
     def launch(self, batch: Batch, token_ids: Int64Array, last_rows: Int64Array | None) -> Tensor:
         """Logits [n, vocab] that follow rows last_rows (int64 [n]; None: all) of token_ids (int64 [T]), the new tokens
@@ -145,7 +189,7 @@ class ModelRunner:
         return logits
 
     def _prompt_buffers(self, batch: Batch, token_ids: Int64Array, last_rows: Int64Array | None) -> GraphBuffers | None:
-        """Those whose graph computes the batch; None: it is computed eagerly."""
+        """The buffers of the graph that computes the batch; None: it is computed eagerly."""
         graphs = self._prompt_graphs
         if graphs is None or last_rows is None or batch.push or batch.token_tree_parents is not None:
             return None

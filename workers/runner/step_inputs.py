@@ -1,6 +1,7 @@
-"""What a captured step is told of its rows, beside their places in the cache."""
+"""The arrays of a step's rows, beside those of the cache: tokens, their sources, tickets and sampling inputs."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,15 @@ from tandem.workers.sampling.sample_batch import GREEDY_BELOW, SampleBatch
 NUM_SAMPLING = 6
 NUM_INPUTS = 2 + NUM_SAMPLING
 ON_HOST = -1  # the source of a token that no step samples
+
+
+class StepInputs(NamedTuple):
+    """The inputs of a step's rows: see ModelRunner.step. Arrays are int64 [n]."""
+
+    tokens: Int64Array
+    sources: Int64Array
+    sampling: SampleBatch
+    positions: Int64Array
 
 
 def pack_inputs(

@@ -28,8 +28,8 @@ def load_library(source: Path) -> ctypes.CDLL | None:
 
 
 def load_short_calls(source: Path) -> ctypes.PyDLL | None:
-    """load_library(), of which a call keeps the interpreter for its few µs: whoever leaves it to a busy thread waits up
-    to 5 ms for it."""
+    """load_library(), whose calls of a few µs keep the interpreter: a call that let go of it could wait 5 ms for a busy
+    thread."""
     library = load_library(source)
     return None if library is None else ctypes.PyDLL(library._name)
 

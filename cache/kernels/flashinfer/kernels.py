@@ -1,30 +1,22 @@
-"""Kernels of a pool on a CUDA device: attention by FlashInfer, append by Triton. The only importer of flashinfer."""
+"""Kernels of a pool on a CUDA device: attention by FlashInfer, append by Triton."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.cache.kernels.backend import AppendThenAttend
-from tandem.cache.kernels.base import (
-    QKV,
-    Appended,
-    Capabilities,
-    DeviceTables,
-    GroupPlan,
-    Limits,
-    PeerPool,
-    StepPages,
-)
-from tandem.cache.kernels.flashinfer.parts import GATHER_FP8_FROM, GATHER_FROM, AttentionPart, plan_parts
+from tandem.cache.kernels.base import QKV, Appended, Capabilities, DeviceTables, GroupPlan, Limits, StepPages
+from tandem.cache.kernels.flashinfer.eager import WORKSPACE_BYTES, EagerPlan, PlannedWrappers
+from tandem.cache.kernels.flashinfer.parts import AttentionPart, plan_parts
 from tandem.cache.kernels.flashinfer.prompts import PromptBuffers, largest_prompt
 from tandem.cache.kernels.flashinfer.sharing import FixedSharing, SharedPart, sharing_rule
+from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.gpu_limits import check_sizes, head_sizes
-from tandem.cache.kernels.peer_rows import peer_rows
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton.append import AppendTargets, append
 from tandem.cache.kernels.triton.decode import decode
@@ -34,23 +26,13 @@ from tandem.cache.kernels.triton.merge import merge_parts
 from tandem.cache.kernels.triton.tree import attend_trees
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
-from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.shared_prefixes import SharedPrefixes
-from tandem.cache.plan.tables import PageTables, Send, TokenLayout
+from tandem.cache.plan.tables import PageTables, TokenLayout
 
-WORKSPACE_BYTES = 256 << 20
-PLAN_BYTES = 8 << 20  # FlashInfer's own size; one step's plan is in it at a time
+GATHER_FROM = 1024  # new tokens of prompts from which attention over gathered K and V is faster, with the gathering
+GATHER_FP8_FROM = 192  # the same over 8 bits, which FlashInfer otherwise widens for every block of queries
 PROMPTS_PLAN_BYTES = 1 << 20  # what a plan of some thousand tokens takes many times over
-
-
-@dataclass(frozen=True, eq=False)
-class FlashInferPlan:
-    """keep_k: whether append returns K rotated, for a writer that takes it from there."""
-
-    targets: AppendTargets
-    keep_k: bool
-    parts: tuple[AttentionPart, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,27 +47,21 @@ class SharingBuffers:
     wrapper: Any
     sharing: FixedSharing
     num_q_heads: int
-    keep_k: bool = False
+    keep: bool = False
 
 
-class FlashInferKernels(AppendThenAttend):
+class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
     """See KVBackend. float16 and bfloat16, also stored as float8_e4m3fn, head_dim 64, 128 or 256, pages of 8 to 64
     positions; else InvalidArgument.
 
     Its graph buffers are a DecodePlan where sequences do not share pages, else SharingBuffers, and PromptBuffers.
-
-    FlashInfer's wrappers hold the forward that was planned last, so they are planned when its first layer attends:
-    forwards may be begun in any order, but a layer that goes back to an earlier one plans anew.
     """
 
     def __init__(self, pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> None:
         """Takes 256 MiB of workspace on the pool's device. FlashInfer compiles what it needs on first use."""
         dtype = pool.dtype if fp8 is None else fp8.dtype
         check_sizes(dtype, pool.shape[4], head_sizes(pool.shape[5]))
-        check_on_gpu(pool)
         super().__init__(pool)
-        flashinfer = load_flashinfer()
-        self._pool = pool
         rule = sharing_rule(pool, scoring.window) if fp8 is None else None
         self.capabilities = Capabilities(pushes=True, sharing=rule, step_graphs=True, sharing_graphs=rule is not None)
         self._fp8 = fp8
@@ -102,10 +78,8 @@ class FlashInferKernels(AppendThenAttend):
         self._paged_options = {**self._options, "q_data_type": self._paged_dtype, "kv_data_type": pool.dtype}
         self._before_tree_options = {**self._paged_options, "window_left": -1}  # plan_parts leaves what all nodes see
         self._layers = [pool[:, layer].unbind(1) for layer in range(pool.shape[1])]
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
-        self._flashinfer = flashinfer
-        self._workspace = workspace
-        self._graph_workspace = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=pool.device)
+        flashinfer, workspace = load_flashinfer(), self._workspace
+        self._plan_decode: Any = flashinfer.decode.fast_decode_plan
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         # For a few tokens of each sequence fa2 is faster than fa3: 438 instead of 571 µs for 32 × 64 behind 4096.
         self._before_trees: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
@@ -115,8 +89,6 @@ class FlashInferKernels(AppendThenAttend):
         self._shared: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
         self._shared_workspace = torch.empty_like(self._graph_workspace)
         self._prompts_workspace = torch.empty(PROMPTS_PLAN_BYTES, dtype=torch.uint8, device=pool.device)
-        self._current: FlashInferPlan | None = None
-        self._planned = torch.cuda.Event()
 
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:
         """Of SharingBuffers, the full plan() of their wrapper chose the kernel; this only shares out the work anew."""
@@ -130,37 +102,33 @@ class FlashInferKernels(AppendThenAttend):
             buffers.plan(tokens.qo_indptr, tables)
             self._planned.record()
             return buffers
+        single = tokens.single
+        prompts = ~single & ~tokens.in_trees
         gather_from = GATHER_FROM if self._fp8 is None else GATHER_FP8_FROM
-        page_size, window = self._pool.shape[4], self.scoring.window
-        slots, parts = plan_parts(tokens, tables, page_size, self._pool.device, gather_from, window)
-        return FlashInferPlan(AppendTargets(slots, None), keep_k=False, parts=parts)
-
-    def push_with_append(
-        self, own: FlashInferPlan, sends: Sequence[Send], peer_pool: PeerPool
-    ) -> tuple[FlashInferPlan, tuple[Send, ...]]:
-        """All peers are written to by the one launch."""
-        addresses, left = peer_rows(own.targets.slots.shape[0], sends, peer_pool)
-        rows = upload([addresses], self._pool.device)[0] if addresses.any() else None
-        keep_k = any(send.token_indices.shape[0] for send in left)
-        return replace(own, targets=replace(own.targets, peer_rows=rows), keep_k=keep_k), tuple(left)
+        gathered = int(np.diff(tokens.qo_indptr)[prompts].sum()) >= gather_from
+        groups = [(single, False), (prompts, gathered)]
+        slots, parts = plan_parts(tokens, tables, groups, self._pool.shape[4], self._pool.device, self.scoring.window)
+        return EagerPlan(AppendTargets(slots, None), parts)
 
     def buffers(self, limits: Limits, tables: DeviceTables) -> "DecodePlan | SharingBuffers | PromptBuffers":
         sizes = self._sizes(limits.num_q_heads)
         if not limits.one_each:
             workspaces = (self._workspace, self._prompts_workspace)
-            return PromptBuffers.make(self._flashinfer, workspaces, tables, sizes, self._paged_options)
+            return PromptBuffers.make(workspaces, tables, sizes, self._paged_options)
         if not limits.sharing:
             return DecodePlan.make(tables, *sizes[:3])
         size, max_pages = limits.num_sequences, tables.kv_indices.shape[0] // limits.num_sequences
         num_rows = FixedSharing.num_rows(size, *sizes[:3], WORKSPACE_BYTES)
-        fixed = FixedSharing(self._flashinfer, self._workspace, self._shared_workspace, size, num_rows, max_pages)
+        fixed = FixedSharing(self._workspace, self._shared_workspace, size, num_rows, max_pages)
         fixed.plan_largest(sizes, self._paged_options)
         wrapper = self._fixed_wrapper(tables, limits.num_q_heads)
         return SharingBuffers(AppendTargets(tables.slots, None), wrapper, fixed, limits.num_q_heads)
 
     def begin_captured(self, buffers: Any) -> None:
         if isinstance(buffers, DecodePlan):
-            schedule_splits(buffers, self._pool, self.scoring, self._fp8)
+            buffers.scheduled = buffers.by_layers
+            if buffers.scheduled:
+                schedule_splits(buffers, self._pool, self.scoring, self._fp8)
 
     def largest_prompt(self, num_sequences: int, num_q_heads: int) -> int:
         return largest_prompt(self._workspace, num_sequences, self._sizes(num_q_heads))
@@ -173,7 +141,7 @@ class FlashInferKernels(AppendThenAttend):
             torch.from_numpy(array) for array in (tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len)
         )
         self._planned.synchronize()
-        self._flashinfer.decode.fast_decode_plan(
+        self._plan_decode(
             *(buffers.wrapper, indptr, indices, last_page_len, *self._sizes(buffers.num_q_heads)),
             **self._paged_options,
             global_override_indptr_cpu=indptr,
@@ -185,59 +153,38 @@ class FlashInferKernels(AppendThenAttend):
         own = plan.own
         if not isinstance(own, DecodePlan):
             return super().run(plan, layer, x, appended)
+        assert own.scheduled, "begin_captured() has queued no schedule for this step"
+        own.by_layers = True
         return decode(self._pool, layer, x.q, x.k, x.v, plan.rotation, own, self.scoring, x.sinks, x.norm, self._fp8)
 
     def step_pages(self, plan: GroupPlan) -> StepPages | None:
         plain = self.scoring == Scoring(self.scoring.scale)
         if not plain or plan.rotation is None or not isinstance(plan.own, DecodePlan):
             return None
+        plan.own.by_layers = False  # unless run() is called all the same
         scales = None if self._fp8 is None else self._fp8.scales
         return StepPages(self._pool, plan.own.tables, plan.rotation, self.scoring.scale, scales)
 
     def append(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotation: Rotation | None,
-        own: FlashInferPlan | SharingBuffers | PromptBuffers,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, own: Any
     ) -> tuple[Tensor, Tensor]:
-        """k comes back rotated only where own.keep_k asks for it: attend reads the pages."""
+        """k comes back rotated only where own.keep asks for it: attend reads the pages."""
         factors = None if self._fp8 is None else self._fp8.inverse[layer]
-        return append(self._pool, layer, q, k, v, rotation, own.targets, keep_k=own.keep_k, fp8_factors=factors)
+        return append(self._pool, layer, q, k, v, rotation, own.targets, keep_k=own.keep, fp8_factors=factors)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        own: FlashInferPlan | SharingBuffers | PromptBuffers,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, own: Any, sinks: Tensor | None = None) -> Tensor:
         if isinstance(own, PromptBuffers):
             return self._attend_pages(own.wrapper, layer, q, sinks)
         if isinstance(own, SharingBuffers):
             return self._attend_shared(own.wrapper, own.sharing.wrapper, own.sharing.part, layer, q, sinks)
-        if own is not self._current:
-            self._plan_wrappers(own, q.shape[1])
-        if len(own.parts) == 1:
-            return self._attend_part(layer, own.parts[0], q, sinks)
-        output = torch.empty_like(q)
-        for part in own.parts:
-            assert part.tokens is not None  # of several parts, each has some
-            of_part = self._attend_part(layer, part, q.index_select(0, part.tokens), sinks)
-            output.index_copy_(0, part.tokens, of_part)
-        return output
+        return self.attend_parts(own, q, q.shape[2], lambda part, its_q: self._attend_part(layer, part, its_q, sinks))
 
     def _attend_part(self, layer: int, part: AttentionPart, q: Tensor, sinks: Tensor | None) -> Tensor:
         if part.trees is not None:
             context, lse = self._run_pages(self._before_trees, layer, q, with_lse=True)
             assert lse is not None
-            scale, softcap = self.scoring.scale, self.scoring.softcap
             scales = None if self._fp8 is None else self._fp8.scales[layer]
-            return attend_trees(self._pool, layer, q, context, lse, part.trees, scale, softcap, sinks, scales)
+            return attend_trees(self._pool, layer, q, context, lse, part.trees, self.scoring, sinks, scales)
         if part.kv_slots is not None:
             return _add_sinks(_run(self._gathered, q, self._gather(layer, part.kv_slots), sinks is not None), sinks)
         if part.shared is not None:
@@ -253,7 +200,7 @@ class FlashInferKernels(AppendThenAttend):
         """decode: the wrapper that was planned with the sequences' own pages; shared: the one planned with `part`."""
         own = self._run_pages(decode, layer, q, with_lse=True)
         of_shared = self._run_pages(shared, layer, q.index_select(0, part.queries), with_lse=True)
-        return merge_parts(own, of_shared, part.begins, part.places, sinks)
+        return merge_parts(own, of_shared, part.begins, part.found_in, sinks)
 
     def _run_pages(self, wrapper: Any, layer: int, q: Tensor, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         pages, fp8 = self._layers[layer], self._fp8
@@ -282,7 +229,7 @@ class FlashInferKernels(AppendThenAttend):
 
     def _fixed_wrapper(self, tables: DeviceTables, num_q_heads: int) -> Any:
         size = tables.slots.shape[0]
-        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        wrapper = load_flashinfer().BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
             use_cuda_graph=True,
@@ -297,25 +244,19 @@ class FlashInferKernels(AppendThenAttend):
         wrapper.plan(indptr, ones * 0, ones, *self._sizes(num_q_heads), **self._paged_options)
         return wrapper
 
-    def _plan_wrappers(self, plan: FlashInferPlan, num_q_heads: int) -> None:
-        # FlashInfer copies its plan from pinned memory that the next plan overwrites.
-        self._planned.synchronize()
-        for part in plan.parts:
-            tables = (part.kv_indptr, part.kv_indices, part.kv_last_page_len)
-            sizes = self._sizes(num_q_heads)
-            if part.kv_slots is not None:
-                self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
-                continue
-            if part.shared is not None:
-                part.shared.plan(self._shared, sizes, self._paged_options)
-            if part.single:
-                self._decode.plan(*tables, *sizes, **self._paged_options)
-            elif part.trees is not None:
-                self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._before_tree_options)
-            else:
-                self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._paged_options)
-        self._planned.record()
-        self._current = plan
+    def _plan_part(self, part: AttentionPart, num_q_heads: int) -> None:
+        tables, sizes = (part.kv_indptr, part.kv_indices, part.kv_last_page_len), self._sizes(num_q_heads)
+        if part.kv_slots is not None:
+            self._gathered.plan(part.qo_indptr, part.kv_indptr, *sizes[:3], causal=True, **self._options)
+            return
+        if part.shared is not None:
+            part.shared.plan(self._shared, sizes, self._paged_options)
+        if part.single:
+            self._decode.plan(*tables, *sizes, **self._paged_options)
+        elif part.trees is not None:
+            self._before_trees.plan(part.qo_indptr, *tables, *sizes, causal=False, **self._before_tree_options)
+        else:
+            self._prefill.plan(part.qo_indptr, *tables, *sizes, causal=True, **self._paged_options)
 
 
 def _run(wrapper: Any, q: Tensor, kv: tuple[Any, ...], with_lse: bool, **scales: float) -> tuple[Tensor, Tensor | None]:
@@ -331,16 +272,3 @@ def _add_sinks(of_keys: tuple[Tensor, Tensor | None], sinks: Tensor | None) -> T
         return output
     kept = torch.sigmoid(lse * math.log(2) - sinks.float())
     return output.mul_(kept.unsqueeze(-1).to(output.dtype))
-
-
-def load_flashinfer() -> Any:
-    """The library, which takes seconds to import."""
-    import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
-
-    return flashinfer
-
-
-def check_on_gpu(pool: Tensor) -> None:
-    """InvalidArgument for a pool that is elsewhere."""
-    if pool.device.type != "cuda":
-        raise InvalidArgument(f"the pool is on {pool.device}; it must be on a CUDA device")

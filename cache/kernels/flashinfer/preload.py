@@ -1,6 +1,6 @@
 """FlashInfer imported before a fork: that takes over a second, and by itself initialises CUDA, which no fork survives.
 
-Measured with flashinfer 0.6.18 and torch 2.11: afterwards the driver says that nobody has called cuInit, and forked
+Measured with flashinfer 0.6.18 and torch 2.11: afterwards the driver says that cuInit was never called, and forked
 processes attend as others do.
 """
 
@@ -9,14 +9,16 @@ import os
 
 import torch
 
-from tandem.cache.kernels.flashinfer.kernels import load_flashinfer
+from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
 
 ARCHS = {(8, 0): "8.0", (8, 9): "8.9", (9, 0): "9.0a", (10, 0): "10.0a", (10, 3): "10.3a"}
 
 
 def preload_flashinfer() -> None:
-    """load_flashinfer() in a process that is to be forked. Its import asks the GPU what it is, which would initialise
-    CUDA: it is told, and what asks all the same, for kernels that are not used here, is refused.
+    """load_flashinfer() in a process that is to be forked.
+
+    Its import asks for the GPU's architecture, which would initialise CUDA. The environment answers instead. Other
+    calls of CUDA, for kernels that are not used here, are refused.
 
     Does nothing where that is not known to be right.
     """

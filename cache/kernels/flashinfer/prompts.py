@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import DeviceTables
+from tandem.cache.kernels.flashinfer.wrappers import prefill_in_graph
 from tandem.cache.kernels.triton.append import AppendTargets
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.tables import PageTables
@@ -27,30 +28,22 @@ class PromptBuffers:
     kv_indices: Tensor
     sizes: tuple[int, int, int, int]
     options: dict[str, Any]
-    keep_k: bool = False
+    keep: bool = False
 
     @classmethod
     def make(
         cls,
-        flashinfer: Any,
         workspaces: tuple[Tensor, Tensor],
         tables: DeviceTables,
         sizes: tuple[int, int, int, int],
         options: dict[str, Any],
     ) -> "PromptBuffers":
         """workspaces: of all that runs, and of the planning of prompts in graphs."""
+        assert tables.qo_indptr is not None  # sequences of a prompt have any number of tokens
         num_tokens = tables.slots.shape[0]
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspaces[0],
-            "HND",
-            use_cuda_graph=True,
-            qo_indptr_buf=tables.qo_indptr,
-            paged_kv_indptr_buf=tables.kv_indptr,
-            paged_kv_indices_buf=tables.kv_indices,
-            paged_kv_last_page_len_buf=tables.kv_last_page_len,
-            backend=choose_backend(num_tokens, sizes[0], workspaces[0].device),
-        )
-        wrapper.reset_workspace_buffer(*workspaces)
+        arrays = tables.qo_indptr, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len
+        backend = choose_backend(num_tokens, sizes[0], workspaces[0].device)
+        wrapper = prefill_in_graph(*workspaces, arrays, backend)
         plan = cls(AppendTargets(tables.slots, None), wrapper, tables.kv_indices, sizes, options)
         plan._plan_largest(num_tokens, tables.kv_last_page_len.shape[0])
         return plan

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.cache.kernels.flashinfer.wrappers import prefill_in_graph
 from tandem.cache.kernels.staging import CopiedStaging, FixedArrays
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array, IntArray, indptr_of
@@ -28,49 +29,26 @@ SEGMENT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class SharedArrays:
-    """Segments as FlashInfer and merge_parts take them, int32.
-
-    queries: [R], the rows of q, segment after segment. begins [n + 1], places [R]: see merge_parts.
-    """
-
-    qo_indptr: Int32Array
-    kv_indptr: Int32Array
-    kv_indices: Int32Array
-    queries: Int32Array
-    begins: Int32Array
-    places: Int32Array
-
-    @classmethod
-    def of(cls, shared: SharedPrefixes, queries_of: IntArray, num_queries: int) -> "SharedArrays":
-        """queries_of: [B], the row of q, of num_queries, that each sequence of a segment has."""
-        queries = queries_of[shared.members].astype(np.int32)
-        places = queries.argsort(kind="stable").astype(np.int32)
-        begins = indptr_of(np.bincount(queries, minlength=num_queries))
-        return cls(shared.qo_indptr, shared.kv_indptr, shared.kv_indices, queries, begins, places)
-
-
-@dataclass(frozen=True, eq=False)
 class SharedPart:
-    """What a decode of n sequences attends to together: arrays of SharedArrays, indptrs on the host as FlashInfer's
-    planning wants them, the others on the device; qo_indptr[-1] of queries and places count."""
+    """What a decode of n sequences attends to together, segment after segment, int32.
+
+    The indptrs are on the host, as FlashInfer's planning wants them, the others on the device. queries: [R], rows of q.
+    begins [n + 1], found_in [R]: see merge_parts. Only the first qo_indptr[-1] of R count.
+    """
 
     qo_indptr: Tensor
     kv_indptr: Tensor
     kv_indices: Tensor
     queries: Tensor
     begins: Tensor
-    places: Tensor
+    found_in: Tensor
 
     @classmethod
     def of(cls, shared: SharedPrefixes, single: NDArray[np.bool_], device: torch.device) -> "SharedPart":
         """single: bool [B], the sequences with one new token, whose rows of q follow each other."""
-        arrays = SharedArrays.of(shared, np.cumsum(single) - 1, int(single.sum()))
-        return cls(
-            torch.from_numpy(arrays.qo_indptr),
-            torch.from_numpy(arrays.kv_indptr),
-            *upload((arrays.kv_indices, arrays.queries, arrays.begins, arrays.places), device),
-        )
+        arrays = _merge_order(shared, np.cumsum(single) - 1, int(single.sum()))
+        indptrs = torch.from_numpy(shared.qo_indptr), torch.from_numpy(shared.kv_indptr)
+        return cls(*indptrs, *upload((shared.kv_indices, *arrays), device))
 
     def plan(self, wrapper: Any, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> None:
         """sizes: query heads, KV heads, head_dim, page size."""
@@ -79,11 +57,9 @@ class SharedPart:
 
 
 class FixedSharing:
-    """SharedParts at fixed places on the device, one after another, for a decode step in a CUDA graph."""
+    """SharedParts at fixed addresses on the device, one after another, for a decode step in a CUDA graph."""
 
-    def __init__(
-        self, flashinfer: Any, workspace: Tensor, own_workspace: Tensor, size: int, num_rows: int, max_pages: int
-    ) -> None:
+    def __init__(self, workspace: Tensor, own_workspace: Tensor, size: int, num_rows: int, max_pages: int) -> None:
         """Of up to `size` sequences of up to max_pages, with num_rows queries of all segments together.
 
         own_workspace: of FlashInfer's planning; not the one of the wrapper that runs beside this one.
@@ -94,17 +70,9 @@ class FixedSharing:
         self._arrays = FixedArrays(CopiedStaging(FixedArrays.num_bytes(sizes), device), sizes)
         self._size, self._num_rows = size, num_rows
         indptrs = torch.zeros((2, MOST_SEGMENTS + 1), dtype=torch.int32, device=device)
-        self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace,
-            "HND",
-            use_cuda_graph=True,
-            qo_indptr_buf=indptrs[0],
-            paged_kv_indptr_buf=indptrs[1],
-            paged_kv_indices_buf=self._arrays.tensors[3],
-            paged_kv_last_page_len_buf=torch.ones(MOST_SEGMENTS, dtype=torch.int32, device=device),
-            backend="fa2",
-        )
-        self.wrapper.reset_workspace_buffer(workspace, own_workspace)
+        ones = torch.ones(MOST_SEGMENTS, dtype=torch.int32, device=device)
+        arrays = (*indptrs, self._arrays.tensors[3], ones)
+        self.wrapper = prefill_in_graph(workspace, own_workspace, arrays, "fa2")
         self.part = self._part(*np.zeros((2, MOST_SEGMENTS + 1), np.int32))
 
     @staticmethod
@@ -130,22 +98,29 @@ class FixedSharing:
             self._arrays.fill([np.empty(0, np.int32), np.zeros(self._size + 1, np.int32)])
             self.plan_largest(sizes, options)  # another batch's plan may stand in the workspace that they share
             return
-        arrays = SharedArrays.of(shared, np.arange(self._size), self._size)
         missing = MOST_SEGMENTS + 1 - shared.qo_indptr.size
-        qo_indptr, kv_indptr = (np.pad(a, (0, missing), "edge") for a in (arrays.qo_indptr, arrays.kv_indptr))
-        self._arrays.fill([arrays.queries, arrays.begins, arrays.places, arrays.kv_indices])
+        qo_indptr, kv_indptr = (np.pad(a, (0, missing), "edge") for a in (shared.qo_indptr, shared.kv_indptr))
+        self._arrays.fill([*_merge_order(shared, np.arange(self._size), self._size), shared.kv_indices])
         self._part(qo_indptr, kv_indptr).plan(self.wrapper, sizes, options)
 
     def _part(self, qo_indptr: NDArray[np.int32], kv_indptr: NDArray[np.int32]) -> SharedPart:
-        queries, begins, places, kv_indices = self._arrays.tensors
-        count = int(kv_indptr[-1])
-        return SharedPart(
-            torch.from_numpy(qo_indptr), torch.from_numpy(kv_indptr), kv_indices[:count], queries, begins, places
-        )
+        *merged, kv_indices = self._arrays.tensors
+        indptrs = torch.from_numpy(qo_indptr), torch.from_numpy(kv_indptr)
+        return SharedPart(*indptrs, kv_indices[: int(kv_indptr[-1])], *merged)
+
+
+def _merge_order(
+    shared: SharedPrefixes, queries_of: IntArray, num_queries: int
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """queries, begins and found_in of a SharedPart. queries_of: [B], the row of q, of num_queries, that each sequence
+    of a segment has."""
+    queries = queries_of[shared.members].astype(np.int32)
+    found_in = queries.argsort(kind="stable").astype(np.int32)
+    return queries, indptr_of(np.bincount(queries, minlength=num_queries)), found_in
 
 
 def sharing_rule(pool: Tensor, window: int | None) -> SharingRule | None:
-    """See SharingKernels."""
+    """See Capabilities.sharing."""
     if window is not None:
         return None
     page_bytes = pool[0, 0].numel() * pool.element_size()

@@ -28,16 +28,9 @@ class _Pool(ctypes.Structure):
     """Pool of native.c."""
 
     _fields_ = (
-        ("pages", POINTER),
-        ("page_stride", INT64),
-        ("layer_stride", INT64),
-        ("value_offset", INT64),
-        ("num_kv_heads", INT32),
-        ("page_size", INT32),
-        ("head_dim", INT32),
-        ("window", INT32),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
+        *(("pages", POINTER), ("page_stride", INT64), ("layer_stride", INT64), ("value_offset", INT64)),
+        *((name, INT32) for name in ("num_kv_heads", "page_size", "head_dim", "window")),
+        *(("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
     )
 
 
@@ -45,14 +38,8 @@ class _Step(ctypes.Structure):
     """Step of native.c."""
 
     _fields_ = (
-        ("slots", POINTER),
-        ("page_ids", POINTER),
-        ("tokens", POINTER),
-        ("first_page", POINTER),
-        ("lengths", POINTER),
-        ("crew", POINTER),
-        ("num_tokens", INT32),
-        ("num_decodes", INT32),
+        *((name, POINTER) for name in ("slots", "page_ids", "tokens", "first_page", "lengths", "crew")),
+        *((name, INT32) for name in ("num_tokens", "num_decodes")),
     )
 
 
@@ -100,27 +87,18 @@ class NativeKernels(AppendThenAttend):
         return head_dim % LANES == 0 and head_dim <= MAX_HEAD_DIM
 
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> NativePlan:
-        queries, places, lengths = tokens.qo_indptr[:-1], tables.kv_indptr[:-1], tables.kv_lens
+        queries, first_pages, lengths = tokens.qo_indptr[:-1], tables.kv_indptr[:-1], tables.kv_lens
         parts: tuple[AttentionPart, ...] = ()
         if tokens.positions.size != queries.size or tokens.trees is not None:
             single = tokens.single
-            queries, places, lengths = queries[single], places[single], lengths[single]
+            queries, first_pages, lengths = queries[single], first_pages[single], lengths[single]
             parts = plan_prompts(tokens, tables, self._tensor, self.scoring.window, self._tensor.dtype)
-        page_ids = tables.kv_indices
-        indices = np.concatenate((tables.slot_mapping, queries, places, lengths), dtype=np.int32)
-        num_tokens, num_decodes = tables.slot_mapping.size, queries.size
+        page_ids, num_tokens, num_decodes = tables.kv_indices, tables.slot_mapping.size, queries.size
+        indices = np.concatenate((tables.slot_mapping, queries, first_pages, lengths), dtype=np.int32)
         slots = _address(indices)
         first_query = slots + 4 * num_tokens
-        step = _Step(
-            slots,
-            _address(page_ids),
-            first_query,
-            first_query + 4 * num_decodes,
-            first_query + 8 * num_decodes,
-            self._crew.address,
-            num_tokens,
-            num_decodes,
-        )
+        of_decodes = first_query, first_query + 4 * num_decodes, first_query + 8 * num_decodes
+        step = _Step(slots, _address(page_ids), *of_decodes, self._crew.address, num_tokens, num_decodes)
         return NativePlan(num_decodes, parts, ctypes.addressof(step), step, page_ids, indices)
 
     def append(
@@ -160,7 +138,7 @@ class NativeKernels(AppendThenAttend):
                 *(None if logits is None else logits.data_ptr(), output.data_ptr()),
             )
         for part in own.parts:
-            part.put(output, self._torch.attend_part(layer, part, part.take(q), k, v, sinks))
+            output[part.tokens] = self._torch.attend_part(layer, part, part.take(q), k, v, sinks)
         return output
 
     def clear_pages(self, pages: Int32Array) -> None:

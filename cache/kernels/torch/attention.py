@@ -5,8 +5,8 @@ chunks of a prompt gather their own pages. `spans` is one layer of a pool as row
 K first; the row of (page, K or V, head) is (page · layers · 2 + K or V) · num_kv_heads + head.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,26 +15,28 @@ from torch import Tensor
 
 from tandem.cache.kernels.scoring import Scoring, additive_mask
 from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.spans import span_of
 from tandem.cache.plan.tables import PageTables, TokenLayout
 from tandem.cache.plan.token_tree import unpack_masks
-from tandem.cache.plan.window import first_seen
 
 PADDED_PAGES_ALLOWED = 64  # up to here, padding costs less than a second part
 
 
-class AttentionPart(Protocol):
-    """Some tokens of a forward. attend() gives their o [n, num_q_heads, head_dim] from their own q and all k and v.
+@dataclass(frozen=True, eq=False)
+class AttentionPart(ABC):
+    """Some tokens of a forward: integers [n], or a slice of neighbours."""
 
-    The window of `scoring` is that of plan_attention.
-    """
+    tokens: Tensor | slice
 
-    def take(self, q: Tensor) -> Tensor: ...
+    def take(self, q: Tensor) -> Tensor:
+        return q[self.tokens] if isinstance(self.tokens, slice) else q.index_select(0, self.tokens)
 
-    def put(self, output: Tensor, part: Tensor) -> None: ...
+    @abstractmethod
+    def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
+        """Their o [n, num_q_heads, head_dim] from their own q and all k and v.
 
-    def attend(
-        self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None
-    ) -> Tensor: ...
+        The window of `scoring` is that of plan_attention.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +57,8 @@ class PageGather:
 
 
 @dataclass(frozen=True, eq=False)
-class DecodePart:
-    """Sequences with one new token each. tokens: int32 [n].
+class DecodePart(AttentionPart):
+    """Sequences with one new token each.
 
     mask: float32 [n, 1, 1, num_keys], 0 or -inf; None where all see all num_keys.
     """
@@ -64,12 +66,6 @@ class DecodePart:
     tokens: Tensor
     gather: PageGather
     mask: Tensor | None
-
-    def take(self, q: Tensor) -> Tensor:
-        return q.index_select(0, self.tokens)
-
-    def put(self, output: Tensor, part: Tensor) -> None:
-        output[self.tokens] = part
 
     def attend_in_part(self, spans: Tensor, q: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """o [n, Hq, D] and the log-sum-exp of scores [n, Hq], both float32."""
@@ -94,45 +90,23 @@ class DecodePart:
 
 
 @dataclass(frozen=True, eq=False)
-class FreshPart:
-    """`count` neighbouring sequences with nothing cached and `length` new tokens each, from token `begin` on."""
+class FreshPart(AttentionPart):
+    """Neighbouring sequences with nothing cached and `length` new tokens each."""
 
-    begin: int
-    count: int
     length: int
 
-    @property
-    def _tokens(self) -> slice:
-        return slice(self.begin, self.begin + self.count * self.length)
-
-    def take(self, q: Tensor) -> Tensor:
-        return q[self._tokens]
-
-    def put(self, output: Tensor, part: Tensor) -> None:
-        output[self._tokens] = part
-
     def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
-        q, k, v = (
-            x.unflatten(0, (self.count, self.length)).transpose(1, 2) for x in (q, k[self._tokens], v[self._tokens])
-        )
+        q, k, v = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q, self.take(k), self.take(v)))
         o = scoring.attend_causally(q, k, v, sinks)
         return o.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkPart:
-    """One sequence with tokens begin … end - 1 after cached ones. mask: [end - begin, num_keys], 0 or -inf."""
+class ChunkPart(AttentionPart):
+    """n tokens of one sequence after cached ones. mask: [n, num_keys], 0 or -inf."""
 
-    begin: int
-    end: int
     gather: PageGather
     mask: Tensor
-
-    def take(self, q: Tensor) -> Tensor:
-        return q[self.begin : self.end]
-
-    def put(self, output: Tensor, part: Tensor) -> None:
-        output[self.begin : self.end] = part
 
     def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
         keys, values = self.gather(spans, q)
@@ -145,29 +119,26 @@ def plan_attention(
     tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
 ) -> tuple[AttentionPart, ...]:
     """Parts that cover every token of the forward once. pool gives shapes; it is not read. dtype: of q."""
-    rows = _rows(tokens, tables)
-    planner = _Planner(rows, tables.kv_indices, pool, window, dtype)
-    if tokens.positions.size == rows.tokens.size and tokens.trees is None:
-        return tuple(planner.decodes(rows))
+    planner = _Planner(tokens.qo_indptr[:-1], tables, pool, window, dtype)
+    if tokens.positions.size == planner.rows.tokens.size and tokens.trees is None:
+        return tuple(planner.decodes(planner.rows))
     single = tokens.single
-    decodes = planner.decodes(rows.take(single)) if single.any() else []
+    decodes = planner.decodes(planner.rows.take(single)) if single.any() else []
     return (*decodes, *plan_prompts(tokens, tables, pool, window, dtype))
 
 
 def plan_decodes(tables: PageTables, pool: Tensor, dtype: torch.dtype) -> tuple[DecodePart, ...]:
     """Parts that cover sequences with one new token each, which are all; without a window. dtype: of q."""
-    places = tables.kv_indptr[:-1]
-    numbers = np.arange(places.size, dtype=np.int32)
-    rows = _Rows(numbers, tables.kv_lens, places, tables.kv_indptr[1:] - places)
-    return tuple(_Planner(rows, tables.kv_indices, pool, None, dtype).decodes(rows))
+    planner = _Planner(np.arange(tables.kv_lens.size, dtype=np.int32), tables, pool, None, dtype)
+    return tuple(planner.decodes(planner.rows))
 
 
 def plan_prompts(
     tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
 ) -> tuple[AttentionPart, ...]:
     """Parts that cover the tokens of sequences with more than one, and those of trees."""
-    rows = _rows(tokens, tables)
-    planner = _Planner(rows, tables.kv_indices, pool, window, dtype)
+    planner = _Planner(tokens.qo_indptr[:-1], tables, pool, window, dtype)
+    rows = planner.rows
     appends = np.diff(tokens.qo_indptr)
     single = tokens.single
     fresh = ~single & (appends == tables.kv_lens)
@@ -192,44 +163,44 @@ def tree_masks(tokens: TokenLayout, tables: PageTables, window: int | None) -> d
     found = {}
     for sequence, size, mask, depth in zip(trees.sequences, trees.sizes, masks, depths, strict=True):
         base = int(tables.kv_lens[sequence] - size)
-        firsts = first_seen(window, base + depth)[:, None]
+        firsts = span_of(window).first_needed(base + depth)[:, None]
         seen = np.concatenate((np.arange(base) >= firsts, unpack_masks(mask, size)), 1)
         found[int(sequence)] = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
     return found
 
 
-def _rows(tokens: TokenLayout, tables: PageTables) -> "_Rows":
-    places = tables.kv_indptr[:-1]
-    return _Rows(tokens.qo_indptr[:-1], tables.kv_lens, places, tables.kv_indptr[1:] - places)
-
-
 def _fresh(sequences: NDArray[np.int64], rows: "_Rows") -> list[FreshPart]:
     """Neighbours of one length become one part."""
     cuts = np.flatnonzero((np.diff(sequences) != 1) | (np.diff(rows.lengths[sequences]) != 0)) + 1
-    return [
-        FreshPart(int(rows.tokens[run[0]]), run.size, int(rows.lengths[run[0]])) for run in np.split(sequences, cuts)
-    ]
+    parts = []
+    for run in np.split(sequences, cuts):
+        begin, length = int(rows.tokens[run[0]]), int(rows.lengths[run[0]])
+        parts.append(FreshPart(slice(begin, begin + run.size * length), length))
+    return parts
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Some sequences: first token, positions and first place in kv_indices, number of pages of each; int32 [n]."""
+    """Some sequences. int32 [n] of each: its first token, how many positions, where its pages begin in kv_indices, and
+    how many these are."""
 
     tokens: Int32Array
     lengths: Int32Array
-    places: Int32Array
+    begins: Int32Array
     counts: Int32Array
 
     def take(self, which: NDArray[np.bool_] | slice) -> "_Rows":
-        return _Rows(self.tokens[which], self.lengths[which], self.places[which], self.counts[which])
+        return _Rows(self.tokens[which], self.lengths[which], self.begins[which], self.counts[which])
 
 
 class _Planner:
     def __init__(
-        self, all_rows: _Rows, kv_indices: Int32Array, pool: Tensor, window: int | None, dtype: torch.dtype
+        self, tokens: Int32Array, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
     ) -> None:
-        self._all_rows = all_rows
-        self._kv_indices = kv_indices
+        """tokens: int32 [B], the first of each sequence of `tables`."""
+        begins = tables.kv_indptr[:-1]
+        self.rows = _Rows(tokens, tables.kv_lens, begins, tables.kv_indptr[1:] - begins)
+        self._kv_indices = tables.kv_indices
         self._pool = pool
         self._window = window
         self._dtype = dtype
@@ -252,7 +223,7 @@ class _Planner:
         if mask is None:
             visible = np.arange(num_keys - append, num_keys, dtype=np.int32) + 1
             mask = additive_mask(visible, num_keys, self._window)
-        return ChunkPart(begin, begin + append, gather, mask.to(self._device, self._dtype))
+        return ChunkPart(slice(begin, begin + append), gather, mask.to(self._device, self._dtype))
 
     def _decode(self, rows: _Rows, widest: int) -> DecodePart:
         num_keys = int(rows.lengths.max())
@@ -263,14 +234,14 @@ class _Planner:
         return DecodePart(tokens, self._gather(rows, widest, num_keys), mask)
 
     def _gather(self, rows: _Rows, widest: int, num_keys: int) -> PageGather:
-        """Short rows are filled up with their own last page, so that nobody's values meet another's queries."""
+        """Short rows are filled up with their own last page, so that no query meets values of another sequence."""
         number = rows.counts.size
-        if rows is self._all_rows and number * widest == self._kv_indices.size:  # all have as many
+        if rows is self.rows and number * widest == self._kv_indices.size:  # all have as many
             pages = self._kv_indices.reshape(number, widest)
         else:
-            last = rows.places + rows.counts - 1
-            places = np.minimum(rows.places[:, None] + np.arange(widest, dtype=np.int32), last[:, None])
-            pages = self._kv_indices.take(places)
+            last = rows.begins + rows.counts - 1
+            indexes = np.minimum(rows.begins[:, None] + np.arange(widest, dtype=np.int32), last[:, None])
+            pages = self._kv_indices.take(indexes)
         return gather_of(pages, self._pool, num_keys)
 
 

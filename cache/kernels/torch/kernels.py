@@ -58,19 +58,13 @@ class TorchKernels(AppendThenAttend):
         self._spans = [spans[2 * heads * layer :] for layer in range(layers)]
 
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> TorchPlan:
-        slots = tables.slot_mapping.astype(np.int64)
+        slots, window = tables.slot_mapping.astype(np.int64), self.scoring.window
         rows = slots + slots // self._page_size * ((self._page_rows - 1) * self._page_size)
-        return TorchPlan(
-            append_rows=torch.from_numpy((rows[:, None] + self._head_offsets).reshape(-1)).to(self._pool.device),
-            parts=self._parts(tokens, tables),
-        )
-
-    def _parts(self, tokens: TokenLayout, tables: PageTables) -> tuple[AttentionPart, ...]:
-        window = self.scoring.window
+        append_rows = torch.from_numpy((rows[:, None] + self._head_offsets).reshape(-1)).to(self._pool.device)
         if tables.shared is None:
-            return plan_attention(tokens, tables, self._pool, window, self._dtype)
+            return TorchPlan(append_rows, plan_attention(tokens, tables, self._pool, window, self._dtype))
         decodes = plan_shared(tokens, tables, self._pool, self._dtype)
-        return decodes, *plan_prompts(tokens, tables, self._pool, window, self._dtype)
+        return TorchPlan(append_rows, (decodes, *plan_prompts(tokens, tables, self._pool, window, self._dtype)))
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, own: TorchPlan
@@ -99,7 +93,7 @@ class TorchKernels(AppendThenAttend):
             return self.attend_part(layer, plan.parts[0], q, k, v, sinks)
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in plan.parts:
-            part.put(output, self.attend_part(layer, part, part.take(q), k, v, sinks))
+            output[part.tokens] = self.attend_part(layer, part, part.take(q), k, v, sinks)
         return output
 
     def attend_part(

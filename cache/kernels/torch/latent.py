@@ -114,8 +114,8 @@ class TorchLatentKernels(LatentAppendThenAttend):
         lengths = tables.kv_lens[sequences]
         count, num_keys = int(np.diff(tokens.qo_indptr)[sequences[0]]), int(lengths.max())
         positions = np.minimum(np.arange(num_keys), lengths[:, None] - 1)
-        places = tables.kv_indptr[sequences][:, None] + positions // self._page_size
-        slots = tables.kv_indices[places] * np.int64(self._page_size) + positions % self._page_size
+        indexes = tables.kv_indptr[sequences][:, None] + positions // self._page_size
+        slots = tables.kv_indices[indexes] * np.int64(self._page_size) + positions % self._page_size
         visible = (lengths[:, None] - count + 1 + np.arange(count, dtype=np.int32)).reshape(-1)
         mask = None
         if int(visible.min()) < num_keys:

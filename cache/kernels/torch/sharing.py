@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.scoring import Scoring
-from tandem.cache.kernels.torch.attention import DecodePart, PageGather, gather_of, plan_decodes
+from tandem.cache.kernels.torch.attention import AttentionPart, DecodePart, PageGather, gather_of, plan_decodes
 from tandem.cache.plan.arrays import IntArray
 from tandem.cache.plan.shared_prefixes import SharedPrefixes, SharingRule
 from tandem.cache.plan.tables import PageTables, TokenLayout, own_tables
@@ -45,21 +45,14 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
-class SharedDecodes:
-    """See AttentionPart. Sequences with one new token each, tokens: int64 [n], some of which share pages.
+class SharedDecodes(AttentionPart):
+    """Sequences with one new token each, some of which share pages.
 
     own: cover every query once, with the pages that no segment has of it.
     """
 
-    tokens: Tensor
     own: tuple[DecodePart, ...]
     segments: tuple[Segment, ...]
-
-    def take(self, q: Tensor) -> Tensor:
-        return q.index_select(0, self.tokens)
-
-    def put(self, output: Tensor, part: Tensor) -> None:
-        output[self.tokens] = part
 
     def attend(self, spans: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
         output = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -74,7 +67,7 @@ class SharedDecodes:
             merged += of_segment * (its_lse - total).exp().unsqueeze(-1)
             output.index_copy_(0, segment.members, merged)
             lse.index_copy_(0, segment.members, total)
-        if sinks is not None:  # what they take of each softmax
+        if sinks is not None:  # they count in each softmax
             output *= torch.sigmoid(lse - sinks.float()).unsqueeze(-1)
         return output.to(q.dtype)
 

@@ -1,4 +1,4 @@
-"""Attention of sequences with a sliding window: K is stored before RoPE and rotated by its place in what is left."""
+"""Attention of sequences with a sliding window: K is stored before RoPE and rotated by its position in what is left."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

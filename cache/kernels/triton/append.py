@@ -53,10 +53,12 @@ def append(
     rounded to its entries, saturated.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    _, layers, _, num_kv_heads, page_size, _ = pool.shape
+    _, _, _, num_kv_heads, page_size, _ = pool.shape
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device) if keep_k else k
     rotary_dim = head_dim if rotation is None else rotation.cos.shape[-1]
+    half_block = triton.next_power_of_2(rotary_dim // 2)
+    rest_block = triton.next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
     cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.signed_sin)
     heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(max(num_q_heads, num_kv_heads)))
     q_parts, kv_parts = triton.cdiv(num_q_heads, heads), triton.cdiv(num_kv_heads, heads)
@@ -64,22 +66,9 @@ def append(
     kernel(
         *(q, k, v, q_out, k_out, cos, sin, pool, targets.slots, targets.peer_rows, fp8_factors),
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), cos.stride(0), sin.stride(0)),
-        layers * 2 * num_kv_heads * page_size * head_dim,
-        layer * 2 * num_kv_heads * page_size * head_dim,
-        num_q_heads,
-        num_kv_heads,
-        PARTS=q_parts + kv_parts,
-        Q_PARTS=q_parts,
-        PAGE_SIZE=page_size,
-        HEAD_DIM=head_dim,
-        HALF=rotary_dim // 2,
-        HALF_BLOCK=triton.next_power_of_2(rotary_dim // 2),
-        REST_BLOCK=triton.next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0,
-        HEADS=heads,
-        ROTATE=rotation is not None,
-        KEEP_K=keep_k,
-        HAS_PEER=targets.peer_rows is not None,
-        FP8=fp8_factors is not None,
+        *(pool.stride(0), layer * pool.stride(1), num_q_heads, num_kv_heads),
+        *(q_parts + kv_parts, q_parts, page_size, heads, head_dim, rotary_dim // 2, half_block, rest_block),
+        *(rotation is not None, keep_k, targets.peer_rows is not None, fp8_factors is not None),
         **launch_options(pool.device),
     )
     return q_out, k_out
@@ -106,19 +95,19 @@ def _append(
         heads = part * HEADS + tl.arange(0, HEADS)[:, None]
         there = heads < num_q_heads
         rows = q + token * q_token + heads * q_head
-        queries = _load(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, ROTATE)
+        queries = load_parts(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, ROTATE)
         q_rows = q_out + (token * num_q_heads + heads) * HEAD_DIM
-        _store(q_rows, queries, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+        store_parts(q_rows, queries, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
     else:
         heads = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)[:, None]
         there = heads < num_kv_heads
         rows = k + token * k_token + heads * k_head
-        keys = _load(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, ROTATE)
+        keys = load_parts(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, ROTATE)
         rows = v + token * v_token + heads * v_head
-        values = _load(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, tl.constexpr(False))
+        values = load_parts(rows, cos, sin, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, tl.constexpr(False))
         if KEEP_K:
             k_rows = k_out + (token * num_kv_heads + heads) * HEAD_DIM
-            _store(k_rows, keys, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+            store_parts(k_rows, keys, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
         if FP8:
             entry: tl.constexpr = pool.dtype.element_ty
             keys = _quantised(keys, fp8_factors + heads, there, entry)
@@ -129,19 +118,19 @@ def _append(
         # A branch would take two registers more than the 32 with which a multiprocessor is full.
         here = heads < tl.where(slot >= 0, num_kv_heads, 0)
         own = pool + (slot // PAGE_SIZE).to(tl.int64) * page_elements + (slot % PAGE_SIZE) * HEAD_DIM + in_layer
-        _store(own, keys, here, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
-        _store(own + to_values, values, here, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+        store_parts(own, keys, here, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+        store_parts(own + to_values, values, here, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
         if HAS_PEER:
             address = tl.load(peer_rows + token)
             if address != 0:
                 # Without the hint the stores would be of one element each.
                 peer = tl.multiple_of(address, 16).to(pool.dtype) + in_layer
-                _store(peer, keys, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
-                _store(peer + to_values, values, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+                store_parts(peer, keys, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
+                store_parts(peer + to_values, values, there, HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK)
 
 
 @triton.jit
-def _load(
+def load_parts(
     rows, cos, sin, there,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
     ROTATE: tl.constexpr,
@@ -175,11 +164,11 @@ def _quantised(parts, factor, there, entry: tl.constexpr):
 
 
 @triton.jit
-def _store(
+def store_parts(
     rows, parts, there,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Parts as _load gives them."""
+    """Parts as load_parts() gives them."""
     first, second, rest = parts
     column = tl.arange(0, HALF_BLOCK)[None, :]
     inside = there & (column < HALF)

@@ -49,7 +49,7 @@ def decode(
     apart, a token's heads not; head_dim a power of two, at least 16. fp8: of a pool of 8-bit entries.
     """
     rows, num_q_heads, head_dim = q.shape
-    _, layers, _, num_kv_heads, page_size, _ = pool.shape
+    _, _, _, num_kv_heads, page_size, _ = pool.shape
     group = num_q_heads // num_kv_heads
     rotary_dim = head_dim if rotation is None else rotation.cos.shape[-1]
     cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.signed_sin)
@@ -83,8 +83,8 @@ def decode(
         v_token=v.stride(0),
         cos_token=cos.stride(0),
         sin_token=sin.stride(0),
-        page_elements=layers * 2 * num_kv_heads * page_size * head_dim,
-        layer_elements=layer * 2 * num_kv_heads * page_size * head_dim,
+        page_elements=pool.stride(0),
+        layer_elements=layer * pool.stride(1),
         scale=scoring.scale,
         softcap=scoring.softcap or 0.0,
         eps=0.0 if norm is None else norm.eps,
@@ -129,8 +129,8 @@ def _decode(
     """Each program has one piece of one sequence, for the q heads of one KV head.
 
     Schedule, tables and stored positions are older than the step's products: only the new token waits for earlier
-    kernels. The first program of a KV head stores it, and begins its softmax with it, so that nobody reads what is
-    being written.
+    kernels. The first program of a KV head stores it, and begins its softmax with it, so that no program reads what
+    is being written.
     """
     if PDL:
         gdc_launch_dependents()
@@ -171,10 +171,10 @@ def _decode(
             value = quantise(value, tl.load(inverse + KV_HEADS + head), pool.dtype.element_ty)
             query = query.to(tl.float16)
             scale *= tl.load(factors + head)
-        places = pool + layer_elements + head * (PAGE_SIZE * HEAD_DIM)
+        head_rows = pool + layer_elements + head * (PAGE_SIZE * HEAD_DIM)
         to_values = KV_HEADS * PAGE_SIZE * HEAD_DIM
         if (split == 0) & (slot >= 0):
-            own = places + (slot // PAGE_SIZE).to(tl.int64) * page_elements + slot % PAGE_SIZE * HEAD_DIM
+            own = head_rows + (slot // PAGE_SIZE).to(tl.int64) * page_elements + slot % PAGE_SIZE * HEAD_DIM
             tl.store(own + one + column, key)
             tl.store(own + to_values + one + column, value)
         # The first program begins with the new token, the others with nothing.
@@ -183,7 +183,7 @@ def _decode(
         row_sum = tl.where(split == 0, new * 0.0 + 1.0, 0.0)
         acc = tl.where(split == 0, value.to(tl.float32), 0.0) + tl.zeros((ROWS, HEAD_DIM), tl.float32)
         row_max, row_sum, acc = _attend(
-            *(query, row_max, row_sum, acc, places, to_values, kv_indices + first_page, begin, end),
+            *(query, row_max, row_sum, acc, head_rows, to_values, kv_indices + first_page, begin, end),
             *(page_elements, scale, softcap, ROWS, HEAD_DIM, PAGE_SIZE, BLOCK, CAPPED, FP8, PTX),
         )
         if FP8:
@@ -197,7 +197,7 @@ def _decode(
 
 @triton.jit
 def _keep_room():
-    """Shared memory that nobody uses: of programs that take 60 to 97 KiB, Triton's own, no third one fits with it.
+    """Shared memory that is never read: of programs that take 60 to 97 KiB, Triton's own, no third one fits with it.
 
     Programs that begin while the kernel before still ends would gather where it has ended first, three on some
     multiprocessors and one on others.
@@ -214,20 +214,20 @@ def _keep_room():
 
 @triton.jit
 def _attend(
-    query, row_max, row_sum, acc, places, to_values, pages, begin, end, page_elements, scale, softcap,
+    query, row_max, row_sum, acc, head_rows, to_values, pages, begin, end, page_elements, scale, softcap,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     CAPPED: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The online softmax (row_max, row_sum, and acc, the weighted sum of V), continued over positions begin … end.
 
-    places: of K on page 0; pages: of the sequence."""
+    head_rows: pointer to the rows of K on page 0; pages: pointer to the sequence's page ids."""
     column, pair = tl.arange(0, HEAD_DIM)[None, :], tl.arange(0, HEAD_DIM // 2)[None, :]
     even, odd = tl.split(tl.reshape(acc, (ROWS, HEAD_DIM // 2, 2)))
     for start in range(begin, end, BLOCK):
         position = start + tl.arange(0, BLOCK)
         there = position < end
         page = tl.load(pages + position // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-        lines = (places + page * page_elements + position % PAGE_SIZE * HEAD_DIM)[:, None]
+        lines = (head_rows + page * page_elements + position % PAGE_SIZE * HEAD_DIM)[:, None]
         keys = tl.load(lines + column, mask=there[:, None], other=0.0).to(query.dtype)
         scores = _score(tl.dot(query, tl.trans(keys)), scale, softcap, CAPPED)
         scores = tl.where(there[None, :], scores, float("-inf"))
@@ -305,10 +305,10 @@ def _leave(
         result = acc / row_sum[:, None]
         tl.store(output + (q_heads + row) * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=row < GROUP)
     else:
-        places = partial + ((head * GROUP + row) * entries + first + split) * (HEAD_DIM + ENDS)
-        tl.store(places + column, acc, mask=row < GROUP)
-        tl.store(places + HEAD_DIM, row_max[:, None], mask=row < GROUP)
-        tl.store(places + HEAD_DIM + 1, row_sum[:, None], mask=row < GROUP)
+        found = partial + ((head * GROUP + row) * entries + first + split) * (HEAD_DIM + ENDS)
+        tl.store(found + column, acc, mask=row < GROUP)
+        tl.store(found + HEAD_DIM, row_max[:, None], mask=row < GROUP)
+        tl.store(found + HEAD_DIM + 1, row_sum[:, None], mask=row < GROUP)
         tl.debug_barrier()  # all threads have stored before the count says so
         if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
             tl.store(counter, 0)

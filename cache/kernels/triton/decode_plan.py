@@ -44,11 +44,12 @@ SOME = {128: Tiling(128, 4, 3)}
 FEW_FP8 = {64: Tiling(256, 4, 7), 128: Tiling(128, 4, 7), 256: Tiling(64, 4, 7)}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DecodePlan:
     """A decode step of B rows at fixed addresses, of a pool with Hkv heads of D numbers.
 
-    programs is how many programs like lengths occupy; by it the tiling is chosen.
+    programs is how many programs like lengths occupy; by it the tiling is chosen. A graph that a megakernel computes
+    needs no schedule: the forward that ran before the capture shows which one it is.
     """
 
     tables: DeviceTables
@@ -59,6 +60,10 @@ class DecodePlan:
     """float32 [Hq, entries, D + 4]: what each piece found, then its row_max, its row_sum and padding to 16 bytes."""
     counters: Tensor
     """int32 [B, Hkv]: pieces that are done; 0 between layers."""
+    by_layers: bool = True
+    """Whether decode() computes the step. False: the last forward gave the pages to a megakernel instead."""
+    scheduled: bool = False
+    """Whether schedule_splits() was queued for the forward that runs now."""
 
     @classmethod
     def make(cls, tables: DeviceTables, num_q_heads: int, num_kv_heads: int, head_dim: int) -> "DecodePlan":

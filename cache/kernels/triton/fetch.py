@@ -1,4 +1,4 @@
-"""A step's arrays on their way to where it reads them, and the host told that they have left."""
+"""Copies a step's arrays to the addresses where the step reads them, and reports to the host that they are read."""
 
 from typing import Any
 
@@ -26,9 +26,9 @@ def _fetch(arrived, on_device, finished, fetched, BLOCK: tl.constexpr):
     filling = tl.load(arrived)
     count = 2 * tl.load(arrived + 1)
     for begin in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        tl.store(on_device + place, tl.load(arrived + 2 + place, mask=place < count), mask=place < count)
-    tl.debug_barrier()  # all threads have read before one says so
+        index = begin + tl.arange(0, BLOCK)
+        tl.store(on_device + index, tl.load(arrived + 2 + index, mask=index < count), mask=index < count)
+    tl.debug_barrier()  # all threads have read before one reports it
     if tl.atomic_add(finished, 1) == tl.num_programs(0) - 1:
         tl.store(finished, 0)
         tl.store(fetched, filling, cache_modifier=".wt")

@@ -19,19 +19,13 @@ def gather(
     pool: [num_pages, layers, planes, num_kv_heads, page_size, head_dim], contiguous. fp8_scales: of a float8_e4m3fn
     pool, float32 [2, num_kv_heads], by which its entries are multiplied before they are rounded to dtype.
     """
-    _, layers, planes, heads, page_size, head_dim = pool.shape
+    _, _, planes, heads, page_size, head_dim = pool.shape
     rows = torch.empty((slots.shape[0], planes, heads, head_dim), dtype=dtype or pool.dtype, device=pool.device)
     kernel: Any = _gather[(slots.shape[0],)]
     kernel(
-        *(pool, slots, rows, fp8_scales),
-        layers * planes * heads * page_size * head_dim,
-        layer * planes * heads * page_size * head_dim,
-        PAGE_SIZE=page_size,
-        HEAD_DIM=head_dim,
-        LINES=planes * heads,
-        LINES_BLOCK=triton.next_power_of_2(planes * heads),
-        BLOCK=triton.next_power_of_2(head_dim),
-        FP8=fp8_scales is not None,
+        *(pool, slots, rows, fp8_scales, pool.stride(0), layer * pool.stride(1)),
+        *(page_size, head_dim, planes * heads, triton.next_power_of_2(planes * heads)),
+        *(triton.next_power_of_2(head_dim), fp8_scales is not None),
         **launch_options(pool.device),
     )
     return rows
@@ -40,13 +34,8 @@ def gather(
 @triton.jit
 def _gather(
     pool, slots, rows, fp8_scales, page_elements, layer_elements,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    LINES: tl.constexpr,
-    LINES_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
-    PDL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, LINES: tl.constexpr, LINES_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a position: its lines, a head of K or of V each, lie a page's positions apart."""
     if PDL:

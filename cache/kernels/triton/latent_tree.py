@@ -27,7 +27,7 @@ KEYS_PER_TILE = 32
 def attend_latent_trees(
     pool: Tensor, layer: int, q: Tensor, rotated: Tensor, context: Tensor, lse: Tensor, tiles: TreeTiles, scale: float
 ) -> Tensor:
-    """Weighted sums of latents of n packed nodes, which take the place of `context`, those of the positions before
+    """Weighted sums of latents of n packed nodes. They are written over `context`: the sums over the positions before
     their trees.
 
     pool: [num_pages, layers, 1, 1, page_size, rank + rotated], contiguous; both parts are powers of two of at least 16.
@@ -35,23 +35,15 @@ def attend_latent_trees(
     strides. lse: float32 [n, num_heads], contiguous, of base 2, of context; both are ignored for trees with nothing
     before.
     """
-    _, layers, _, _, page_size, width = pool.shape
+    page_size, width = pool.shape[4:]
     num_heads, rank = q.shape[1], q.shape[2]
     kernel: Any = _attend_latent_trees[(tiles.tiles.shape[0] // TILE_FIELDS, triton.cdiv(num_heads, HEADS_PER_TILE))]
     kernel(
         *(pool, q, rotated, context, lse, tiles.tiles, tiles.slots, tiles.masks, tiles.edges),
-        *(layers * page_size * width, layer * page_size * width),
+        *(pool.stride(0), layer * pool.stride(1)),
         *(stride for rows in (q, rotated, context) for stride in rows.stride()[:2]),
-        scale,
-        num_heads,
-        HEADS=HEADS_PER_TILE,
-        PAGE_SIZE=page_size,
-        RANK=rank,
-        ROTATED=width - rank,
-        NODES=NODES_PER_TILE,
-        KEYS=KEYS_PER_TILE,
-        FIELDS=TILE_FIELDS,
-        WORDS=MASK_WORDS,
+        *(scale, num_heads),
+        *(HEADS_PER_TILE, page_size, rank, width - rank, NODES_PER_TILE, KEYS_PER_TILE, TILE_FIELDS, MASK_WORDS),
         num_warps=8,
         num_stages=2,
         **launch_options(pool.device),
@@ -64,15 +56,8 @@ def _attend_latent_trees(
     pool, q, rotated, output, lse, tiles, slots, masks, edges,
     page_elements, layer_elements, q_token, q_head, rotated_token, rotated_head, output_token, output_head,
     scale, num_heads,
-    HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    RANK: tl.constexpr,
-    ROTATED: tl.constexpr,
-    NODES: tl.constexpr,
-    KEYS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    WORDS: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr,
+    NODES: tl.constexpr, KEYS: tl.constexpr, FIELDS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has one tile of nodes and HEADS heads; scores and log-sum-exp are of base 2."""
     if PDL:

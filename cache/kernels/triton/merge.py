@@ -16,11 +16,11 @@ Part = tuple[Tensor, Tensor | None]
 """o [n, H, D] over some keys; the log-sum-exps of their scores, float32 [n, H], of base 2 as FlashInfer gives them."""
 
 
-def merge_parts(of_own: Part, of_shared: Part, begins: Tensor, places: Tensor, sinks: Tensor | None) -> Tensor:
-    """o of of_own, to whose row i rows places[begins[i]] … places[begins[i + 1] - 1] of of_shared were added; in place.
+def merge_parts(of_own: Part, of_shared: Part, begins: Tensor, found_in: Tensor, sinks: Tensor | None) -> Tensor:
+    """o of of_own, with rows found_in[begins[i]] … found_in[begins[i + 1] - 1] of of_shared added to row i; in place.
 
-    begins: int32 [n + 1]; places: int32. sinks: [H], learned logits (of base e) that take their share of each softmax.
-    Contiguous all.
+    begins: int32 [n + 1]; found_in: int32. sinks: [H], learned logits (of base e) that count in each softmax. All are
+    contiguous.
     """
     own, own_lse = of_own
     shared, shared_lse = of_shared
@@ -30,11 +30,8 @@ def merge_parts(of_own: Part, of_shared: Part, begins: Tensor, places: Tensor, s
     heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
     kernel: Any = _merge[(num_rows, triton.cdiv(num_heads, heads))]
     kernel(
-        *(own, own_lse, shared, shared_lse, begins, places, own_lse if sinks is None else sinks),
-        HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        HEADS_BLOCK=heads,
-        BLOCK=triton.next_power_of_2(head_dim),
+        *(own, own_lse, shared, shared_lse, begins, found_in, own_lse if sinks is None else sinks),
+        *(num_heads, head_dim, heads, triton.next_power_of_2(head_dim)),
         SINKS=sinks is not None,
         **launch_options(own.device),
     )
@@ -43,13 +40,9 @@ def merge_parts(of_own: Part, of_shared: Part, begins: Tensor, places: Tensor, s
 
 @triton.jit
 def _merge(
-    own, own_lse, shared, shared_lse, begins, places, sinks,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SINKS: tl.constexpr,
-    PDL: tl.constexpr,
+    own, own_lse, shared, shared_lse, begins, found_in, sinks,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program some heads of a row. Sums are kept relative to the largest log-sum-exp so far (online softmax)."""
     if PDL:
@@ -64,9 +57,9 @@ def _merge(
     total = tl.full((HEADS_BLOCK,), 1.0, tl.float32)
     output = tl.load(own + row * HEADS * HEAD_DIM + element, mask=there).to(tl.float32)
     for index in range(tl.load(begins + row), tl.load(begins + row + 1)):
-        place = tl.load(places + index).to(tl.int64)
-        lse = tl.load(shared_lse + place * HEADS + head, mask=is_head, other=0.0)
-        part = tl.load(shared + place * HEADS * HEAD_DIM + element, mask=there).to(tl.float32)
+        part_row = tl.load(found_in + index).to(tl.int64)
+        lse = tl.load(shared_lse + part_row * HEADS + head, mask=is_head, other=0.0)
+        part = tl.load(shared + part_row * HEADS * HEAD_DIM + element, mask=there).to(tl.float32)
         larger = tl.maximum(top, lse)
         kept, added = tl.exp2(top - larger), tl.exp2(lse - larger)
         output = output * kept[:, None] + part * added[:, None]

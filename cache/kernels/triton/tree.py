@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.tree_contexts import TreeContexts, split_contexts
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.plan.arrays import ragged_range
@@ -68,7 +69,7 @@ def lay_out_tiles(
             (np.cumsum(appends) - appends)[owners] + steps,
             sizes,
             (np.cumsum(lengths) - lengths)[owners],
-            (lengths - appends)[owners] + steps + sizes,  # parents come first, so nobody sees what comes later
+            (lengths - appends)[owners] + steps + sizes,  # parents come first, so no node sees what comes later
             before[owners],
             (contexts.bases > contexts.commons)[owners],
         ),
@@ -85,41 +86,27 @@ def attend_trees(
     context: Tensor,
     lse: Tensor,
     tiles: TreeTiles,
-    scale: float,
-    softcap: float | None,
+    scoring: Scoring,
     sinks: Tensor | None,
     fp8_scales: Tensor | None = None,
 ) -> Tensor:
-    """o of n packed nodes, which takes the place of `context`, what they saw of the positions that all nodes of their
-    trees see.
+    """o of n packed nodes. It is written over `context`: their output over the positions that all nodes of their trees
+    see.
 
     pool: [num_pages, layers, 2, num_kv_heads, page_size, head_dim], contiguous. q, context: [n, num_q_heads, head_dim],
     contiguous; head_dim is a power of two of at least 16. lse: float32 [n, num_q_heads], of base 2, of context; both
     are ignored for trees without one. sinks: [num_q_heads]. A context must not have counted those. fp8_scales: of a
     float8_e4m3fn pool, float32 [2, num_kv_heads], by which its entries are multiplied.
     """
-    _, layers, _, num_kv_heads, page_size, head_dim = pool.shape
+    _, _, _, num_kv_heads, page_size, head_dim = pool.shape
     group = q.shape[1] // num_kv_heads
     heads = min(triton.next_power_of_2(group), HEADS_PER_TILE)
     kernel: Any = _attend_trees[(tiles.tiles.shape[0] // TILE_FIELDS, num_kv_heads * triton.cdiv(group, heads))]
     kernel(
         *(pool, q, context, lse, sinks, fp8_scales, tiles.tiles, tiles.slots, tiles.masks, tiles.edges),
-        layers * 2 * num_kv_heads * page_size * head_dim,
-        layer * 2 * num_kv_heads * page_size * head_dim,
-        scale,
-        0.0 if softcap is None else softcap,
-        KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEADS=heads,
-        PAGE_SIZE=page_size,
-        HEAD_DIM=head_dim,
-        NODES=NODES_PER_TILE,
-        KEYS=KEYS_PER_TILE,
-        FIELDS=TILE_FIELDS,
-        WORDS=MASK_WORDS,
-        SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks is not None,
-        FP8=fp8_scales is not None,
+        *(pool.stride(0), layer * pool.stride(1), scoring.scale, scoring.softcap or 0.0),
+        *(num_kv_heads, group, heads, page_size, head_dim, NODES_PER_TILE, KEYS_PER_TILE, TILE_FIELDS, MASK_WORDS),
+        *(scoring.softcap is not None, sinks is not None, fp8_scales is not None),
         **launch_options(pool.device),
     )
     return context
@@ -181,14 +168,14 @@ def add_keys(top, total, weighted, scores, values):
 @triton.jit
 def end_softmax(output, total, weighted, there):
     """Stores the rows that are `there`. output: pointers [rows, columns]."""
-    total = tl.where(there, total, 1.0)  # no 0 / 0 in rows that nobody has
+    total = tl.where(there, total, 1.0)  # no 0 / 0 in unused rows
     tl.store(output, (weighted / total[:, None]).to(output.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit
-def _load_entries(places, inside, scale, dtype: tl.constexpr, FP8: tl.constexpr):
-    """K or V at pointers `places`, those that are `inside`, multiplied by what is at `scale` where they have 8 bits."""
-    entries = tl.load(places, mask=inside, other=0.0)
+def _load_entries(pointers, inside, scale, dtype: tl.constexpr, FP8: tl.constexpr):
+    """K or V at `pointers`, those that are `inside`, multiplied by what is at `scale` where they have 8 bits."""
+    entries = tl.load(pointers, mask=inside, other=0.0)
     if FP8:
         entries = (entries.to(tl.float32) * tl.load(scale)).to(dtype)
     return entries
@@ -198,19 +185,9 @@ def _load_entries(places, inside, scale, dtype: tl.constexpr, FP8: tl.constexpr)
 def _attend_trees(
     pool, q, output, lse, sinks, fp8_scales, tiles, slots, masks, edges,
     page_elements, layer_elements, scale, softcap,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NODES: tl.constexpr,
-    KEYS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    WORDS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    FP8: tl.constexpr,
-    PDL: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NODES: tl.constexpr, KEYS: tl.constexpr, FIELDS: tl.constexpr, WORDS: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has one tile of nodes and up to HEADS q heads of one KV head; scores and log-sum-exp are of base 2."""
     if PDL:
@@ -223,9 +200,9 @@ def _attend_trees(
     there = (node < count) & (in_group < GROUP)
     head = kv_head * GROUP + in_group
     q_row = (first + node) * (KV_HEADS * GROUP) + head
-    places = q_row[:, None] * HEAD_DIM + column[None, :]
-    queries = tl.load(q + places, mask=there[:, None], other=0.0)
-    top, total, weighted = begin_softmax(lse + q_row, output + places, there & (node < count * has_context))
+    elements = q_row[:, None] * HEAD_DIM + column[None, :]
+    queries = tl.load(q + elements, mask=there[:, None], other=0.0)
+    top, total, weighted = begin_softmax(lse + q_row, output + elements, there & (node < count * has_context))
     if HAS_SINKS:
         top, total, weighted = add_sink(top, total, weighted, tl.load(sinks + head, mask=there, other=0.0))
     k_scale = fp8_scales + kv_head if FP8 else None
@@ -247,4 +224,4 @@ def _attend_trees(
         rows += KV_HEADS * PAGE_SIZE * HEAD_DIM
         values = _load_entries(rows[:, None] + column[None, :], inside[:, None], v_scale, queries.dtype, FP8)
         top, total, weighted = add_keys(top, total, weighted, scores, values)
-    end_softmax(output + places, total, weighted, there)
+    end_softmax(output + elements, total, weighted, there)

@@ -152,7 +152,8 @@ def parts_of(lengths: list[int], appends: list[int]) -> tuple[object, ...]:
 def test_neighbouring_prompts_of_one_length_are_one_part() -> None:
     parts = parts_of([0, 0, 0, 4, 0], [5, 5, 6, 6, 6])
     fresh = [part for part in parts if isinstance(part, FreshPart)]
-    assert [(part.begin, part.count, part.length) for part in fresh] == [(0, 2, 5), (10, 1, 6), (22, 1, 6)]
+    found = [(part.tokens, part.length) for part in fresh]
+    assert found == [(slice(0, 10), 5), (slice(10, 16), 6), (slice(22, 28), 6)]
     assert [type(part) for part in parts if part not in fresh] == [ChunkPart]
 
 

@@ -1,6 +1,7 @@
 """Groups that keep latents: both ways to attend against a naive cache, the choice between them, and what is refused."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.latent import EXPANDED_POSITIONS, LatentHeads, absorbed_is_cheaper, heads_at_once
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.spans import Window
 from tests.cache.naive import (
     LATENT_HEADS,
     QUERY_HEADS,
@@ -132,10 +134,10 @@ def test_a_page_holds_one_plane_and_layouts_differ_by_their_rank() -> None:
         ({"latent_rank": 0}, r"latent_rank 0; 1 … 11 are accepted"),
         ({"latent_rank": 12}, r"latent_rank 12; 1 … 11 are accepted"),
         ({"num_kv_heads": 2}, "latents and num_kv_heads 2; it must be 1"),
-        ({"window": 8}, "latents and window 8; it must be None"),
+        ({"keeps": Window(8)}, r"latents and keeps Window\(size=8\); it must be All\(\)"),
     ],
 )
-def test_groups_that_cannot_be(change: dict[str, int], message: str) -> None:
+def test_groups_that_cannot_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         KVLayout((replace(GROUP, **change),), 4, torch.float32)
 

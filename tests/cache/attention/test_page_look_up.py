@@ -11,7 +11,7 @@ from tandem.cache.pages.sliding_table import SlidingTable
 from tandem.cache.plan.tables import PageTables, lay_out_tokens
 from tests.cache.known import assert_same
 
-PAGE, ROWS, PLACES, WINDOW = 4, 9, 12, 10
+PAGE, ROWS, NUM_PAGES, WINDOW = 4, 9, 12, 10
 
 
 def expected_tables(table: GroupTable, rows: list[int], lengths: list[int], appends: list[int]) -> PageTables:
@@ -42,13 +42,13 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_tables(window: int | None) -> None:
     random = np.random.default_rng(0)
-    table = GroupTable(ROWS, PLACES)
-    look_up = PageLookUp(table, window, PAGE)
+    table = GroupTable(ROWS, NUM_PAGES, PAGE)
+    look_up = PageLookUp(table)
     for size in [*range(1, ROWS + 1), ROWS]:
-        table.pages[:] = random.permutation(ROWS * PLACES).reshape(ROWS, PLACES)
+        table.pages[:] = random.permutation(ROWS * NUM_PAGES).reshape(ROWS, NUM_PAGES)
         rows = random.permutation(ROWS)[:size]
         appends = random.integers(1, 7, size) if size % 3 else np.ones(size, np.int64)
-        lengths = random.integers(0, PAGE * PLACES - 6, size)
+        lengths = random.integers(0, PAGE * NUM_PAGES - 6, size)
         if window is not None:
             table.begins[rows] = np.maximum(lengths - window + 1, 0) // PAGE
         found = look_up.look_up(rows, lay_out_tokens(lengths, appends))
@@ -61,12 +61,12 @@ def test_tables(window: int | None) -> None:
 def test_slots_of_sliding_sequences() -> None:
     """Sinks are whole pages or not, more than there are positions, or none."""
     random = np.random.default_rng(0)
-    table, streams = GroupTable(ROWS, PLACES), SlidingTable(ROWS, PAGE)
-    table.pages[:] = random.permutation(ROWS * PLACES).reshape(ROWS, PLACES)
-    look_up = PageLookUp(table, None, PAGE)
+    table, streams = GroupTable(ROWS, NUM_PAGES, PAGE), SlidingTable(ROWS, PAGE)
+    table.pages[:] = random.permutation(ROWS * NUM_PAGES).reshape(ROWS, NUM_PAGES)
+    look_up = PageLookUp(table)
     for _ in range(20):
         streams.sinks[:] = random.integers(0, 9, ROWS)
-        lengths = random.integers(1, PAGE * PLACES, ROWS)
+        lengths = random.integers(1, PAGE * NUM_PAGES, ROWS)
         streams.holes[:] = random.integers(0, np.maximum(lengths - streams.sinks, 1))
         rows = random.permutation(ROWS)[: random.integers(1, ROWS + 1)]
         bounds, slots = look_up.sliding_slots(rows, lengths, streams)

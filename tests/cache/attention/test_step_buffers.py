@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.cache.attention.forward import Batch
-from tandem.cache.attention.graph_buffers import GraphBuffers, pad_steps
+from tandem.cache.attention.graph_buffers import GraphBuffers, pad_tables
 from tandem.cache.kernels.base import KernelFactory, Limits
 from tandem.cache.kernels.torch.kernels import TorchKernels
 from tandem.cache.paged_cache import PagedKVCache
@@ -114,7 +114,7 @@ def test_a_step_that_was_foreseen_equals_that_of_a_plain_forward(received: int) 
         cache.add_sequence(4)
         cache.reserve(4, 16, 3)
         cache.prepare_receive(4, received)
-        for pool in cache._receptions._memory:
+        for pool in cache._receptions.memory:
             pool.nan_to_num_(0.5)
     forward = fixed.foresee(batch, [4], [np.array([1]), np.array([2])])
     assert forward is not None
@@ -201,7 +201,7 @@ def test_padding_follows_the_tables() -> None:
     arrays = [np.array(one, np.int32) for one in ([9, 21], [0, 3, 4], [7, 5, 2, 5], [2, 2], [10, 2])]
     slots, indptr, indices, last_page_len, lengths = arrays
     tables = PageTables(slots, indptr, indices, last_page_len, lengths)
-    more = pad_steps(tables, 2)
+    more = pad_tables(tables, 2, 2, 1)
     assert more.slot_mapping.tolist() == [9, 21, -1, -1]
     assert more.kv_indptr.tolist() == [0, 3, 4, 5, 6]
     assert more.kv_indices.tolist() == [7, 5, 2, 5, 0, 0]

@@ -317,7 +317,7 @@ def test_wrong_use_is_refused() -> None:
 
 
 def test_pages_that_a_stream_receives_into_drain_when_it_goes() -> None:
-    """All of them: also those that slid to lower places when room was made."""
+    """All of them: also those that slid to lower indices when room was made."""
     cache = cache_of(LAYOUT, 12)
     cache.add_sequence(0)
     cache.enable_sliding_window(0, 8, 0)

@@ -104,7 +104,7 @@ def test_long_prompts_and_long_decodes(kernels: KernelFactory) -> None:
 
 
 def free(cache: PagedKVCache) -> list[int]:
-    return [allocator.num_free for allocator in cache._pools._allocators]
+    return [allocator.num_free for allocator in cache._pools.allocators]
 
 
 def test_pages_behind_the_window_return_in_that_group_only() -> None:
@@ -222,7 +222,7 @@ def test_prefixes_are_not_shared() -> None:
 
 
 def test_wrong_values_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="window of group 1 is 0; it must be at least 1"):
+    with pytest.raises(InvalidArgument, match="size of the window is 0; it must be at least 1"):
         windowed(BOTH, None, 0)
     with pytest.raises(InvalidArgument, match="rope has 1 entries; the layout has 2 groups"):
         cache_of(BOTH, rope=[ROPE])

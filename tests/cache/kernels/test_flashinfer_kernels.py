@@ -4,14 +4,18 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.kernels.base import QKV, DeviceTables, GroupPlan
 from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.rope import Rotation
 
 pytest.importorskip("triton")
 
+from tandem.cache.kernels.flashinfer import kernels
 from tandem.cache.kernels.flashinfer.kernels import FlashInferKernels
 from tandem.cache.kernels.flashinfer.latent import FlashInferLatentKernels
 from tandem.cache.kernels.flashinfer.parts import all_slots
+from tandem.cache.kernels.triton.decode_plan import DecodePlan
 from tandem.cache.plan.latent import LatentHeads
 
 
@@ -50,3 +54,33 @@ def test_slots_of_all_positions() -> None:
 def test_latents_refused(width: int, rank: int, heads: LatentHeads, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         FlashInferLatentKernels(torch.empty(1, 1, 1, 1, 16, width, dtype=torch.bfloat16), 1.0, rank, heads)
+
+
+def test_a_graph_is_scheduled_unless_a_megakernel_computed_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each forward is one before the capture, or the capture; a megakernel may refuse the pages that it was given."""
+    scheduled: list[DecodePlan] = []
+    monkeypatch.setattr(kernels, "schedule_splits", lambda plan, *_: scheduled.append(plan))
+    monkeypatch.setattr(kernels, "decode", lambda pool, layer, q, *_: q)
+    backend = object.__new__(FlashInferKernels)  # without a GPU
+    backend._pool, backend._fp8, backend.scoring = torch.empty(1, 1, 2, 1, 16, 64), None, Scoring(1.0)
+    tables = DeviceTables(*(torch.zeros(size, dtype=torch.int32) for size in (1, 2, 1, 4)))
+    own = DecodePlan.make(tables, 1, 1, 64)
+    plan = GroupPlan(own, Rotation(torch.zeros(1, 2, 64)), captured=True)
+    head = torch.zeros(1, 1, 64)
+    x = QKV(head, head, head)
+
+    def forward(*, asks: bool, attends: bool) -> bool:
+        """Whether its graph is scheduled."""
+        scheduled.clear()
+        backend.begin_captured(own)
+        assert not asks or backend.step_pages(plan) is not None
+        if attends:
+            backend.run(plan, 0, x)
+        return bool(scheduled)
+
+    assert forward(asks=True, attends=True)
+    assert forward(asks=True, attends=True)
+    assert forward(asks=True, attends=False)
+    assert not forward(asks=True, attends=False)
+    with pytest.raises(AssertionError, match="has queued no schedule"):
+        forward(asks=False, attends=True)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.cache.plan.spans import span_of
 from tandem.cache.plan.tables import lay_out_tokens, look_up_pages, slots_of
 from tandem.cache.plan.token_tree import lay_out_trees
-from tandem.cache.plan.window import first_page_indexes
 from tests.cache.naive_trees import draw_parents
 
 pytest.importorskip("triton")
@@ -36,9 +36,9 @@ def test_what_all_new_nodes_see_is_attended_to_but_for_a_piece_of_a_page(
     assert tokens.trees is not None
     places = -(-(MAX_CONTEXT + MAX_NODES) // page_size)
     table = np.random.default_rng(seed).permutation(batch * places).astype(np.int32).reshape(batch, places)
-    begins = np.zeros(batch, np.int64) if window is None else first_page_indexes(window, bases, page_size)
+    begins = span_of(window).first_needed(bases) // page_size
     tables = look_up_pages(table, np.arange(batch), tokens, page_size, begins)
-    _, (part,) = plan_parts(tokens, tables, page_size, torch.device("cpu"), window=window)
+    _, (part,) = plan_parts(tokens, tables, (), page_size, torch.device("cpu"), window)
     assert part.trees is not None
     last, counts = part.kv_last_page_len.numpy(), np.diff(part.kv_indptr.numpy())
     lengths = (counts - 1) * page_size + last
@@ -52,7 +52,7 @@ def test_what_all_new_nodes_see_is_attended_to_but_for_a_piece_of_a_page(
         has_context = tiles[tiles[:, 0] == int(tokens.qo_indptr[sequence]), 5].item()
         assert has_context == (first < base)
         if has_context:
-            expected = slots_of(table[sequence], np.arange(first, base), page_size)
+            expected = slots_of(table, sequence, np.arange(first, base), page_size)
             assert slots[sequence].tolist() == expected.tolist()
         else:
             assert slots[sequence].size == 1  # which the tree kernel does not look at

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.cache.plan.spans import span_of
 from tandem.cache.plan.tables import TokenLayout, lay_out_tokens, look_up_pages
 from tandem.cache.plan.token_tree import lay_out_trees
-from tandem.cache.plan.window import first_page_indexes
 from tests.support.tolerances import assert_close
 
 pytest.importorskip("triton")
 
+from tandem.cache.kernels.scoring import Scoring
 from tandem.cache.kernels.triton.tree import TreeTiles, attend_trees, lay_out_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,9 +92,8 @@ def test_trees(case: Case) -> None:
     tokens = layout_of(case.trees)
     pages_each = int(tokens.seq_lens.max()) // case.page_size + 1
     table = torch.randperm(len(case.trees) * pages_each, generator=generator).numpy().astype(np.int32)
-    begins = np.zeros(len(case.trees), np.int64)
-    if case.window is not None:  # what no root sees is gone
-        begins = first_page_indexes(case.window, np.array([length for length, _, _ in case.trees]), case.page_size)
+    bases = np.array([length for length, _, _ in case.trees])
+    begins = span_of(case.window).first_needed(bases) // case.page_size  # what no root sees is gone
     tables = look_up_pages(table.reshape(-1, pages_each), np.arange(begins.size), tokens, case.page_size, begins)
     contexts, arrays = lay_out_tiles(tokens, tables, case.page_size, case.window)
     assert contexts is not None
@@ -139,8 +139,7 @@ def test_trees(case: Case) -> None:
         context.to(DEVICE),
         lse.to(DEVICE),
         tiles,
-        0.3,
-        case.softcap,
+        Scoring(0.3, case.window, case.softcap),
         None if sinks is None else sinks.to(DEVICE),
         scales.to(DEVICE) if case.fp8 else None,
     )

@@ -265,16 +265,16 @@ def test_tensors_that_do_not_fit(
     assert all(pool.isnan().all() for pool in pools)
 
 
-@pytest.mark.parametrize("place", range(4), ids=["q", "latents", "keys", "up.weight"])
-def test_latents_that_do_not_fit(place: int) -> None:
+@pytest.mark.parametrize("changed", range(4), ids=["q", "latents", "keys", "up.weight"])
+def test_latents_that_do_not_fit(changed: int) -> None:
     cache = cache_of(LATENTS, rope=ropes_of(LATENTS))
     cache.add_sequence(0)
     plan, up = cache.begin_forward([0], [3]), up_projections(8)
     q, entries, latents = draw_inputs(LATENTS, 3, seed=0).layers[0]
     given = (q, latents[:, 0], entries[:, 0, 8:], up.weight)
-    name = ("q", "latents", "keys", "up.weight")[place]
+    name = ("q", "latents", "keys", "up.weight")[changed]
     for change in (torch.Tensor.half, lambda x: x[:2], lambda x: x[..., 1:], lambda x: x.to("meta")):
-        q, latents, keys, weight = (change(x) if index == place else x for index, x in enumerate(given))
+        q, latents, keys, weight = (change(x) if index == changed else x for index, x in enumerate(given))
         with pytest.raises(InvalidArgument, match=rf"^({name}|q) is \("):  # with fewer maps, q has too many heads
             cache.latent_attention(plan, 0, q, latents, keys, UpProjections(weight, LATENT_HEADS))
     q, latents, keys, weight = given
@@ -286,7 +286,7 @@ PLANS: dict[str, Callable[[PagedKVCache], object]] = {
     "popped": lambda cache: cache.pop(0, 1),
     "removed": lambda cache: cache.remove_sequence(0),
     "cleared": lambda cache: cache.clear(),
-    "another in its place": lambda cache: (cache.clear(), cache.add_sequence(0), cache.begin_forward([0], [7])),
+    "another instead": lambda cache: (cache.clear(), cache.add_sequence(0), cache.begin_forward([0], [7])),
 }
 
 
@@ -323,7 +323,7 @@ def test_a_plan_of_another_cache() -> None:
     assert cache.num_sent(0) == 0
 
 
-@pytest.mark.parametrize("name", ["page_size", "num_kv_heads", "head_dim", "window", "layers", "latent_rank"])
+@pytest.mark.parametrize("name", ["page_size", "num_kv_heads", "head_dim", "layers", "latent_rank"])
 @pytest.mark.parametrize("value", [8.0, "8", True], ids=repr)
 def test_layouts_are_of_integers(name: str, value: Any) -> None:
     group: dict[str, Any] = {"layers": (0,), "num_kv_heads": 1, "head_dim": 12}

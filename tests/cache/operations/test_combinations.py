@@ -154,7 +154,7 @@ def share_a_prefix(twin: Twin) -> None:
     """Of sequence 1, in sequence 3."""
     ids = list(range(twin.cache.num_tokens(1)))
     twin.cache.add_sequence(3)
-    if twin.cache.layout.has_windows:
+    if twin.cache.layout.drops_past:
         with pytest.raises(InvalidArgument, match="the layout has groups with a window; prefixes are shared only"):
             twin.cache.publish_prefix(1, ids)
         with pytest.raises(InvalidArgument, match="the layout has groups with a window; prefixes are shared only"):
@@ -175,7 +175,7 @@ def slide(twin: Twin, rope: RopeParameters) -> None:
     cache.add_sequence(4)
     reason = (
         "the layout has groups with a window"
-        if cache.layout.has_windows
+        if cache.layout.drops_past
         else "the layout has groups with latents"
         if cache.layout.has_latents
         else "RoPE is dynamic"

@@ -60,5 +60,5 @@ def test_a_batch_without_lengths_is_a_step() -> None:
     for sequence in (3, 5):
         cache.add_sequence(sequence)
     forward = cache.begin(Batch([5, 3]))
-    assert np.diff(forward.qo_indptr).tolist() == [1, 1]
+    assert np.diff(forward.tokens.qo_indptr).tolist() == [1, 1]
     assert [cache.num_tokens(sequence) for sequence in (3, 5)] == [1, 1]

@@ -7,10 +7,11 @@ from tandem.cache.kernels.base import Limits
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.spans import Window
 from tests.cache.table_kernels import TableKernels
 
 WINDOW, PAGE_SIZE, STEPS = 5, 4, 20
-LAYOUT = KVLayout((LayerGroup((0,), num_kv_heads=1, head_dim=4, window=WINDOW),), PAGE_SIZE, torch.float32)
+LAYOUT = KVLayout((LayerGroup((0,), num_kv_heads=1, head_dim=4, keeps=Window(WINDOW)),), PAGE_SIZE, torch.float32)
 
 
 def make_cache() -> PagedKVCache:

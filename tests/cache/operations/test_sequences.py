@@ -161,7 +161,7 @@ def test_a_reserved_sequence_popped_into_shared_pages_has_its_own_at_once() -> N
     assert used(cache) == 4
     cache.pop(0, 9)
     naive.pop(0, 9)
-    assert used(cache) == 6  # places 1 and 2 were shared
+    assert used(cache) == 6  # page indexes 1 and 2 were shared
     cache.add_sequence(2)
     run(cache, [2], [8], draw_inputs(LAYOUT, 8, seed=1))
     append(cache, naive, 0, 11, seed=2)

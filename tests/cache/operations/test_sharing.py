@@ -77,7 +77,7 @@ class Twins:
 
 def levels(plan: Forward, group: int = 0) -> list[tuple[tuple[int, ...], int]]:
     """Per segment its sequences and the number of its pages."""
-    shared = plan.groups[group].tables.shared
+    shared = plan.attention.plans[group].tables.shared
     if shared is None:
         return []
     queries, pages = shared.qo_indptr.tolist(), shared.kv_indptr.tolist()
@@ -152,7 +152,7 @@ def test_streams_that_slide_leave_what_others_share() -> None:
     twins.cache.enable_sliding_window(10, 16, 8)
     plans = [twins.cache.begin_forward([0, 1, 10], [1, 1, 1]) for _ in range(40)]
     assert levels(plans[0]) == [((0, 1), 4)]
-    assert all(plan.groups[0].tables.shared is plans[0].groups[0].tables.shared for plan in plans)
+    assert all(plan.attention.plans[0].tables.shared is plans[0].attention.plans[0].tables.shared for plan in plans)
 
 
 def test_layer_groups_with_a_window_do_not_share() -> None:
@@ -191,8 +191,8 @@ def test_what_is_known_of_a_batch_is_forgotten_when_pages_change() -> None:
     twins.fork(0, 2, 20)
     batch = dict.fromkeys(range(3), 1)
     assert levels(twins.run(batch)) == [((0, 1, 2), 5)]
-    first = twins.run(batch).groups[0].tables.shared
-    assert twins.run(batch).groups[0].tables.shared is first
+    first = twins.run(batch).attention.plans[0].tables.shared
+    assert twins.run(batch).attention.plans[0].tables.shared is first
     twins.pop(1, 14)  # to 9 of 23 positions
     assert levels(twins.run(batch)) == [((0, 1, 2), 2), ((0, 2), 3)]
     for _ in range(5):

@@ -14,12 +14,13 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import OutOfPages
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.plan.spans import Window
 from tests.cache.known import check_tables
 
 PAGE, LONGEST, BATCH, STEPS = 4, 60, 6, 400
 STREAM = 10, 3  # window, sink
 PLAIN = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 2, 8)), PAGE, torch.float32)
-WINDOWED = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, 9)), PAGE, torch.float32)
+WINDOWED = KVLayout((LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, Window(9))), PAGE, torch.float32)
 
 
 class Stepping:
@@ -49,7 +50,7 @@ class Stepping:
         self.cleared = [set[int]() for _ in layout.groups]  # and not in use since
         for group, cleared in zip(self.cache._groups, self.cleared, strict=True):
             vars(group.backend)["clear_pages"] = lambda pages, cleared=cleared: cleared.update(pages.tolist())
-        if not layout.has_windows:
+        if not layout.drops_past:
             self.events += [self.fork, self.publish]
 
     def renew(self, sequence: int) -> None:
@@ -59,7 +60,7 @@ class Stepping:
         length = self.random.randint(1, LONGEST // 2)
         if sequence < self.num_streams:
             self.cache.enable_sliding_window(sequence, *STREAM)
-        elif not self.layout.has_windows:
+        elif not self.layout.drops_past:
             self.cache.match_prefix(sequence, [0] * length)
         self.cache.prepare_receive(sequence, length)
         self.cache.finish_receive(sequence)
@@ -68,7 +69,7 @@ class Stepping:
 
     def pop(self, sequence: int) -> None:
         """And as many appended again, or not."""
-        least = self.layout.has_windows or sequence < self.num_streams
+        least = self.layout.drops_past or sequence < self.num_streams
         count = self.random.randint(0, min(self.cache.num_tokens(sequence), 1 if least else 9))
         self.cache.pop(sequence, count)
         if count and self.random.random() < 0.5:
@@ -78,7 +79,7 @@ class Stepping:
         """As many positions in other pages; a child keeps its own."""
         length, child = self.cache.num_tokens(sequence), self.forget_child(sequence)
         self.cache.fork_sequence(sequence, child)
-        count = self.random.randint(1, 1 if self.layout.has_windows else length)
+        count = self.random.randint(1, 1 if self.layout.drops_past else length)
         if self.random.random() < 0.5:
             self.cache.pop(sequence, count)
         else:
@@ -115,7 +116,7 @@ class Stepping:
             self.cache.finish_receive(one)
         self.foreseen = self.cache._growth._foreseen is not None
         if self.random.random() < 0.3:
-            (self.renew if self.layout.has_windows else self.pop)(self.random.choice(self.batch))
+            (self.renew if self.layout.drops_past else self.pop)(self.random.choice(self.batch))
 
     def grow_tree(self, sequence: int) -> None:
         check_tables(self.cache, self.cache.begin_forward([sequence], [3], None, [[-1, 0, 0]]))
@@ -149,18 +150,18 @@ class Stepping:
             count = self.random.choice([1] * 30 + [2])
             with patch.object(self.pages, "step", wraps=self.pages.step) as step:
                 plan = self.cache.begin_forward(self.batch, [count] * BATCH)
-            assert plan.num_tokens == count * BATCH
+            assert plan.tokens.positions.size == count * BATCH
             check_tables(self.cache, plan)
             self.check_pages(plan)
             if self.foreseen:
                 as_foreseen = step.called and not step.call_args.kwargs["clear"]
                 self.counts["foreseen" if as_foreseen else "not as foreseen"] += 1
             self.foreseen = False
-            begun = (plan.positions % PAGE == 0).any()
+            begun = (plan.tokens.positions % PAGE == 0).any()
             self.counts["others" if not step.called else "steps that begin pages" if begun else "steps"] += 1
             if before is not None and step.called and (kv_lens_of(plan) < kv_lens_of(before)).any():
                 self.counts["steps at which pages leave a window"] += 1
-            if before is not None and step.called and (plan.seq_lens < before.seq_lens).any():
+            if before is not None and step.called and (plan.tokens.seq_lens < before.tokens.seq_lens).any():
                 self.counts["steps at which streams let go of pages"] += 1
             before = plan
             if self.random.random() < 0.2:
@@ -177,14 +178,14 @@ class Stepping:
         rows = [table.row(sequence) for sequence in self.batch]
         assert (table.groups[0].ends[rows] >= table.reserved_ends[rows]).all()
         assert not table.unclean[rows].any()
-        for group, cleared in zip(plan.groups, self.cleared, strict=True):
+        for group, cleared in zip(plan.attention.plans, self.cleared, strict=True):
             slots = group.tables.slot_mapping
             assert cleared.issuperset((slots[slots % PAGE == 0] // PAGE).tolist())
             cleared.difference_update(group.tables.kv_indices.tolist())
 
 
 def kv_lens_of(plan: Forward) -> np.ndarray:
-    return plan.groups[1].tables.kv_lens
+    return plan.attention.plans[1].tables.kv_lens
 
 
 STEP_KINDS = {"steps", "steps that begin pages", "others"}
@@ -233,8 +234,8 @@ def test_pages_foreseen_are_cleared_once_and_others_all_the_same() -> None:
     def begun(sequence: int) -> int:
         """The page that a step begins."""
         plan = cache.begin_forward([sequence], [1])
-        assert plan.positions % PAGE == 0
-        return int(plan.groups[0].tables.slot_mapping[0]) // PAGE
+        assert plan.tokens.positions % PAGE == 0
+        return int(plan.attention.plans[0].tables.slot_mapping[0]) // PAGE
 
     for sequence in range(2):
         cache.add_sequence(sequence)

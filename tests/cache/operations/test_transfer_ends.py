@@ -158,8 +158,8 @@ def test_any_split_of_any_prompt_lands(data: st.DataObject) -> None:
         forward(sender, 0, last - first, seed=last)
     assert sender.sends_done(0)
     receiver.finish_receive(0)
-    seen = max(
-        0, *(total - (group.window or total + 1) + 1 for group in layout.groups)
-    )  # from there, by the next query
+    seen = max(  # from there, by the next query
+        0, *(total - (group.keeps.window or total + 1) + 1 for group in layout.groups)
+    )
     assert sender.first_position(0) <= receiver.first_position(0) <= seen
     assert_same_kv(sender, receiver, 0, 0, min(max(begin, receiver.first_position(0)), total), total)

@@ -76,7 +76,7 @@ def tree_of(first: int) -> tuple[int, TreeTiles]:
 def attends_to_trees(pool: Tensor, first: int) -> Tensor:
     count, tiles = tree_of(first)
     q, lse = draw(count, 4, 16), torch.zeros(count, 4, device=DEVICE)
-    return attend_trees(pool, LAYER, q, torch.zeros_like(q), lse, tiles, 0.3, None, None)
+    return attend_trees(pool, LAYER, q, torch.zeros_like(q), lse, tiles, Scoring(0.3), None)
 
 
 def attends_to_latent_trees(pool: Tensor, first: int) -> Tensor:

@@ -55,7 +55,7 @@ def test_runs_of_positions_are_the_fewest(pages: list[int], data: st.DataObject)
     end = data.draw(st.integers(1, len(pages) * PAGE_SIZE))
     begin = data.draw(st.integers(0, end - 1))
     ids = np.array(pages, np.int32)
-    slots = slots_of(ids, np.arange(begin, end), PAGE_SIZE)
+    slots = slots_of(ids[None], 0, np.arange(begin, end), PAGE_SIZE)
     assert slots.tolist() == [pages[p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for p in range(begin, end)]
     assert runs_of(ids, begin, end, PAGE_SIZE) == SlotRuns.from_slots(slots)
 

@@ -1,4 +1,4 @@
-"""When layers of a forward are stored, told to the writer that sends them afterwards."""
+"""When layers of a forward are stored, as the writer learns it that sends them afterwards."""
 
 from typing import Any
 
@@ -124,7 +124,7 @@ def test_a_forward_in_graph_buffers_notes_its_layers_too() -> None:
     begin(cache, prompts, {0: 4}, np.zeros(4, np.int64), np.zeros(0, np.int64))
     run(attend, draw(4, seed=0))
     cache.send_cached(0)
-    writer = cache._transmissions._writer
+    writer = cache._writer
     assert isinstance(writer, PeerWriter)
     recorded = [number for stages in writer.stages for _, number in numbers(stages)]
     assert sorted(recorded) == list(range(before + 1, before + 1 + len(recorded)))

@@ -33,7 +33,8 @@ def test_a_total_is_what_all_have_added(steps: list[tuple[int, int]]) -> None:
 
 def test_columns_of_workers_clients_and_ids_do_not_meet() -> None:
     table = views()[0]
-    workers = {table.placed_column(island, pe) for island in range(ISLANDS) for pe in range(512)}
+    workers = {column for island in range(ISLANDS) for pe in range(512) for column in table.placed_columns(island, pe)}
+    assert len(workers) == 2 * ISLANDS * 512
     clients = {table.client_column(f"client {number}") for number in range(3000)}
     ids = {table.id_column(f"id {number}") for number in range(3000)}
     single = set(range(SINGLE))
@@ -56,6 +57,9 @@ def test_a_worker_s_load_is_what_all_processes_have_placed_in_all_epochs() -> No
     one.add(30)
     other.add(12)
     assert (one.own, one.of_all, other.of_all, beside.of_all) == (30, 42, 42, 0)
+    one.add_prompt(9)
+    other.add_prompt(4)
+    assert (one.prompts_of_all, beside.prompts_of_all, one.of_all) == (13, 0, 42)
     next_epoch = PlacedTokens(tables[0], 1, 7)
     next_epoch.add(5)
     one.add(-30)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import ConfigError
-from tandem.cluster.routing.policy import POLICIES, Pair, WorkerLoad, least_loaded
+from tandem.cluster.routing.policy import POLICIES, Ask, Pair, WorkerLoad, least_loaded
 from tandem.workers.config import Role
 
 
@@ -27,8 +27,8 @@ def of_role(workers: list[WorkerLoad], role: Role) -> list[WorkerLoad]:
 @pytest.mark.parametrize("name", POLICIES)
 @given(workers=LOADS, turn=st.integers(0, 20))
 def test_every_policy_pairs_reachable_workers_of_one_island(name: str, workers: list[WorkerLoad], turn: int) -> None:
-    pairs: list[Pair] = POLICIES[name](workers, turn)
-    for decode, prefill in pairs:
+    pairs: list[Pair] = POLICIES[name](workers, Ask(1, 1), turn)
+    for decode, prefill, _ in pairs:
         assert (decode.role, prefill.role) == (Role.DECODE, Role.PREFILL)
         assert decode.reachable
         assert prefill.reachable
@@ -36,14 +36,14 @@ def test_every_policy_pairs_reachable_workers_of_one_island(name: str, workers: 
     # No decode worker with room may be overlooked, and none is asked twice.
     islands = {one.island for one in of_role(workers, Role.PREFILL)}
     served = [one for one in of_role(workers, Role.DECODE) if one.island in islands]
-    assert sorted(decode for decode, _ in pairs) == sorted(served)
+    assert sorted(pair.decode for pair in pairs) == sorted(served)
 
 
 @given(workers=LOADS)
 def test_least_loaded_puts_the_least_load_first(workers: list[WorkerLoad]) -> None:
-    pairs = least_loaded(workers, 0)
-    assert [decode.load for decode, _ in pairs] == sorted(decode.load for decode, _ in pairs)
-    for _, prefill in pairs:
+    pairs = least_loaded(workers, Ask(1, 1), 0)
+    assert [pair.decode.load for pair in pairs] == sorted(pair.decode.load for pair in pairs)
+    for _, prefill, _ in pairs:
         rivals = [one.load for one in of_role(workers, Role.PREFILL) if one.island == prefill.island]
         assert prefill.load == min(rivals)
 

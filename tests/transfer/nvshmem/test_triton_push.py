@@ -1,11 +1,11 @@
-"""The push kernels against their torch references, bit for bit: on a GPU, else in Triton's interpreter."""
+"""The push kernels against a PagePool, bit for bit: on a GPU, else in Triton's interpreter."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from tandem.cache.plan.layout import LayerGroup
-from tandem.transfer.nvshmem.kernels import torch_push
+from tandem.transfer.page_pool import PagePool
 from tests.cache.far_pages import far_pages
 
 triton_push = pytest.importorskip(
@@ -51,7 +51,7 @@ def test_tokens(pools: list[Tensor], count: int, slot_dtype: torch.dtype) -> Non
     v = v if planes == 2 else None
     tokens, slots = draw(count, 30, 2, torch.int64), draw(count, NUM_PAGES * page_size, 3, slot_dtype)
     triton_push.push_tokens(pool, 1, k, v, tokens, slots)
-    torch_push.push_tokens(expected, 1, k, v, tokens, slots)
+    PagePool(expected).put_tokens(1, slots.long(), k[tokens], None if v is None else v[tokens])
     assert same_bits(pool, expected)
 
 
@@ -61,7 +61,7 @@ def test_slots(pools: list[Tensor], count: int) -> None:
     expected = target.clone()
     slots = [draw(count, NUM_PAGES * source.shape[4], seed, torch.int32) for seed in (4, 5)]
     triton_push.push_slots(source, target, *slots)
-    torch_push.push_slots(source, expected, *slots)
+    PagePool(expected).copy_slots(PagePool(source), *(of.long() for of in slots))
     assert same_bits(target, expected)
 
 
@@ -86,5 +86,5 @@ def test_rows(signal: int, payload: int) -> None:
     expected = mailbox.clone()
     word = torch.tensor(payload, device=DEVICE)
     triton_push.post_row(mailbox, 2, signal, word)
-    torch_push.post_row(expected, 2, signal, word)
+    expected[0, 2], expected[1, 2] = signal, payload
     assert torch.equal(mailbox, expected)

@@ -101,7 +101,7 @@ class Gateway:
 
     def check_pages(self) -> None:
         """What the writer writes, or would write if it were told to, is held for a writer."""
-        writers = self.pair.caches[DECODE]._pools._allocators[0]._writers
+        writers = self.pair.caches[DECODE]._pools.allocators[0]._writers
         for request_id, known in self.known.items():
             if self._may_be_written(request_id, known):
                 assert writers[known.pages].min() > 0, f"{request_id} may still be written"

@@ -1,7 +1,7 @@
 """KV into pages of a mapped peer, and a row into its mailbox, in Triton kernels; elements are moved, never computed.
 
 Pools are [num_pages, layers, planes, num_kv_heads, page_size, head_dim], contiguous; a peer's stores like an own one.
-What each function does, torch_push does too. All of them queue on the current stream.
+All functions queue on the current stream.
 """
 
 from typing import Any
@@ -19,28 +19,15 @@ def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: T
     k and v: any stride of the tokens, each token contiguous; v is None exactly where the pool has one plane. The slots
     lie inside the pool.
     """
-    _, layers, planes, heads, page_size, head_dim = pool.shape
+    _, _, planes, heads, page_size, head_dim = pool.shape
     head_pad, dim_pad = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim)
     block = max(1, ELEMENTS_PER_PROGRAM // (head_pad * dim_pad))
-    _launch(
-        _push_tokens,
-        (triton.cdiv(slots.shape[0], block), planes),
-        pool=pool,
-        k=k,
-        v=k if v is None else v,
-        tokens=tokens,
-        slots=slots,
-        num_tokens=slots.shape[0],
-        k_stride=k.stride(0),
-        v_stride=k.stride(0) if v is None else v.stride(0),
-        page_elements=layers * planes * heads * page_size * head_dim,
-        layer_elements=layer * planes * heads * page_size * head_dim,
-        HEADS=heads,
-        PAGE_SIZE=page_size,
-        HEAD_DIM=head_dim,
-        HEAD_PAD=head_pad,
-        DIM_PAD=dim_pad,
-        BLOCK=block,
+    values = k if v is None else v
+    kernel: Any = _push_tokens[(triton.cdiv(slots.shape[0], block), planes)]
+    kernel(
+        *(pool, k, values, tokens, slots, slots.shape[0], k.stride(0), values.stride(0)),
+        *(pool.stride(0), layer * pool.stride(1)),
+        *(heads, page_size, head_dim, head_pad, dim_pad, block),
     )
 
 
@@ -49,41 +36,17 @@ def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slot
     _, layers, planes, heads, page_size, head_dim = source.shape
     rows, dim_pad = layers * planes * heads, triton.next_power_of_2(head_dim)
     block = min(max(1, ELEMENTS_PER_PROGRAM // dim_pad), triton.next_power_of_2(rows))
-    _launch(
-        _push_slots,
-        (source_slots.shape[0], triton.cdiv(rows, block)),
-        source=source,
-        target=target,
-        source_slots=source_slots,
-        target_slots=target_slots,
-        num_rows=rows,
-        PAGE_SIZE=page_size,
-        HEAD_DIM=head_dim,
-        DIM_PAD=dim_pad,
-        BLOCK=block,
-    )
+    kernel: Any = _push_slots[(source_slots.shape[0], triton.cdiv(rows, block))]
+    kernel(source, target, source_slots, target_slots, rows, page_size, head_dim, dim_pad, block)
 
 
 def post_row(mailbox: Tensor, row: int, signal: int, payload: Tensor) -> None:
     """Into a mapped mailbox (int64 [2, num_signals]) the payload (int64 []), then the signal.
 
-    Whoever reads the signal afterwards reads the payload and all that this stream wrote before.
+    A later reader of the signal also sees the payload, and all that this stream wrote before.
     """
-    _launch(
-        _post_row,
-        (1,),
-        mailbox=mailbox,
-        num_signals=mailbox.shape[1],
-        row=row,
-        signal=signal,
-        payload=payload,
-        num_warps=1,
-    )
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """kernel[grid](…), which type checkers take for a call of the function under the decorator."""
-    kernel[grid](**arguments)
+    kernel: Any = _post_row[(1,)]
+    kernel(mailbox, mailbox.shape[1], row, signal, payload, num_warps=1)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -1,0 +1,85 @@
+"""Spans: which entries of a sequence a layer group keeps. Entry i of a group is that of position i.
+
+Page index i holds the entries of positions i · page_size … (i + 1) · page_size - 1. Pages are let go of as a whole.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.cache.plan.arrays import Int64Array, integer
+
+
+class Span(ABC):
+    """What the queries of a layer group need of a sequence. Allocator, plan, position map and transfer ask it."""
+
+    drops_past = False
+    """Whether entries leave the span as a sequence grows, so that their pages are let go of."""
+
+    @property
+    def window(self) -> int | None:
+        """How many positions a query sees, its own included, as attention kernels take it; None: all before it."""
+        return None
+
+    @abstractmethod
+    def first_needed(self, queries: Int64Array) -> Int64Array:
+        """int64 [n]: the first entry that a query at each position of `queries` (int64 [n]), or after it, needs."""
+
+    @abstractmethod
+    def most_needed(self, num_tokens: int, longest_append: int) -> int:
+        """The most consecutive entries that the queries of one forward need together, of sequences of up to num_tokens
+        positions and forwards that append up to longest_append."""
+
+    def first_page_index(self, query: int, page_size: int) -> int:
+        """The first page index that a query at position `query`, or after it, needs."""
+        return int(self.first_needed(np.array(query))) // page_size
+
+    def most_pages(self, num_tokens: int, longest_append: int, page_size: int) -> int:
+        """The most pages that such a sequence needs at once, wherever in a page its entries begin."""
+        entries = self.most_needed(num_tokens, longest_append)
+        return min(-(-num_tokens // page_size), -(-(entries - 1) // page_size) + 1)
+
+
+@dataclass(frozen=True)
+class All(Span):
+    """Every query needs all entries, as in full attention."""
+
+    def first_needed(self, queries: Int64Array) -> Int64Array:
+        return np.zeros_like(queries)
+
+    def most_needed(self, num_tokens: int, longest_append: int) -> int:
+        return num_tokens
+
+
+@dataclass(frozen=True)
+class Window(Span):
+    """A query at p needs the entries of positions p - size + 1 … p (transformers' sliding_window).
+
+    InvalidArgument unless size is an integer of at least 1.
+    """
+
+    size: int
+
+    drops_past = True
+
+    def __post_init__(self) -> None:
+        integer("size of the window", self.size, least=1)
+
+    @property
+    def window(self) -> int:
+        return self.size
+
+    def first_needed(self, queries: Int64Array) -> Int64Array:
+        return np.maximum(queries - (self.size - 1), 0)
+
+    def most_needed(self, num_tokens: int, longest_append: int) -> int:
+        return min(num_tokens, self.size - 1 + max(longest_append, 1))
+
+
+ALL = All()
+
+
+def span_of(window: int | None) -> Span:
+    """The span of layers whose tokens see `window` positions, their own included; None: all."""
+    return ALL if window is None else Window(window)

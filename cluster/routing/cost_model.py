@@ -1,0 +1,94 @@
+"""Roles by load: which worker computes a prompt and which decodes it, by what both cost.
+
+Each pair of workers of an island has a cost in seconds:
+
+    first token     prompts ahead of it and its own, at the prefill worker's measured rate
+    others' tokens  a prompt computed beside decode rows holds up each of those rows
+    others' prompts a row decoded beside prompts takes its steps from them
+    own tokens      what the decode worker takes for a token, above all beyond the bound
+
+The weights say what a second of each is worth in seconds of the first token.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from tandem.cluster.routing.policy import Ask, Key, Pair, Policy, WorkerLoad
+from tandem.workers.config import Role
+
+ROW_WEIGHT = 0.05  # a second by which one decode row is held up
+TOKEN_WEIGHT = 0.02  # a second of the request's own decoding within the bound
+LONGEST_OUTPUT = 512  # tokens that a request is expected to use of max_tokens, at most
+FIRST_RATE = 10_000.0  # prompt tokens a second before any was measured
+LEAST_WAITING = 0.02  # prompts to come that a row beside them would hold up, where none waits
+LEAST_SHARE = 0.25  # of a worker with decode rows, for prompts
+LONE_STEP = 0.5  # a step of few rows, of the bound, where none was measured as less
+
+
+def adaptive(token_seconds: float) -> Policy:
+    """The policy. token_seconds: the bound on the time from one token to the next."""
+
+    def policy(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pair]:
+        islands: defaultdict[str, list[WorkerLoad]] = defaultdict(list)
+        for worker in workers:
+            if worker.reachable:
+                islands[worker.island].append(worker)
+        ranked: list[tuple[float, Pair]] = []
+        for members in islands.values():
+            ranked += _Island(members, ask, token_seconds).pairs()
+        ranked.sort(key=lambda one: one[0])
+        return [pair for _, pair in ranked]
+
+    return policy
+
+
+class _Island:
+    """One island's workers and what they would cost a request."""
+
+    def __init__(self, workers: Sequence[WorkerLoad], ask: Ask, bound: float) -> None:
+        self._workers = workers
+        self._ask = ask
+        self._bound = bound
+        measured = max(one.prompt_rate for one in workers)
+        self._rate = measured if measured >= 1 else FIRST_RATE  # of a worker without rows
+        self._step = min((LONE_STEP * bound, *(one.token_seconds for one in workers if one.token_seconds)))
+        self._output = min(ask.max_tokens, LONGEST_OUTPUT)
+
+    def pairs(self) -> list[tuple[float, Pair]]:
+        """(cost, pair): each worker as the decoder, with the best prefill worker for it and with itself."""
+        waits = {one.key: self._first_token(one) for one in self._workers}
+        prefills = sorted(self._workers, key=lambda one: waits[one.key] + self._holds_up_rows(one))
+        ranked = []
+        for decode in self._workers:
+            other = next((one for one in prefills if one is not decode), None)
+            for prefill in (decode,) if other is None else (other, decode):
+                ranked.append((self._cost(decode, prefill, waits), Pair(decode, prefill, waits[prefill.key])))
+        return ranked
+
+    def _cost(self, decode: WorkerLoad, prefill: WorkerLoad, waits: dict[Key, float]) -> float:
+        own = self._token_seconds(decode)
+        beyond = max(0.0, own - self._bound)
+        tokens = self._output * (TOKEN_WEIGHT * own + beyond)
+        return waits[prefill.key] + self._holds_up_rows(prefill) + self._holds_up_prompts(decode) + tokens
+
+    def _to_compute(self, worker: WorkerLoad) -> int:
+        return max(1, self._ask.prompt_tokens - self._ask.matches.get(worker.key, 0))
+
+    def _first_token(self, prefill: WorkerLoad) -> float:
+        share = max(LEAST_SHARE, 1 - prefill.token_seconds / self._bound) if prefill.rows else 1.0
+        return (prefill.prompt_tokens + self._to_compute(prefill)) / (self._rate * share)
+
+    def _holds_up_rows(self, prefill: WorkerLoad) -> float:
+        return ROW_WEIGHT * prefill.rows * self._to_compute(prefill) / self._rate
+
+    def _holds_up_prompts(self, decode: WorkerLoad) -> float:
+        """Steps that the request adds on a worker whose time prompts need; rows that are there already pay for most."""
+        if decode.role == Role.DECODE:
+            return 0.0
+        waiting = min(1.0, max(LEAST_WAITING, decode.prompt_tokens / self._rate / self._bound))
+        return waiting * self._output * self._step / (decode.rows + 1)
+
+    def _token_seconds(self, decode: WorkerLoad) -> float:
+        if decode.prompt_tokens and not decode.rows:
+            return self._bound  # its chunks will fill the time up to the bound
+        return decode.token_seconds if decode.rows else self._step

@@ -1,0 +1,33 @@
+"""Attention of a forward that is a decode step and prompt chunks at once."""
+
+import torch
+from torch import Tensor
+
+from tandem.cache.attention.forward import Attention
+from tandem.cache.plan.head_norm import HeadNorm
+from tandem.cache.plan.latent import UpProjections
+
+
+class MixedAttention:
+    """A CachedAttention: the first num_rows tokens are those of `steps`, in graph buffers; the others are of `prompts`.
+
+    Each part has the kernels that suit it. All else in a layer sees one batch, and so reads the weights once.
+    """
+
+    def __init__(self, steps: Attention, prompts: Attention, num_rows: int) -> None:
+        self._parts = (steps, slice(None, num_rows)), (prompts, slice(num_rows, None))
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
+    ) -> Tensor:
+        """See CachedAttention."""
+        return torch.cat([part.attend(layer, q[rows], k[rows], v[rows], sinks, norm) for part, rows in self._parts])
+
+    def step_pages(self) -> None:
+        """No megakernel computes prompts."""
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections) -> Tensor:
+        """See CachedAttention."""
+        return torch.cat(
+            [part.attend_latents(layer, q[rows], latents[rows], keys[rows], up) for part, rows in self._parts]
+        )

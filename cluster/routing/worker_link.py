@@ -63,11 +63,11 @@ class WorkerLink:
     @property
     def load(self) -> int:
         """Tokens that this gateway process has placed on the worker and not yet taken back."""
-        return self._placed.own
+        return self._placed.tokens.own
 
     @load.setter
     def load(self, tokens: int) -> None:
-        self._placed.add(tokens - self._placed.own)
+        self._placed.tokens.add(tokens - self._placed.tokens.own)
 
     @property
     def reachable(self) -> bool:
@@ -83,11 +83,11 @@ class WorkerLink:
         """The worker is to compute this prompt."""
         self.forget_prompt(request_id)
         self._prompts[request_id] = num_tokens
-        self._placed.add_prompt(num_tokens)
+        self._placed.prompts.add(num_tokens)
 
     def forget_prompt(self, request_id: str) -> None:
         """Its first token is there, or will not come. Idempotent."""
-        self._placed.add_prompt(-self._prompts.pop(request_id, 0))
+        self._placed.prompts.add(-self._prompts.pop(request_id, 0))
 
     def worker_load(self, island: str) -> WorkerLoad:
         """What routing policies see, of all the gateway's processes. The newest prompts are not in the report yet."""
@@ -96,9 +96,9 @@ class WorkerLink:
             island=island,
             pe=self.pe,
             role=self.role,
-            load=self._placed.of_all,
+            load=self._placed.tokens.of_all,
             reachable=self.reachable,
-            prompt_tokens=max(self._placed.prompts_of_all, report.prompt_tokens),
+            prompt_tokens=max(self._placed.prompts.of_all, report.prompt_tokens),
             rows=report.rows,
             token_seconds=report.token_seconds,
             prompt_rate=report.prompt_tokens_per_second,

@@ -54,16 +54,17 @@ def test_a_worker_s_load_is_what_all_processes_have_placed_in_all_epochs() -> No
     tables = views()
     one, other = PlacedTokens(tables[0], 1, 7), PlacedTokens(tables[1], 1, 7)
     beside = PlacedTokens(tables[1], 0, 7)
-    one.add(30)
-    other.add(12)
-    assert (one.own, one.of_all, other.of_all, beside.of_all) == (30, 42, 42, 0)
-    one.add_prompt(9)
-    other.add_prompt(4)
-    assert (one.prompts_of_all, beside.prompts_of_all, one.of_all) == (13, 0, 42)
+    one.tokens.add(30)
+    other.tokens.add(12)
+    assert (one.tokens.own, one.tokens.of_all, other.tokens.of_all, beside.tokens.of_all) == (30, 42, 42, 0)
+    one.prompts.add(9)
+    other.prompts.add(4)
+    assert (one.prompts.of_all, beside.prompts.of_all, one.tokens.of_all) == (13, 0, 42)
     next_epoch = PlacedTokens(tables[0], 1, 7)
-    next_epoch.add(5)
-    one.add(-30)
-    assert (next_epoch.own, next_epoch.of_all) == (5, 17)
+    next_epoch.tokens.add(5)
+    assert other.tokens.of_all == 47
+    one.tokens.add(-30)
+    assert (next_epoch.tokens.own, other.tokens.of_all) == (5, 17)
 
 
 def test_a_cleared_row_counts_nothing_but_its_restarts() -> None:

@@ -38,6 +38,7 @@ class Claims:
         self._token = token
         self._channels: dict[int, tuple[grpc.aio.Channel, peer_pb2_grpc.PeerStub]] = {}
         self._asking: set[asyncio.Task[int]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
 
     def holders(self, request_id: str) -> list[int]:
         """The processes that may run a request of that id. Its own cell counts it before this looks: of two processes
@@ -65,7 +66,7 @@ class Claims:
     async def close(self) -> None:
         for question in self._asking:
             question.cancel()
-        await asyncio.gather(*(channel.close() for channel, _ in self._channels.values()))
+        await asyncio.gather(*self._closing, *(channel.close() for channel, _ in self._channels.values()))
 
     async def _ask(self, claim: Claim, holder: int) -> int:
         """The outcome. Asks until there is one, the process has ended, or the time is over."""
@@ -85,8 +86,9 @@ class Claims:
             there = {self._table.of(other, Column.PORT) for other in self._table.others()}
             for gone in self._channels.keys() - there:
                 channel, _ = self._channels.pop(gone)
-                task = asyncio.ensure_future(channel.close())
-                task.add_done_callback(lambda _: None)
+                closing = asyncio.create_task(channel.close())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.enable_http_proxy", 0)])
             self._channels[port] = channel, authorized(peer_pb2_grpc.PeerStub(channel), self._token)
         return self._channels[port][1]

@@ -17,6 +17,7 @@ On a host of 16 cores: `--processes 1 2 4 --streams 1024 --tokens 60000 --client
 """
 
 import itertools
+import os
 import statistics
 import tempfile
 import time
@@ -26,6 +27,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.gateway import GatewaySettings
@@ -39,6 +41,7 @@ from tests.benchmarks.results import at_least, at_most, percentile, print_result
 
 PROMPT = 16
 WARM_UP_TOKENS = 4
+ENOUGH_CORES = 16
 RAMP_SECONDS = 4.0  # until all streams run
 PEER_TOKEN = "of this benchmark"
 MOST_LOOP, MOST_LATE_MS, LEAST_TOKENS = 0.8, 5.0, 0.95
@@ -169,14 +172,20 @@ def main() -> None:
         make_checkpoint(Path(folder), arch="llama", size="tiny")
         for count in given.processes:
             rows[str(count)] = measure(folder, count, load, clients, given.rounds, budget)
-    most = rows[str(max(given.processes))]
-    targets = [
-        at_least("tokens a second of those asked for", most["tokens_s"] / given.tokens, LEAST_TOKENS),
-        at_most("busiest event loop, cores", most["busiest_loop"], MOST_LOOP),
-        at_most("p99 gap less a step, ms", most["late_p99_ms"], MOST_LATE_MS),
-    ]
     sizes = {"case": f"{given.streams} streams", "connections": connections, "step_ms": 1e3 / load.steps}
+    targets = targets_of(rows[str(max(given.processes))], given.tokens)
     print_result({**sizes, "processes": rows, "targets": targets}, given)
+
+
+def targets_of(row: dict[str, float], tokens: float) -> list[dict[str, Any]]:
+    """None on a host whose cores clients and gateway have to share."""
+    if (os.cpu_count() or 1) < ENOUGH_CORES:
+        return []
+    return [
+        at_least("tokens a second of those asked for", row["tokens_s"] / tokens, LEAST_TOKENS),
+        at_most("busiest event loop, cores", row["busiest_loop"], MOST_LOOP),
+        at_most("p99 gap less a step, ms", row["late_p99_ms"], MOST_LATE_MS),
+    ]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tandem.cluster.config_units import (
     Placements,
     Port,
     Positions,
+    Processes,
     Requests,
     Restarts,
     Seconds,
@@ -124,7 +125,9 @@ class SchedulerSection(Section):
         "adaptive, the router decides for each request who does what, by the workers' loads",
     )
     max_batch_tokens: Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
-    max_sequences: Sequences = Field(default=256, le=1 << 16, description="most sequences in one forward")
+    max_sequences: Sequences | None = Field(
+        default=None, le=1 << 16, description="most sequences in one forward; null is 512 on a GPU and 256 on a CPU"
+    )
     token_seconds: Seconds | None = Field(
         default=None,
         gt=0,
@@ -152,8 +155,10 @@ class IslandSection(Section):
     )
     num_prefill: Workers = Field(default=1, le=256, description="prefill workers")
     num_decode: Workers = Field(default=1, le=256, description="decode workers")
-    num_signals: Requests = Field(
-        default=256, le=1 << 16, description="requests whose KV one decode worker can await at a time"
+    num_signals: Requests | None = Field(
+        default=None,
+        le=1 << 16,
+        description="requests whose KV one decode worker can await at a time; null is scheduler.max_sequences",
     )
     lease_seconds: Seconds = Field(
         default=30.0,
@@ -190,6 +195,12 @@ class GatewaySection(Section):
         default="prefix_aware",
         json_schema_extra={"enum": [*POLICIES]},
         description="how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do",
+    )
+    processes: Processes | None = Field(
+        default=None,
+        le=64,
+        description="gateway processes, which share the ports and the limits; null is 1 for each 4 cores, at least 1 "
+        "and at most 4",
     )
     max_queued: Requests = Field(default=1024, le=1 << 20, description="most requests that wait for room")
     max_queued_tokens: Tokens = Field(

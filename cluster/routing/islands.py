@@ -5,6 +5,8 @@ from collections.abc import Coroutine, Iterator
 from typing import Any, NamedTuple
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.peers.placed_tokens import PlacedTokens
+from tandem.cluster.peers.table import GatewayTable
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import Ask, Key, Policy
 from tandem.cluster.routing.prefix_view import PrefixView, PromptKeys
@@ -24,10 +26,20 @@ class LinkPair(NamedTuple):
 class IslandLinks:
     """One island in one epoch. Its links stay open after admission has stopped, until its requests are over."""
 
-    def __init__(self, state: IslandState, max_message_bytes: int, prefixes: PrefixView[Key]) -> None:
+    def __init__(
+        self, state: IslandState, max_message_bytes: int, prefixes: PrefixView[Key], table: GatewayTable
+    ) -> None:
         self.state = state
         self.links = [
-            WorkerLink(worker, state.name, state.epoch, max_message_bytes, prefixes) for worker in state.workers
+            WorkerLink(
+                worker,
+                state.name,
+                state.epoch,
+                max_message_bytes,
+                prefixes,
+                PlacedTokens(table, state.number, worker.pe),
+            )
+            for worker in state.workers
         ]
 
     @property
@@ -42,7 +54,11 @@ class IslandLinks:
 class Islands:
     """All islands by name, as their supervisors describe them. Owned by the gateway's event loop."""
 
-    def __init__(self, max_message_bytes: int, policy: Policy, page_size: int) -> None:
+    def __init__(
+        self, max_message_bytes: int, policy: Policy, page_size: int, table: GatewayTable | None = None
+    ) -> None:
+        """table: of the gateway's processes; None where there is one."""
+        self._table = table or GatewayTable.alone()
         self._page_size = page_size
         self._max_message_bytes = max_message_bytes
         self._policy = policy
@@ -84,7 +100,7 @@ class Islands:
         return all(link in links and link.reachable for link in (pair.decode, pair.prefill))
 
     def placed_tokens(self, name: str) -> int:
-        """Tokens of requests that are not yet over on the island, whether it takes new ones or not."""
+        """Tokens of this process's requests that are not yet over on the island, whether it takes new ones or not."""
         return self._current[name].placed_tokens if name in self._current else 0
 
     async def update(self, state: IslandState) -> None:
@@ -98,7 +114,7 @@ class Islands:
             return
         for link in [] if before is None else before.links:
             link.end_watch()  # before its successor, of the same key, is watched
-        island = self._current[state.name] = IslandLinks(state, self._max_message_bytes, self._prefixes)
+        island = self._current[state.name] = IslandLinks(state, self._max_message_bytes, self._prefixes, self._table)
         for link in island.links:
             link.watch()
         if before is not None:

@@ -21,7 +21,7 @@ class WorkerLoad(NamedTuple):
     island: str
     pe: int
     role: Role
-    load: int  # tokens that this gateway has placed there and not taken back
+    load: int  # tokens that the gateway's processes have placed there and not taken back
     reachable: bool  # False for a moment after a failed call
     prompt_tokens: int = 0  # of prompts that wait there, or run
     rows: int = 0  # sequences that it decodes

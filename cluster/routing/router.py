@@ -72,12 +72,12 @@ class Router:
         self._id_prefix = id_prefix
         self._asked = itertools.count(1)
         self._queue_seconds = queue_seconds
-        self._given_back = asyncio.Event()
+        self._given_back = queue.room
         self._cleanup: set[asyncio.Task[object]] = set()
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a placement."""
+        """Requests that wait for a placement in this process."""
         return self._queue.requests
 
     async def place(
@@ -99,7 +99,7 @@ class Router:
         or WorkerCallError.
         """
         wanted = _Wanted(request_id, token_ids, max_tokens, salt, self._islands.prompt_keys(token_ids, salt))
-        if move is not None or not self.queued:
+        if move is not None or not self._queue.waits:
             placement = await self._try(wanted, announce=move is None, move=move)
             if placement is not None:
                 return placement
@@ -157,6 +157,7 @@ class Router:
 
     async def _wait_for_room(self, wanted: _Wanted) -> Placement:
         while True:
+            await self._queue.first()
             self._given_back.clear()
             placement = await self._try(wanted)
             if placement is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from tandem.cluster.errors import PlacementLost, WorkerCallError
+from tandem.cluster.peers.placed_tokens import PlacedTokens
 from tandem.cluster.routing.policy import Key, WorkerLoad
 from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.cluster.routing.prefix_view import PrefixView
@@ -42,7 +43,13 @@ class WorkerLink:
     """Calls one worker in one epoch. Calls raise WorkerCallErrors; one that loses its worker makes it unreachable."""
 
     def __init__(
-        self, worker: WorkerAddress, island: str, epoch: int, max_message_bytes: int, prefixes: PrefixView[Key]
+        self,
+        worker: WorkerAddress,
+        island: str,
+        epoch: int,
+        max_message_bytes: int,
+        prefixes: PrefixView[Key],
+        placed: PlacedTokens,
     ) -> None:
         """prefixes: gets to know what the worker holds, from watch() on."""
         self.key: Key = (island, worker.pe)
@@ -53,9 +60,8 @@ class WorkerLink:
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
         self.role, self.pe, self.epoch = worker.role, worker.pe, epoch
-        self._load = 0
+        self._placed = placed
         self._report = worker_pb2.WorkerReport()
-        self._others = 0  # prompt tokens that other gateways have placed there, as of the latest report
         self._known: WorkerLoad | None = None  # until something of it changes: most workers are as they were
         self._prompts: dict[str, int] = {}  # tokens of requests whose first token the worker has yet to give
         self._address = worker.address
@@ -77,15 +83,6 @@ class WorkerLink:
         self._watch.end()
 
     @property
-    def load(self) -> int:
-        """Tokens that this gateway has placed on the worker and not yet taken back."""
-        return self._load
-
-    @load.setter
-    def load(self, tokens: int) -> None:
-        self._load, self._known = tokens, None
-
-    @property
     def report(self) -> worker_pb2.WorkerReport:
         """The worker's own figures, the latest ones."""
         return self._report
@@ -93,7 +90,15 @@ class WorkerLink:
     @report.setter
     def report(self, report: worker_pb2.WorkerReport) -> None:
         self._report, self._known = report, None
-        self._others = max(0, report.prompt_tokens - sum(self._prompts.values()))
+
+    @property
+    def load(self) -> int:
+        """Tokens that this gateway process has placed on the worker and not yet taken back."""
+        return self._placed.tokens.own
+
+    @load.setter
+    def load(self, tokens: int) -> None:
+        self._placed.tokens.add(tokens - self._placed.tokens.own)
 
     @property
     def reachable(self) -> bool:
@@ -102,31 +107,32 @@ class WorkerLink:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether this gateway awaits a first token from the worker."""
+        """Whether this gateway process awaits a first token from the worker."""
         return bool(self._prompts)
 
     def expect_prompt(self, request_id: str, num_tokens: int) -> None:
         """The worker is to compute this prompt."""
+        self.forget_prompt(request_id)
         self._prompts[request_id] = num_tokens
-        self._known = None
+        self._placed.prompts.add(num_tokens)
 
     def forget_prompt(self, request_id: str) -> None:
         """Its first token is there, or will not come. Idempotent."""
-        self._prompts.pop(request_id, None)
-        self._known = None
+        self._placed.prompts.add(-self._prompts.pop(request_id, 0))
 
     def worker_load(self, island: str) -> WorkerLoad:
-        """What routing policies see. Of other gateways' prompts only the report knows."""
-        if self._known is not None and self._known.reachable:
-            return self._known
-        report = self._report
+        """What routing policies see, of all the gateway's processes. The newest prompts are not in the report yet."""
+        report, known = self._report, self._known
+        load, prompt_tokens = self._placed.tokens.of_all, max(self._placed.prompts.of_all, report.prompt_tokens)
+        if known is not None and known.reachable and (known.load, known.prompt_tokens) == (load, prompt_tokens):
+            return known
         self._known = WorkerLoad(
             island=island,
             pe=self.pe,
             role=self.role,
-            load=self.load,
+            load=load,
             reachable=self.reachable,
-            prompt_tokens=sum(self._prompts.values()) + self._others,
+            prompt_tokens=prompt_tokens,
             rows=report.rows,
             token_seconds=report.token_seconds,
             prompt_rate=report.prompt_tokens_per_second,

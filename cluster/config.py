@@ -8,27 +8,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from tandem.cluster import config_units as units
 from tandem.cluster.config_errors import cut, explain, explain_yaml, names, shown
-from tandem.cluster.config_units import (
-    Calls,
-    Cpus,
-    Factor,
-    Fraction,
-    Islands,
-    Mebibytes,
-    Messages,
-    Pages,
-    Placements,
-    Port,
-    Positions,
-    Requests,
-    Restarts,
-    Seconds,
-    Sequences,
-    Threads,
-    Tokens,
-    Workers,
-)
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.routing.policy import POLICIES
@@ -57,7 +38,7 @@ class ModelSection(Section):
         default="safetensors",
         description="where weights come from; dummy draws them at random and needs config.json only",
     )
-    max_model_len: Positions | None = Field(
+    max_model_len: units.Positions | None = Field(
         default=None,
         le=1 << 24,
         description="most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit",
@@ -76,13 +57,13 @@ class CacheSection(Section):
         json_schema_extra={"unit": "positions"},
         description="positions in one KV page; 16-bit kernels on a GPU take at most 64",
     )
-    num_pages: Pages | None = Field(
+    num_pages: units.Pages | None = Field(
         default=None,
         le=1 << 24,
         description="KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU "
         "and what gpu_memory_utilization leaves on a GPU",
     )
-    gpu_memory_utilization: Fraction | None = Field(
+    gpu_memory_utilization: units.Fraction | None = Field(
         default=None,
         description="fraction of a GPU's memory that weights, KV pages and workspace may take; "
         "null is 0.9, unless num_pages is given",
@@ -91,12 +72,12 @@ class CacheSection(Section):
         default="auto",
         description="element type of stored K and V; auto is model.dtype, or FP8 where the checkpoint asks for it",
     )
-    k_scale: Factor | None = Field(
+    k_scale: units.Factor | None = Field(
         default=None,
         description="with fp8_e4m3, what stored K is multiplied by in every layer; null is the checkpoint's, else 1",
         allow_inf_nan=False,
     )
-    v_scale: Factor | None = Field(default=None, description="the same for V", allow_inf_nan=False)
+    v_scale: units.Factor | None = Field(default=None, description="the same for V", allow_inf_nan=False)
     prefix_sharing: bool = Field(default=True, description="whether requests share the pages of equal prefixes")
 
     @field_validator("gpu_memory_utilization")
@@ -123,15 +104,15 @@ class SchedulerSection(Section):
         description="what workers do: with split, prefill workers compute prompts and decode workers decode; with "
         "adaptive, the router decides for each request who does what, by the workers' loads",
     )
-    token_seconds: Seconds = Field(
+    token_seconds: units.Seconds = Field(
         default=0.015,
         gt=0,
         le=60,
         description="with adaptive roles, the time between two tokens that a prompt beside them must not exceed",
     )
-    max_batch_tokens: Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
-    max_sequences: Sequences = Field(default=256, le=1 << 16, description="most sequences in one forward")
-    stream_messages_per_second: Messages | None = Field(
+    max_batch_tokens: units.Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
+    max_sequences: units.Sequences = Field(default=256, le=1 << 16, description="most sequences in one forward")
+    stream_messages_per_second: units.Messages | None = Field(
         default=None,
         le=1 << 20,
         description="most messages that the clients of one decode worker get; when more tokens come, a message carries "
@@ -149,12 +130,12 @@ class IslandSection(Section):
         description="how workers write into each other's pages: shared_memory between CPUs, nvshmem between GPUs",
         validate_default=True,
     )
-    num_prefill: Workers = Field(default=1, le=256, description="prefill workers")
-    num_decode: Workers = Field(default=1, le=256, description="decode workers")
-    num_signals: Requests = Field(
+    num_prefill: units.Workers = Field(default=1, le=256, description="prefill workers")
+    num_decode: units.Workers = Field(default=1, le=256, description="decode workers")
+    num_signals: units.Requests = Field(
         default=256, le=1 << 16, description="requests whose KV one decode worker can await at a time"
     )
-    lease_seconds: Seconds = Field(
+    lease_seconds: units.Seconds = Field(
         default=30.0,
         ge=0.05,
         le=3600,
@@ -163,7 +144,7 @@ class IslandSection(Section):
     verify_kv: bool = Field(
         default=False, description="whether decode workers compare digests of the KV pushed to them"
     )
-    threads_per_worker: Threads | None = Field(
+    threads_per_worker: units.Threads | None = Field(
         default=None, le=1024, description="torch threads of one worker; null shares the machine's cores evenly"
     )
 
@@ -181,8 +162,8 @@ class IslandSection(Section):
 
 class GatewaySection(Section):
     host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: Port = Field(default=50051, description="gRPC port; 0 takes any free one")
-    http_port: Port | None = Field(
+    port: units.Port = Field(default=50051, description="gRPC port; 0 takes any free one")
+    http_port: units.Port | None = Field(
         default=None, description="port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"
     )
     routing_policy: str = Field(
@@ -190,17 +171,17 @@ class GatewaySection(Section):
         json_schema_extra={"enum": [*POLICIES]},
         description="how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do",
     )
-    max_queued: Requests = Field(default=1024, le=1 << 20, description="most requests that wait for room")
-    max_queued_tokens: Tokens = Field(
+    max_queued: units.Requests = Field(default=1024, le=1 << 20, description="most requests that wait for room")
+    max_queued_tokens: units.Tokens = Field(
         default=1 << 22, le=1 << 40, description="most tokens, prompts and outputs, that wait for room"
     )
-    max_attempts: Placements = Field(
+    max_attempts: units.Placements = Field(
         default=5, le=1000, description="how often a request is placed when workers are lost while they serve it"
     )
-    queue_seconds: Seconds = Field(default=60.0, gt=0, le=86400, description="longest wait for room")
-    request_seconds: Seconds = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
-    max_message_mib: Mebibytes = Field(default=16, le=1024, description="largest message that the gateway takes")
-    max_calls: Calls = Field(
+    queue_seconds: units.Seconds = Field(default=60.0, gt=0, le=86400, description="longest wait for room")
+    request_seconds: units.Seconds = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
+    max_message_mib: units.Mebibytes = Field(default=16, le=1024, description="largest message that the gateway takes")
+    max_calls: units.Calls = Field(
         default=4096, le=1 << 20, description="most calls at a time, gRPC and HTTP together, waiting ones included"
     )
 
@@ -249,10 +230,10 @@ class SecuritySection(Section):
 
 
 class RecoverySection(Section):
-    unresponsive_seconds: Seconds = Field(
+    unresponsive_seconds: units.Seconds = Field(
         default=60.0, gt=0, le=86400, description="a process that is silent for so long is ended and started again"
     )
-    stalled_seconds: Seconds = Field(
+    stalled_seconds: units.Seconds = Field(
         default=300.0,
         gt=0,
         le=86400,
@@ -260,22 +241,24 @@ class RecoverySection(Section):
         "started again; give it more time than one kernel takes to compile; where workers wait for each other, 60 s "
         "are the most",
     )
-    drain_seconds: Seconds = Field(
+    drain_seconds: units.Seconds = Field(
         default=10.0,
         ge=0,
         le=86400,
         description="longest wait for what the other workers of a broken island can finish",
     )
-    max_restarts: Restarts = Field(
+    max_restarts: units.Restarts = Field(
         default=10,
         le=1 << 20,
         description="most restarts of an island, or of the gateway, in window_seconds; one more loss ends the cluster",
     )
-    window_seconds: Seconds = Field(default=600.0, gt=0, le=86400, description="the time in which restarts are counted")
+    window_seconds: units.Seconds = Field(
+        default=600.0, gt=0, le=86400, description="the time in which restarts are counted"
+    )
 
 
 class RaySection(Section):
-    num_cpus: Cpus | None = Field(
+    num_cpus: units.Cpus | None = Field(
         default=None, le=1 << 16, description="CPUs that a Ray started here offers; null is all"
     )
 
@@ -291,7 +274,7 @@ class ClusterConfig(Section):
     model: ModelSection = Field(default=ModelSection(), description="what is served")
     cache: CacheSection = Field(default=CacheSection(), description="each worker's KV")
     scheduler: SchedulerSection = Field(default=SchedulerSection(), description="limits of one forward")
-    num_islands: Islands = Field(
+    num_islands: units.Islands = Field(
         default=1,
         le=256,
         description="islands of the shape that `island` gives; a lost worker stops its own island only",

@@ -1,19 +1,38 @@
-"""A cluster's configuration: the sections of its YAML, their defaults and limits, and how a file is read."""
+"""A cluster's configuration: the sections of its YAML, their defaults and limits."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from tandem.cluster import config_units as units
-from tandem.cluster.config_errors import cut, explain, explain_yaml, names, shown
+from tandem.cluster.config_errors import explain, names
+from tandem.cluster.config_file import parse_override, put, read_mapping
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.routing.policy import POLICIES
 from tandem.transfer.factory import TRANSPORTS
+
+# A number's unit stands in its type, for docs/configuration.md.
+Calls = Annotated[int, Field(ge=1, json_schema_extra={"unit": "calls"})]
+Cpus = Annotated[int, Field(ge=1, json_schema_extra={"unit": "CPUs"})]
+Factor = Annotated[float, Field(gt=0, json_schema_extra={"unit": "factor"})]
+Fraction = Annotated[float, Field(gt=0, le=1, json_schema_extra={"unit": "fraction"})]
+Islands = Annotated[int, Field(ge=1, json_schema_extra={"unit": "islands"})]
+Mebibytes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "MiB"})]
+Messages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "messages/s"})]
+Pages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "pages"})]
+Placements = Annotated[int, Field(ge=1, json_schema_extra={"unit": "placements"})]
+Port = Annotated[int, Field(ge=0, le=65535, json_schema_extra={"unit": "TCP port"})]
+Positions = Annotated[int, Field(ge=1, json_schema_extra={"unit": "positions"})]
+Requests = Annotated[int, Field(ge=1, json_schema_extra={"unit": "requests"})]
+Restarts = Annotated[int, Field(ge=0, json_schema_extra={"unit": "restarts"})]
+Seconds = Annotated[float, Field(json_schema_extra={"unit": "s"})]
+Sequences = Annotated[int, Field(ge=1, json_schema_extra={"unit": "sequences"})]
+Threads = Annotated[int, Field(ge=1, json_schema_extra={"unit": "threads"})]
+Tokens = Annotated[int, Field(ge=1, json_schema_extra={"unit": "tokens"})]
+Workers = Annotated[int, Field(ge=1, json_schema_extra={"unit": "workers"})]
 
 
 class Section(BaseModel):
@@ -38,7 +57,7 @@ class ModelSection(Section):
         default="safetensors",
         description="where weights come from; dummy draws them at random and needs config.json only",
     )
-    max_model_len: units.Positions | None = Field(
+    max_model_len: Positions | None = Field(
         default=None,
         le=1 << 24,
         description="most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit",
@@ -57,13 +76,13 @@ class CacheSection(Section):
         json_schema_extra={"unit": "positions"},
         description="positions in one KV page; 16-bit kernels on a GPU take at most 64",
     )
-    num_pages: units.Pages | None = Field(
+    num_pages: Pages | None = Field(
         default=None,
         le=1 << 24,
         description="KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU "
         "and what gpu_memory_utilization leaves on a GPU",
     )
-    gpu_memory_utilization: units.Fraction | None = Field(
+    gpu_memory_utilization: Fraction | None = Field(
         default=None,
         description="fraction of a GPU's memory that weights, KV pages and workspace may take; "
         "null is 0.9, unless num_pages is given",
@@ -72,12 +91,12 @@ class CacheSection(Section):
         default="auto",
         description="element type of stored K and V; auto is model.dtype, or FP8 where the checkpoint asks for it",
     )
-    k_scale: units.Factor | None = Field(
+    k_scale: Factor | None = Field(
         default=None,
         description="with fp8_e4m3, what stored K is multiplied by in every layer; null is the checkpoint's, else 1",
         allow_inf_nan=False,
     )
-    v_scale: units.Factor | None = Field(default=None, description="the same for V", allow_inf_nan=False)
+    v_scale: Factor | None = Field(default=None, description="the same for V", allow_inf_nan=False)
     prefix_sharing: bool = Field(default=True, description="whether requests share the pages of equal prefixes")
 
     @field_validator("gpu_memory_utilization")
@@ -104,15 +123,15 @@ class SchedulerSection(Section):
         description="what workers do: with split, prefill workers compute prompts and decode workers decode; with "
         "adaptive, the router decides for each request who does what, by the workers' loads",
     )
-    token_seconds: units.Seconds = Field(
+    token_seconds: Seconds = Field(
         default=0.015,
         gt=0,
         le=60,
         description="with adaptive roles, the time between two tokens that a prompt beside them must not exceed",
     )
-    max_batch_tokens: units.Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
-    max_sequences: units.Sequences = Field(default=256, le=1 << 16, description="most sequences in one forward")
-    stream_messages_per_second: units.Messages | None = Field(
+    max_batch_tokens: Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
+    max_sequences: Sequences = Field(default=256, le=1 << 16, description="most sequences in one forward")
+    stream_messages_per_second: Messages | None = Field(
         default=None,
         le=1 << 20,
         description="most messages that the clients of one decode worker get; when more tokens come, a message carries "
@@ -130,12 +149,12 @@ class IslandSection(Section):
         description="how workers write into each other's pages: shared_memory between CPUs, nvshmem between GPUs",
         validate_default=True,
     )
-    num_prefill: units.Workers = Field(default=1, le=256, description="prefill workers")
-    num_decode: units.Workers = Field(default=1, le=256, description="decode workers")
-    num_signals: units.Requests = Field(
+    num_prefill: Workers = Field(default=1, le=256, description="prefill workers")
+    num_decode: Workers = Field(default=1, le=256, description="decode workers")
+    num_signals: Requests = Field(
         default=256, le=1 << 16, description="requests whose KV one decode worker can await at a time"
     )
-    lease_seconds: units.Seconds = Field(
+    lease_seconds: Seconds = Field(
         default=30.0,
         ge=0.05,
         le=3600,
@@ -144,7 +163,7 @@ class IslandSection(Section):
     verify_kv: bool = Field(
         default=False, description="whether decode workers compare digests of the KV pushed to them"
     )
-    threads_per_worker: units.Threads | None = Field(
+    threads_per_worker: Threads | None = Field(
         default=None, le=1024, description="torch threads of one worker; null shares the machine's cores evenly"
     )
 
@@ -162,8 +181,8 @@ class IslandSection(Section):
 
 class GatewaySection(Section):
     host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: units.Port = Field(default=50051, description="gRPC port; 0 takes any free one")
-    http_port: units.Port | None = Field(
+    port: Port = Field(default=50051, description="gRPC port; 0 takes any free one")
+    http_port: Port | None = Field(
         default=None, description="port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"
     )
     routing_policy: str = Field(
@@ -171,18 +190,23 @@ class GatewaySection(Section):
         json_schema_extra={"enum": [*POLICIES]},
         description="how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do",
     )
-    max_queued: units.Requests = Field(default=1024, le=1 << 20, description="most requests that wait for room")
-    max_queued_tokens: units.Tokens = Field(
+    max_queued: Requests = Field(default=1024, le=1 << 20, description="most requests that wait for room")
+    max_queued_tokens: Tokens = Field(
         default=1 << 22, le=1 << 40, description="most tokens, prompts and outputs, that wait for room"
     )
-    max_attempts: units.Placements = Field(
+    max_attempts: Placements = Field(
         default=5, le=1000, description="how often a request is placed when workers are lost while they serve it"
     )
-    queue_seconds: units.Seconds = Field(default=60.0, gt=0, le=86400, description="longest wait for room")
-    request_seconds: units.Seconds = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
-    max_message_mib: units.Mebibytes = Field(default=16, le=1024, description="largest message that the gateway takes")
-    max_calls: units.Calls = Field(
+    queue_seconds: Seconds = Field(default=60.0, gt=0, le=86400, description="longest wait for room")
+    request_seconds: Seconds = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
+    max_message_mib: Mebibytes = Field(default=16, le=1024, description="largest message that the gateway takes")
+    max_calls: Calls = Field(
         default=4096, le=1 << 20, description="most calls at a time, gRPC and HTTP together, waiting ones included"
+    )
+    warm_up: bool | None = Field(
+        default=None,
+        description="whether the gateway sends requests of its own through new workers before it is ready, so that "
+        "those of clients find all compiled, connected and allocated; null does on a GPU",
     )
 
     @field_validator("routing_policy")
@@ -211,6 +235,7 @@ class SecuritySection(Section):
     client_ca: str | None = Field(
         default=None, description="PEM; clients must then show a certificate that it signed (mutual TLS)"
     )
+
     salt_by_token: bool = Field(
         default=False, description="whether callers share cached prefixes only with those of the same bearer token"
     )
@@ -230,10 +255,10 @@ class SecuritySection(Section):
 
 
 class RecoverySection(Section):
-    unresponsive_seconds: units.Seconds = Field(
+    unresponsive_seconds: Seconds = Field(
         default=60.0, gt=0, le=86400, description="a process that is silent for so long is ended and started again"
     )
-    stalled_seconds: units.Seconds = Field(
+    stalled_seconds: Seconds = Field(
         default=300.0,
         gt=0,
         le=86400,
@@ -241,24 +266,22 @@ class RecoverySection(Section):
         "started again; give it more time than one kernel takes to compile; where workers wait for each other, 60 s "
         "are the most",
     )
-    drain_seconds: units.Seconds = Field(
+    drain_seconds: Seconds = Field(
         default=10.0,
         ge=0,
         le=86400,
         description="longest wait for what the other workers of a broken island can finish",
     )
-    max_restarts: units.Restarts = Field(
+    max_restarts: Restarts = Field(
         default=10,
         le=1 << 20,
         description="most restarts of an island, or of the gateway, in window_seconds; one more loss ends the cluster",
     )
-    window_seconds: units.Seconds = Field(
-        default=600.0, gt=0, le=86400, description="the time in which restarts are counted"
-    )
+    window_seconds: Seconds = Field(default=600.0, gt=0, le=86400, description="the time in which restarts are counted")
 
 
 class RaySection(Section):
-    num_cpus: units.Cpus | None = Field(
+    num_cpus: Cpus | None = Field(
         default=None, le=1 << 16, description="CPUs that a Ray started here offers; null is all"
     )
 
@@ -274,7 +297,7 @@ class ClusterConfig(Section):
     model: ModelSection = Field(default=ModelSection(), description="what is served")
     cache: CacheSection = Field(default=CacheSection(), description="each worker's KV")
     scheduler: SchedulerSection = Field(default=SchedulerSection(), description="limits of one forward")
-    num_islands: units.Islands = Field(
+    num_islands: Islands = Field(
         default=1,
         le=256,
         description="islands of the shape that `island` gives; a lost worker stops its own island only",
@@ -314,10 +337,10 @@ def load_config(path: Path | str | None, overrides: Mapping[str, Any] | Sequence
     overrides: dotted keys and values, or `dotted.key=value` with the value in YAML.
     Raises ConfigError with one line for each finding.
     """
-    values = {} if path is None else _read(Path(path))
-    pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(_parse_override, overrides))
+    values = {} if path is None else read_mapping(Path(path), names(ClusterConfig))
+    pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides))
     for key, value in pairs:
-        _put(values, key, value)
+        put(values, key, value)
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as error:
@@ -325,55 +348,6 @@ def load_config(path: Path | str | None, overrides: Mapping[str, Any] | Sequence
         raise ConfigError(
             "\n".join(_place(finding, path, given) + explain(finding, ClusterConfig) for finding in error.errors())
         ) from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = _load_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 at byte {error.start}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: {explain_yaml(error)}") from None
-    if not isinstance(values, dict | None):
-        raise ConfigError(f"{path}: holds {shown(values)}; it must be a mapping with keys {names(ClusterConfig)}")
-    return values or {}
-
-
-def _load_yaml(text: str) -> Any:
-    """What safe_load returns; YAMLError for everything that it raises."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
-    except Exception as error:  # its constructors let out whatever a malformed number, date or tag meets in them
-        raise yaml.YAMLError(f"a value does not have the form that it begins with: {error}") from None
-
-
-def _parse_override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--set {shown(text)}: must be dotted.key=value")
-    try:
-        return key, _load_yaml(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {shown(text)}: the value is not YAML: {explain_yaml(error)}") from None
-
-
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for depth, section in enumerate(sections, start=1):
-        if values.get(section) is None:
-            values[section] = {}
-        values = values[section]
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f"{cut(key)} cannot be set: {cut('.'.join(sections[:depth]))} is {shown(values)}, not a section"
-            )
-    values[name] = value
 
 
 def _place(finding: ErrorDetails, path: Path | str | None, overrides: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.rebalancer import Rebalancer
 from tandem.cluster.requests.validation import ModelLimits, RequestValidator
+from tandem.cluster.requests.warm_up import WarmUp
 from tandem.cluster.routing.admission import AdmissionQueue
 from tandem.cluster.routing.cost_model import adaptive
 from tandem.cluster.routing.islands import Islands
@@ -78,6 +79,7 @@ class GatewaySettings:
     request_seconds: float
     max_message_bytes: int
     max_calls: int
+    warm_up: bool
     security: ServerSecurity
 
 
@@ -108,6 +110,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._name = Path(settings.model_path).name
         self._validator = RequestValidator(self._limits, self._tokenizer, salt_by_token=settings.security.salt_by_token)
         self._started = time.monotonic()
+        self._warm_up: WarmUp | None = None
         self._rebalancing: asyncio.Task[None] | None = None
 
     async def start(self) -> GatewayAddresses:
@@ -130,6 +133,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             max_attempts=settings.max_attempts,
             request_seconds=settings.request_seconds,
         )
+        if settings.warm_up:
+            self._warm_up = WarmUp(self._islands, self._router, self._limits, local=bound is not None)
         if bound is not None:
             self._rebalancing = asyncio.create_task(Rebalancer(self._islands, self._requests, bound).run())
         self._limit = CallLimit(settings.max_calls)
@@ -186,9 +191,11 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         """Returns when the event loop comes to it."""
 
     async def update_island(self, state: IslandState) -> None:
-        """What the island's supervisor says of it."""
+        """What the island's supervisor says of it. New workers serve at once, and are warm when this returns."""
         await self._islands.update(state)
         self._router.look_again()
+        if self._warm_up is not None and state.workers:
+            await self._warm_up.run(state.name)
 
     async def placed_tokens(self, island: str) -> int:
         """Tokens of requests that the island's workers have not yet ended."""

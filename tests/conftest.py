@@ -23,7 +23,7 @@ SLOW = (
     "tests/cache/kernels/test_decode_programs.py",
     "tests/cache/kernels/test_native_kernels.py",
     "tests/cache/operations/test_programs.py",
-    "tests/cluster/cli/test_bench.py",
+    "tests/cluster/cli/bench/test_checkout.py",
     "tests/cluster/cli/test_random_checkpoint.py",
     "tests/cluster/processes",
     "tests/cluster/requests/test_replay.py",

@@ -39,8 +39,8 @@ FLOORS = {
         {"worker"},
     ),
     "cluster": (
-        {"config_errors", "config_units", "errors", "scaling", "text"},
-        {"credentials", "protocol", "statuses"},
+        {"config_errors", "errors", "scaling", "text"},
+        {"config_file", "credentials", "protocol", "statuses"},
         {"client", "processes"},
         {"routing"},
         {"config", "requests"},
@@ -54,6 +54,8 @@ FLOORS = {
 # Heavy dependencies and the files that are their home.
 HOMES = {
     "ray": {"cluster/processes/ray_processes.py"},
+    "h11": {"cluster/cli/bench/event_streams.py"},
+    "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
     "uvicorn": {"cluster/frontends/http/server.py"},
     "grpc": {
         "cluster/client/client.py",

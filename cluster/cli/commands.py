@@ -16,19 +16,17 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from tandem.cluster.cli.bench.commands import app as bench_app
+from tandem.cluster.cli.options import AsJson, TlsCa, TlsCert, TlsKey, TokenFile
 from tandem.cluster.errors import (
-    BenchmarkFailed,
     ClusterNotRunning,
     ConfigError,
     InvalidRequest,
-    MissingPlots,
     StopTimedOut,
     TandemError,
     UsageError,
 )
 from tandem.workers.checkpoint.errors import ModelError
-
-BENCH_FOLDER = Path("build", "bench")
 
 app = typer.Typer(
     help="Serves large language models with prefill and decode on separate workers.",
@@ -37,6 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 Family = Literal[
     "deepseek_v2",
     "deepseek_v3",
@@ -54,15 +53,6 @@ Family = Literal[
 Address = Annotated[
     str | None, typer.Option(help="Gateway's HOST:PORT; else the running cluster's or 127.0.0.1:50051.")
 ]
-TokenFile = Annotated[
-    Path | None, typer.Option(envvar="TANDEM_TOKEN_FILE", help="File with the token that the gateway asks for.")
-]
-TlsCa = Annotated[
-    Path | None, typer.Option(envvar="TANDEM_TLS_CA", help="Speaks TLS; who signed the gateway's certificate, PEM.")
-]
-TlsCert = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_CERT", help="Own certificate, for mutual TLS.")]
-TlsKey = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_KEY", help="Its key.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -169,9 +159,7 @@ def generate(
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Goes on past the end token.")] = False,
     request_id: Annotated[str | None, typer.Option(help="Made by the gateway when left out.")] = None,
-    cache_salt: Annotated[
-        str | None, typer.Option(help="Shares cached prefixes only with requests of the same salt.")
-    ] = None,
+    cache_salt: Annotated[str, typer.Option(help="Shares cached prefixes only with requests of the same salt.")] = "",
     timeout: Annotated[float, typer.Option(min=0, help="Deadline of the request, in seconds.")] = 600.0,
     address: Address = None,
     token_file: TokenFile = None,
@@ -266,41 +254,6 @@ def doctor() -> None:
     from tandem.cluster.config import GatewaySection
 
     print_findings(examine(GatewaySection().port))
-
-
-@app.command()
-def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="Which; all when left out.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for NAME.json and plots; made when missing.")] = BENCH_FOLDER,
-    only_list: Annotated[bool, typer.Option("--list", help="Only say what there is.")] = False,
-) -> None:
-    """Run the benchmarks of the checkout around the current folder; keep JSON and plots, and print what was reached.
-
-    Exits with 1 when one fails; a target that is missed is no failure.
-    """
-    from tandem.cluster.cli.bench import find_benchmarks, print_outcomes, run_benchmark, write_outcome
-    from tandem.cluster.cli.bench_plots import draw_plots
-
-    found = find_benchmarks(names or [])
-    if only_list:
-        for benchmark in found:
-            print(f"{benchmark.name:20} {benchmark.summary}")
-        return
-    outcomes = []
-    for benchmark in found:
-        print(f"{benchmark.name} …", end=" ", flush=True)
-        outcomes.append(run_benchmark(benchmark))
-        print(f"{outcomes[-1].seconds:g} s", flush=True)
-        write_outcome(outcomes[-1], out)
-    print_outcomes(outcomes)
-    try:
-        written = draw_plots(outcomes, out)
-        print(f"wrote {len(outcomes)} results and {len(written)} plots to {out}")
-    except MissingPlots as error:
-        print(f"wrote {len(outcomes)} results to {out}; {error}")
-    failed = [outcome.benchmark for outcome in outcomes if "failed" in outcome.result]
-    if failed:
-        raise BenchmarkFailed(f"failed: {', '.join(failed)}")
 
 
 @app.command()

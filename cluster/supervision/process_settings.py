@@ -132,6 +132,7 @@ def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) 
         queue_seconds=config.gateway.queue_seconds,
         request_seconds=config.gateway.request_seconds,
         max_message_bytes=config.gateway.max_message_mib << 20,
+        warm_up=config.island.device == "cuda" if config.gateway.warm_up is None else config.gateway.warm_up,
         max_calls=config.gateway.max_calls,
         security=ServerSecurity(**config.security.model_dump()),
     )

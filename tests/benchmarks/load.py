@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Self
 
+from tandem.cluster.cli.bench.event_streams import HttpConnections
+from tandem.cluster.cli.bench.openai import COMPLETIONS, LAST
 from tandem.cluster.client import AsyncClient
-from tests.benchmarks.http_streams import HttpStreams
 from tests.benchmarks.results import percentile, rounded
 
 REQUEST_SECONDS = 600.0
@@ -51,11 +53,11 @@ Stream = Callable[[list[int], int], Awaitable[list[float]]]  # a prompt, a numbe
 
 @dataclass(frozen=True)
 class Share:
-    """What one process sends: a closed loop of `clients`, or an open one of `rate` requests a second.
+    """What one process sends: a closed loop of `clients`.
 
     address: of the gateway's gRPC door; http: of the other, through which requests go if it is given.
     prompt: tokens of each; output: mean of theirs, each of which has from a half to one and a half of it, for requests
-    of one length come and go in waves. seed decides prompts, lengths and arrivals.
+    of one length come and go in waves. seed decides prompts and lengths.
     """
 
     address: str
@@ -63,20 +65,20 @@ class Share:
     output: int
     requests: int
     seed: int
-    clients: int = 0
-    rate: float = 0.0
+    clients: int
     http: str = ""
 
     async def run(self) -> Outcome:
-        async with AsyncClient(self.address) as client, HttpStreams(self.http) as streams:
+        http = HttpConnections(f"http://{self.http or self.address}", token=None)
+        async with AsyncClient(self.address) as client, aclosing(http):
             tokens = range(LOWEST_TOKEN, (await client.model_info()).vocab_size)
             draw = random.Random(self.seed)
             prompts = [draw.choices(tokens, k=self.prompt) for _ in range(self.requests)]
             lengths = [draw.randint(-(-self.output // 2), self.output * 3 // 2) for _ in prompts]
-            stream = partial(streams.arrivals, seconds=REQUEST_SECONDS) if self.http else partial(_arrivals, client)
+            stream = partial(_http_arrivals, http) if self.http else partial(_arrivals, client)
             requests = [partial(_served, stream, *each) for each in zip(prompts, lengths, strict=True)]
             began, used = time.perf_counter(), time.process_time()
-            served = await (self._open_loop(requests, draw) if self.rate else self._closed_loop(requests))
+            served = await self._closed_loop(requests)
             busy = (time.process_time() - used) / (time.perf_counter() - began)
         return Outcome(served, busy)
 
@@ -90,14 +92,6 @@ class Share:
         await asyncio.gather(*(one() for _ in range(self.clients)))
         return served
 
-    async def _open_loop(self, requests: Sequence[Request], draw: random.Random) -> list[Served]:
-        async def one(request: Request, after: float) -> Served:
-            await asyncio.sleep(after)
-            return await request()
-
-        pauses = (draw.expovariate(self.rate) for _ in requests)
-        return await asyncio.gather(*map(one, requests, itertools.accumulate(pauses)))
-
 
 async def _served(stream: Stream, prompt: list[int], count: int) -> Served:
     called = time.perf_counter()
@@ -110,6 +104,21 @@ async def _arrivals(client: AsyncClient, prompt: list[int], count: int) -> list[
         prompt, timeout=REQUEST_SECONDS, max_tokens=count, temperature=0, ignore_eos=True
     ):
         arrivals += itertools.repeat(time.perf_counter(), len(update.token_ids))
+    return arrivals
+
+
+async def _http_arrivals(http: HttpConnections, prompt: list[int], count: int) -> list[float]:
+    arrivals: list[float] = []
+
+    def take(data: bytes) -> None:
+        if data != LAST:
+            token_ids = json.loads(data)["choices"][0]["token_ids"]
+            arrivals.extend(itertools.repeat(time.perf_counter(), len(token_ids)))
+
+    wanted = {"max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body = json.dumps({"prompt": prompt, **wanted}).encode()
+    async with asyncio.timeout(REQUEST_SECONDS):
+        await http.call("POST", COMPLETIONS, body, take)
     return arrivals
 
 

@@ -1,18 +1,15 @@
-"""Latency and throughput of a cluster under load, as clients see them through gRPC and HTTP. Prints JSON.
+"""Latency and throughput of a cluster in a closed loop, as clients see them through gRPC and HTTP. Prints JSON.
 
-    closed loop   so many clients, each with one request under way
-    open loop     requests arrive as a Poisson process, however many are under way
-
-Prompts are random and all different; outputs are of unlike lengths, and whole. Per load, in ms: ttft and tpot (time per
-output token after the first) at the median and the 99th percentile of the requests; gap, between two messages with
-tokens, at those of all gaps; stall, the longest gap of a request. Then output tokens and requests a second, of the
+So many clients have one request each under way. `tandem bench serve` has open loops, and what they say of a server's
+limits. Prompts are random and all different; outputs are of unlike lengths, and whole. Per load, in ms: ttft and tpot
+(time per output token after the first) at the median and the 99th percentile of the requests; gap, between two messages
+with tokens, at those of all gaps; stall, the longest gap of a request. Then output tokens and requests a second, of the
 whole load and of its middle half (there a request counts where its first token came), tokens a message, and busy: the
 part of a core that the busiest process of clients took.
 
 With both doors each load goes through one after the other, and then the ratios of HTTP to gRPC are printed. Without
 --address it starts a cluster, of --config or else of one prefill and one decode worker: Qwen3-8B's shape on
-GPUs, a small Llama where there are none. Without --clients and --rate it tries several numbers of clients, then a rate
-of LOADED times what the most of them reached.
+GPUs, a small Llama where there are none.
 """
 
 import itertools
@@ -41,7 +38,6 @@ from tests.benchmarks.pair import DEPLOY, running_cluster
 from tests.benchmarks.results import plot, print_result, rounded
 
 MODEL = "qwen3-8b"
-LOADED = 0.7
 WARM_UP_CLIENTS = 4
 CLIENTS_A_PROCESS = 16
 PROCESSES = min(8, os.cpu_count() or 1)
@@ -75,13 +71,9 @@ class Load:
     def closed_loop(self, door: str, clients: int, requests: int) -> Outcome:
         count = min(PROCESSES, math.ceil(clients / CLIENTS_A_PROCESS))
         parts = zip(_split(clients, count), _split(requests, count), strict=True)
-        return self._processes.run([self._share(door, each, clients=few) for few, each in parts])
+        return self._processes.run([self._share(door, each, few) for few, each in parts])
 
-    def open_loop(self, door: str, rate: float, requests: int) -> Outcome:
-        count = min(PROCESSES, math.ceil(requests / CLIENTS_A_PROCESS))
-        return self._processes.run([self._share(door, each, rate=rate / count) for each in _split(requests, count)])
-
-    def _share(self, door: str, requests: int, clients: int = 0, rate: float = 0.0) -> Share:
+    def _share(self, door: str, requests: int, clients: int) -> Share:
         http = (self._doors.http or "") if door == "http" else ""
         size = self._size
         return Share(
@@ -91,7 +83,6 @@ class Load:
             requests,
             next(self._seeds),
             clients=clients,
-            rate=rate,
             http=http,
         )
 
@@ -101,9 +92,8 @@ def _split(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-def measure_all(load: Load, doors: Sequence[str], rounds: int, size: Size, rate: float | None, budget: Budget) -> Loads:
-    """Per load and door its numbers, medians over the rounds; rate None takes LOADED times that of the last closed
-    loop."""
+def measure_all(load: Load, doors: Sequence[str], rounds: int, size: Size, budget: Budget) -> Loads:
+    """Per load and door its numbers, medians over the rounds."""
     results: Loads = {}
     for door in doors:
         load.closed_loop(door, WARM_UP_CLIENTS, WARM_UP_CLIENTS)
@@ -111,12 +101,6 @@ def measure_all(load: Load, doors: Sequence[str], rounds: int, size: Size, rate:
         requests = min(size.requests, 16 * clients)
         closed = partial(load.closed_loop, clients=clients, requests=requests)
         results |= _in_turns(f"{clients} clients", doors, rounds, closed)
-    reached = list(results.values())
-    if rate is None and reached and not budget.is_spent:
-        rate = LOADED * reached[-1]["requests_s"]
-    if rate is not None:
-        opened = partial(load.open_loop, rate=rate, requests=size.requests)
-        results |= _in_turns(f"{rate:.3g} requests/s", doors, rounds, opened)
     return results
 
 
@@ -200,14 +184,13 @@ def main() -> None:
     add_list(parser, "--door", choices=("grpc", "http"), default=["grpc"], help="in turns")
     parser.add_argument("--rounds", type=int, default=1)
     add_list(parser, "--clients", int, nargs="*", help="numbers of clients, one closed loop each")
-    parser.add_argument("--rate", type=float, help="requests a second of the open loop")
     parser.add_argument("--requests", type=int, default=default.requests, help="most requests of one load")
     parser.add_argument("--prompt", type=int, default=default.prompt, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=default.output, help="mean tokens of an output")
     parser.add_argument("--seed", type=int, default=0)
     add_seconds(parser)
     given = parser.parse_args()
-    clients = given.clients if given.clients is not None else () if given.rate else default.clients
+    clients = default.clients if given.clients is None else given.clients
     size = Size(given.prompt, given.output, given.requests, tuple(clients))
     http = "http" in given.door
     if given.address:
@@ -218,7 +201,7 @@ def main() -> None:
         if http and doors.http is None:
             parser.error(f"{given.address} has no HTTP door (gateway.http_port)")
         load = Load(processes, doors, size, given.seed)
-        loads = measure_all(load, given.door, given.rounds, size, given.rate, Budget(given.seconds))
+        loads = measure_all(load, given.door, given.rounds, size, Budget(given.seconds))
     case = f"{size.prompt} in, {size.output} out" + ("" if given.model == MODEL else f", {given.model}")
     print_result({"case": case, **result_of(model, size, loads)}, given, gpus=gpus_of(given.config))
 

@@ -20,12 +20,14 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer):
     hangs: bool = False
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     client_ids: list[str] = field(default_factory=list)
+    peers: list[str] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
+        self.peers.append(context.peer())
         self.client_ids += [str(value) for key, value in context.invocation_metadata() if key == "client-id"]
         context.add_callback(self.cancelled.set)
         for index, word in enumerate(self.words):

@@ -40,7 +40,7 @@ def island(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Island]:
 
     def capture_steps(runner: ModelRunner, max_sequences: int) -> None:
         steps(runner, max_sequences, rerun)
-        assert runner.runs_ahead
+        assert runner.overlaps
 
     def capture_prompts(runner: ModelRunner, max_tokens: int) -> None:
         prompts(runner, max_tokens, rerun)

@@ -8,7 +8,7 @@ import torch
 
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.plan.kv_scales import KVScales
-from tandem.workers.runner.graph_capture import GraphCapture
+from tandem.workers.runner.forward_graphs import GraphCapture
 from tests.support.checkpoints import make_model, sizes_on_gpu
 from tests.support.oracle import random_prompt
 from tests.support.prompt_programs import CAPTURED, FORWARDS, NUM_PLAIN, PromptRunner, assert_same_kv

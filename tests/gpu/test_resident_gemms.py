@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.workers.kernels.base import RmsNorm
+from tandem.workers.kernels.base import Linear, RmsNorm
 from tandem.workers.kernels.choice import choose_resident_gemms
 from tandem.workers.kernels.skinny_gemm.resident import ResidentGemms, ResidentShape
 from tandem.workers.kernels.triton.layer import TritonLayerKernels
@@ -62,9 +62,9 @@ def test_products_are_as_exact_as_those_of_torch(rows: int, dtype: torch.dtype) 
     normed = torchs.add_rms_norm(x, None, norm.weight, norm.eps)
     exact = F.rms_norm(x.float(), (HIDDEN,), norm.weight.float(), norm.eps)
     for ours, theirs, best in (
-        (kernels.linear(x, qkv, None, norm), F.linear(normed, qkv), F.linear(exact, qkv.float())),
+        (kernels.linear(x, Linear(qkv), norm), F.linear(normed, qkv), F.linear(exact, qkv.float())),
         (
-            kernels.linear_silu_mul(x, gate_up, None, norm),
+            kernels.linear_silu_mul(x, Linear(gate_up), norm),
             silu_mul(F.linear(normed, gate_up)),
             silu_mul(F.linear(exact, gate_up.float())),
         ),
@@ -73,7 +73,7 @@ def test_products_are_as_exact_as_those_of_torch(rows: int, dtype: torch.dtype) 
     for columns in (HEADS, INTERMEDIATE):
         weight, y = weight_of(HIDDEN, columns, dtype), normal(rows, columns, dtype=dtype)
         total, best = x.clone(), x.float() + F.linear(y.float(), weight.float())
-        kernels.add_linear(total, y, weight, None)
+        kernels.add_linear(total, y, Linear(weight))
         assert error(total, best) < ERROR_RATIO * error(x + F.linear(y, weight), best)
 
 
@@ -89,7 +89,7 @@ def test_a_chain_in_a_graph_repeats_itself(rows: int) -> None:
     def run() -> Tensor:
         x.copy_(begin)
         for up, down in layers:
-            kernels.add_linear(x, kernels.linear_silu_mul(x, up, None, norm), down, None)
+            kernels.add_linear(x, kernels.linear_silu_mul(x, Linear(up), norm), Linear(down))
         return x
 
     expected = run().clone()
@@ -113,9 +113,9 @@ def test_steps_with_them_go_on_as_without(family: str, tmp_path: Path, monkeypat
     calls: list[int] = []
     add = ResidentGemms.add_linear
 
-    def count(kernels: ResidentGemms, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def count(kernels: ResidentGemms, residual: Tensor, x: Tensor, weights: Linear) -> None:
         calls.append(x.shape[0])
-        add(kernels, residual, x, weight, bias)
+        add(kernels, residual, x, weights)
 
     monkeypatch.setattr(ResidentGemms, "add_linear", count)
     ours = Steps(tmp_path, "bfloat16", graphs=True).run(GREEDY, PROGRAM)

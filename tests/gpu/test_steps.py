@@ -88,7 +88,7 @@ class Steps:
         made: list[Drawn] = []
         for step, count in enumerate(program):
             rows = np.arange(count) if step % 2 else np.arange(count)[::-1].copy()
-            if self.runner.runs_ahead and flights:
+            if self.runner.overlaps and flights:
                 # The input of a row is what the step before draws in its row there, or else the last one known.
                 before = {int(sequence): row for row, sequence in enumerate(flights[-1][0])}
                 for known in flights[-2:-1]:
@@ -100,11 +100,11 @@ class Steps:
             sampling = SampleBatch.from_params([params] * count)
             positions = np.array([self.cache.num_tokens(int(sequence)) + 1 for sequence in rows])
             flights.append((rows, self.runner.step(tuple(rows.tolist()), inputs, sources, sampling, positions)))
-            if not self.runner.runs_ahead:
+            if not self.runner.overlaps:
                 self._learn(flights[-1], tokens, made)
                 if told is not None:
                     tokens.update({sequence: token for sequence, (token, _) in told[step].items()})
-        if self.runner.runs_ahead:
+        if self.runner.overlaps:
             for known in flights[-2:]:
                 self._learn(known, tokens, made)
         return made
@@ -133,8 +133,8 @@ def assert_graphs_go_on(
 ) -> None:
     """Kernels differ, so near-equals may swap: the eager path is told what the graphs drew, and may differ in few."""
     eager, graphs = (Steps(folder, dtype, with_graphs, scales, long=long) for with_graphs in (False, True))
-    assert graphs.runner.runs_ahead
-    assert not eager.runner.runs_ahead
+    assert graphs.runner.overlaps
+    assert not eager.runner.overlaps
     ours = graphs.run(params, program)
     assert_alike(ours, eager.run(params, program, told=ours), tolerance, sum(program))
 
@@ -221,7 +221,7 @@ def test_graphs_over_kv_in_8_bits(tmp_path: Path) -> None:
 
 def test_float32_steps_are_eager(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
-    assert not Steps(tmp_path, "float32", graphs=True).runner.runs_ahead
+    assert not Steps(tmp_path, "float32", graphs=True).runner.overlaps
 
 
 def test_steps_that_share_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

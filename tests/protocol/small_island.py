@@ -111,9 +111,9 @@ class CountingModel:
     With overlap scheduling steps are computed one by one in compute_next(), or when somebody waits for them.
     """
 
-    def __init__(self, cache: PagedKVCache, runs_ahead: bool) -> None:
+    def __init__(self, cache: PagedKVCache, overlaps: bool) -> None:
         self._cache = cache
-        self.runs_ahead = runs_ahead
+        self.overlaps = overlaps
         self.launched: deque[Step] = deque()
         self._foreseen: tuple[int, ...] | None = None
         self._last = np.empty(0, np.int64)
@@ -143,7 +143,7 @@ class CountingModel:
         plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))
         step = Step(plan, tokens, sources)
         self.launched.append(step)
-        if not self.runs_ahead:
+        if not self.overlaps:
             self.drain()
         return Drawn(self, step)
 

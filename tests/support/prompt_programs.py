@@ -14,7 +14,7 @@ from tandem.cache.plan.kv_scales import KVScales
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tandem.workers.runner.batch_buckets import MOST_PROMPTS
-from tandem.workers.runner.graph_capture import Capture
+from tandem.workers.runner.forward_graphs import Capture
 from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tests.support.oracle import random_prompt

@@ -1,13 +1,4 @@
-"""Why a checkpoint cannot be served. Every error names the file or field, what was found and what would be accepted.
-
-ModelError
-├── CheckpointMissing      a folder or a file of the checkpoint is not there
-├── InvalidConfig          a JSON file or a field of it cannot be used as it is
-├── UnknownArchitecture    no family serves the named architecture
-├── UnsupportedFeature     the family is known, but the config asks for something that is not implemented
-├── InvalidWeights         tensors are missing, unexpected, misshapen or cut short
-└── InvalidTokenizer       the tokenizer or its chat template cannot be loaded
-"""
+"""Why a checkpoint cannot be served. Every error names the file or field, what was found and what would be accepted."""
 
 
 class ModelError(Exception):

@@ -23,7 +23,7 @@ STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor stands: begin and num_bytes in bytes, begin from the start of the file."""
+    """The position of one tensor: begin and num_bytes in bytes, begin from the start of the file."""
 
     dtype_name: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """What fills `target`: a stored tensor, or a slice of it along one dimension."""
+    """A stored tensor that fills `target`, or a slice of it along one dimension."""
 
     target: Tensor  # contiguous, any device; of another dtype than the stored one it converts
     dim: int = 0  # 0; or 1, of a tensor of two dimensions
@@ -81,20 +81,18 @@ class SafetensorsFile:
         return STORED_DTYPES[stored.dtype_name]
 
     def parts(self, name: str, one: Slice) -> list["TensorPart"]:
-        """What fills the target of a slice of the tensor. Raises InvalidWeights as dtype_of()."""
+        """The parts that fill the target of a slice of the tensor. Raises InvalidWeights as dtype_of()."""
         dtype, begin, target = self.dtype_of(name), self.tensors[name].begin, one.target
+        pitch, columns = dtype.itemsize, None
         if one.dim == 1 and one.extent is not None:
             pitch, columns = one.extent * dtype.itemsize, (one.begin, one.extent)
-            count = max(1, PART_BYTES // pitch)
-            return [
-                TensorPart(self, dtype, begin + i * count * pitch, t, columns)
-                for i, t in enumerate(target.split(count))
-            ]
-        begin += one.begin * math.prod(target.shape[1:]) * dtype.itemsize
-        count = PART_BYTES // dtype.itemsize
+        else:
+            begin += one.begin * math.prod(target.shape[1:]) * dtype.itemsize
+            target = target.view(-1)
+        count = max(1, PART_BYTES // pitch)
         return [
-            TensorPart(self, dtype, begin + i * count * dtype.itemsize, part)
-            for i, part in enumerate(target.view(-1).split(count))
+            TensorPart(self, dtype, begin + index * count * pitch, part, columns)
+            for index, part in enumerate(target.split(count))
         ]
 
     def read(self, offset: int, target: Tensor) -> None:
@@ -167,9 +165,6 @@ def _stored_tensor(entry: dict[str, object], data_begin: int) -> StoredTensor:
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)) or end < begin:
         raise ValueError(f"entry {entry!r}")
     dtype = STORED_DTYPES.get(name)
-    count = 1
-    for extent in shape:
-        count *= extent
-    if dtype is not None and end - begin != count * dtype.itemsize:
+    if dtype is not None and end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - begin} bytes for shape {shape} of {name}")
     return StoredTensor(name, tuple(shape), data_begin + begin, end - begin)

@@ -36,7 +36,7 @@ class Decodes:
     A request is in _reservations from PrepareReceive to its last token, in _awaiting from StartGenerate until its KV is
     here, and in _rows while it is stepped.
 
-    With overlap scheduling (runner.runs_ahead) a step, _next, is launched before the tokens of the step before it,
+    With overlap scheduling (runner.overlaps) a step, _next, is launched before the tokens of the step before it,
     _reading, are read. A request that stops still has one extra row in the step in flight. That row is ignored, and the
     pages are released when that step is done. Nothing here waits for a device: a reservation is made while a step
     computes.
@@ -85,7 +85,7 @@ class Decodes:
         request.rule = FinishRule.of(params, self._eos_token_ids)
         request.token_stream = token_stream
         self._awaiting.append(request)
-        if self._runner.runs_ahead and len(self._reservations) == 1:  # there is time
+        if self._runner.overlaps and len(self._reservations) == 1:  # there is time
             first = np.array([len(request.prompt) + 1])
             self._runner.foresee((request.sequence_id,), SampleBatch.from_params([params]), first)
 
@@ -132,13 +132,13 @@ class Decodes:
     def compute(self, step: DecodeStep | None, upkeep_again: float | None) -> float | None:
         """Launches a step of all rows, and reads one that is done. How long to wait then: see Steps."""
         if step is None and self._next is None:
-            poll = IDLE_POLL_SECONDS if self._runner.runs_ahead else KV_POLL_SECONDS
+            poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
             launched = None if step is None else self._launch(step)
             self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
-            if self._runner.runs_ahead:
+            if self._runner.overlaps:
                 launched, self._next = self._next, launched
             self._reading = launched
         except Exception as error:
@@ -231,7 +231,7 @@ class Decodes:
             samples = in_flight.pending.wait()
         finally:
             self._release(in_flight.released)
-        if not self._runner.runs_ahead:
+        if not self._runner.overlaps:
             self._rows.learn(samples.token_ids)
         reasons = in_flight.reasons(samples.token_ids).tolist()
         updates, leaving = [], []

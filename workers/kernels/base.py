@@ -1,4 +1,4 @@
-"""What a backend's kernels do between the projections of a decoder layer."""
+"""The interfaces of kernels: between the projections of a decoder layer, GEMMs of few rows, and samplers."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,29 +38,36 @@ class RmsNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """A linear layer x → x · weightᵀ + bias, or one for each of E experts."""
+
+    weight: Tensor  # [out, in]; [E, out, in]
+    bias: Tensor | None = None  # [out]; [E, out]
+
+
 class FusedGemms(Protocol):
     """GEMMs of few rows with the operations around them in a layer: the norm before, silu or the residual behind.
 
-    x [T, in]; weight [out, in], contiguous and in the dtype of x; bias [out]; norm: of x, before. They accumulate in
-    float32.
+    x [T, in]; weights contiguous and in the dtype of x; norm: of x, before. They accumulate in float32.
     """
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None) -> Tensor:
+    def linear(self, x: Tensor, weights: Linear, norm: RmsNorm | None = None) -> Tensor:
         """x · weightᵀ + bias [T, out]."""
         ...
 
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, weights: Linear, norm: RmsNorm) -> Tensor:
         """silu(gate) · up [T, out / 2] of linear's halves, gate first; rounded where silu_mul rounds."""
         ...
 
-    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def add_linear(self, residual: Tensor, x: Tensor, weights: Linear) -> None:
         """residual [T, out] += x · weightᵀ + bias."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingInputs:
-    """How each row's token is sampled: [at least n] each, float64 unless said; kernels/torch/sampling.py rounds them to
+    """How each row's token is sampled: [at least n] each, float64 unless said. Samplers round all but uniforms to
     float32."""
 
     uniforms: Tensor  # in [0, 1)

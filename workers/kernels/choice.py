@@ -1,11 +1,10 @@
-"""Which layer kernels serve a device."""
+"""The choice of the kernels that serve a device."""
 
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
-from tandem.workers.kernels.base import FusedGemms, LayerKernels, Sampler
+from tandem.workers.kernels.base import FusedGemms, LayerKernels, Linear, Sampler
 from tandem.workers.kernels.decode_megakernel.megakernel import Launch, MegakernelShape, load_megakernels
 from tandem.workers.kernels.native.layer import NativeLayerKernels, load_native_layer
 from tandem.workers.kernels.skinny_gemm.resident import ResidentGemms, ResidentShape, load_resident_gemms
@@ -37,9 +36,10 @@ def choose_fused_gemms(device: torch.device, dtype: torch.dtype) -> FusedGemms |
     return TritonGemv()
 
 
-def choose_streamed_gemm(weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> StreamedGemm | None:
-    """A GEMM of weight [out, in] and the rows of a decode step that is faster than torch's; None: there is none."""
-    gemms = None if bias is not None else load_streamed_gemms(weight.device, weight.dtype)
+def choose_streamed_gemm(weights: Linear, *, gated: bool = False) -> StreamedGemm | None:
+    """A GEMM of the weights and the rows of a decode step that is faster than torch's; None: there is none."""
+    weight = weights.weight
+    gemms = None if weights.bias is not None else load_streamed_gemms(weight.device, weight.dtype)
     return None if gemms is None else gemms.prepare(weight, gated=gated)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.workers.kernels.base import Linear
+
 
 @dataclass(frozen=True, eq=False)
 class ExpertBlocks:
@@ -19,8 +21,8 @@ class ExpertBlocks:
     num_pairs: int
 
 
-GroupedLinear = Callable[[Tensor, Tensor, Tensor | None, ExpertBlocks, Tensor | None, int], Tensor]
-"""(x [num_pairs / fan_out, K], weight [E, N, K], bias [E, N] or None, blocks, scale [num_pairs] or None, fan_out) -> y.
+GroupedLinear = Callable[[Tensor, Linear, ExpertBlocks, Tensor | None, int], Tensor]
+"""(x [num_pairs / fan_out, K], weight [E, N, K] and bias [E, N], blocks, scale [num_pairs] or None, fan_out) -> y.
 
 y [num_pairs, N], of x's dtype: y[p] = scale[p] · (weight[e] · x[p // fan_out] + bias[e]), e being the expert of pair p.
 It is accumulated and scaled in float32, the dtype of scale. The strides of weight may be any.

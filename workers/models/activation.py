@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.kernels.base import LayerKernels
-from tandem.workers.kernels.torch.activations import clamped_swiglu, gelu_tanh_mul
 
 Activate = Callable[[Tensor], Tensor]
 """[n, 2·I], the gate and up projections, → [n, I]."""
@@ -17,33 +17,40 @@ Activate = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Silu:
-    """silu(gate) · up, gate first."""
-
-    def bind(self, kernels: LayerKernels) -> Activate:
-        return kernels.silu_mul
+    """silu(gate) · up, gate first: LayerKernels.silu_mul."""
 
 
 @dataclass(frozen=True)
 class GeluTanh:
     """gelu(gate) · up with the tanh approximation, gate first."""
 
-    def bind(self, kernels: LayerKernels) -> Activate:
-        return gelu_tanh_mul
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """gate · sigmoid(alpha · gate) · (up + 1), of gpt_oss. Gate and up alternate, and are clamped at limit."""
+    """gate · sigmoid(alpha · gate) · (up + 1), of gpt_oss. Gate and up alternate.
+
+    Before that gate is clamped to at most limit, and up to -limit … limit.
+    """
 
     alpha: float
     limit: float
 
-    def bind(self, kernels: LayerKernels) -> Activate:
-        return partial(clamped_swiglu, alpha=self.alpha, limit=self.limit)
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate.mul_(torch.sigmoid(gate * self.alpha)).mul_(up.add_(1))
 
 
 Activation = Silu | GeluTanh | ClampedSwiglu
 NAMES: dict[str, Activation] = {"silu": Silu(), "swish": Silu(), "gelu_pytorch_tanh": GeluTanh()}
+
+
+def choose_activation(activation: Activation, kernels: LayerKernels) -> Activate:
+    return kernels.silu_mul if isinstance(activation, Silu) else activation
 
 
 def read_activation(fields: Fields, name: str, default: str) -> Activation:

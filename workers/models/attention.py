@@ -1,5 +1,6 @@
 """A layer's attention between the norm before it and the projection behind it: with K and V, or with latents."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from tandem.cache.kernels.base import StepPages
 from tandem.cache.plan.head_norm import HeadNorm
 from tandem.cache.plan.latent import UpProjections
-from tandem.workers.kernels.base import LayerKernels
+from tandem.workers.kernels.base import LayerKernels, Linear
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.parameters import AttentionParameters, LatentParameters
@@ -19,7 +20,7 @@ LATENT_NORM_EPS = 1e-6  # transformers gives these norms their class's, not the 
 
 
 class CachedAttention(Protocol):
-    """What the cache does in one forward: norms heads of q and k, rotates, keeps, and attends."""
+    """The cache in one forward. It norms heads of q and k, rotates them, keeps K and V, and attends."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
@@ -36,10 +37,8 @@ class CachedAttention(Protocol):
         ...
 
 
-class AttentionBlock(Protocol):
-    def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
-        """o [T, num_heads · head_dim] of x [T, hidden]."""
-        ...
+AttentionBlock = Callable[[Tensor, int, CachedAttention], Tensor]
+"""(x [T, hidden], layer, cached) -> o [T, num_heads · head_dim]."""
 
 
 def prepare_attention(
@@ -56,7 +55,7 @@ class GroupedQueryAttention:
 
     def __init__(self, config: ModelConfig, parameters: AttentionParameters, kernels: LayerKernels) -> None:
         self._config = config
-        self.qkv = Projection(parameters.qkv, parameters.qkv_bias)
+        self.qkv = Projection(parameters.qkv)
         self.qk_norm = _join_qk_norm(config, parameters.q_norm, parameters.k_norm, kernels)
         self._sinks = parameters.sinks
         self._padding = config.stored_head_dim - config.head_dim
@@ -81,16 +80,17 @@ class LatentAttention:
         self._config = config
         self._num_heads = num_heads
         self._kernels = kernels
+        down, bias = parameters.down.weight, parameters.down.bias
         if config.interleaved:
-            q_rows = parameters.down[: -config.rank - config.rotated] if parameters.q_up is None else parameters.q_up
+            q_rows = down[: -config.rank - config.rotated] if parameters.q_up is None else parameters.q_up
             halves_first(q_rows.unflatten(0, (num_heads, config.query_dim))[:, config.heads.key_dim :])
-            halves_first(parameters.down[-config.rotated :].unsqueeze(0))
-            if parameters.down_bias is not None:
-                halves_first(parameters.down_bias[None, -config.rotated :, None])
-        self._down = Projection(parameters.down, parameters.down_bias)
-        self._sizes = (parameters.down.shape[0] - config.rank - config.rotated, config.rank, config.rotated)
+            halves_first(down[-config.rotated :].unsqueeze(0))
+            if bias is not None:
+                halves_first(bias[None, -config.rotated :, None])
+        self._down = Projection(parameters.down)
+        self._sizes = (down.shape[0] - config.rank - config.rotated, config.rank, config.rotated)
         self._q_norm = parameters.q_norm
-        self._q_up = None if parameters.q_up is None else Projection(parameters.q_up, None)
+        self._q_up = None if parameters.q_up is None else Projection(Linear(parameters.q_up))
         self._latent_norm = parameters.latent_norm
         self._up = UpProjections(parameters.up, config.heads)
 

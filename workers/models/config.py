@@ -1,4 +1,4 @@
-"""What a dense decoder needs to know of its checkpoint, and how the fields that the families share are read."""
+"""The config of a decoder, and the reader of the fields that the families share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class ModelConfig:
 
     @property
     def stored_head_dim(self) -> int:
-        """Of K and V in the cache: in 16 bits the least that kernels on a GPU take. What is behind head_dim is 0."""
+        """Of K and V in the cache: in 16 bits the least that kernels on a GPU take. Behind head_dim there are zeros."""
         if self.dtype == torch.float32:
             return self.head_dim
         return next((size for size in GPU_HEAD_DIMS if size >= self.head_dim), self.head_dim)
@@ -85,11 +85,11 @@ class ModelConfig:
 
 def read_dense_config(
     fields: Fields,
-    architecture: str,
     *,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     tie_word_embeddings: bool = False,
+    attention_bias: bool | None = None,
     rms_norm_eps: float = 1e-6,
     rope: Callable[[Fields, int], RopeParameters] = read_rope,
     activation: tuple[str, str] = ("hidden_act", "silu"),
@@ -97,14 +97,16 @@ def read_dense_config(
 ) -> ModelConfig:
     """config.json as the dense families share it; the keywords are what a family takes when a field is absent.
 
-    num_kv_heads None: the field is required. head_dim None: hidden_size / num_attention_heads when absent. rope: reads
-    it, given head_dim. activation: the name of its field and what it is when absent.
+    num_kv_heads None: the field is required. head_dim None: hidden_size / num_attention_heads when absent.
+    attention_bias, of q, k, v and o, None: the family does not read it. rope: reads it, given head_dim. activation: the
+    name of its field and what it is when absent.
     Raises InvalidConfig and UnsupportedFeature.
     """
     num_heads, num_kv_heads, head_dim = _read_heads(fields, num_kv_heads, head_dim)
+    biased = attention_bias is not None and fields.boolean("attention_bias", attention_bias)
     return ModelConfig(
         fp8_kv=read_fp8_kv(fields),
-        architecture=architecture,
+        architecture=fields.raw("architectures")[0],  # the registry has checked it
         vocab_size=fields.integer("vocab_size", minimum=1),
         hidden_size=fields.integer("hidden_size", minimum=1),
         intermediate_size=fields.integer("intermediate_size", minimum=1),
@@ -120,6 +122,8 @@ def read_dense_config(
         bos_token_id=next(iter(fields.integers("bos_token_id")), None),
         eos_token_ids=fields.integers("eos_token_id"),
         activation=read_activation(fields, *activation),
+        qkv_bias=biased,
+        o_bias=biased,
         layer_windows=read_layer_windows(fields, windows),
     )
 

@@ -8,33 +8,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.workers.checkpoint.errors import UnsupportedFeature
-from tandem.workers.kernels.base import FusedGemms, LayerKernels
+from tandem.workers.kernels.base import FusedGemms, LayerKernels, Linear
 from tandem.workers.kernels.choice import choose_fused_gemms, choose_layer_kernels
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
-from tandem.workers.models.attention import (
-    AttentionBlock,
-    CachedAttention,
-    GroupedQueryAttention,
-    prepare_attention,
-)
+from tandem.workers.models.attention import AttentionBlock, CachedAttention, GroupedQueryAttention, prepare_attention
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.feed_forward import FeedForward, GatedFeedForward, prepare_feed_forward
-from tandem.workers.models.parameters import DecoderParameters, LayerParameters
+from tandem.workers.models.parameters import DecoderParameters, LayerNorms, LayerParameters
 from tandem.workers.models.projection import Projection
 from tandem.workers.models.small_batch_decoder import SmallBatchDecoder
+from tandem.workers.models.weight_names import is_norm, named_weights
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer as it is run. Offsets of norms are in their weights."""
 
-    input_norm: Tensor
+    norms: LayerNorms
     attention: AttentionBlock
     o: Projection
-    attention_out_norm: Tensor | None
-    post_norm: Tensor  # before the feed-forward
     feed_forward: FeedForward
-    feed_forward_out_norm: Tensor | None
 
 
 class DenseDecoder:
@@ -61,15 +54,17 @@ class DenseDecoder:
         self._embedding = parameters.embedding
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=config.dtype))  # transformers rounds
         self._final_norm = parameters.final_norm
-        for norm in parameters.norms():
-            norm.add_(config.norm_offset)
+        for name, weight in named_weights(config, parameters).items():
+            if is_norm(name):
+                weight.add_(config.norm_offset)
+        lm_head = Linear(parameters.lm_head)
         # The embedding needs plain rows: a projection that repacks would hold the tied weight twice.
         tied = parameters.lm_head is parameters.embedding and self.device.type == "cpu"
-        self._lm_head = partial(F.linear, weight=parameters.lm_head) if tied else Projection(parameters.lm_head, None)
+        self._lm_head = partial(F.linear, weight=parameters.lm_head) if tied else Projection(lm_head)
         self._small_batch_decoder: SmallBatchDecoder | None = None
         fused_gemms = fused_gemms or choose_fused_gemms(self.device, config.dtype)
         if fused_gemms is not None and all(SmallBatchDecoder.fits(config, layer) for layer in parameters.layers):
-            self._small_batch_decoder = SmallBatchDecoder(config, fused_gemms, self._final_norm, parameters.lm_head)
+            self._small_batch_decoder = SmallBatchDecoder(config, fused_gemms, self._final_norm, lm_head)
         self._layers: list[DecoderLayer] = []
         while parameters.layers:
             layer = parameters.layers.pop(0)
@@ -94,14 +89,14 @@ class DenseDecoder:
             if logits is not None:
                 return self._cap(logits)
         for index, layer in enumerate(self._layers):
-            o = layer.attention(kernels.add_rms_norm(x, delta, layer.input_norm, eps), index, cached)
+            o = layer.attention(kernels.add_rms_norm(x, delta, layer.norms.before_attention, eps), index, cached)
             if last_rows is not None and index == self.config.num_layers - 1:
                 if last_rows.shape[0] == 0:  # all K and V are kept: from here on only last_rows matter
                     return x.new_empty((0, self.config.vocab_size))
                 x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
-            delta = self._norm_if(layer.o(o), layer.attention_out_norm)
-            delta = layer.feed_forward(kernels.add_rms_norm(x, delta, layer.post_norm, eps))
-            delta = self._norm_if(delta, layer.feed_forward_out_norm)
+            delta = self._norm_if(layer.o(o), layer.norms.behind_attention)
+            delta = layer.feed_forward(kernels.add_rms_norm(x, delta, layer.norms.before_feed_forward, eps))
+            delta = self._norm_if(delta, layer.norms.behind_feed_forward)
         return self._cap(self._lm_head(kernels.add_rms_norm(x, delta, self._final_norm, eps)))
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -118,17 +113,9 @@ class DenseDecoder:
 
 def _prepare(config: ModelConfig, layer: LayerParameters, kernels: LayerKernels) -> DecoderLayer:
     attention = prepare_attention(config, layer.attention, kernels)
-    o = Projection(layer.attention.o, layer.attention.o_bias)
-    alone = layer.feed_forward_out_norm is None
+    o = Projection(layer.attention.o)
+    alone = layer.norms.behind_feed_forward is None
     feed_forward = prepare_feed_forward(config, layer.feed_forward, kernels, in_parts=alone)
     if isinstance(attention, GroupedQueryAttention) and isinstance(feed_forward, GatedFeedForward):
         StreamedGemm.chain([attention.qkv.streamed_gemm, o.streamed_gemm, *feed_forward.streamed_gemms])
-    return DecoderLayer(
-        input_norm=layer.input_norm,
-        attention=attention,
-        o=o,
-        attention_out_norm=layer.attention_out_norm,
-        post_norm=layer.post_norm,
-        feed_forward=feed_forward,
-        feed_forward_out_norm=layer.feed_forward_out_norm,
-    )
+    return DecoderLayer(layer.norms, attention, o, feed_forward)

@@ -1,24 +1,22 @@
 """The experts of a layer, once the router has chosen: a loop over the active ones, or grouped kernels on a GPU."""
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.expert_blocks import GroupedLinear, block_rows, expert_blocks
 from tandem.workers.models.activation import Activate
 from tandem.workers.models.parameters import MoeParameters
 from tandem.workers.models.projection import Projection
 
-
-class Experts(Protocol):
-    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Σₖ weights[t, k] · expert experts[t, k] of x[t], [T, H]; weights float32 and experts int64 [T, top_k]."""
-        ...
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x [T, H], weights float32, experts int64 [T, top_k]) -> Σₖ weights[t, k] · expert experts[t, k] of x[t], [T, H]."""
 
 
 def prepare_experts(parameters: MoeParameters, activate: Activate) -> Experts:
-    if parameters.gate_up.device.type == "cuda":
+    if parameters.gate_up.weight.device.type == "cuda":
         from tandem.workers.kernels.triton.grouped import grouped_linear  # needs triton
 
         return GroupedExperts(parameters, activate, grouped_linear)
@@ -29,9 +27,9 @@ class LoopedExperts:
     """Tokens sorted by expert, and two products for each expert that has any. Reads the counts on the host."""
 
     def __init__(self, parameters: MoeParameters, activate: Activate) -> None:
-        self._gate_up = _project(parameters.gate_up, parameters.gate_up_bias)
+        self._gate_up = _project(parameters.gate_up)
         self._activate = activate
-        self._down = _project(parameters.down, parameters.down_bias)
+        self._down = _project(parameters.down)
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         top_k = experts.shape[1]
@@ -43,12 +41,10 @@ class LoopedExperts:
         for expert, count in enumerate(counts):
             if count:
                 pairs = order[begin : begin + count]
-                outputs[pairs] = self._expert(expert, x[pairs // top_k]).float()
+                intermediate = self._activate(self._gate_up[expert](x[pairs // top_k]))
+                outputs[pairs] = self._down[expert](intermediate).float()
                 begin += count
         return (outputs.view(*weights.shape, -1) * weights[:, :, None]).sum(1).to(x.dtype)
-
-    def _expert(self, expert: int, x: Tensor) -> Tensor:
-        return self._down[expert](self._activate(self._gate_up[expert](x)))
 
 
 class GroupedExperts:
@@ -64,13 +60,13 @@ class GroupedExperts:
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         parameters, top_k = self._parameters, experts.shape[1]
-        num_experts = parameters.gate_up.shape[0]
+        num_experts = parameters.gate_up.weight.shape[0]
         blocks = expert_blocks(experts, num_experts, block_rows(experts.numel(), num_experts))
-        hidden = self._grouped_linear(x, parameters.gate_up, parameters.gate_up_bias, blocks, None, top_k)
-        hidden = self._activate(hidden)
-        y = self._grouped_linear(hidden, parameters.down, parameters.down_bias, blocks, weights.flatten(), 1)
+        hidden = self._activate(self._grouped_linear(x, parameters.gate_up, blocks, None, top_k))
+        y = self._grouped_linear(hidden, parameters.down, blocks, weights.flatten(), 1)
         return y.view(x.shape[0], top_k, -1).sum(1)
 
 
-def _project(weight: Tensor, bias: Tensor | None) -> list[Projection]:
-    return [Projection(one, None if bias is None else bias[expert]) for expert, one in enumerate(weight)]
+def _project(experts: Linear) -> list[Projection]:
+    biases = [None] * len(experts.weight) if experts.bias is None else experts.bias
+    return [Projection(Linear(*of_expert)) for of_expert in zip(experts.weight, biases, strict=True)]

@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.workers.kernels.base import LayerKernels
 from tandem.workers.kernels.choice import choose_streamed_gemm
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm
-from tandem.workers.models.activation import Activation, Silu
+from tandem.workers.models.activation import Activation, Silu, choose_activation
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.experts import Experts, prepare_experts
 from tandem.workers.models.moe import MoeConfig
@@ -25,17 +25,17 @@ class GatedFeedForward:
     def __init__(
         self, parameters: GatedParameters, activation: Activation, kernels: LayerKernels, *, in_parts: bool = False
     ) -> None:
-        self._gate_up = Projection(parameters.gate_up, parameters.gate_up_bias)
-        self._activate = activation.bind(kernels)
-        self._down = Projection(parameters.down, parameters.down_bias)
+        self._gate_up = Projection(parameters.gate_up)
+        self._activate = choose_activation(activation, kernels)
+        self._down = Projection(parameters.down)
         self._multiply_down = self._down.in_parts if in_parts else self._down
         self._gated_gemm: StreamedGemm | None = None
         if isinstance(activation, Silu):
-            self._gated_gemm = choose_streamed_gemm(parameters.gate_up, parameters.gate_up_bias, gated=True)
+            self._gated_gemm = choose_streamed_gemm(parameters.gate_up, gated=True)
 
     @property
     def streamed_gemms(self) -> tuple[StreamedGemm | None, StreamedGemm | None]:
-        """What multiplies the rows of a decode step: gate and up, and down."""
+        """The GEMMs for the rows of a decode step: gate and up, and down."""
         return self._gated_gemm, self._down.streamed_gemm
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -51,13 +51,13 @@ class MixtureOfExperts:
         self, moe: MoeConfig, parameters: MoeParameters, activation: Activation, kernels: LayerKernels
     ) -> None:
         self._routing = moe.routing
-        self._router, self._router_bias = parameters.router, parameters.router_bias
+        self._router = parameters.router
         self._correction = parameters.correction
         self._shared = None if parameters.shared is None else GatedFeedForward(parameters.shared, activation, kernels)
-        self._experts: Experts = prepare_experts(parameters, activation.bind(kernels))
+        self._experts: Experts = prepare_experts(parameters, choose_activation(activation, kernels))
 
     def __call__(self, x: Tensor) -> Tensor:
-        logits = F.linear(x.to(self._router.dtype), self._router, self._router_bias)
+        logits = F.linear(x.to(self._router.weight.dtype), self._router.weight, self._router.bias)
         chosen = self._experts(x, *route(logits, self._routing, self._correction))
         return chosen if self._shared is None else chosen.add_(self._shared(x))
 

@@ -22,7 +22,7 @@ class LatentConfig:
         return self.heads.key_dim + self.rotated
 
 
-def read_latent(fields: Fields, *, interleaved: bool, bias: bool) -> LatentConfig:
+def read_latent(fields: Fields, *, interleaved: bool) -> LatentConfig:
     """Raises InvalidConfig."""
     rotated = fields.integer("qk_rope_head_dim", 64, minimum=2)
     if rotated % 2:
@@ -35,4 +35,4 @@ def read_latent(fields: Fields, *, interleaved: bool, bias: bool) -> LatentConfi
     absent = 1536 if "q_lora_rank" not in fields.names() else None
     q_rank = fields.integer("q_lora_rank", absent, minimum=1) if absent or "q_lora_rank" in fields else None
     rank = fields.integer("kv_lora_rank", 512, minimum=1)
-    return LatentConfig(rank, rotated, heads, q_rank, interleaved, bias)
+    return LatentConfig(rank, rotated, heads, q_rank, interleaved, fields.boolean("attention_bias", False))

@@ -8,7 +8,7 @@ from tandem.workers.models.routing import Routing
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Where a checkpoint keeps a layer's experts: a tensor for each expert, or one for all.
+    """The weight names of a layer's experts in a checkpoint: a tensor for each expert, or one for all.
 
     The second layout has `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`.
     """
@@ -17,6 +17,9 @@ class ExpertNames:
     router: str  # within the block
     projections: tuple[str, str, str] | None  # gate, up and down in `experts.<n>.<name>.weight`; None: no such layout
     transposed: bool = False  # in the second layout, rows are of inputs, not of outputs
+
+
+GATED_NAMES = ExpertNames(block="mlp", router="gate", projections=("gate_proj", "up_proj", "down_proj"))
 
 
 @dataclass(frozen=True)

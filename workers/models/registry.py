@@ -1,4 +1,4 @@
-"""The families served, by the architecture that config.json names. A new dense family is one file and one row."""
+"""The families served, by the architecture that config.json names. A new one is a function and a row."""
 
 import dataclasses
 import difflib
@@ -10,35 +10,22 @@ from tandem.cache.plan.layout import DTYPES
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, UnknownArchitecture
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig
-from tandem.workers.models.families import (
-    deepseek_v2,
-    deepseek_v3,
-    gemma2,
-    gemma3,
-    gpt_oss,
-    llama,
-    mistral,
-    mixtral,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from tandem.workers.models.families import deepseek, gemma, gpt_oss, llama, mistral, phi3, qwen
 
-FAMILIES: Mapping[str, Callable[[Fields, str], ModelConfig]] = MappingProxyType(
+FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = MappingProxyType(
     {
-        "DeepseekV2ForCausalLM": deepseek_v2.read_config,
-        "DeepseekV3ForCausalLM": deepseek_v3.read_config,
-        "Gemma2ForCausalLM": gemma2.read_config,
-        "Gemma3ForCausalLM": gemma3.read_config,
-        "GptOssForCausalLM": gpt_oss.read_config,
-        "LlamaForCausalLM": llama.read_config,
-        "MistralForCausalLM": mistral.read_config,
-        "MixtralForCausalLM": mixtral.read_config,
-        "Phi3ForCausalLM": phi3.read_config,
-        "Qwen2ForCausalLM": qwen2.read_config,
-        "Qwen3ForCausalLM": qwen3.read_config,
-        "Qwen3MoeForCausalLM": qwen3_moe.read_config,
+        "DeepseekV2ForCausalLM": deepseek.read_deepseek_v2,
+        "DeepseekV3ForCausalLM": deepseek.read_deepseek_v3,
+        "Gemma2ForCausalLM": gemma.read_gemma2,
+        "Gemma3ForCausalLM": gemma.read_gemma3,
+        "GptOssForCausalLM": gpt_oss.read_gpt_oss,
+        "LlamaForCausalLM": llama.read_llama,
+        "MistralForCausalLM": mistral.read_mistral,
+        "MixtralForCausalLM": mistral.read_mixtral,
+        "Phi3ForCausalLM": phi3.read_phi3,
+        "Qwen2ForCausalLM": qwen.read_qwen2,
+        "Qwen3ForCausalLM": qwen.read_qwen3,
+        "Qwen3MoeForCausalLM": qwen.read_qwen3_moe,
     }
 )
 
@@ -52,8 +39,7 @@ def load_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     if not folder.is_dir():
         raise CheckpointMissing(f"model folder {folder} is not there; it must be a folder with config.json")
     fields = Fields.from_file(folder / "config.json")
-    architecture = read_architecture(fields)
-    config = FAMILIES[architecture](fields, architecture)
+    config = FAMILIES[_read_architecture(fields)](fields)
     if dtype != "auto":
         if dtype not in DTYPES:
             raise InvalidConfig(f"dtype is {dtype!r}; it must be auto or one of {', '.join(DTYPES)}")
@@ -65,7 +51,7 @@ def load_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     return config
 
 
-def read_architecture(fields: Fields) -> str:
+def _read_architecture(fields: Fields) -> str:
     names = fields.raw("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise fields.invalid("architectures", f"a list with one of {', '.join(FAMILIES)}")

@@ -36,7 +36,6 @@ def read_rope(
     """
     scaling = _scaling(fields, layer_type)
     rope_type = _rope_type(scaling)
-    _refuse_unsupported(scaling, rope_type)
     max_position_embeddings = fields.integer("max_position_embeddings", minimum=1)
     original = _original_length(fields, scaling, original_length, max_position_embeddings)
     try:
@@ -44,7 +43,6 @@ def read_rope(
             rope_type=rope_type,
             rotary_dim=int(head_dim * _rotated_fraction(fields, scaling, partial_rotary)),
             theta=scaling.number("rope_theta", fields.number(theta_field, default_theta)),
-            factor=_factor(scaling, rope_type, max_position_embeddings / original),
             max_position_embeddings=max_position_embeddings,
             original_max_position_embeddings=original,
             attention_factor=_optional(scaling, "attention_factor"),
@@ -53,7 +51,7 @@ def read_rope(
             mscale=_optional(scaling, "mscale"),
             mscale_all_dim=_optional(scaling, "mscale_all_dim"),
             truncate=scaling.boolean("truncate", True),
-            **_needed_by(rope_type, scaling),
+            **_needed_by(rope_type, scaling, max_position_embeddings / original),
         )
     except InvalidArgument as error:
         raise InvalidConfig(f"{scaling.source}: {error}") from None
@@ -69,10 +67,8 @@ def _scaling(fields: Fields, layer_type: str | None) -> Fields:
 def _rope_type(scaling: Fields) -> str:
     """The first Phi 3 checkpoints call longrope "su" and "yarn"."""
     rope_type = scaling.text("rope_type", scaling.text("type", "default"))
-    return "longrope" if rope_type in ("su", "yarn") and "short_factor" in scaling else rope_type
-
-
-def _refuse_unsupported(scaling: Fields, rope_type: str) -> None:
+    if rope_type in ("su", "yarn") and "short_factor" in scaling:
+        rope_type = "longrope"
     nested = [name for name in scaling.names() if isinstance(scaling.raw(name), dict)]
     if nested:
         raise UnsupportedFeature(
@@ -82,6 +78,7 @@ def _refuse_unsupported(scaling: Fields, rope_type: str) -> None:
         raise UnsupportedFeature(
             f"{scaling.source}: rope_type is {rope_type!r}; only {', '.join(ROPE_TYPES)} are implemented"
         )
+    return rope_type
 
 
 def _rotated_fraction(fields: Fields, scaling: Fields, partial_rotary: bool) -> float:
@@ -91,20 +88,16 @@ def _rotated_fraction(fields: Fields, scaling: Fields, partial_rotary: bool) -> 
     return fraction
 
 
-def _needed_by(rope_type: str, scaling: Fields) -> dict[str, Any]:
-    """What only this type has, and must have."""
-    if rope_type == "llama3":
-        return {name: scaling.number(name) for name in ("low_freq_factor", "high_freq_factor")}
-    if rope_type == "longrope":
-        return {name: scaling.numbers(name) for name in ("short_factor", "long_factor")}
-    return {}
-
-
-def _factor(scaling: Fields, rope_type: str, length_ratio: float) -> float:
-    """Required by every type that scales, but for those that can tell it from the two lengths."""
+def _needed_by(rope_type: str, scaling: Fields, length_ratio: float) -> dict[str, Any]:
+    """The fields that only some types have, and must have. yarn and longrope can compute factor from two lengths."""
     if rope_type == "default":
-        return 1.0
-    return scaling.number("factor", length_ratio if rope_type in ("yarn", "longrope") else None)
+        return {"factor": 1.0}
+    factor = {"factor": scaling.number("factor", length_ratio if rope_type in ("yarn", "longrope") else None)}
+    if rope_type == "llama3":
+        return factor | {name: scaling.number(name) for name in ("low_freq_factor", "high_freq_factor")}
+    if rope_type == "longrope":
+        return factor | {name: scaling.numbers(name) for name in ("short_factor", "long_factor")}
+    return factor
 
 
 def _original_length(fields: Fields, scaling: Fields, of_family: int | None, max_position_embeddings: int) -> int:

@@ -1,4 +1,4 @@
-"""Which experts a token goes to."""
+"""Routing: the choice of experts for each token, and their weights."""
 
 from dataclasses import dataclass
 

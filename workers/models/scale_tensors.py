@@ -1,7 +1,7 @@
 """The scales of an FP8 KV cache as checkpoints carry them: a tensor for K and one for V of each layer.
 
 llm-compressor writes `model.layers.0.self_attn.k_scale`, ModelOpt `…self_attn.k_proj.k_scale`; a model saved from an
-engine has `…self_attn.attn.k_scale`. One number for the layer, or one for each KV head. What scales q is not read:
+engine has `…self_attn.attn.k_scale`. One number for the layer, or one for each KV head. Scales of q are not read:
 queries are not rounded here.
 """
 
@@ -25,7 +25,7 @@ def is_scale(name: str) -> bool:
 
 
 def read_scales(paths: Iterable[Path], config: ModelConfig) -> KVScales | None:
-    """Those in the safetensors files `paths`; None when there are none. InvalidWeights when some layers lack theirs."""
+    """The scales in safetensors files; None when there are none. InvalidWeights when some layers lack theirs."""
     found: dict[tuple[str, int], tuple[float, ...]] = {}
     with ExitStack() as stack:
         for file in [stack.enter_context(SafetensorsFile(path)) for path in paths]:

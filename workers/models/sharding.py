@@ -1,4 +1,4 @@
-"""What a shard holds of a model: sizes in its config, and slices of the checkpoint's tensors."""
+"""Shards of a model: sizes in their configs, and their slices of the checkpoint's tensors."""
 
 import dataclasses
 from collections.abc import Iterator

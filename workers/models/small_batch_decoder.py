@@ -1,13 +1,13 @@
-"""The decoder for few rows, where all that takes time is to read the weights."""
+"""The decoder for few rows: reading the weights takes nearly all of its time."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from tandem.cache.plan.head_norm import HeadNorm
-from tandem.workers.kernels.base import FusedGemms, RmsNorm
+from tandem.workers.kernels.base import FusedGemms, Linear, RmsNorm
 from tandem.workers.kernels.choice import choose_megakernels, choose_resident_gemms
 from tandem.workers.kernels.decode_megakernel.megakernel import DecodeMegakernel, MegakernelLayer, MegakernelShape
 from tandem.workers.kernels.skinny_gemm.resident import MAX_ROWS, ResidentGemms, ResidentShape
@@ -22,12 +22,8 @@ class FusedLayer:
     """The parameters of one layer; the weights are those that the other rows' decoder has."""
 
     input_norm: RmsNorm
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    attention: AttentionParameters
     qk_norm: HeadNorm | None
-    sinks: Tensor | None
-    o: Tensor
-    o_bias: Tensor | None
     post_norm: RmsNorm
     feed_forward: GatedParameters
 
@@ -39,13 +35,14 @@ class SmallBatchDecoder:
     The norms are in the GEMMs behind them, the sums with the residual in those before: see FusedGemms.
     """
 
-    def __init__(self, config: ModelConfig, kernels: FusedGemms, final_norm: Tensor, lm_head: Tensor) -> None:
+    def __init__(self, config: ModelConfig, kernels: FusedGemms, final_norm: Tensor, lm_head: Linear) -> None:
         self._config = config
         self._kernels = kernels
         self._final_norm = RmsNorm(final_norm, config.rms_norm_eps)
         self._lm_head = lm_head
         self._layers: list[FusedLayer] = []
-        self._megakernels_over: dict[torch.dtype, dict[int, DecodeMegakernel]] = {}
+        # By the dtype of the stored K and V; made when first asked for, with all layers.
+        self._megakernels = cache(self._make_megakernels)
 
     @staticmethod
     def fits(config: ModelConfig, layer: LayerParameters) -> bool:
@@ -56,30 +53,20 @@ class SmallBatchDecoder:
             and config.stored_head_dim == config.head_dim
             and isinstance(layer.feed_forward, GatedParameters)
             and isinstance(config.activation, Silu)
-            and layer.attention_out_norm is None
-            and layer.feed_forward_out_norm is None
+            and layer.norms.behind_attention is None
+            and layer.norms.behind_feed_forward is None
         )
 
     def add_layer(self, layer: LayerParameters, block: AttentionBlock) -> None:
         """The next layer, one that fits; block: its attention for other rows."""
-        attention = layer.attention
-        assert isinstance(attention, AttentionParameters)
+        assert isinstance(layer.attention, AttentionParameters)
         assert isinstance(block, GroupedQueryAttention)
         assert isinstance(layer.feed_forward, GatedParameters)
-        eps = self._config.rms_norm_eps
-        self._layers.append(
-            FusedLayer(
-                input_norm=RmsNorm(layer.input_norm, eps),
-                qkv=attention.qkv,
-                qkv_bias=attention.qkv_bias,
-                qk_norm=block.qk_norm,
-                sinks=attention.sinks,
-                o=attention.o,
-                o_bias=attention.o_bias,
-                post_norm=RmsNorm(layer.post_norm, eps),
-                feed_forward=layer.feed_forward,
-            )
+        before, behind = (
+            RmsNorm(weight, self._config.rms_norm_eps)
+            for weight in (layer.norms.before_attention, layer.norms.before_feed_forward)
         )
+        self._layers.append(FusedLayer(before, layer.attention, block.qk_norm, behind, layer.feed_forward))
 
     def forward(self, x: Tensor, cached: CachedAttention) -> Tensor | None:
         """Logits [n, vocab_size] that follow the tokens with embeddings x [n, H], in its dtype; x is overwritten. None,
@@ -93,21 +80,15 @@ class SmallBatchDecoder:
 
     def _forward_layers(self, kernels: FusedGemms, x: Tensor, cached: CachedAttention) -> Tensor:
         for index, layer in enumerate(self._layers):
-            qkv = kernels.linear(x, layer.qkv, layer.qkv_bias, layer.input_norm)
-            o = cached.attend(index, *split_heads(self._config, qkv), layer.sinks, layer.qk_norm)
-            kernels.add_linear(x, o.flatten(1), layer.o, layer.o_bias)
-            gated = layer.feed_forward
-            intermediate = kernels.linear_silu_mul(x, gated.gate_up, gated.gate_up_bias, layer.post_norm)
-            kernels.add_linear(x, intermediate, gated.down, gated.down_bias)
-        return kernels.linear(x, self._lm_head, None, self._final_norm)
-
-    def _megakernels(self, stored: torch.dtype) -> dict[int, DecodeMegakernel]:
-        """By number of rows, over a pool of such elements; made when first asked for, with all layers; may compile."""
-        if stored not in self._megakernels_over:
-            self._megakernels_over[stored] = self._make_megakernels(stored)
-        return self._megakernels_over[stored]
+            qkv = kernels.linear(x, layer.attention.qkv, layer.input_norm)
+            o = cached.attend(index, *split_heads(self._config, qkv), layer.attention.sinks, layer.qk_norm)
+            kernels.add_linear(x, o.flatten(1), layer.attention.o)
+            intermediate = kernels.linear_silu_mul(x, layer.feed_forward.gate_up, layer.post_norm)
+            kernels.add_linear(x, intermediate, layer.feed_forward.down)
+        return kernels.linear(x, self._lm_head, self._final_norm)
 
     def _make_megakernels(self, stored: torch.dtype) -> dict[int, DecodeMegakernel]:
+        """By number of rows; may compile."""
         config, layers = self._config, [_megakernel_layer(layer) for layer in self._layers]
         shape = MegakernelShape(
             hidden=config.hidden_size,
@@ -115,55 +96,38 @@ class SmallBatchDecoder:
             q_heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            vocab=self._lm_head.shape[0],
+            vocab=config.vocab_size,
             dtype=config.dtype,
             stored=stored,
         )
         fitting = [layer for layer in layers if layer is not None]
         if len(fitting) < len(layers) or self._final_norm.weight.dtype != config.dtype:
             return {}
+        lm_head = self._lm_head.weight
         return {
-            rows: DecodeMegakernel(
-                shape,
-                rows,
-                fitting,
-                final_norm=self._final_norm.weight,
-                lm_head=self._lm_head,
-                eps=config.rms_norm_eps,
-                launch=launch,
-            )
-            for rows, launch in choose_megakernels(shape, self._lm_head.device).items()
+            rows: DecodeMegakernel(shape, rows, fitting, self._final_norm, lm_head, launch)
+            for rows, launch in choose_megakernels(shape, lm_head.device).items()
         }
 
     @cached_property
     def _resident(self) -> ResidentGemms | None:
         """Made when first asked for, with all layers; may compile."""
-        config, (hidden, head_width) = self._config, self._layers[0].o.shape
-        shape = ResidentShape(
-            hidden=hidden,
-            intermediate=config.intermediate_size,
-            heads=head_width,
-            qkv=self._layers[0].qkv.shape[0],
-            dtype=config.dtype,
-        )
-        plain = [_megakernel_layer(layer) is not None and layer.qkv_bias is None for layer in self._layers]
-        return choose_resident_gemms(shape, self._lm_head.device) if all(plain) else None
+        config, attention = self._config, self._layers[0].attention
+        (hidden, heads), qkv = attention.o.weight.shape, attention.qkv.weight.shape[0]
+        shape = ResidentShape(hidden, config.intermediate_size, heads, qkv, config.dtype)
+        plain = [_megakernel_layer(one) is not None and one.attention.qkv.bias is None for one in self._layers]
+        return choose_resident_gemms(shape, self._lm_head.weight.device) if all(plain) else None
 
 
 def _megakernel_layer(layer: FusedLayer) -> MegakernelLayer | None:
     """None where it has what DecodeMegakernel has not: biases behind attention, sinks, norms in float32."""
-    feed_forward, norm = layer.feed_forward, layer.qk_norm
-    others = (layer.sinks, layer.o_bias, feed_forward.gate_up_bias, feed_forward.down_bias)
-    norms = (layer.input_norm.weight, layer.post_norm.weight, *(() if norm is None else (norm.weight,)))
-    if any(other is not None for other in others) or any(one.dtype != layer.qkv.dtype for one in norms):
+    attention, gate_up, down = layer.attention, layer.feed_forward.gate_up, layer.feed_forward.down
+    head_norms = None if layer.qk_norm is None else layer.qk_norm.weight
+    norms = (layer.input_norm.weight, layer.post_norm.weight, head_norms)
+    others = (attention.sinks, attention.o.bias, gate_up.bias, down.bias)
+    dtypes = {one.dtype for one in (attention.qkv.weight, *norms) if one is not None}
+    if any(other is not None for other in others) or len(dtypes) > 1:
         return None
     return MegakernelLayer(
-        qkv=layer.qkv,
-        qkv_bias=layer.qkv_bias,
-        o=layer.o,
-        gate_up=feed_forward.gate_up,
-        down=feed_forward.down,
-        input_norm=layer.input_norm.weight,
-        post_norm=layer.post_norm.weight,
-        head_norms=None if norm is None else norm.weight,
+        attention.qkv.weight, attention.qkv.bias, attention.o.weight, gate_up.weight, down.weight, *norms
     )

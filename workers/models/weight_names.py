@@ -1,9 +1,10 @@
-"""Where each tensor of a checkpoint goes: Hugging Face's names and the views of the parameters that they fill."""
+"""Hugging Face's weight names, and the views of the parameters that the tensors of a checkpoint fill."""
 
 from collections.abc import Collection
 
 from torch import Tensor
 
+from tandem.workers.kernels.base import Linear
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
@@ -12,7 +13,7 @@ from tandem.workers.models.parameters import (
     DecoderParameters,
     GatedParameters,
     LatentParameters,
-    LayerParameters,
+    LayerNorms,
     MoeParameters,
 )
 
@@ -34,7 +35,7 @@ def named_weights(
     joined = any(name.endswith(".experts.gate_up_proj") for name in stored)
     for index, layer in enumerate(parameters.layers):
         prefix = f"model.layers.{index}"
-        weights.update(_norm_weights(config, layer, prefix))
+        weights.update(_norm_weights(config, layer.norms, prefix))
         attention = f"{prefix}.self_attn"
         if isinstance(layer.attention, AttentionParameters):
             weights.update(_attention_weights(config, layer.attention, attention))
@@ -50,14 +51,18 @@ def named_weights(
     return weights
 
 
-def _norm_weights(config: ModelConfig, layer: LayerParameters, prefix: str) -> dict[str, Tensor]:
+def is_norm(name: str) -> bool:
+    return name.endswith("norm.weight")
+
+
+def _norm_weights(config: ModelConfig, norms: LayerNorms, prefix: str) -> dict[str, Tensor]:
     post_norm = "pre_feedforward_layernorm" if config.out_norms else "post_attention_layernorm"
     return _existing(
         {
-            f"{prefix}.input_layernorm.weight": layer.input_norm,
-            f"{prefix}.post_attention_layernorm.weight": layer.attention_out_norm,
-            f"{prefix}.{post_norm}.weight": layer.post_norm,
-            f"{prefix}.post_feedforward_layernorm.weight": layer.feed_forward_out_norm,
+            f"{prefix}.input_layernorm.weight": norms.before_attention,
+            f"{prefix}.post_attention_layernorm.weight": norms.behind_attention,
+            f"{prefix}.{post_norm}.weight": norms.before_feed_forward,
+            f"{prefix}.post_feedforward_layernorm.weight": norms.behind_feed_forward,
         }
     )
 
@@ -68,50 +73,35 @@ def _attention_weights(config: ModelConfig, parameters: AttentionParameters, pre
             f"{prefix}.q_norm.weight": parameters.q_norm,
             f"{prefix}.k_norm.weight": parameters.k_norm,
             f"{prefix}.sinks": parameters.sinks,
-            f"{prefix}.o_proj.weight": parameters.o,
-            f"{prefix}.o_proj.bias": parameters.o_bias,
         }
     )
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     separate = (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))
     parts = (("qkv_proj", q_rows + 2 * kv_rows),) if config.fused_names else separate
-    return (
-        weights
-        | _split_rows(prefix, "weight", parameters.qkv, parts)
-        | _split_rows(prefix, "bias", parameters.qkv_bias, parts)
-    )
+    return weights | _linear(f"{prefix}.o_proj", parameters.o) | _split_linear(prefix, parameters.qkv, parts)
 
 
 def _latent_weights(latent: LatentConfig, parameters: LatentParameters, prefix: str) -> dict[str, Tensor]:
     entry_rows = latent.rank + latent.rotated
-    q_rows = parameters.down.shape[0] - entry_rows
+    q_rows = parameters.down.weight.shape[0] - entry_rows
     weights = _existing(
         {
             f"{prefix}.q_a_layernorm.weight": parameters.q_norm,
             f"{prefix}.q_b_proj.weight": parameters.q_up,
             f"{prefix}.kv_a_layernorm.weight": parameters.latent_norm,
             f"{prefix}.kv_b_proj.weight": parameters.up.flatten(0, 1),
-            f"{prefix}.o_proj.weight": parameters.o,
-            f"{prefix}.o_proj.bias": parameters.o_bias,
         }
     )
-    entry = ("kv_a_proj_with_mqa", entry_rows)
-    parts = (("q_proj" if latent.q_rank is None else "q_a_proj", q_rows), entry)
-    weights |= _split_rows(prefix, "weight", parameters.down, parts)
-    if parameters.down_bias is not None and latent.q_rank is None:  # q's only map has none
-        return weights | {f"{prefix}.{entry[0]}.bias": parameters.down_bias[q_rows:]}
-    return weights | _split_rows(prefix, "bias", parameters.down_bias, parts)
+    parts = (("q_proj" if latent.q_rank is None else "q_a_proj", q_rows), ("kv_a_proj_with_mqa", entry_rows))
+    weights |= _linear(f"{prefix}.o_proj", parameters.o) | _split_linear(prefix, parameters.down, parts)
+    weights.pop(f"{prefix}.q_proj.bias", None)  # q's only map has none
+    return weights
 
 
 def _gated_weights(config: ModelConfig, gated: GatedParameters, prefix: str) -> dict[str, Tensor]:
-    rows = gated.down.shape[1]
+    rows = gated.down.weight.shape[1]
     parts = (("gate_up_proj", 2 * rows),) if config.fused_names else (("gate_proj", rows), ("up_proj", rows))
-    weights = _existing({f"{prefix}.down_proj.weight": gated.down, f"{prefix}.down_proj.bias": gated.down_bias})
-    return (
-        weights
-        | _split_rows(prefix, "weight", gated.gate_up, parts)
-        | _split_rows(prefix, "bias", gated.gate_up_bias, parts)
-    )
+    return _linear(f"{prefix}.down_proj", gated.down) | _split_linear(prefix, gated.gate_up, parts)
 
 
 def _moe_weights(
@@ -121,26 +111,20 @@ def _moe_weights(
     names = moe.names
     block = f"{prefix}.mlp" if joined or names.projections is None else f"{prefix}.{names.block}"
     router, experts = f"{block}.{names.router}", f"{block}.experts"
-    weights = _existing(
-        {f"{router}.weight": parameters.router, f"{router}.e_score_correction_bias": parameters.correction}
-    )
+    weights = _linear(router, parameters.router)
+    weights |= _existing({f"{router}.e_score_correction_bias": parameters.correction})
     if parameters.shared is not None:
         weights |= _gated_weights(config, parameters.shared, f"{block}.shared_experts")
     if names.projections is None or joined:
-        of_all = {f"{experts}.gate_up_proj": parameters.gate_up, f"{experts}.down_proj": parameters.down}
-        weights |= {name: weight.transpose(1, 2) if names.transposed else weight for name, weight in of_all.items()}
-        return weights | _existing(
-            {
-                f"{router}.bias": parameters.router_bias,
-                f"{experts}.gate_up_proj_bias": parameters.gate_up_bias,
-                f"{experts}.down_proj_bias": parameters.down_bias,
-            }
-        )
+        for name, linear in (("gate_up_proj", parameters.gate_up), ("down_proj", parameters.down)):
+            weight = linear.weight.transpose(1, 2) if names.transposed else linear.weight
+            weights |= _existing({f"{experts}.{name}": weight, f"{experts}.{name}_bias": linear.bias})
+        return weights
     gate, up, down = names.projections
     parts = ((gate, moe.intermediate_size), (up, moe.intermediate_size))
     for index, expert in enumerate(config.experts):
-        weights |= _split_rows(f"{experts}.{expert}", "weight", parameters.gate_up[index], parts)
-        weights[f"{experts}.{expert}.{down}.weight"] = parameters.down[index]
+        weights |= _split_linear(f"{experts}.{expert}", Linear(parameters.gate_up.weight[index]), parts)
+        weights[f"{experts}.{expert}.{down}.weight"] = parameters.down.weight[index]
     return weights
 
 
@@ -148,8 +132,15 @@ def _existing(weights: dict[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if tensor is not None}
 
 
-def _split_rows(prefix: str, kind: str, fused: Tensor | None, parts: Parts) -> dict[str, Tensor]:
-    if fused is None:
-        return {}
-    rows = fused.split([count for _, count in parts])
-    return {f"{prefix}.{name}.{kind}": part for (name, _), part in zip(parts, rows, strict=True)}
+def _linear(name: str, linear: Linear) -> dict[str, Tensor]:
+    return _existing({f"{name}.weight": linear.weight, f"{name}.bias": linear.bias})
+
+
+def _split_linear(prefix: str, fused: Linear, parts: Parts) -> dict[str, Tensor]:
+    """The rows of each part."""
+    counts = [count for _, count in parts]
+    return {
+        f"{prefix}.{name}.{kind}": rows
+        for kind, tensor in _existing({"weight": fused.weight, "bias": fused.bias}).items()
+        for (name, _), rows in zip(parts, tensor.split(counts), strict=True)
+    }

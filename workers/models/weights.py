@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,14 +13,13 @@ from torch import Tensor
 
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, InvalidWeights
 from tandem.workers.checkpoint.fields import Fields
-from tandem.workers.checkpoint.progress import ReportBytes, ignore_progress
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, TensorPart, new_staging
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.parameters import DecoderParameters, allocate_parameters
 from tandem.workers.models.scale_tensors import is_scale
 from tandem.workers.models.sharding import slices_of
-from tandem.workers.models.weight_names import LM_HEAD, named_weights
+from tandem.workers.models.weight_names import LM_HEAD, is_norm, named_weights
 
 INDEX = "model.safetensors.index.json"
 LOAD_FORMATS = ("safetensors", "dummy")
@@ -29,6 +28,9 @@ LISTED = 5  # names in an error
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 READERS = 8  # threads: one copies from the page cache at a fraction of what memory, and a GPU's link, can take
 
+ReportBytes = Callable[[int, int], None]
+"""(bytes read, bytes in all)"""
+
 
 def load_decoder(
     folder: Path,
@@ -36,7 +38,7 @@ def load_decoder(
     *,
     load_format: str = "safetensors",
     device: torch.device | str = "cpu",
-    report: ReportBytes = ignore_progress,
+    report: ReportBytes | None = None,
 ) -> DenseDecoder:
     """A decoder with the parameters that load_parameters reads."""
     return DenseDecoder(config, load_parameters(folder, config, load_format=load_format, device=device, report=report))
@@ -48,7 +50,7 @@ def load_parameters(
     *,
     load_format: str = "safetensors",
     device: torch.device | str = "cpu",
-    report: ReportBytes = ignore_progress,
+    report: ReportBytes | None = None,
 ) -> DecoderParameters:
     """Allocates and fills the parameters of `config` on `device`.
 
@@ -106,9 +108,10 @@ def _fill(
     weights: Mapping[str, Tensor],
     config: ModelConfig,
     device: torch.device,
-    report: ReportBytes,
+    report: ReportBytes | None,
 ) -> None:
     total, done = sum(weight.nbytes for weight in weights.values()), 0
+    report = report or (lambda done, total: None)
     report(done, total)
     wanted = [(file, name) for file in files for name in file.tensors if name in weights]
     slices = [(file, name, one) for file, name in wanted for one in slices_of(name, weights[name], config)]
@@ -186,7 +189,7 @@ def check_tensors(files: Iterable[SafetensorsFile], weights: Mapping[str, Tensor
 def fill_randomly(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
     """Norms 1, biases 0, the rest normal with standard deviation DUMMY_STD, the same for the same device."""
     for index, (name, weight) in enumerate(weights.items()):
-        if name.endswith("norm.weight"):
+        if is_norm(name):
             weight.fill_(1 - config.norm_offset)
         elif name.endswith(".bias"):
             weight.zero_()

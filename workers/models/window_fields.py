@@ -1,4 +1,4 @@
-"""Which layers of a model have a window, as Hugging Face configs write it."""
+"""The windows of a model's layers, as Hugging Face configs write them."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ def read_optional_size(fields: Fields) -> int | None:
 
 
 def read_late_windows(fields: Fields) -> Windows:
-    """Those of Qwen: use_sliding_window, and from which layer on."""
+    """Qwen's windows: use_sliding_window, and from which layer on."""
     if not fields.boolean("use_sliding_window", False):
         return NO_WINDOWS
     return Windows(read_size(fields), first=fields.integer("max_window_layers", FIRST_LAYER))

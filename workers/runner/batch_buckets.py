@@ -38,8 +38,8 @@ def prompt_sizes(limit: int, hidden_size: int) -> list[int]:
 
 
 def bucket_of(sizes: Sequence[int], rows: int) -> int:
-    """The place in ascending `sizes` of the least that is at least `rows`; ValueError when there is none."""
-    place = bisect_left(sizes, rows)
-    if place == len(sizes):
+    """The index in ascending `sizes` of the least that is at least `rows`; ValueError when there is none."""
+    index = bisect_left(sizes, rows)
+    if index == len(sizes):
         raise ValueError(f"rows is {rows}; at most {sizes[-1]} fit")
-    return place
+    return index

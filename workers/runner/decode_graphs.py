@@ -13,15 +13,14 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.runner.batch_buckets import LEAST_TO_SHARE, MIXED_ROWS
-from tandem.workers.runner.forward_graphs import ForwardGraphs, capture_all
-from tandem.workers.runner.graph_capture import Capture
+from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs
 from tandem.workers.runner.mixed_attention import MixedAttention
 from tandem.workers.runner.mixed_graphs import MixedGraphs
 from tandem.workers.runner.step_inputs import ON_HOST, StepInputs, pack_inputs, unpack_inputs
 from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox
-from tandem.workers.sampling.random import logprobs_of
 from tandem.workers.sampling.sample_batch import NO_LOGPROBS, SampleBatch
+from tandem.workers.sampling.token_logprobs import logprobs_of
 
 
 class DecodeGraphs:
@@ -45,15 +44,14 @@ class DecodeGraphs:
         each."""
         self._model = model
         self._cache = cache
-        self._plain = ForwardGraphs(plain)
-        self._sharing = ForwardGraphs(sharing) if sharing else None
-        largest = self._plain.largest
+        largest = plain[-1].size
         self._sampler = choose_sampler(largest, model.device)
         self._posts = PostBox(largest, model.device)
         self._last = torch.zeros(largest, dtype=torch.int64, device=model.device)  # what the last step sampled
         self._foreseen: Forward | None = None
         self._mixed: MixedGraphs | None = None
-        capture_all([self._plain, *([] if self._sharing is None else [self._sharing])], capture, self._compute)
+        self._plain = ForwardGraphs(plain, capture, self._compute)
+        self._sharing = ForwardGraphs(sharing, capture, self._compute) if sharing else None
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """See ModelRunner.foresee."""

@@ -8,8 +8,8 @@ from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.runner.step_inputs import NUM_SAMPLING, pack_sampling, unpack_sampling
 from tandem.workers.sampling.pending_samples import CopiedSamples, PendingSamples
 from tandem.workers.sampling.posted_samples import PostBox, half_of
-from tandem.workers.sampling.random import logprobs_of
 from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.token_logprobs import logprobs_of
 
 FEWEST_ROWS = 16
 PROMPT_SECONDS = 600.0

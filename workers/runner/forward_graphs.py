@@ -1,23 +1,67 @@
-"""CUDA graphs of forwards, one for each of some graph buffers."""
+"""CUDA graphs of forwards: a forward in fixed memory is captured once, and costs the host one launch from then on."""
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.workers.runner.batch_buckets import bucket_of
-from tandem.workers.runner.graph_capture import Capture, Replay
+
+Replay = Callable[[], Tensor]
+Capture = Callable[[Callable[[], Tensor]], Replay]
+"""Takes a computation on fixed memory; returns what repeats it, and gives its result's memory."""
+
+
+class GraphCapture:
+    """Captures CUDA graphs that share one pool of memory: only the result of the last replay is to be read."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @torch.inference_mode()
+    def __call__(self, compute: Callable[[], Tensor]) -> Replay:
+        compute()  # kernels are built and loaded outside the capture
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process may use the device meanwhile: a worker's own do not, a test's may.
+        with uncollected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = compute()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection: a CUDA graph that is let go of within a capture, an earlier worker's, spoils it."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 class ForwardGraphs:
     """A forward runs in the least graph that holds its tokens, filled up with padding."""
 
-    def __init__(self, buffers: Sequence[GraphBuffers]) -> None:
-        """buffers: PagedKVCache.graph_buffers, at least one, in ascending order."""
+    def __init__(
+        self, buffers: Sequence[GraphBuffers], capture: Capture, compute: Callable[[GraphBuffers], Tensor]
+    ) -> None:
+        """Captures compute() for each of `buffers`: PagedKVCache.graph_buffers, at least one, in ascending order."""
         self.buffers = buffers
         self._sizes = [one.size for one in buffers]
         self._replays: dict[GraphBuffers, Replay] = {}
+        for one in reversed(buffers):  # smaller ones fit into a larger one's memory
+            one.clear()
+            self._replays[one] = capture(partial(compute, one))
 
     @property
     def largest(self) -> int:
@@ -27,17 +71,9 @@ class ForwardGraphs:
         return num_sequences <= self.buffers[0].limits.num_sequences and num_tokens <= self._sizes[-1]
 
     def choose(self, num_tokens: int) -> GraphBuffers:
-        """Those that a forward of so many tokens is to be begun with."""
+        """The buffers for a forward of so many tokens."""
         return self.buffers[bucket_of(self._sizes, num_tokens)]
 
     def replay(self, buffers: GraphBuffers) -> Tensor:
-        """What the forward that the buffers hold computes, in memory that the next replay writes over."""
+        """The result of the forward that the buffers hold, in memory that the next replay writes over."""
         return self._replays[buffers]()
-
-
-def capture_all(graphs: Sequence[ForwardGraphs], capture: Capture, compute: Callable[[GraphBuffers], Tensor]) -> None:
-    """Captures compute() for each of the graphs' buffers."""
-    owners = [(one, of) for of in graphs for one in of.buffers]
-    for buffers, of in sorted(owners, key=lambda owner: -owner[0].size):  # smaller ones fit into a larger one's memory
-        buffers.clear()
-        of._replays[buffers] = capture(partial(compute, buffers))

@@ -14,7 +14,7 @@ from tandem.workers.runner.eager_sampler import EagerSampler
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 
-# What comes into being after the pages and can be asked for at no time before:
+# Memory that is allocated after the pages, and cannot be measured before:
 FLASHINFER_BYTES = 256 << 20  # FlashInfer's workspace
 NVSHMEM_BYTES = 1 << 30  # NVSHMEM's own state, and its heap growing in steps of 512 MiB
 MARGIN_BYTES = 2 << 30  # CUDA graphs with their buffers, code of kernels, fragments in torch's allocator

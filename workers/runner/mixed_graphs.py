@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.workers.runner.batch_buckets import bucket_of
-from tandem.workers.runner.graph_capture import Capture, Replay
+from tandem.workers.runner.forward_graphs import Capture, Replay
 
 Compute = Callable[[GraphBuffers, GraphBuffers], Tensor]
 
@@ -39,5 +39,5 @@ class MixedGraphs:
         return self._steps[rows], self._prompts[bucket_of([one.size for one in self._prompts], num_tokens)]
 
     def replay(self, step: GraphBuffers, prompts: GraphBuffers) -> Tensor:
-        """What the forwards that the buffers hold compute, in memory that the next replay writes over."""
+        """The result of the forwards that the buffers hold, in memory that the next replay writes over."""
         return self._replays[step, prompts]()

@@ -17,8 +17,7 @@ from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.runner.batch_buckets import MIXED_TOKENS, MOST_PROMPTS, bucket_sizes, prompt_sizes, sharing_sizes
 from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.eager_sampler import EagerSampler
-from tandem.workers.runner.forward_graphs import ForwardGraphs, capture_all
-from tandem.workers.runner.graph_capture import Capture, GraphCapture
+from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
 from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -80,12 +79,11 @@ class ModelRunner:
         sizes = prompt_sizes(max_tokens, config.hidden_size)
         buffers = self._cache.graph_buffers([Limits.of_prompts(size, MOST_PROMPTS, config.num_heads) for size in sizes])
         if buffers:
-            self._prompt_graphs = ForwardGraphs(buffers)
-            capture_all([self._prompt_graphs], capture or GraphCapture(), self._compute_prompts)
+            self._prompt_graphs = ForwardGraphs(buffers, capture or GraphCapture(), self._compute_prompts)
 
     @property
-    def runs_ahead(self) -> bool:
-        """Whether step() returns before its tokens are there and takes the tokens of the step before by itself."""
+    def overlaps(self) -> bool:
+        """Whether scheduling overlaps: step() does not wait for its tokens, and itself takes those before."""
         return self._graphs is not None
 
     def step(
@@ -99,7 +97,7 @@ class ModelRunner:
         """One more token for each of n sequences.
 
         Arrays are int64 [n]. sources[i]: the row of the step before that samples the input of row i, or -1 where it is
-        tokens[i], as it must be unless runs_ahead. positions: as for sample().
+        tokens[i], as it must be unless overlaps. positions: as for sample().
         """
         if self._graphs is not None:
             return self._graphs.step(sequence_ids, tokens, sources, sampling, positions)
@@ -191,7 +189,7 @@ class ModelRunner:
         return logits
 
     def _prompt_buffers(self, batch: Batch, token_ids: Int64Array, last_rows: Int64Array | None) -> GraphBuffers | None:
-        """Those whose graph computes the batch; None: it is computed eagerly."""
+        """The buffers of the graph that computes the batch; None: it is computed eagerly."""
         graphs = self._prompt_graphs
         if graphs is None or last_rows is None or batch.push or batch.token_tree_parents is not None:
             return None

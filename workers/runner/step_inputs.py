@@ -1,4 +1,4 @@
-"""What a captured step is told of its rows, beside their places in the cache."""
+"""The arrays of a step's rows, beside those of the cache: tokens, their sources, tickets and sampling inputs."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ ON_HOST = -1  # the source of a token that no step samples
 
 
 class StepInputs(NamedTuple):
-    """Of each row of a step: see ModelRunner.step. Arrays are int64 [n]."""
+    """The inputs of a step's rows: see ModelRunner.step. Arrays are int64 [n]."""
 
     tokens: Int64Array
     sources: Int64Array

@@ -1,6 +1,6 @@
 """Sampled tokens on their way from the device to the host."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.workers.sampling.random import Logprobs
-from tandem.workers.sampling.token_logprobs import TokenLogprobs, split_logprobs
+from tandem.workers.sampling.token_logprobs import Logprobs, TokenLogprobs, split_logprobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +37,10 @@ class CopiedSamples:
     def __init__(self, tokens: Tensor, logprobs: Logprobs | None) -> None:
         """tokens int64 [n] and logprobs, on the device: free to change once later work is queued on the stream."""
         self._token_ids = tokens.numpy().copy() if tokens.is_cpu else _to_host(tokens).numpy()
-        self._logprobs = None if logprobs is None else logprobs.map(_to_host)
+        self._logprobs = None
+        if logprobs is not None:
+            names = ("chosen", "top_ids", "top_logprobs")
+            self._logprobs = replace(logprobs, **{name: _to_host(getattr(logprobs, name)) for name in names})
         self._copied = None
         if tokens.is_cuda:
             self._copied = torch.cuda.Event()

@@ -27,7 +27,7 @@ Turn = TypeVar("Turn", int, Tensor)
 
 
 def half_of(ticket: Turn) -> Turn:
-    """Which half of the memory the ticket's step has."""
+    """The half of the memory that the ticket's step has: 0 or 1."""
     return ticket >> TOKEN_BITS & 1
 
 
@@ -69,7 +69,7 @@ class PostedSamples:
 
 
 class PostBox:
-    """The words of steps of up to num_rows rows. Owned by whoever launches the steps, in the order of their tickets.
+    """The words of steps of up to num_rows rows. Its owner launches the steps, in the order of their tickets.
 
     Its memory may go only when nothing on the stream is under way.
     """
@@ -94,12 +94,8 @@ class PostBox:
         return ticket
 
     def expect(self, ticket: int, num_rows: int) -> PostedSamples:
-        """What the step with this ticket, just launched, posts for its first rows."""
-        is_idle = torch.cuda.current_stream().query if self._on_gpu else _always
+        """The samples that the step with this ticket, just launched, posts for its first rows."""
+        is_idle = torch.cuda.current_stream().query if self._on_gpu else lambda: True
         half = half_of(ticket)
         self._unread[half] = posted = PostedSamples(self._host[half, :num_rows], ticket, is_idle, self._seconds)
         return posted
-
-
-def _always() -> bool:
-    return True

@@ -16,7 +16,7 @@ class InvalidSamplingParams(ValueError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What one request asks for."""
+    """The sampling parameters of one request."""
 
     max_tokens: int = 16
     temperature: float = 1.0  # 0 is greedy

@@ -1,11 +1,13 @@
-"""The log-probabilities of one output token."""
+"""The log-probabilities of output tokens, on their way from the logits to clients."""
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from tandem.workers.sampling.random import Logprobs
+from tandem.cache.kernels.upload import upload
+from tandem.workers.sampling.sample_batch import NO_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,33 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Log-probabilities of the m rows that asked for them, from the raw logits (before temperature and filters).
+
+    The tensors are on the logits' device.
+    """
+
+    rows: NDArray[np.int64]  # [m], of the batch
+    chosen: Tensor  # float32 [m]
+    counts: NDArray[np.int64]  # [m]: how many of its best tokens each row asked for
+    top_ids: Tensor  # int64 [m, largest count], best first
+    top_logprobs: Tensor  # float32, as top_ids
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, num_logprobs: NDArray[np.int64]) -> Logprobs | None:
+    """Of tokens int64 [n] under logits [n, vocab]; None where no row asks."""
+    rows = np.flatnonzero(num_logprobs != NO_LOGPROBS)
+    if rows.size == 0:
+        return None
+    (where,) = upload([rows], logits.device)
+    values = logits[where].float().log_softmax(dim=-1)
+    counts = np.minimum(num_logprobs[rows], logits.shape[-1])
+    top, ids = values.topk(int(counts.max()), dim=-1)
+    chosen = values.gather(1, tokens[where][:, None]).squeeze(1)
+    return Logprobs(rows, chosen, counts, ids, top)
 
 
 def split_logprobs(logprobs: Logprobs | None, token_ids: NDArray[np.int64]) -> list[TokenLogprobs | None]:

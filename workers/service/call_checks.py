@@ -1,4 +1,4 @@
-"""What every call to a worker must hold before a loop sees it: one call's nonsense must not fail a forward of many."""
+"""Checks of every call to a worker, before a loop sees it: one bad call must not fail a forward of many requests."""
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.prefix_chain import MAX_SALT_BYTES
@@ -15,12 +15,23 @@ def check_request_id(request_id: str) -> None:
         raise InvalidCall(f"request_id has {len(request_id)} characters; at most {MAX_REQUEST_ID} are accepted")
 
 
-def check_prompt(prompt: bytes, vocab_size: int) -> Int64Array:
-    """The token ids of a prompt as messages carry it, int64 [n]."""
+def check_prompt(request_id: str, prompt: bytes, max_tokens: int, *, vocab_size: int, max_model_len: int) -> Int64Array:
+    """The token ids of a request's prompt as messages carry it, int64 [n].
+
+    max_tokens: output tokens, of which the last is never fed back.
+    """
+    check_request_id(request_id)
     token_ids = prompt_from_bytes(prompt)
     largest = int(token_ids.max())
     if largest >= vocab_size:
         raise InvalidCall(f"prompt has token {largest}; the vocabulary has {vocab_size} entries, 0 … {vocab_size - 1}")
+    if max_tokens < 1:
+        raise InvalidCall(f"max_tokens is {max_tokens}; it must be at least 1")
+    if token_ids.size + max_tokens - 1 > max_model_len:
+        raise InvalidCall(
+            f"prompt has {token_ids.size} tokens and max_tokens is {max_tokens}; this worker has {max_model_len} "
+            "positions for a sequence"
+        )
     return token_ids
 
 
@@ -28,17 +39,6 @@ def check_salt(salt: bytes) -> bytes:
     if len(salt) > MAX_SALT_BYTES:
         raise InvalidCall(f"salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are accepted")
     return salt
-
-
-def check_length(prompt: int, max_tokens: int, max_model_len: int) -> None:
-    """max_tokens: output tokens, of which the last is never fed back."""
-    if max_tokens < 1:
-        raise InvalidCall(f"max_tokens is {max_tokens}; it must be at least 1")
-    if prompt + max_tokens - 1 > max_model_len:
-        raise InvalidCall(
-            f"prompt has {prompt} tokens and max_tokens is {max_tokens}; this worker has {max_model_len} positions "
-            "for a sequence"
-        )
 
 
 def check_sampling(message: inference_pb2.SamplingParams, vocab_size: int) -> SamplingParams:

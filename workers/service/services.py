@@ -24,13 +24,7 @@ from tandem.workers.requests.first_token import FirstTokens
 from tandem.workers.requests.prefill_request import PrefillResult
 from tandem.workers.requests.token_stream import Tokens, TokenStream
 from tandem.workers.sampling.finish import FinishReason
-from tandem.workers.service.call_checks import (
-    check_length,
-    check_prompt,
-    check_request_id,
-    check_salt,
-    check_sampling,
-)
+from tandem.workers.service.call_checks import check_prompt, check_request_id, check_salt, check_sampling
 from tandem.workers.service.reports import Reports
 from tandem.workers.service.status import outcome, refuse
 from tandem.workers.step_loop import StepLoop
@@ -51,6 +45,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         self._config = config
         self._vocab_size = vocab_size
+        self._check_prompt = partial(check_prompt, vocab_size=vocab_size, max_model_len=config.max_model_len)
         self._thread = thread
         self._loop = loop
         self._cache = cache
@@ -121,14 +116,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         sampled = FirstTokens(asyncio.get_running_loop())
 
         def announce(request: worker_pb2.AnnounceRequest) -> None:
-            check_request_id(request.request_id)
-            prompt = check_prompt(request.prompt, self._vocab_size)
-            check_length(len(prompt), 1, self._config.max_model_len)
+            prompt = self._check_prompt(request.request_id, request.prompt, 1)
             future = prefills.speculate(request.request_id, prompt, check_salt(request.salt))
             if future is not None:
                 sampled.expect(request.request_id, future)
 
-        await context.send_initial_metadata(())  # now, while nobody waits for it
+        await context.send_initial_metadata(())  # now, while no prompt waits for it
         writing = unwatched(asyncio.ensure_future(_write_all(context, sampled)))
         try:
             async for request in request_iterator:
@@ -143,9 +136,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         attended: list[Lease] = []
 
         def submit() -> Future[PrefillResult]:
-            check_request_id(request.request_id)
-            prompt = check_prompt(request.prompt, self._vocab_size)
-            check_length(len(prompt), 1, self._config.max_model_len)
+            prompt = self._check_prompt(request.request_id, request.prompt, 1)
             params = check_sampling(request.sampling, self._vocab_size)
             reservation = reservation_from_proto(request.reservation, self._config.token)
             future = prefills.submit(request.request_id, prompt, params, reservation, check_salt(request.salt))
@@ -158,15 +149,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except asyncio.CancelledError:
             self._thread.call(lambda: [lease.leave() for lease in attended])  # runs behind submit, if that runs at all
             raise
-        return worker_pb2.RemoteSendResponse(
-            first_token=result.first_token,
-            logprobs=None if result.logprobs is None else logprobs_to_proto(result.logprobs),
-            cached_tokens=result.cached_tokens,
-            queue_seconds=result.queue_seconds,
-            prefill_seconds=result.prefill_seconds,
-            push_seconds=result.push_seconds,
-            bytes_pushed=result.bytes_pushed,
-        )
+        fields = dict(vars(result))  # those of the message
+        fields["logprobs"] = None if result.logprobs is None else logprobs_to_proto(result.logprobs)
+        return worker_pb2.RemoteSendResponse(**fields)
 
     # Decode
 
@@ -176,9 +161,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         decodes = await self._decodes(context)
 
         def prepare() -> Reservation:
-            check_request_id(request.request_id)
-            prompt = check_prompt(request.prompt, self._vocab_size)
-            check_length(len(prompt), request.max_tokens, self._config.max_model_len)
+            prompt = self._check_prompt(request.request_id, request.prompt, request.max_tokens)
             salt = check_salt(request.salt)
             return decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe, salt)
 

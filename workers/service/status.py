@@ -1,4 +1,4 @@
-"""The one place that says which gRPC status each error of a worker has."""
+"""The gRPC status of each error of a worker."""
 
 import asyncio
 import logging
@@ -49,7 +49,7 @@ async def refuse(context: grpc.aio.ServicerContext, error: Exception) -> NoRetur
 
 
 async def outcome(context: grpc.aio.ServicerContext, future: "Future[T]") -> T:
-    """What the step thread will put there, or refuse().
+    """The result that the step thread will set, or refuse().
 
     The caller's cancellation must not cancel the future: others may wait for it, too.
     """

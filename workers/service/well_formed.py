@@ -1,4 +1,4 @@
-"""What a gRPC server takes for a message: bytes that parse, and no field that this version does not know."""
+"""Well-formed messages: bytes that parse, and no field that this version does not know."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any

@@ -1,7 +1,7 @@
 """Between protobuf messages and the values that the loops work with."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from tandem.workers.wire.reservation import Reservation
 from tandem.workers.wire.seal import is_sealed, seal
 
 PROMPT_DTYPE = np.dtype("<u4")
+RESERVATION_NUMBERS = {field.name for field in fields(Reservation)} - {"wire_map", "authentic"}
+"""Fields that Reservation and its message have alike."""
 
 
 def prompt_to_bytes(token_ids: Sequence[int] | Int64Array) -> bytes:
@@ -46,44 +48,19 @@ def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
 
 def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Reservation:
     """token: the island's, by which the message is sealed."""
-    message = worker_pb2.Reservation(
-        reservation_id=reservation.reservation_id,
-        epoch=reservation.epoch,
-        target_pe=reservation.target_pe,
-        writer_pe=reservation.writer_pe,
-        signal_slot=reservation.signal_slot,
-        generation=reservation.generation,
-        matched_tokens=reservation.matched_tokens,
-        position_map=worker_pb2.PositionMap(**asdict(reservation.wire_map)),
-        pages=reservation.pages,
-        lease_seconds=reservation.lease_seconds,
-    )
+    position_map = worker_pb2.PositionMap(**asdict(reservation.wire_map))
+    numbers = {name: getattr(reservation, name) for name in RESERVATION_NUMBERS}
+    message = worker_pb2.Reservation(**numbers, position_map=position_map)
     seal(message, token)
     return message
 
 
 def reservation_from_proto(message: worker_pb2.Reservation, token: str) -> Reservation:
     """token: the island's. Nothing is refused here: the loop that uses the reservation does."""
-    wire = message.position_map
-    return Reservation(
-        reservation_id=message.reservation_id,
-        epoch=message.epoch,
-        target_pe=message.target_pe,
-        writer_pe=message.writer_pe,
-        signal_slot=message.signal_slot,
-        generation=message.generation,
-        matched_tokens=message.matched_tokens,
-        wire_map=WireMap(
-            start_position=wire.start_position,
-            num_tokens=wire.num_tokens,
-            page_size=wire.page_size,
-            runs=tuple(wire.runs),
-            layout_fingerprint=wire.layout_fingerprint,
-        ),
-        pages=message.pages,
-        lease_seconds=message.lease_seconds,
-        authentic=is_sealed(message, token),
-    )
+    of_map: dict[str, Any] = {field.name: getattr(message.position_map, field.name) for field in fields(WireMap)}
+    of_map["runs"] = tuple(of_map["runs"])
+    numbers: dict[str, Any] = {name: getattr(message, name) for name in RESERVATION_NUMBERS}
+    return Reservation(**numbers, wire_map=WireMap(**of_map), authentic=is_sealed(message, token))
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:

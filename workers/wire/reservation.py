@@ -1,4 +1,4 @@
-"""What a decode worker sets aside for one incoming sequence, as the sender sees it."""
+"""The pages that a decode worker sets aside for one incoming sequence, as the sender sees them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from tandem.transfer.wire_map import WireMap
 
 @dataclass(frozen=True)
 class Reservation:
-    """Where the KV of one prompt goes, and how the sender signals that it is complete.
+    """Pages for the KV of one prompt, and the signal by which the sender says that it is complete.
 
     The pages stay the receiver's. They are not reused while this sender may write.
     """

@@ -57,12 +57,21 @@ def test_updates_come_as_values(generate: Generate) -> None:
     assert (last.timings.bytes_pushed, last.timings.total_seconds) == (7, 0.5)
 
 
+def test_each_client_has_a_connection_of_its_own() -> None:
+    """A gateway of several processes could not share their requests otherwise."""
+    gateway = FakeGateway()
+    with serving(gateway) as address, Client(address) as one, Client(address) as other:
+        for client in (one, one, other):
+            list(client.generate("x"))
+    assert gateway.peers[0] == gateway.peers[1] != gateway.peers[2]
+
+
 @both
 def test_requests_carry_what_was_asked(generate: Generate) -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
         generate(address, "text", request_id="mine", max_tokens=0, temperature=0.0, stop="END", stop_token_ids=[4])
-        generate(address, [1, 2, 3])
+        generate(address, [1, 2, 3], cache_salt="mine alone")
         generate(address, [])
         generate(address, [{"role": "user", "content": "hi"}], ignore_eos=True)
     text, ids, empty, chat = gateway.requests
@@ -73,6 +82,7 @@ def test_requests_carry_what_was_asked(generate: Generate) -> None:
     assert list(text.sampling.stop) == ["END"]
     assert list(text.sampling.stop_token_ids) == [4]
     assert struct.unpack("<3I", ids.token_bytes) == (1, 2, 3)
+    assert (ids.cache_salt, text.cache_salt) == ("mine alone", "")
     assert empty.WhichOneof("input") == "token_bytes"
     assert (chat.chat.messages[0].role, chat.chat.messages[0].content) == ("user", "hi")
     assert chat.sampling.ignore_eos

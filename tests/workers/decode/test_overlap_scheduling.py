@@ -46,7 +46,7 @@ class ScriptedRunner:
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache = cache
         self._last: list[int] = []
-        self.runs_ahead = True
+        self.overlaps = True
         self.log: list[str] = []
         self.fail_at: Callable[[int], bool] = lambda step: False
         self.fail_reading = False

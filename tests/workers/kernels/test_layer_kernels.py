@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.torch.activations import clamped_swiglu, gelu_tanh_mul
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
+from tandem.workers.models.activation import ClampedSwiglu, GeluTanh
 from tests.support.tolerances import assert_close
 
 KERNELS = TorchLayerKernels()
@@ -16,11 +16,11 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gelu_tanh_mul(dtype: torch.dtype) -> None:
+def test_gelu_tanh(dtype: torch.dtype) -> None:
     gate_up = normal(5, 24, dtype=dtype)
     gate, up = gate_up.double().chunk(2, -1)
     gelu = gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
-    assert_close(gelu_tanh_mul(gate_up), gelu * up)
+    assert_close(GeluTanh()(gate_up), gelu * up)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,7 +28,7 @@ def test_clamped_swiglu(dtype: torch.dtype) -> None:
     gate_up = normal(5, 24, dtype=dtype)
     before = gate_up.clone()
     gate, up = gate_up.double()[:, ::2].clamp(max=2), gate_up.double()[:, 1::2].clamp(-2, 2)
-    assert_close(clamped_swiglu(gate_up, 1.5, 2.0), gate / (1 + torch.exp(-1.5 * gate)) * (up + 1))
+    assert_close(ClampedSwiglu(1.5, 2.0)(gate_up), gate / (1 + torch.exp(-1.5 * gate)) * (up + 1))
     assert torch.equal(gate_up, before)
 
 

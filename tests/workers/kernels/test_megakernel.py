@@ -22,8 +22,9 @@ from tandem.cache.plan.kv_scales import FP8, KVScales
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout
+from tandem.workers.kernels.base import RmsNorm
 from tandem.workers.kernels.decode_megakernel.megakernel import DecodeMegakernel, Launch, MegakernelShape
-from tandem.workers.kernels.torch.fused_gemms import TorchFusedGemms
+from tandem.workers.kernels.torch.layer import TorchFusedGemms
 from tandem.workers.models import small_batch_decoder
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
@@ -180,7 +181,7 @@ def test_positions_that_are_fetched_at_once_lie_on_a_page(
     stored = FP8 if fp8 else torch.float16
     shape = MegakernelShape(64, 64, 2, 1, head_dim, 64, torch.float16, stored)
     one = torch.zeros(1)
-    step = DecodeMegakernel(shape, rows, (), final_norm=one, lm_head=one, eps=1e-6, launch=lambda _: None)
+    step = DecodeMegakernel(shape, rows, (), RmsNorm(one, 1e-6), one, launch=lambda _: None)
     tables = DeviceTables(*torch.zeros(4, rows, dtype=torch.int32))
 
     def takes(page_size: int) -> bool:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.cache.kernels.native.crew import load_crew
+from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.choice import choose_layer_kernels
 from tandem.workers.kernels.native.layer import NativeLayerKernels
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
@@ -93,7 +94,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     crew = load_crew()
     assert crew is not None
     own, outputs = crew.threads, []
-    projection, x = Projection(normal(2000, 300), normal(2000)), normal(40, 300, seed=3)
+    projection, x = Projection(Linear(normal(2000, 300), normal(2000))), normal(40, 300, seed=3)
     for count in (1, 2, 4):
         crew.threads = count
         outputs.append(projection(x))
@@ -105,7 +106,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 def test_callers_on_several_threads_do_not_disturb_each_other() -> None:
     """Jobs of many sizes follow each other at once, so that a helper that is late for one meets the next."""
     cases = [
-        (Projection(normal(outputs, 64), None), normal(rows, 64)) for outputs in (700, 5000) for rows in (1, 9, 60)
+        (Projection(Linear(normal(outputs, 64))), normal(rows, 64)) for outputs in (700, 5000) for rows in (1, 9, 60)
     ]
     expected = [projection(x) for projection, x in cases]
 

@@ -20,8 +20,7 @@ from tandem.workers.kernels.skinny_gemm.resident import (
     ResidentGemms,
     ResidentShape,
 )
-from tandem.workers.kernels.torch.fused_gemms import TorchFusedGemms
-from tandem.workers.kernels.torch.layer import TorchLayerKernels
+from tandem.workers.kernels.torch.layer import TorchFusedGemms, TorchLayerKernels
 from tandem.workers.models import small_batch_decoder
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.base import RmsNorm
+from tandem.workers.kernels.base import Linear, RmsNorm
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
 from tests.support.tolerances import assert_close
 
@@ -98,13 +98,14 @@ def test_products_of_one_row(dtype: torch.dtype, rows: int, columns: int, biased
     weight, x = draw(rows, columns, dtype=dtype) / columns**0.5, draw(1, columns, dtype=dtype, seed=1)
     bias = draw(rows, dtype=dtype, seed=2) if biased else None
     norm = RmsNorm(draw(columns, dtype=dtype, seed=3), 0.1)
-    actual = ROW.linear(x, weight, bias)
+    weights = Linear(weight, bias)
+    actual = ROW.linear(x, weights)
     assert actual.dtype == dtype
     assert_close(actual, exact_product(x, weight, bias, None))
-    assert_close(ROW.linear(x, weight, bias, norm), exact_product(x, weight, bias, norm))
+    assert_close(ROW.linear(x, weights, norm), exact_product(x, weight, bias, norm))
     total = draw(1, rows, dtype=dtype, seed=4)
     before = total.double()
-    ROW.add_linear(total, x, weight, bias)
+    ROW.add_linear(total, x, weights)
     assert_close(total, before + exact_product(x, weight, bias, None))
     gate, up = exact_product(x, weight, bias, norm).chunk(2, -1)
-    assert_close(ROW.linear_silu_mul(x, weight, bias, norm), gate / (1 + torch.exp(-gate)) * up)
+    assert_close(ROW.linear_silu_mul(x, weights, norm), gate / (1 + torch.exp(-gate)) * up)

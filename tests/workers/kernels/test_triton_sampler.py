@@ -12,7 +12,7 @@ from tandem.workers.kernels.torch.sampler import TorchSampler
 from tandem.workers.kernels.triton import sampler as triton_sampler
 from tandem.workers.kernels.triton.sampler import TritonSampler
 from tandem.workers.runner.eager_sampler import EagerSampler
-from tandem.workers.runner.step_inputs import pack_inputs, unpack_inputs
+from tandem.workers.runner.step_inputs import pack_sampling, unpack_sampling
 from tandem.workers.sampling.posted_samples import TOKEN_BITS
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -71,15 +71,14 @@ def sample_by_both(
 ) -> tuple[list[int], list[list[int]]]:
     """The tokens and words that both backends keep; positions are the rows' numbers."""
     rows, results = logits.shape[0], []
-    nothing = np.zeros(rows, np.int64)
-    inputs = pack_inputs(nothing, nothing, 0, SampleBatch.from_params(params), np.arange(rows))
+    inputs = pack_sampling(0, SampleBatch.from_params(params), np.arange(rows))
     in_triton = TritonSampler(rows, torch.device(DEVICE))
     for sampler, device in (
         (TorchSampler(), "cpu"),
         (in_triton, DEVICE),
         (in_triton, DEVICE),
     ):  # again: is it reset?
-        *_, sampling = unpack_inputs([torch.from_numpy(array).to(device) for array in inputs])
+        _, sampling = unpack_sampling([torch.from_numpy(array).to(device) for array in inputs])
         last = torch.full((rows + 2,), -7, device=device)
         words = torch.full((2, 7), -3, pin_memory=device == "cuda")
         for step in (5 - logits, logits):  # nothing is left of a step before

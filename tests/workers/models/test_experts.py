@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.expert_blocks import GroupedLinear, expert_blocks
-from tandem.workers.kernels.torch import grouped as torch_grouped
+from tandem.workers.kernels.torch import layer as torch_layer
 from tandem.workers.kernels.torch.layer import TorchLayerKernels
 from tandem.workers.models.experts import GroupedExperts, LoopedExperts
 from tandem.workers.models.parameters import MoeParameters
@@ -55,40 +56,39 @@ def draw(case: Case) -> tuple[Tensor, MoeParameters, Tensor, Tensor]:
     def normal(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(DEVICE, case.dtype)
 
-    def experts(rows: int, columns: int) -> Tensor:
+    def experts(rows: int, columns: int) -> Linear:
         weight = normal(case.num_experts, rows, columns)
-        return weight.transpose(1, 2).contiguous().transpose(1, 2) if case.transposed else weight
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2) if case.transposed else weight
+        return Linear(weight, normal(case.num_experts, rows) if case.bias else None)
 
     parameters = MoeParameters(
-        router=normal(case.num_experts, case.hidden),
-        router_bias=None,
+        router=Linear(normal(case.num_experts, case.hidden)),
         correction=None,
         shared=None,
         gate_up=experts(2 * case.intermediate, case.hidden),
-        gate_up_bias=normal(case.num_experts, 2 * case.intermediate) if case.bias else None,
         down=experts(case.hidden, case.intermediate),
-        down_bias=normal(case.num_experts, case.hidden) if case.bias else None,
     )
     x = torch.randn(case.tokens, case.hidden, generator=generator).to(DEVICE, case.dtype)
-    weights, chosen = route(F.linear(x, parameters.router), Routing(case.top_k, normalize=True))
+    weights, chosen = route(F.linear(x, parameters.router.weight), Routing(case.top_k, normalize=True))
     return x, parameters, weights, chosen
 
 
 def expected(x: Tensor, parameters: MoeParameters, weights: Tensor, chosen: Tensor) -> Tensor:
-    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-        return F.linear(rows, weight[expert].double(), None if bias is None else bias[expert].double())
+    def linear(rows: Tensor, weights: Linear, expert: int) -> Tensor:
+        bias = None if weights.bias is None else weights.bias[expert].double()
+        return F.linear(rows, weights.weight[expert].double(), bias)
 
     y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, (token_weights, experts) in enumerate(zip(weights.tolist(), chosen.tolist(), strict=True)):
         for weight, expert in zip(token_weights, experts, strict=True):
-            gate, up = linear(x[token].double(), parameters.gate_up, parameters.gate_up_bias, expert).chunk(2)
-            y[token] += weight * linear(F.silu(gate) * up, parameters.down, parameters.down_bias, expert)
+            gate, up = linear(x[token].double(), parameters.gate_up, expert).chunk(2)
+            y[token] += weight * linear(F.silu(gate) * up, parameters.down, expert)
     return y
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize(
-    "product", [torch_grouped.grouped_linear, triton_grouped.grouped_linear], ids=["torch", "triton"]
+    "product", [torch_layer.grouped_linear, triton_grouped.grouped_linear], ids=["torch", "triton"]
 )
 def test_grouped_experts(case: Case, product: GroupedLinear) -> None:
     if DEVICE == "cpu" and case.dtype == torch.bfloat16 and product is triton_grouped.grouped_linear:
@@ -114,8 +114,8 @@ def test_rows_of_x_may_lie_apart() -> None:
     wide = torch.full((7, 100), torch.nan, device=DEVICE)
     wide[:, :48] = x
     blocks = expert_blocks(chosen, 5, 16)
-    arguments = (parameters.gate_up, None, blocks, weights.flatten(), 2)
-    assert_close(triton_grouped.grouped_linear(wide[:, :48], *arguments), torch_grouped.grouped_linear(x, *arguments))
+    arguments = (parameters.gate_up, blocks, weights.flatten(), 2)
+    assert_close(triton_grouped.grouped_linear(wide[:, :48], *arguments), torch_layer.grouped_linear(x, *arguments))
 
 
 @pytest.mark.parametrize("normalize", [False, True])

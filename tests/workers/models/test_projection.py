@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tandem.workers.kernels.base import Linear
 from tandem.workers.models.projection import Projection
 
 
@@ -17,7 +18,7 @@ def test_equals_linear(rows: int, dtype: torch.dtype, biased: bool, inputs: int,
     bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
     x = torch.randn(rows, 2 * inputs, generator=generator).to(dtype)[:, :inputs]
     with torch.inference_mode():
-        y = Projection(weight, bias)(x)
+        y = Projection(Linear(weight, bias))(x)
     assert y.shape == (rows, outputs)
     rounding = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(y, F.linear(x, weight, bias), rtol=rounding, atol=rounding)
@@ -25,7 +26,7 @@ def test_equals_linear(rows: int, dtype: torch.dtype, biased: bool, inputs: int,
 
 def test_a_row_is_the_same_in_any_company() -> None:
     generator = torch.Generator().manual_seed(0)
-    projection = Projection(torch.randn(300, 1500, generator=generator), None)
+    projection = Projection(Linear(torch.randn(300, 1500, generator=generator)))
     x = torch.randn(200, 1500, generator=generator)
     together = projection(x)
     for begin, end in ((0, 1), (7, 9), (30, 33), (100, 105), (3, 199)):
@@ -35,12 +36,12 @@ def test_a_row_is_the_same_in_any_company() -> None:
 def test_a_cpu_has_no_parts() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(8, 8192, generator=generator), torch.randn(200, 8192, generator=generator)
-    projection = Projection(weight, None)
+    projection = Projection(Linear(weight))
     assert torch.equal(projection.in_parts(x), projection(x))
 
 
 def test_a_row_that_does_not_fit_is_refused() -> None:
-    projection = Projection(torch.zeros(8, 4), None)
+    projection = Projection(Linear(torch.zeros(8, 4)))
     for x in (torch.zeros(2, 3), torch.zeros(2, 4, dtype=torch.float64)):
         with pytest.raises(ValueError, match="x is"):
             projection(x)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.workers.kernels.torch.fused_gemms import TorchFusedGemms
+from tandem.workers.kernels.base import Linear
+from tandem.workers.kernels.torch.layer import TorchFusedGemms
 from tandem.workers.models.decoder import DenseDecoder
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_parameters
@@ -18,9 +19,9 @@ class CountingKernels(TorchFusedGemms):
     def __init__(self) -> None:
         self.calls = 0
 
-    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def add_linear(self, residual: Tensor, x: Tensor, weights: Linear) -> None:
         self.calls += 1
-        super().add_linear(residual, x, weight, bias)
+        super().add_linear(residual, x, weights)
 
 
 @pytest.mark.parametrize(("family", "fits"), [("qwen3", True), ("llama", True), ("qwen2", True), ("gemma2", False)])

@@ -90,7 +90,7 @@ class Beside:
 def test_one_forward_gives_what_two_give(folder: Path, overlaps: bool, params: SamplingParams) -> None:
     both = [Beside(folder, overlaps=overlaps, together=together, params=params) for together in (True, False)]
     together, apart = both
-    assert together.runner.runs_ahead is overlaps
+    assert together.runner.overlaps is overlaps
     assert [one.token_ids.tolist() for one in together.samples] == [one.token_ids.tolist() for one in apart.samples]
     assert together.logits.shape == (1, apart.logits.shape[1])
     torch.testing.assert_close(together.logits, apart.logits, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""What kernels in cubins need of CUDA's driver: functions, tensor maps, and launches with clusters and dependence."""
+"""CUDA's driver, for kernels in cubins: functions, tensor maps, and launches with clusters and dependence."""
 
 import ctypes
 from collections.abc import Sequence
@@ -47,8 +47,9 @@ class Function:
         cooperative: all blocks run at once, behind what is queued before. Other kernels may start earlier, see
         dependent_launch.py.
         """
-        self._module = module
-        self._handle = module.function(name, shared_bytes)
+        self._module, self._handle = module, ctypes.c_void_p()
+        module.check("cuModuleGetFunction", ctypes.byref(self._handle), module.handle, name.encode())
+        module.check("cuFuncSetAttribute", self._handle, MAX_DYNAMIC_SHARED_SIZE, shared_bytes)
         self._threads, self._shared_bytes = threads, shared_bytes
         attributes = (
             [_Attribute(id=COOPERATIVE, value=(1,))]
@@ -76,21 +77,14 @@ class Module:
 
     def __init__(self, cubin: bytes) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._handle = ctypes.c_void_p()
-        self.check("cuModuleLoadData", ctypes.byref(self._handle), cubin)
-
-    def function(self, name: str, shared_bytes: int) -> ctypes.c_void_p:
-        """The driver's handle of a kernel, whose blocks may take shared_bytes besides what they declare."""
-        handle = ctypes.c_void_p()
-        self.check("cuModuleGetFunction", ctypes.byref(handle), self._handle, name.encode())
-        self.check("cuFuncSetAttribute", handle, MAX_DYNAMIC_SHARED_SIZE, shared_bytes)
-        return handle
+        self.handle = ctypes.c_void_p()
+        self.check("cuModuleLoadData", ctypes.byref(self.handle), cubin)
 
     def tensor_map(
         self, address: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
     ) -> TensorMap:
         """Of 16-bit numbers: sizes and box innermost first, box[0] of 128 bytes; strides in bytes, of all sizes but
-        the first, which has none. What a box has outside is 0.
+        the first, which has none. Outside of the tensor a box is 0.
         """
         room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
         aligned = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT

@@ -99,7 +99,7 @@ __device__ void sum_up(Block& block, int first, int count, Finish finish) {
 }
 
 // The items of `count` tiles, the first of which is `begin`, of all the product's `items`; `item` is this warp's next.
-// It calls `then` behind them, and frees the last stages, for which nobody waits, afterwards.
+// It calls `then` behind them, and afterwards frees the last stages: no block waits for these.
 template <int COLUMNS, bool WHOLE, class Then>
 __device__ void multiply_tiles_of(Warp& warp, Held& held, int& item, int begin, int count, int columns, bool more,
                                   int items, Then then) {

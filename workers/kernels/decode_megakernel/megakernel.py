@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tandem.cache.kernels.base import StepPages
 from tandem.cache.plan.kv_scales import FP8
+from tandem.workers.kernels.base import RmsNorm
 from tandem.workers.kernels.cuda.cubin_build import defines, load_cubin
 from tandem.workers.kernels.cuda.driver import Function, Module
 
@@ -43,9 +44,6 @@ class MegakernelLayer:
     input_norm: Tensor
     post_norm: Tensor
     head_norms: Tensor | None  # [Hq + Hkv, D]
-
-    def addresses(self) -> list[int]:
-        return [_address(getattr(self, field.name)) for field in fields(self)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,22 +155,21 @@ class DecodeMegakernel:
         shape: MegakernelShape,
         rows: int,
         layers: Sequence[MegakernelLayer],
-        *,
-        final_norm: Tensor,
+        final_norm: RmsNorm,
         lm_head: Tensor,
-        eps: float,
         launch: Launch,
     ) -> None:
-        """rows: of each step. All tensors are contiguous, of the shape's dtype and on one device. eps: of all norms."""
+        """rows: of each step. All tensors are contiguous, of the shape's dtype and on one device; all norms have
+        the eps of final_norm."""
         self._shape = shape
         self._rows = rows
         self._layers = layers  # keeps alive what the table points to
         self._final_norm = final_norm
         self._lm_head = lm_head
-        self._eps = eps
         self._launch = launch
         device = lm_head.device
-        self._table = torch.tensor([layer.addresses() for layer in layers], dtype=torch.int64, device=device)
+        table = [[_address(getattr(layer, field.name)) for field in fields(layer)] for layer in layers]
+        self._table = torch.tensor(table, dtype=torch.int64, device=device)
         self._published = torch.full((shape.num_words(rows),), -1, dtype=torch.int32, device=device)  # NONE
         self._epoch = torch.zeros(2, dtype=torch.int32, device=device)  # layers before; blocks done
 
@@ -183,32 +180,19 @@ class DecodeMegakernel:
         """
         logits = torch.empty((self._rows, self._shape.vocab), dtype=x.dtype, device=x.device)
         tables, rotation, pool = pages.tables, pages.rotation, pages.pool
-        arguments = MegakernelArguments(
-            layers=_address(self._table),
-            x=_address(x),
-            final_norm=_address(self._final_norm),
-            lm_head=_address(self._lm_head),
-            cos=_address(rotation.cos),
-            sin=_address(rotation.signed_sin),
-            scales=_address(pages.scales),
-            logits=_address(logits),
-            pool=_address(pool),
-            slots=_address(tables.slots),
-            kv_indptr=_address(tables.kv_indptr),
-            kv_indices=_address(tables.kv_indices),
-            kv_last_page_len=_address(tables.kv_last_page_len),
-            published=_address(self._published),
-            epoch=_address(self._epoch),
-            page_elements=pool.stride(0),
-            layer_elements=pool.stride(1),
-            num_layers=len(self._layers),
-            vocab=self._shape.vocab,
-            page_size=pool.shape[4],
-            eps=self._eps,
-            head_eps=self._eps,
-            scale=pages.scale,
-        )
-        self._launch(arguments)
+        eps, (page_elements, layer_elements, *_) = self._final_norm.eps, pool.stride()
+        tensors = {
+            **{"layers": self._table, "x": x, "final_norm": self._final_norm.weight, "lm_head": self._lm_head},
+            **{"cos": rotation.cos, "sin": rotation.signed_sin, "scales": pages.scales, "logits": logits},
+            **{"pool": pool, "slots": tables.slots, "kv_indptr": tables.kv_indptr, "kv_indices": tables.kv_indices},
+            **{"kv_last_page_len": tables.kv_last_page_len, "published": self._published, "epoch": self._epoch},
+        }
+        sizes = {
+            **{"page_elements": page_elements, "layer_elements": layer_elements, "page_size": pool.shape[4]},
+            **{"num_layers": len(self._layers), "vocab": self._shape.vocab},
+        }
+        addresses = {name: _address(tensor) for name, tensor in tensors.items()}
+        self._launch(MegakernelArguments(**addresses, **sizes, eps=eps, head_eps=eps, scale=pages.scale))
         return logits
 
     def takes(self, pages: StepPages) -> bool:
@@ -238,8 +222,7 @@ class MegakernelLaunch:
 
 
 def load_megakernels(shape: MegakernelShape, device: torch.device) -> dict[int, MegakernelLaunch]:
-    """By number of rows: those that device and shape suit, and that can be compiled, which takes seconds once, all at
-    the same time."""
+    """The kernels by number of rows, where they suit device and shape and can be compiled. That takes seconds once."""
     properties = torch.cuda.get_device_properties(device)
     capability, blocks = (properties.major, properties.minor), properties.multi_processor_count
     counts = [rows for rows in ROW_COUNTS if capability >= (9, 0) and shape.fits(blocks, rows)]

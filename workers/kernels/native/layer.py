@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.cache.kernels.build.native_build import load_library
 from tandem.cache.kernels.native.crew import Crew, load_crew
+from tandem.workers.kernels.base import Linear
 
 SOURCE = Path(__file__).with_name("native_layer.c")
 PANEL = 16  # outputs that native_layer.c multiplies at once; checked when it is loaded
@@ -37,40 +38,27 @@ class NativeLayerKernels:
         self._silu_mul = _function(library, "silu_mul", SILU_MUL)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        rows, width = x.shape
         if not x.is_contiguous():
             raise ValueError(f"x has strides {x.stride()}; contiguous rows are accepted")
-        delta = None if delta is None else delta.contiguous()
-        out = torch.empty_like(x)
+        return self._normalize(x, 1, None if delta is None else delta.contiguous(), weight, eps)
+
+    def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+        _, count, width = heads.shape
+        heads = heads if heads.stride()[1:] == (width, 1) else heads.contiguous()
+        return self._normalize(heads, count, None, weight, eps)
+
+    def _normalize(self, x: Tensor, heads: int, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._rms_norm(
             crew=self._crew,
             x=x.data_ptr(),
-            stride=width,
+            stride=x.stride(0),
             delta=None if delta is None else delta.data_ptr(),
             weight=weight.data_ptr(),
-            weight_stride=0,
-            rows=rows,
-            heads=1,
-            width=width,
-            eps=eps,
-            out=out.data_ptr(),
-        )
-        return out
-
-    def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows, count, width = heads.shape
-        heads = heads if heads.stride()[1:] == (width, 1) else heads.contiguous()
-        out = torch.empty_like(heads, memory_format=torch.contiguous_format)
-        self._rms_norm(
-            crew=self._crew,
-            x=heads.data_ptr(),
-            stride=heads.stride(0),
-            delta=None,
-            weight=weight.data_ptr(),
-            weight_stride=width,
-            rows=rows,
-            heads=count,
-            width=width,
+            weight_stride=weight.stride(0),
+            rows=x.shape[0],
+            heads=heads,
+            width=x.shape[-1],
             eps=eps,
             out=out.data_ptr(),
         )
@@ -83,15 +71,16 @@ class NativeLayerKernels:
         self._silu_mul(crew=self._crew, gate_up=gate_up.data_ptr(), rows=rows, width=width, out=out.data_ptr())
         return out
 
-    def linear(self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
-        """x · weightᵀ + bias [T, outputs]; x [T, in], packed is pack(weight). A row's bits do not depend on the others.
+    def linear(self, x: Tensor, packed: Linear, outputs: int) -> Tensor:
+        """x · weightᵀ + bias [T, outputs]; x [T, in], packed has pack(weight) and the bias. A row's bits do not depend
+        on the others.
 
         ValueError for an x that does not fit.
         """
-        rows, inputs = x.shape
-        if inputs != packed.shape[1] or x.dtype is not torch.float32:
+        (rows, inputs), weight, bias = x.shape, packed.weight, packed.bias
+        if inputs != weight.shape[1] or x.dtype is not torch.float32:
             raise ValueError(
-                f"x is {tuple(x.shape)} of {x.dtype}; {packed.shape[1]} columns of torch.float32 are accepted"
+                f"x is {tuple(x.shape)} of {x.dtype}; {weight.shape[1]} columns of torch.float32 are accepted"
             )
         x = x if x.stride(1) == 1 else x.contiguous()
         y = torch.empty((rows, outputs))
@@ -101,7 +90,7 @@ class NativeLayerKernels:
             x_stride=x.stride(0),
             rows=rows,
             inputs=inputs,
-            packed=packed.data_ptr(),
+            packed=weight.data_ptr(),
             outputs=outputs,
             bias=None if bias is None else bias.data_ptr(),
             y=y.data_ptr(),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.workers.kernels.base import LayerKernels, RmsNorm
+from tandem.workers.kernels.base import LayerKernels, Linear, RmsNorm
 from tandem.workers.kernels.cuda.cubin_build import defines, load_cubin
 from tandem.workers.kernels.cuda.driver import Function, Module
 
@@ -145,37 +145,28 @@ class ResidentGemms:
                 )
                 self._launches[one.rows, one.columns, one.normed, one.gated, tiles] = kernel, blocks
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None) -> Tensor:
-        assert bias is None
+    def linear(self, x: Tensor, weights: Linear, norm: RmsNorm | None = None) -> Tensor:
         assert norm is not None
-        if (*weight.shape, True, False, 1) not in self._launches:
-            return F.linear(self._kernels.add_rms_norm(x, None, norm.weight, norm.eps), weight)
-        return self._launch(x, weight, x.new_empty((x.shape[0], weight.shape[0])), norm)
+        if (*weights.weight.shape, True, False, 1) not in self._launches:
+            return F.linear(self._kernels.add_rms_norm(x, None, norm.weight, norm.eps), weights.weight)
+        return self._launch(x, weights, x.new_empty((x.shape[0], weights.weight.shape[0])), norm)
 
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm) -> Tensor:
-        assert bias is None
-        return self._launch(x, weight, x.new_empty((x.shape[0], weight.shape[0] // 2)), norm, gated=True)
+    def linear_silu_mul(self, x: Tensor, weights: Linear, norm: RmsNorm) -> Tensor:
+        return self._launch(x, weights, x.new_empty((x.shape[0], weights.weight.shape[0] // 2)), norm, gated=True)
 
-    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        assert bias is None
-        self._launch(x, weight, residual, None)
+    def add_linear(self, residual: Tensor, x: Tensor, weights: Linear) -> None:
+        self._launch(x, weights, residual, None)
 
     def _launch(
-        self, x: Tensor, weight: Tensor, output: Tensor, norm: RmsNorm | None, *, gated: bool = False
+        self, x: Tensor, weights: Linear, output: Tensor, norm: RmsNorm | None, *, gated: bool = False
     ) -> Tensor:
-        (rows, outputs), (of_weight, columns) = output.shape, weight.shape
+        assert weights.bias is None
+        (rows, outputs), (of_weight, columns) = output.shape, weights.weight.shape
         kernel, blocks = self._launches[of_weight, columns, norm is not None, gated, -(-rows // TILE)]
         x = x.contiguous()
-        arguments = ResidentArguments(
-            weights=weight.data_ptr(),
-            gains=0 if norm is None else norm.weight.data_ptr(),
-            x=x.data_ptr(),
-            y=output.data_ptr(),
-            rows=rows,
-            outputs=outputs,
-            eps=0.0 if norm is None else norm.eps,
-        )
-        kernel.launch(blocks, (arguments,))
+        gains, eps = (0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+        tensors = (weights.weight.data_ptr(), gains, x.data_ptr(), output.data_ptr())
+        kernel.launch(blocks, (ResidentArguments(*tensors, rows, outputs, eps),))
         return output
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ MAPS = 1024  # of inputs, kept
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What a block of one kernel computes."""
+    """The work of a block of one kernel."""
 
     height: int  # rows of weights of a block
     min_tokens: int
@@ -94,17 +93,6 @@ def streamed_defines(dtype: torch.dtype) -> tuple[str, ...]:
     return defines(HALF=dtype == torch.float16, SLAB=SLAB, RING_ALIGNMENT=ALIGNMENT, KERNELS=kernels)
 
 
-class StreamedArguments(NamedTuple):
-    """The parameters of the kernels, in their order."""
-
-    weights: TensorMap
-    inputs: TensorMap
-    y: ctypes.c_void_p
-    rows: ctypes.c_int
-    outputs: ctypes.c_int
-    columns: ctypes.c_int
-
-
 class StreamedGemms:
     """The kernels of all tilings, for one dtype of 16 bits and the current device."""
 
@@ -131,15 +119,9 @@ class StreamedGemms:
         (rows, columns), outputs = x.shape, output.shape[1]
         inputs = self._map_inputs(x.data_ptr(), rows, columns, tiling.tokens)
         tiles = -(-outputs * (2 if tiling.gated else 1) // tiling.height)
-        arguments = StreamedArguments(
-            weights=weights,
-            inputs=inputs,
-            y=ctypes.c_void_p(output.data_ptr()),
-            rows=ctypes.c_int(rows),
-            outputs=ctypes.c_int(outputs),
-            columns=ctypes.c_int(columns),
-        )
-        self._functions[tiling].launch(tiles * tiling.splits, arguments)
+        numbers = map(ctypes.c_int, (rows, outputs, columns))
+        y = ctypes.c_void_p(output.data_ptr())
+        self._functions[tiling].launch(tiles * tiling.splits, (weights, inputs, y, *numbers))
 
     def _make_map(self, address: int, rows: int, columns: int, tokens: int) -> TensorMap:
         return self.module.tensor_map(address, self.dtype, (columns, rows), (2 * columns,), (SLAB, tokens))

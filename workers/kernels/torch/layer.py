@@ -1,7 +1,11 @@
-"""The reference of LayerKernels: plain torch, on any device."""
+"""The references of LayerKernels, FusedGemms and GroupedLinear: plain torch, on any device."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tandem.workers.kernels.base import Linear, RmsNorm
+from tandem.workers.kernels.expert_blocks import ExpertBlocks
 
 
 class TorchLayerKernels:
@@ -18,6 +22,38 @@ class TorchLayerKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
+
+
+class TorchFusedGemms:
+    """See FusedGemms."""
+
+    def linear(self, x: Tensor, weights: Linear, norm: RmsNorm | None = None) -> Tensor:
+        row, bias = x.float(), weights.bias
+        if norm is not None:
+            row = F.rms_norm(row, row.shape[-1:], norm.weight.float(), norm.eps)
+        return F.linear(row, weights.weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+    def linear_silu_mul(self, x: Tensor, weights: Linear, norm: RmsNorm) -> Tensor:
+        gate, up = self.linear(x, weights, norm).chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def add_linear(self, residual: Tensor, x: Tensor, weights: Linear) -> None:
+        residual.add_(self.linear(x, weights))
+
+
+def grouped_linear(x: Tensor, weights: Linear, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:
+    """See GroupedLinear. For tests: it reads the blocks on the host."""
+    weight, bias = weights.weight, weights.bias
+    y = torch.empty(blocks.num_pairs, weight.shape[1], dtype=torch.float32, device=x.device)
+    for pairs, expert in zip(blocks.pairs.long(), blocks.experts.tolist(), strict=True):
+        rows = pairs[pairs < blocks.num_pairs]
+        if expert < weight.shape[0]:
+            y[rows] = x[rows // fan_out].float() @ weight[expert].float().T
+            if bias is not None:
+                y[rows] += bias[expert].float()
+    if scale is not None:
+        y *= scale[:, None]
+    return y.to(x.dtype)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,10 +1,10 @@
 """The reference of Sampler: plain torch, on a CPU."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.workers.kernels.base import SamplingInputs
-from tandem.workers.kernels.torch.sampling import sample
 from tandem.workers.sampling.posted_samples import half_of
 from tandem.workers.sampling.sample_batch import GREEDY_BELOW
 
@@ -20,14 +20,63 @@ class TorchSampler:
         last[:rows] = logits.argmax(-1)
         (sampled,) = (sampling.temperature[:rows].float() >= GREEDY_BELOW).nonzero(as_tuple=True)
         if sampled.shape[0]:
-            last[sampled] = sample(
-                logits,
-                sampled,
-                uniforms=sampling.uniforms[sampled],
-                temperature=sampling.temperature[sampled],
-                top_p=sampling.top_p[sampled],
-                min_p=sampling.min_p[sampled],
-                top_k=sampling.top_k[sampled],
-            )
+            columns = (column[sampled, None] for column in vars(sampling).values())
+            last[sampled] = _sample(logits[sampled].float(), SamplingInputs(*columns))
         (posted,) = tickets[:rows].nonzero(as_tuple=True)
         words[half_of(tickets[posted]), posted] = tickets[posted] | last[posted]
+
+
+def _sample(logits: Tensor, sampling: SamplingInputs) -> Tensor:
+    """Token ids int64 [m] of logits float32 [m, vocab]; sampling inputs [m, 1]."""
+    temperature, top_p, min_p = (one.float() for one in (sampling.temperature, sampling.top_p, sampling.min_p))
+    return _invert(_filtered(logits / temperature, top_p, min_p, sampling.top_k), sampling.uniforms)
+
+
+def _filtered(scaled: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor) -> Tensor:
+    """Probabilities [m, vocab], 0 below the threshold that each filter sets; rows need not sum to 1. Others: [m, 1].
+
+    Equals of a kept token are all kept. A filter that a row does not use changes nothing in it, so a sample does
+    not depend on what else is in the batch.
+    """
+    probabilities = scaled.softmax(dim=-1)
+    if (min_p > 0).any():
+        best = probabilities.amax(dim=-1, keepdim=True)
+        probabilities.mul_(probabilities >= min_p * best)
+    if (top_k > 0).any():
+        probabilities.mul_(scaled >= _top_k_threshold(scaled, top_k.clamp(0, scaled.shape[-1])))
+    if (top_p < 1).any():
+        probabilities.mul_(probabilities >= _top_p_threshold(probabilities, top_p))
+    return probabilities
+
+
+def _top_k_threshold(scaled: Tensor, top_k: Tensor) -> Tensor:
+    """The k-th best value of each row, [m, 1]; -inf where top_k is 0."""
+    best = scaled.topk(int(top_k.max()), dim=-1).values
+    return best.gather(1, (top_k - 1).clamp_(min=0)).masked_fill_(top_k == 0, -torch.inf)
+
+
+def _top_p_threshold(probabilities: Tensor, top_p: Tensor) -> Tensor:
+    """The least probability, [m, 1], of the fewest best tokens that together reach top_p of their row's sum."""
+    ascending = _sort(probabilities)
+    sums = ascending.cumsum(dim=-1, dtype=torch.float64)
+    dropped = torch.searchsorted(sums, (1 - top_p.double()) * sums[:, -1:], right=True)
+    return ascending.gather(1, dropped.clamp_(max=ascending.shape[-1] - 1))
+
+
+def _sort(values: Tensor) -> Tensor:
+    """Rows in ascending order, by numpy, which sorts 32 rows of 2048 six times as fast as torch."""
+    return torch.from_numpy(np.sort(values.numpy(), axis=-1))
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first index at which the running sum of a row exceeds uniforms · total, [m]. Where all are finite, weight 0
+    is never sampled.
+
+    In the order of token ids, not of probability: rounding that swaps near-equals then changes no sample.
+    """
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    index = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)
+    # uniforms · total may round up to the total itself: then the last index that carries weight
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
+    # Of a row that is not finite both are behind its end: such a token would fail the whole batch's next forward.
+    return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1).squeeze(1)

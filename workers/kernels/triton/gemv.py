@@ -6,14 +6,13 @@ the sum with the residual. So a layer is five kernels. Each fetches its first we
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.triton.dependent_launch import launch_options
-from tandem.workers.kernels.base import RmsNorm
+from tandem.workers.kernels.base import Linear, RmsNorm
 
 WHOLE_ROW = 4096  # columns that a program multiplies at once, at most
 
@@ -21,28 +20,20 @@ WHOLE_ROW = 4096  # columns that a program multiplies at once, at most
 class TritonGemv:
     """See FusedGemms. This reads memory at 0.75 to 1 of its rate, cuBLAS at 0.6 to 0.9 (decision 0039)."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None) -> Tensor:
-        output = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device)
-        return _launch(x, weight, bias, norm, output)
+    def linear(self, x: Tensor, weights: Linear, norm: RmsNorm | None = None) -> Tensor:
+        return _launch(x, weights, norm, x.new_empty((1, weights.weight.shape[0])))
 
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm) -> Tensor:
-        output = torch.empty((1, weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-        return _launch(x, weight, bias, norm, output, gated=True)
+    def linear_silu_mul(self, x: Tensor, weights: Linear, norm: RmsNorm) -> Tensor:
+        return _launch(x, weights, norm, x.new_empty((1, weights.weight.shape[0] // 2)), gated=True)
 
-    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        _launch(x, weight, bias, None, residual, add=True)
+    def add_linear(self, residual: Tensor, x: Tensor, weights: Linear) -> None:
+        _launch(x, weights, None, residual, add=True)
 
 
 def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: RmsNorm | None,
-    output: Tensor,
-    *,
-    gated: bool = False,
-    add: bool = False,
+    x: Tensor, weights: Linear, norm: RmsNorm | None, output: Tensor, *, gated: bool = False, add: bool = False
 ) -> Tensor:
+    weight, bias = weights.weight, weights.bias
     rows, columns = output.shape[1], weight.shape[1]
     per_program, block, warps, stages = _tiling(columns, gated)
     kernel: Any = _gemv[(triton.cdiv(rows, per_program),)]
@@ -83,15 +74,8 @@ def _tiling(columns: int, gated: bool) -> tuple[int, int, int, int]:
 @triton.jit
 def _gemv(
     x, weight, bias, gain, output, num_rows, eps,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program makes ROWS outputs. The first tiles of the weight are fetched before x is there."""
     if PDL:

@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.workers.kernels.base import Linear
 from tandem.workers.kernels.expert_blocks import ExpertBlocks
 
 
-def grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int
-) -> Tensor:
+def grouped_linear(x: Tensor, weights: Linear, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int) -> Tensor:
     """See GroupedLinear. Rows of x lie at any distance, their elements next to each other."""
+    weight, bias = weights.weight, weights.bias
     num_experts, columns, depth = weight.shape
     num_blocks, rows = blocks.pairs.shape
     y = torch.empty(blocks.num_pairs, columns, dtype=x.dtype, device=x.device)
@@ -27,9 +27,7 @@ def grouped_linear(
         bias=bias,
         scale=scale,
         y=y,
-        pairs=blocks.pairs,
-        experts=blocks.experts,
-        num_pairs=blocks.num_pairs,
+        **vars(blocks),
         num_experts=num_experts,
         columns=columns,
         depth=depth,
@@ -54,13 +52,8 @@ def grouped_linear(
 def _grouped_linear(
     x, weight, bias, scale, y, pairs, experts,
     num_pairs, num_experts, columns, depth, x_row, weight_expert, weight_row, weight_column,
-    FAN_OUT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FAN_OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of pairs times COLUMNS rows of its expert's matrix. Blocks of one expert are neighbours: its rows of
     the matrix then come from the cache."""

@@ -83,11 +83,7 @@ class TritonLayerKernels:
 @triton.jit
 def _add_rms_norm(
     x, delta, weight, output, size, eps,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROUND: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr, ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a token. PARTS: of delta, `size` numbers each. WIDE: they are float32."""
@@ -119,11 +115,7 @@ def _add_rms_norm(
 @triton.jit
 def _norm_heads(
     heads, weight, output, token_stride, num_heads, eps,
-    PARTS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROUND: tl.constexpr,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program has HEADS heads of one token; a token's programs are neighbours."""

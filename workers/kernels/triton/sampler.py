@@ -44,11 +44,7 @@ class TritonSampler:
         kernel: Any = _sample[(rows, parts)]
         kernel(
             logits=logits,
-            uniforms=sampling.uniforms,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            top_k=sampling.top_k,
+            **vars(sampling),
             gathered=gathered,
             indices=indices,
             last=last,
@@ -113,7 +109,7 @@ def _sample(
 @triton.jit
 def _post(token, last, word, ticket):
     tl.store(last, token)
-    # One store of eight bytes: who finds the ticket in it has the token, too.
+    # One store of eight bytes: a reader that finds the ticket has the token, too.
     tl.store(word, ticket | token, mask=ticket > 0, cache_modifier=".wt")
 
 

@@ -142,8 +142,8 @@ def _sums(row, vocab, cold, best, least, low, middle, BLOCK: tl.constexpr):
 
 @triton.jit
 def _nucleus(row, vocab, cold, best, least, low, above, dropped, gathered, indices, BLOCK: tl.constexpr):
-    """The largest order, from `low` to below `above`, below which tokens from `low` on have at most a share `dropped`
-    of their weights. Where vocab is more than BLOCK, `gathered` and `indices` are written."""
+    """The largest order, from `low` to below `above`, below which tokens from `low` on have at most the fraction
+    `dropped` of their weights. Where vocab is more than BLOCK, `gathered` and `indices` are written."""
     left, right, few = low, above, False
     if vocab > BLOCK:
         left, right, few = _narrow(row, vocab, cold, best, least, low, above, dropped.to(tl.float32), BLOCK)

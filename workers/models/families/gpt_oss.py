@@ -15,22 +15,19 @@ NAMES = ExpertNames(block="mlp", router="router", projections=None, transposed=T
 HEAD_DIM, WINDOW, THETA, EPS, ALPHA, LIMIT = 64, 128, 150_000.0, 1e-5, 1.702, 7.0  # when absent, as in transformers
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
+def read_gpt_oss(fields: Fields) -> ModelConfig:
     if "rope_scaling" not in fields and "rope_parameters" not in fields:
         raise InvalidConfig(f"{fields.source}: rope_scaling is missing; it must be an object, for gpt_oss needs yarn's")
-    bias = fields.boolean("attention_bias", True)
     config = read_dense_config(
         fields,
-        architecture,
         head_dim=HEAD_DIM,
+        attention_bias=True,
         rms_norm_eps=EPS,
         windows=Windows(read_size(fields, WINDOW), full_every=2),
         rope=partial(read_rope, default_theta=THETA),
     )
     return dataclasses.replace(
         config,
-        qkv_bias=bias,
-        o_bias=bias,
         activation=ClampedSwiglu(fields.number("swiglu_alpha", ALPHA), fields.number("swiglu_limit", LIMIT)),
         moe=read_moe(fields, NAMES, normalize=True, bias=True),
         float32_norms=True,

@@ -6,8 +6,7 @@ from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.models.config import ModelConfig, read_dense_config
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
-    bias = fields.boolean("attention_bias", False)
+def read_llama(fields: Fields) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads", minimum=1)  # Llama 1 has no grouped queries
-    config = read_dense_config(fields, architecture, num_kv_heads=num_heads)
-    return dataclasses.replace(config, qkv_bias=bias, o_bias=bias, mlp_bias=fields.boolean("mlp_bias", False))
+    config = read_dense_config(fields, num_kv_heads=num_heads, attention_bias=False)
+    return dataclasses.replace(config, mlp_bias=fields.boolean("mlp_bias", False))

@@ -12,13 +12,11 @@ READ_ROPE = partial(read_rope, partial_rotary=True, original_length=4096)  # as 
 EPS = 1e-5  # when absent, as in transformers
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
+def read_phi3(fields: Fields) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads", minimum=1)
     window = read_optional_size(fields)
     if window is not None and window >= fields.integer("max_position_embeddings", minimum=1):
         window = None  # that of the models for long contexts: no sequence grows beyond it
     windows = Windows(window, typed=False)
-    config = read_dense_config(
-        fields, architecture, num_kv_heads=num_heads, rms_norm_eps=EPS, rope=READ_ROPE, windows=windows
-    )
+    config = read_dense_config(fields, num_kv_heads=num_heads, rms_norm_eps=EPS, rope=READ_ROPE, windows=windows)
     return dataclasses.replace(config, fused_names=True)

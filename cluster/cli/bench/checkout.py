@@ -4,7 +4,7 @@ A benchmark is a file of tests/benchmarks that can be run. It prints one JSON ob
 
     skipped   why it could not measure on this machine; then there is nothing else
     targets   [{"name", "value", "at_most" or "at_least"}, …]: its numbers and how far they should get
-    plots     [{"title", "x_label", "y_label", "x": […], "series": {name: […]}}, …]: see bench_plots
+    plots     [{"title", "x_label", "y_label", "x": […], "series": {name: […]}}, …]: see plots.py
 
 One without targets has every number in its object shown.
 """

@@ -1,8 +1,12 @@
-"""Gemma 2: norms around each block, softcaps, gelu, and a window in every other layer."""
+"""Gemma 2: norms around each block, softcaps, gelu, and a window in every other layer.
+
+Gemma 3, text: normalised q and k in place of their softcap; a window in five of six layers, which have their own RoPE.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 
 from tandem.cache.plan.rope import RopeParameters
 from tandem.workers.checkpoint.errors import UnsupportedFeature
@@ -12,45 +16,58 @@ from tandem.workers.models.rope_fields import read_rope
 from tandem.workers.models.window_fields import Windows, read_size
 
 HEAD_DIM, QUERY_SCALAR, ATTENTION_SOFTCAP, FINAL_SOFTCAP = 256, 256.0, 50.0, 30.0  # when absent, as in transformers
+FULL_EVERY = 6  # of Gemma 3
 
 
-def read_config(fields: Fields, architecture: str) -> ModelConfig:
+def read_gemma2(fields: Fields) -> ModelConfig:
     return dataclasses.replace(
-        read_gemma(fields, architecture, full_every=2),
+        _read_both(fields, full_every=2),
         attn_softcap=fields.number_or_null("attn_logit_softcapping", ATTENTION_SOFTCAP),
         final_softcap=fields.number_or_null("final_logit_softcapping", FINAL_SOFTCAP),
     )
 
 
-def read_gemma(
-    fields: Fields,
-    architecture: str,
-    *,
-    full_every: int,
-    rope: Callable[[Fields, int], RopeParameters] = read_rope,
-) -> ModelConfig:
-    """What Gemma 2 and 3 share. full_every: of which number of layers the last has no window, if layer_types is absent.
+def read_gemma3(fields: Fields) -> ModelConfig:
+    softcap = fields.raw("attn_logit_softcapping")
+    if softcap is not None:
+        raise UnsupportedFeature(
+            f"{fields.source}: attn_logit_softcapping is {softcap!r}; it must be null (transformers ignores it)"
+        )
+    config = _read_both(
+        fields,
+        full_every=fields.integer("sliding_window_pattern", FULL_EVERY, minimum=1),
+        rope=partial(read_rope, layer_type="full_attention", default_theta=1e6),
+    )
+    return dataclasses.replace(
+        config,
+        qk_norm=True,
+        local_rope=read_rope(
+            fields, config.head_dim, layer_type="sliding_attention", theta_field="rope_local_base_freq"
+        ),
+        final_softcap=fields.number_or_null("final_logit_softcapping", None),
+    )
 
-    rope: see read_dense_config. A norm's weight is stored less 1, and multiplies in float32.
-    """
+
+def _read_both(
+    fields: Fields, *, full_every: int, rope: Callable[[Fields, int], RopeParameters] = read_rope
+) -> ModelConfig:
+    """full_every: of which number of layers the last has no window, if layer_types is absent. rope: see
+    read_dense_config. A norm's weight is stored less 1, and multiplies in float32."""
     if fields.boolean("use_bidirectional_attention", False):
         raise UnsupportedFeature(
             f"{fields.source}: use_bidirectional_attention is true; only causal decoders are served"
         )
-    bias = fields.boolean("attention_bias", False)
     config = read_dense_config(
         fields,
-        architecture,
         head_dim=HEAD_DIM,
         tie_word_embeddings=True,
+        attention_bias=False,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         windows=Windows(read_size(fields), full_every=full_every),
         rope=rope,
     )
     return dataclasses.replace(
         config,
-        qkv_bias=bias,
-        o_bias=bias,
         float32_norms=True,
         norm_offset=1.0,
         out_norms=True,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli.bench import Outcome
-from tandem.cluster.cli.bench_plots import draw_plots, shares_of_targets
+from tandem.cluster.cli.bench.checkout import Outcome
+from tandem.cluster.cli.bench.plots import draw_plots, shares_of_targets
 from tests.benchmarks.results import at_least, at_most, percentile, plot, rounded
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 TANDEM = [sys.executable, "-m", "tandem.cluster.cli", "bench"]
 RESULT = {
     "targets": [at_most("ratio of 8K", 1.23456, 1.5), at_least("ratio of 1K", 0.5, 0.85), at_most("idle", 0.0, 0.0)],

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from tandem.workers.runner.graph_capture import uncollected
+from tandem.workers.runner.forward_graphs import uncollected
 
 
 def fail() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.cli.bench import Outcome
+from tandem.cluster.cli.bench.checkout import Outcome
 from tandem.cluster.errors import MissingPlots
 
 INCHES = (8.0, 4.5)

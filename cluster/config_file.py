@@ -1,0 +1,61 @@
+"""Reads a cluster's YAML, and overrides of its keys. Raises ConfigError for what is not of that form."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.cluster.config_errors import cut, explain_yaml, shown
+from tandem.cluster.errors import ConfigError
+
+
+def read_mapping(path: Path, keys: str) -> dict[str, Any]:
+    """What the file holds; {} where it is empty. keys: the names that it may have, as an error lists them."""
+    try:
+        values = _load_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 at byte {error.start}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {explain_yaml(error)}") from None
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{path}: holds {shown(values)}; it must be a mapping with keys {keys}")
+    return values or {}
+
+
+def _load_yaml(text: str) -> Any:
+    """What safe_load returns; YAMLError for everything that it raises."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except Exception as error:  # its constructors let out whatever a malformed number, date or tag meets in them
+        raise yaml.YAMLError(f"a value does not have the form that it begins with: {error}") from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """The dotted key and the value of `dotted.key=value`."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {shown(text)}: must be dotted.key=value")
+    try:
+        return key, _load_yaml(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {shown(text)}: the value is not YAML: {explain_yaml(error)}") from None
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Sets the value of a dotted key; sections that are missing are made."""
+    *sections, name = key.split(".")
+    for depth, section in enumerate(sections, start=1):
+        if values.get(section) is None:
+            values[section] = {}
+        values = values[section]
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{cut(key)} cannot be set: {cut('.'.join(sections[:depth]))} is {shown(values)}, not a section"
+            )
+    values[name] = value

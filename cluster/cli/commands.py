@@ -159,9 +159,7 @@ def generate(
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Goes on past the end token.")] = False,
     request_id: Annotated[str | None, typer.Option(help="Made by the gateway when left out.")] = None,
-    cache_salt: Annotated[
-        str | None, typer.Option(help="Shares cached prefixes only with requests of the same salt.")
-    ] = None,
+    cache_salt: Annotated[str, typer.Option(help="Shares cached prefixes only with requests of the same salt.")] = "",
     timeout: Annotated[float, typer.Option(min=0, help="Deadline of the request, in seconds.")] = 600.0,
     address: Address = None,
     token_file: TokenFile = None,

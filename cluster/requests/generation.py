@@ -150,7 +150,9 @@ class Generation:
         if self._decoding is not None:
             placement, inbox = self._decoding
             self._moved = True
-            inbox.lose(Moved(LinkPair(target, placement.decode, 0.0)))
+            inbox.lose(
+                Moved(LinkPair(target, placement.decode, 0.0, len(self._request.token_ids) + len(self._sent) - 1))
+            )
 
     def _begin(self, placement: Placement) -> None:
         if self._moved:

@@ -9,7 +9,7 @@ import numpy as np
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.prefix_chain import KEY_BYTES, digest_chain
 
-BLOCK = 32  # pages that are looked up by their last one
+BLOCK = 64  # pages that are looked up by their last one
 MAX_GROUPS = 1024
 Holder = TypeVar("Holder")
 
@@ -94,11 +94,16 @@ class PrefixView(Generic[Holder]):
                 prompt.first(end)  # the same list, longer
             left = masks.get(keys[end - 1], 0) & mask
             while mask != left:  # some of them hold no more than a part of this block
-                here = masks.get(keys[pages], 0) & mask
-                if here != mask:
-                    found.update(dict.fromkeys(self._group(mask & ~here), pages * prompt.page_size))
-                    mask = here
-                pages += 1
+                low, high = pages, end - 1  # the first page that one of them lacks is between these two
+                while low < high:
+                    middle = (low + high) // 2
+                    if masks.get(keys[middle], 0) & mask == mask:
+                        low = middle + 1
+                    else:
+                        high = middle
+                here = masks.get(keys[low], 0) & mask
+                found.update(dict.fromkeys(self._group(mask & ~here), low * prompt.page_size))
+                mask, left, pages = here, left & here, low + 1
             if end == prompt.num_pages:
                 found.update(dict.fromkeys(self._group(mask), end * prompt.page_size))
                 break

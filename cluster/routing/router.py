@@ -95,8 +95,7 @@ class Router:
 
         client: the request's owner; waiting clients take turns. salt: of the prefixes that it shares. again: the
         request was admitted before, so a full queue does not refuse it. move: the pair that is tried first, however
-        many wait; its prefill worker holds the KV. Raises Overloaded (queue full), DeadlineExceeded (no room in time)
-        or WorkerCallError.
+        many wait. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or WorkerCallError.
         """
         wanted = _Wanted(request_id, token_ids, max_tokens, salt, self._islands.prompt_keys(token_ids, salt))
         if move is not None or not self._queue.waits:
@@ -139,7 +138,7 @@ class Router:
         pairs = self._islands.pairs(Ask(len(wanted.token_ids), wanted.max_tokens), wanted.keys)
         if move is None or not self._islands.serves(move):
             return pairs
-        return itertools.chain((move._replace(matched_tokens=len(wanted.token_ids) - 1),), pairs)
+        return itertools.chain((move,), pairs)
 
     @staticmethod
     def _count(decode: WorkerLink, prefill: WorkerLink, total_tokens: int, prompt_tokens: int) -> None:

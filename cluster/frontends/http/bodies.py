@@ -172,7 +172,7 @@ class GenerationBody(SamplingFields, ABC):
         given = {field.name: getattr(self, field.name) for field in SAMPLING}
         sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens}
         given = {name: value for name, value in sampling.items() if value is not None}
-        return build_request(self.input, given, None, self.cache_salt)
+        return build_request(self.input, given, None, self.cache_salt or "")
 
     @property
     @abstractmethod

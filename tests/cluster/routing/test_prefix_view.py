@@ -36,6 +36,22 @@ def test_each_worker_matches_as_many_pages_as_it_holds(length: int, held: list[i
     assert view.match(prompt) == expected  # from keys that are there already
 
 
+HELD = st.lists(st.sets(st.integers(0, 2 * BLOCK)), max_size=5)
+
+
+@given(HELD)
+def test_a_match_ends_with_a_page_that_is_held_though_others_are_evicted(held: list[set[int]]) -> None:
+    tokens = list(range((2 * BLOCK + 1) * PAGE))
+    keys = keys_of(tokens, 2 * BLOCK + 1)
+    view: PrefixView[int] = PrefixView()
+    for worker, pages in enumerate(held):
+        view.apply(worker, report(b"".join(keys[8 * page : 8 * page + 8] for page in pages)))
+    found = view.match(PromptKeys(np.array([*tokens, 0]), PAGE))
+    assert set(found) == {worker for worker, pages in enumerate(held) if 0 in pages}
+    for worker, length in found.items():
+        assert length // PAGE - 1 in held[worker]
+
+
 def test_keys_are_made_no_further_than_anybody_holds_the_prompt() -> None:
     tokens = list(range(4 * BLOCK * PAGE))
     view: PrefixView[str] = PrefixView()

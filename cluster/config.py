@@ -2,37 +2,38 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from tandem.cluster.config_errors import explain, names
 from tandem.cluster.config_file import parse_override, put, read_mapping
+from tandem.cluster.config_units import (
+    Calls,
+    Cpus,
+    Factor,
+    Fraction,
+    Islands,
+    Mebibytes,
+    Messages,
+    Pages,
+    Placements,
+    Port,
+    Positions,
+    Processes,
+    Requests,
+    Restarts,
+    Seconds,
+    Sequences,
+    Threads,
+    Tokens,
+    Workers,
+)
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.routing.policy import POLICIES
 from tandem.transfer.factory import TRANSPORTS
-
-# A number's unit stands in its type, for docs/configuration.md.
-Calls = Annotated[int, Field(ge=1, json_schema_extra={"unit": "calls"})]
-Cpus = Annotated[int, Field(ge=1, json_schema_extra={"unit": "CPUs"})]
-Factor = Annotated[float, Field(gt=0, json_schema_extra={"unit": "factor"})]
-Fraction = Annotated[float, Field(gt=0, le=1, json_schema_extra={"unit": "fraction"})]
-Islands = Annotated[int, Field(ge=1, json_schema_extra={"unit": "islands"})]
-Mebibytes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "MiB"})]
-Messages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "messages/s"})]
-Pages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "pages"})]
-Placements = Annotated[int, Field(ge=1, json_schema_extra={"unit": "placements"})]
-Port = Annotated[int, Field(ge=0, le=65535, json_schema_extra={"unit": "TCP port"})]
-Positions = Annotated[int, Field(ge=1, json_schema_extra={"unit": "positions"})]
-Requests = Annotated[int, Field(ge=1, json_schema_extra={"unit": "requests"})]
-Restarts = Annotated[int, Field(ge=0, json_schema_extra={"unit": "restarts"})]
-Seconds = Annotated[float, Field(json_schema_extra={"unit": "s"})]
-Sequences = Annotated[int, Field(ge=1, json_schema_extra={"unit": "sequences"})]
-Threads = Annotated[int, Field(ge=1, json_schema_extra={"unit": "threads"})]
-Tokens = Annotated[int, Field(ge=1, json_schema_extra={"unit": "tokens"})]
-Workers = Annotated[int, Field(ge=1, json_schema_extra={"unit": "workers"})]
 
 
 class Section(BaseModel):
@@ -123,14 +124,17 @@ class SchedulerSection(Section):
         description="what workers do: with split, prefill workers compute prompts and decode workers decode; with "
         "adaptive, the router decides for each request who does what, by the workers' loads",
     )
-    token_seconds: Seconds = Field(
-        default=0.015,
+    max_batch_tokens: Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
+    max_sequences: Sequences | None = Field(
+        default=None, le=1 << 16, description="most sequences in one forward; null is 512 on a GPU and 256 on a CPU"
+    )
+    token_seconds: Seconds | None = Field(
+        default=None,
         gt=0,
         le=60,
-        description="with adaptive roles, the time between two tokens that a prompt beside them must not exceed",
+        description="how long a sequence may wait for its next token because its worker computes prompts, too; shorter "
+        "ones slow prompts down; null is 0.015 on a GPU, and no bound on a CPU",
     )
-    max_batch_tokens: Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
-    max_sequences: Sequences = Field(default=256, le=1 << 16, description="most sequences in one forward")
     stream_messages_per_second: Messages | None = Field(
         default=None,
         le=1 << 20,
@@ -151,8 +155,10 @@ class IslandSection(Section):
     )
     num_prefill: Workers = Field(default=1, le=256, description="prefill workers")
     num_decode: Workers = Field(default=1, le=256, description="decode workers")
-    num_signals: Requests = Field(
-        default=256, le=1 << 16, description="requests whose KV one decode worker can await at a time"
+    num_signals: Requests | None = Field(
+        default=None,
+        le=1 << 16,
+        description="requests whose KV one decode worker can await at a time; null is scheduler.max_sequences",
     )
     lease_seconds: Seconds = Field(
         default=30.0,
@@ -186,9 +192,15 @@ class GatewaySection(Section):
         default=None, description="port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"
     )
     routing_policy: str = Field(
-        default="least_loaded",
+        default="prefix_aware",
         json_schema_extra={"enum": [*POLICIES]},
-        description="how requests are placed on workers",
+        description="how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do",
+    )
+    processes: Processes | None = Field(
+        default=None,
+        le=64,
+        description="gateway processes, which share the ports and the limits; null is 1 for each 4 cores, at least 1 "
+        "and at most 4",
     )
     max_queued: Requests = Field(default=1024, le=1 << 20, description="most requests that wait for room")
     max_queued_tokens: Tokens = Field(
@@ -234,6 +246,9 @@ class SecuritySection(Section):
     tls_key: str | None = Field(default=None, description="the key of tls_cert, PEM; only its owner may read it")
     client_ca: str | None = Field(
         default=None, description="PEM; clients must then show a certificate that it signed (mutual TLS)"
+    )
+    salt_by_token: bool = Field(
+        default=False, description="whether callers share cached prefixes only with those of the same bearer token"
     )
 
     @field_validator("token_file", "tls_cert", "tls_key", "client_ca")

@@ -31,7 +31,7 @@ STATUSES: tuple[tuple[type[CallError], grpc.StatusCode, int], ...] = (
     (errors.Unavailable, Code.UNAVAILABLE, 503),  # over gRPC only the connection says so, never the gateway
     (errors.DeadlineExceeded, Code.DEADLINE_EXCEEDED, 504),
 )
-HTTP_OF_ERROR = {kind: status for kind, _, status in STATUSES}
+HTTP_OF_ERROR: dict[type[CallError], int] = {kind: status for kind, _, status in STATUSES}
 ERROR_OF_GRPC: dict[grpc.StatusCode, type[CallError]] = {code: kind for kind, code, _ in reversed(STATUSES)}
 
 WORKER_ERRORS: dict[grpc.StatusCode, type[WorkerCallError]] = {

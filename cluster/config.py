@@ -35,6 +35,7 @@ Pages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "pages"})]
 Placements = Annotated[int, Field(ge=1, json_schema_extra={"unit": "placements"})]
 Port = Annotated[int, Field(ge=0, le=65535, json_schema_extra={"unit": "TCP port"})]
 Positions = Annotated[int, Field(ge=1, json_schema_extra={"unit": "positions"})]
+Processes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "processes"})]
 Requests = Annotated[int, Field(ge=1, json_schema_extra={"unit": "requests"})]
 Restarts = Annotated[int, Field(ge=0, json_schema_extra={"unit": "restarts"})]
 Seconds = Annotated[float, Field(json_schema_extra={"unit": "s"})]
@@ -116,12 +117,13 @@ class SchedulerSection(Section):
     roles: Literal["split", "adaptive"] = "split"
     """what workers do: with split, prefill workers compute prompts and decode workers decode; with adaptive, the router
     decides for each request who does what, by the workers' loads"""
-    token_seconds: Seconds = Field(default=0.015, gt=0, le=60)
-    """with adaptive roles, the time between two tokens that a prompt beside them must not exceed"""
     max_batch_tokens: Tokens = Field(default=1024, le=1 << 20)
     """most tokens in one forward"""
-    max_sequences: Sequences = Field(default=256, le=1 << 16)
-    """most sequences in one forward"""
+    max_sequences: Sequences | None = Field(default=None, le=1 << 16)
+    """most sequences in one forward; null is 512 on a GPU and 256 on a CPU"""
+    token_seconds: Seconds | None = Field(default=None, gt=0, le=60)
+    """how long a sequence may wait for its next token because its worker computes prompts, too; shorter ones slow
+    prompts down; null is 0.015 on a GPU, and no bound on a CPU"""
     stream_messages_per_second: Messages | None = Field(default=None, le=1 << 20)
     """most messages that the clients of one decode worker get; when more tokens come, a message carries several; null
     is 400 on a CPU, which computes meanwhile, and as many as the gateway can write on a GPU"""
@@ -136,8 +138,8 @@ class IslandSection(Section):
     """prefill workers"""
     num_decode: Workers = Field(default=1, le=256)
     """decode workers"""
-    num_signals: Requests = Field(default=256, le=1 << 16)
-    """requests whose KV one decode worker can await at a time"""
+    num_signals: Requests | None = Field(default=None, le=1 << 16)
+    """requests whose KV one decode worker can await at a time; null is scheduler.max_sequences"""
     lease_seconds: Seconds = Field(default=30.0, ge=0.05, le=3600)
     """how long workers keep pages and work on for a gateway that shows no sign of life"""
     verify_kv: bool = False
@@ -164,8 +166,10 @@ class GatewaySection(Section):
     """gRPC port; 0 takes any free one"""
     http_port: Port | None = None
     """port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"""
-    routing_policy: str = Field(default="least_loaded", json_schema_extra={"enum": [*POLICIES]})
-    """how requests are placed on workers"""
+    routing_policy: str = Field(default="prefix_aware", json_schema_extra={"enum": [*POLICIES]})
+    """how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do"""
+    processes: Processes | None = Field(default=None, le=64)
+    """gateway processes, which share the ports and the limits; null is 1 for each 4 cores, at least 1 and at most 4"""
     max_queued: Requests = Field(default=1024, le=1 << 20)
     """most requests that wait for room"""
     max_queued_tokens: Tokens = Field(default=1 << 22, le=1 << 40)
@@ -210,6 +214,8 @@ class SecuritySection(Section):
     """the key of tls_cert, PEM; only its owner may read it"""
     client_ca: ResolvedPath | None = None
     """PEM; clients must then show a certificate that it signed (mutual TLS)"""
+    salt_by_token: bool = False
+    """whether callers share cached prefixes only with those of the same bearer token"""
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

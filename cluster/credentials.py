@@ -18,12 +18,16 @@ StubT = TypeVar("StubT")
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """Paths; None where the gateway does without. client_ca: clients must show a certificate that it signed."""
+    """Paths; None where the gateway does without. client_ca: clients must show a certificate that it signed.
+
+    salt_by_token: callers share cached prefixes only with those that show the same token.
+    """
 
     token_file: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     client_ca: str | None = None
+    salt_by_token: bool = False
 
     def check(self) -> None:
         """ConfigError when a file cannot be read, or is not what it should be."""

@@ -1,8 +1,13 @@
-"""The gateway's process: tandem.v1.Inference over gRPC, with health and reflection, and the HTTP server beside it."""
+"""A process of the gateway: tandem.v1.Inference over gRPC, with health and reflection, and the HTTP server beside it.
+
+Processes of one gateway listen on the same ports. They share a table of counts (cluster/peers/table.py), and claim the
+ids of requests from each other.
+"""
 
 import asyncio
+import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +22,9 @@ from tandem.cluster.errors import TandemError
 from tandem.cluster.frontends.admin import Admin
 from tandem.cluster.frontends.grpc_server import grpc_server, open_port
 from tandem.cluster.frontends.http.routes import HttpApp
+from tandem.cluster.peers.claims import Claims
+from tandem.cluster.peers.peer_server import PeerServer
+from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.protocol import CLIENT_ID_KEY
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.call_limit import CallLimit
@@ -33,6 +41,7 @@ from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.cluster.statuses import refuse
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tandem.workers.authentication import HEADER
 from tandem.workers.config import max_message_bytes
 from tandem.workers.models.kv_scales import stores_fp8
 from tandem.workers.models.registry import load_config
@@ -48,9 +57,9 @@ SERVICES = (
 )
 
 
-def attempt_prefix(incarnation: int) -> str:
-    """How the ids begin under which workers know the requests of one start of the gateway."""
-    return f"{incarnation}."
+def attempt_prefix(process: int, incarnation: int) -> str:
+    """How the ids begin under which workers know the requests of one start of one gateway process."""
+    return f"{process}.{incarnation}."
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,8 @@ class GatewaySettings:
     """Everything a gateway process needs to know to start."""
 
     cluster: str
-    incarnation: int  # counted from 1
+    process: int  # counted from 0
+    incarnation: int  # of the process, counted from 1
     transport: str
     model_path: str
     dtype: str
@@ -80,6 +90,11 @@ class GatewaySettings:
     max_calls: int
     warm_up: bool
     security: ServerSecurity
+    processes: int = 1
+    num_islands: int = 1
+    table: str = ""  # path of the processes' table; empty for one process without a supervisor
+    peer_token: str = field(default="", repr=False)  # by which the processes know each other
+    started: float = 0.0  # when the first process was, in this host's monotonic seconds; 0: now
 
 
 @dataclass(frozen=True)
@@ -107,8 +122,14 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             rope_switch=self._model.rope_switch,
         )
         self._name = Path(settings.model_path).name
-        self._validator = RequestValidator(self._limits, self._tokenizer)
-        self._started = time.monotonic()
+        self._validator = RequestValidator(self._limits, self._tokenizer, salt_by_token=settings.security.salt_by_token)
+        self._started = settings.started or time.monotonic()
+        self._table = GatewayTable.alone()
+        if settings.table:
+            self._table = open_table(
+                settings.table, settings.processes, settings.num_islands, settings.process, settings.peer_token
+            )
+            self._table.clear(settings.process, settings.incarnation - 1)
         self._warm_up: WarmUp | None = None
         self._rebalancing: asyncio.Task[None] | None = None
 
@@ -117,28 +138,33 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         settings = self._settings
         bound = settings.token_seconds
         policy = POLICIES[settings.routing_policy] if bound is None else adaptive(bound)
-        self._islands = Islands(max_message_bytes(settings.max_model_len), policy)
+        self._islands = Islands(max_message_bytes(settings.max_model_len), policy, settings.page_size, self._table)
         self._router = Router(
             self._islands,
-            AdmissionQueue(settings.max_queued, settings.max_queued_tokens),
-            id_prefix=attempt_prefix(settings.incarnation),
+            AdmissionQueue(settings.max_queued, settings.max_queued_tokens, self._table),
+            id_prefix=attempt_prefix(settings.process, settings.incarnation),
             queue_seconds=settings.queue_seconds,
         )
+        self._claims = Claims(self._table, settings.peer_token)
         self._requests = ActiveRequests(
             self._validator,
             self._router,
             self._tokenizer,
             self._model.eos_token_ids,
+            self._table,
+            self._claims,
             max_attempts=settings.max_attempts,
             request_seconds=settings.request_seconds,
         )
-        if settings.warm_up:
+        if settings.warm_up and settings.process == 0:  # once is enough
             self._warm_up = WarmUp(self._islands, self._router, self._limits, local=bound is not None)
         if bound is not None:
-            self._rebalancing = asyncio.create_task(Rebalancer(self._islands, self._requests, bound).run())
-        self._limit = CallLimit(settings.max_calls)
+            turn = settings.process, settings.processes
+            self._rebalancing = asyncio.create_task(Rebalancer(self._islands, self._requests, bound, turn).run())
+        self._limit = CallLimit(settings.max_calls, self._table)
         self._admin = Admin()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
+        self._peers = await self._peer_server()
         self._server = self._grpc_server()
         self._http = self._http_server()
         address = open_port(self._server, settings.host, settings.port, settings.security.credentials())
@@ -148,10 +174,21 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         return self._addresses
 
+    async def _peer_server(self) -> PeerServer | None:
+        """The table says where it listens before there is a request to ask for."""
+        self._table.put(Column.PID, os.getpid())
+        if self._settings.processes == 1:
+            return None
+        peers = PeerServer(self._settings.peer_token, self._requests.give)
+        self._table.put(Column.PORT, await peers.start())
+        return peers
+
     def _grpc_server(self) -> grpc.aio.Server:
         """With its services, without a port."""
         settings = self._settings
-        server = grpc_server(self._limit, settings.security.token(), settings.max_message_bytes)
+        server = grpc_server(
+            self._limit, settings.security.token(), settings.max_message_bytes, shared=settings.processes > 1
+        )
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -173,7 +210,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             token=settings.security.token(),
             max_bytes=settings.max_message_bytes,
         )
-        return HttpServer(app, settings.host, settings.http_port, settings.security)
+        shared = settings.processes > 1
+        return HttpServer(app, settings.host, settings.http_port, settings.security, shared=shared)
 
     async def stop(self, grace: float) -> None:
         """No new calls; calls under way have `grace` seconds, then they are cancelled and their pages given back."""
@@ -185,6 +223,9 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             self._rebalancing.cancel()
         await self._router.close()
         await self._islands.close()
+        await self._claims.close()
+        if self._peers is not None:
+            await self._peers.stop()
 
     async def ping(self) -> None:
         """Returns when the event loop comes to it."""
@@ -197,7 +238,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             await self._warm_up.run(state.name)
 
     async def placed_tokens(self, island: str) -> int:
-        """Tokens of requests that the island's workers have not yet ended."""
+        """Tokens of this process's requests that the island's workers have not yet ended."""
         return self._islands.placed_tokens(island)
 
     async def next_order(self) -> ScaleOrder | None:
@@ -210,7 +251,13 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         try:
-            await self._requests.serve(request, _client_of(context), context.write, seconds=context.time_remaining())
+            await self._requests.serve(
+                request,
+                _client_of(context),
+                context.write,
+                credential=_metadata(context, HEADER),
+                seconds=context.time_remaining(),
+            )
         except TandemError as error:
             await refuse(context, error)
 
@@ -237,19 +284,35 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     async def GetClusterInfo(
         self, request: inference_pb2.GetClusterInfoRequest, context: Context
     ) -> inference_pb2.ClusterInfo:
+        islands = await self._islands.info(self._settings.transport)
+        gateways = [self._process_info(process) for process in range(self._table.processes)]
         return inference_pb2.ClusterInfo(
             name=self._settings.cluster,
             version=version("tandem"),
-            queued=self._router.queued,
-            active=self._requests.running,
+            queued=sum(gateway.queued for gateway in gateways),
+            active=sum(gateway.active for gateway in gateways),
             uptime_seconds=time.monotonic() - self._started,
-            islands=await self._islands.info(self._settings.transport),
-            gateway_restarts=self._settings.incarnation - 1,
+            islands=islands,
+            gateway_restarts=sum(gateway.restarts for gateway in gateways),
             http_address=self._addresses.http or "",
+            gateways=gateways,
+        )
+
+    def _process_info(self, process: int) -> inference_pb2.GatewayProcessInfo:
+        """pid is 0 while it is started again."""
+        columns = (Column.PID, Column.QUEUED, Column.ACTIVE, Column.CALLS, Column.RESTARTS)
+        pid, queued, active, calls, restarts = (self._table.of(process, column) for column in columns)
+        return inference_pb2.GatewayProcessInfo(
+            process=process, pid=pid, queued=queued, active=active, calls=calls, restarts=restarts
         )
 
 
 def _client_of(context: Context) -> str:
     """Whose request it is: what the metadata client-id says, else the host it comes from."""
-    given = {key: value for key, value in context.invocation_metadata() or ()}.get(CLIENT_ID_KEY)
+    given = _metadata(context, CLIENT_ID_KEY)
     return f"id:{given}" if given else context.peer().rpartition(":")[0]
+
+
+def _metadata(context: Context, wanted: str) -> str:
+    """The last value of a key; empty without one."""
+    return str(dict(context.invocation_metadata() or ()).get(wanted, ""))

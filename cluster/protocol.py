@@ -49,15 +49,15 @@ def accepted_value(name: str) -> str:
 
 
 def build_request(
-    prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None, cache_salt: str = ""
+    prompt: Prompt, sampling: Mapping[str, Any], request_id: str | None, cache_salt: str | None = None
 ) -> inference_pb2.GenerateRequest:
     """prompt: text, token ids, or chat messages with role and content. Raises InvalidRequest."""
     request = inference_pb2.GenerateRequest()
-    for name, value in (("request_id", request_id or ""), ("cache_salt", cache_salt)):
+    for field, text in (("request_id", request_id), ("cache_salt", cache_salt)):
         try:
-            setattr(request, name, value)
+            setattr(request, field, text or "")
         except (TypeError, ValueError):
-            raise InvalidRequest(f"{name} is {value!r:.80}; it must be Unicode text") from None
+            raise InvalidRequest(f"{field} is {text!r:.80}; it must be Unicode text") from None
     _set_prompt(request, prompt)
     known = inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     for name, value in sampling.items():

@@ -264,7 +264,7 @@ class IslandInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., restarts: _Optional[int] = ...) -> None: ...
 
 class ClusterInfo(_message.Message):
-    __slots__ = ("name", "version", "queued", "active", "uptime_seconds", "islands", "gateway_restarts", "http_address")
+    __slots__ = ("name", "version", "queued", "active", "uptime_seconds", "islands", "gateway_restarts", "http_address", "gateways")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +273,7 @@ class ClusterInfo(_message.Message):
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_RESTARTS_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAYS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     queued: int
@@ -281,4 +282,21 @@ class ClusterInfo(_message.Message):
     islands: _containers.RepeatedCompositeFieldContainer[IslandInfo]
     gateway_restarts: int
     http_address: str
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., queued: _Optional[int] = ..., active: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., islands: _Optional[_Iterable[_Union[IslandInfo, _Mapping]]] = ..., gateway_restarts: _Optional[int] = ..., http_address: _Optional[str] = ...) -> None: ...
+    gateways: _containers.RepeatedCompositeFieldContainer[GatewayProcessInfo]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., queued: _Optional[int] = ..., active: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., islands: _Optional[_Iterable[_Union[IslandInfo, _Mapping]]] = ..., gateway_restarts: _Optional[int] = ..., http_address: _Optional[str] = ..., gateways: _Optional[_Iterable[_Union[GatewayProcessInfo, _Mapping]]] = ...) -> None: ...
+
+class GatewayProcessInfo(_message.Message):
+    __slots__ = ("process", "pid", "queued", "active", "calls", "restarts")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    process: int
+    pid: int
+    queued: int
+    active: int
+    calls: int
+    restarts: int
+    def __init__(self, process: _Optional[int] = ..., pid: _Optional[int] = ..., queued: _Optional[int] = ..., active: _Optional[int] = ..., calls: _Optional[int] = ..., restarts: _Optional[int] = ...) -> None: ...

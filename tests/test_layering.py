@@ -40,7 +40,7 @@ FLOORS = {
     ),
     "cluster": (
         {"config_errors", "errors", "scaling", "text"},
-        {"config_file", "credentials", "protocol", "statuses"},
+        {"config_file", "credentials", "peers", "protocol", "statuses"},
         {"client", "processes"},
         {"routing"},
         {"config", "requests"},
@@ -65,6 +65,8 @@ HOMES = {
         "cluster/frontends/admin.py",
         "cluster/frontends/grpc_server.py",
         "cluster/gateway.py",
+        "cluster/peers/claims.py",
+        "cluster/peers/peer_server.py",
         "cluster/processes/ray_address.py",
         "cluster/routing/worker_link.py",
         "cluster/statuses.py",

@@ -1,11 +1,12 @@
 """How a receiver takes a reservation back from its writer when no one else can say that the writer is quiet.
 
-One-sided both ways: it needs no gateway and no RPC. Behind its signal rows every mailbox has a lane for each PE, which
-that PE alone writes:
+One-sided both ways: it needs no gateway and no RPC. Behind its signal rows every mailbox has two lanes for each PE,
+which that PE alone writes: one for what it asks, one for what it answers. So two workers may write for each other at
+the same time.
 
-    receiver D                                   writer P
-    recall(row, generation)  ═══ lane D ═══►     refuses that use of the row for good, writes no more for it, quiet
-    frees pages and row      ◄═══ lane P ═══     the same word
+    receiver D                                      writer P
+    recall(row, generation)  ═══ D's asks ═══►      refuses that use of the row for good, writes no more for it, quiet
+    frees pages and row      ◄═══ P's answers ═══   the same word
 
 A lane holds one recall at a time; the receiver posts the next when the answer to the last has come, or is not wanted
 any more because somebody else said that the writer is quiet.
@@ -24,15 +25,17 @@ from tandem.transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
+LANES = 2  # of each PE in a mailbox
+
 
 def mailbox_rows(num_signals: int, num_pes: int) -> int:
     """Rows that a mailbox needs for num_signals reservations and the lanes."""
-    return num_signals + num_pes
+    return num_signals + LANES * num_pes
 
 
 def num_request_rows(transport: Transport) -> int:
-    """Rows for reservations; lane i is row num_request_rows + i."""
-    return transport.num_signals - transport.num_pes
+    """Rows for reservations; behind them are what each PE asks, then what each PE answers."""
+    return transport.num_signals - LANES * transport.num_pes
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class RecallDesk:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._lanes = num_request_rows(transport)
+        self._asks = num_request_rows(transport)
+        self._answers = self._asks + transport.num_pes
         self._queues: dict[int, deque[Recall]] = {}  # by writer
         self._posted: dict[int, Recall] = {}  # what stands in each writer's lane
 
@@ -65,7 +69,7 @@ class RecallDesk:
         """Posts what can be posted; the recalls that have been answered. A post that fails is tried again."""
         answered = []
         for pe, queue in self._queues.items():
-            if queue and self._posted.get(pe) == queue[0] and int(mailbox[self._lanes + pe, 0]) == _word(queue[0]):
+            if queue and self._posted.get(pe) == queue[0] and int(mailbox[self._answers + pe, 0]) == _word(queue[0]):
                 answered.append(queue.popleft())
             if queue and self._posted.get(pe) != queue[0]:
                 self._post(queue[0])
@@ -73,7 +77,7 @@ class RecallDesk:
 
     def _post(self, recall: Recall) -> None:
         try:
-            self._transport.post(recall.pe, self._lanes + self._transport.pe, _word(recall), self._transport.epoch)
+            self._transport.post(recall.pe, self._asks + self._transport.pe, _word(recall), self._transport.epoch)
         except TransportError as error:
             log.warning("a recall could not be posted to PE %d: %s", recall.pe, error)
         else:
@@ -85,19 +89,20 @@ class RecallInbox:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._lanes = num_request_rows(transport)
+        self._asks = num_request_rows(transport)
+        self._answers = self._asks + transport.num_pes
         self._answered = np.zeros(transport.num_pes, np.int64)
 
     def unanswered(self) -> list[Recall]:
         """Recalls that wait for answer()."""
-        words = self._transport.mailbox()[self._lanes :, 0]
+        words = self._transport.mailbox()[self._asks : self._answers, 0]
         waiting = np.flatnonzero(words != self._answered)
         return [Recall(pe, _signal(int(words[pe]))) for pe in waiting.tolist()]
 
     def answer(self, recall: Recall) -> None:
         """Says that this PE is quiet towards the receiver, and writes and posts no more under that signal."""
         word = _word(recall)
-        self._transport.post(recall.pe, self._lanes + self._transport.pe, word, self._transport.epoch)
+        self._transport.post(recall.pe, self._answers + self._transport.pe, word, self._transport.epoch)
         self._answered[recall.pe] = word
 
 

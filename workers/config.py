@@ -21,6 +21,10 @@ class WorkerConfig:
     takes the checkpoint's. verify_kv: whether digests of pushed KV are compared. These four are the same on every PE.
     token: what every call to the worker must carry. threads None leaves torch's own choice. threads_alone: of a decode
     worker while no prompt is on its way to it; None is as many as otherwise.
+
+    role: what the worker is mainly for. It computes prompts and decodes whatever its role is. adaptive: it is asked for
+    both often, so that what captures CUDA graphs captures those of both. token_seconds: how long a sequence may wait
+    for its next token because of prompts; None sets no bound.
     """
 
     role: Role
@@ -48,6 +52,8 @@ class WorkerConfig:
     threads: int | None = None
     threads_alone: int | None = None
     max_stream_messages_per_second: float = math.inf
+    adaptive: bool = False
+    token_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class LoopSettings:
     max_batch_tokens: int = 1024  # new tokens of a step
     max_sequences: int = 256  # between reservation and last token
     eos_token_ids: tuple[int, ...] = ()
+    token_seconds: float | None = None  # from one token of a row to its next, beside prompts; None: no bound
 
 
 def max_message_bytes(max_model_len: int) -> int:

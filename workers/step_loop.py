@@ -2,8 +2,10 @@
 
 import time
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.proto import worker_pb2
 from tandem.transfer.transport import Transport
 from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
@@ -11,21 +13,33 @@ from tandem.workers.decode.decodes import Decodes
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.handoff.handoff import Handoff, settled
 from tandem.workers.handoff.reservations import Reservations
+from tandem.workers.handoff.retired import RetiredSequences
 from tandem.workers.prefill.prefills import Prefills
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.requests.token_stream import TokenFanout
 from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.scheduling.batch import Batch, DecodeStep
+from tandem.workers.scheduling.joint_forward import JointForward, is_joint
 from tandem.workers.scheduling.scheduler import Scheduler
+from tandem.workers.scheduling.step_meter import StepMeter
+from tandem.workers.scheduling.token_pace import FIRST_RATE
 from tandem.workers.wire.lease import Clock
 
 
-class StepLoop:
-    """Owned by the step thread. Its role is what its scheduler is given: prompts by `prefills`, rows by `decodes`.
+class Ends(NamedTuple):
+    """What a loop reaches the outside through."""
 
-    give_prefills() and give_decodes() say which of them there are. No worker has both yet: recalls of both directions
-    would meet in one lane of the mailbox (transfer/recall.py).
+    meter: PushMeter  # what the cache writes through
+    fanout: TokenFanout
+    threads: KernelThreads
+
+
+class StepLoop:
+    """Owned by the step thread. Every worker has both sides: `prefills` computes prompts, for peers or for rows of this
+    worker, and `decodes` steps rows. What a worker does is what its scheduler is given.
     """
 
     def __init__(
@@ -34,68 +48,105 @@ class StepLoop:
         cache: PagedKVCache,
         transport: Transport,
         settings: LoopSettings,
+        ends: Ends,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.prefills: Prefills | None = None
-        self.decodes: Decodes | None = None
-        self.counters = Counters()
+        self.counters = counters = Counters()
+        self.meter = StepMeter()
         self._runner = runner
-        self._cache = cache
-        self._transport = transport
-        self._settings = settings
-        self._clock = clock
-        self._scheduler = Scheduler(settings.max_batch_tokens)
-        self._ids = SequenceIds()
-
-    def give_prefills(self, meter: PushMeter) -> Prefills:
-        """From now on this loop computes prompts, too. meter: what the cache writes through."""
-        runner, cache, settings, clock = self._runner, self._cache, self._settings, self._clock
-        handoff = Handoff(cache, self._transport, self.counters, settings, clock)
-        speculative = SpeculativePrefill(runner, cache, self._ids, settings, clock)
-        self.prefills = Prefills(runner, cache, self._scheduler, handoff, speculative, meter, self._ids, settings)
-        return self.prefills
-
-    def give_decodes(self, fanout: TokenFanout, threads: KernelThreads) -> Decodes:
-        """From now on this loop decodes sequences, too; their tokens go to `fanout`."""
-        runner, cache, settings, rows = self._runner, self._cache, self._settings, self._scheduler.rows
-        reservations = Reservations(cache, self._transport, self.counters, self._ids, settings, self._clock)
-        self.decodes = Decodes(runner, cache, rows, reservations, fanout, threads, settings)
-        return self.decodes
+        self.scheduler = scheduler = Scheduler(settings.max_batch_tokens, settings.token_seconds)
+        ids, retired = SequenceIds(), RetiredSequences(cache, runner.mark)
+        self._retired = retired
+        handoff = Handoff(cache, retired, transport, counters, settings, clock)
+        speculative = SpeculativePrefill(runner, cache, retired, ids, settings, clock)
+        reservations = Reservations(cache, transport, counters, ids, settings, clock)
+        self.prefills = Prefills(runner, cache, scheduler, handoff, speculative, retired, ends.meter, ids, settings)
+        self.decodes = Decodes(
+            runner,
+            cache,
+            scheduler,
+            reservations,
+            ends.fanout,
+            ends.threads,
+            self.prefills,
+            settings,
+            clock,
+        )
 
     def abort(self, request_id: str, writer_quiet: bool) -> "list[Future[bool]]":
-        """Ends a request on both sides. Each future says whether that side knew it; see Prefills and Decodes."""
-        answers = [] if self.prefills is None else [self.prefills.abort(request_id)]
-        if self.decodes is not None:
-            answers.append(settled(self.decodes.abort(request_id, writer_quiet)))
-        return answers
+        """Ends a request on both sides. Each future says whether that side knew it; see Prefills and Decodes.
+
+        writer_quiet: for the decode side.
+        """
+        return [self.prefills.abort(request_id), settled(self.decodes.abort(request_id, writer_quiet))]
 
     def release(self, prefix: str, writer_quiet: bool) -> "list[Future[bool]]":
         """Aborts every request whose id begins with `prefix`. The futures end once this worker writes for none."""
-        if self.decodes is not None:
-            self.decodes.release(prefix, writer_quiet)
-        return [] if self.prefills is None else self.prefills.release(prefix)
+        self.decodes.release(prefix, writer_quiet)
+        return self.prefills.release(prefix)
+
+    def windows_past(self) -> "Future[None] | None":
+        """See RetiredSequences.windows_past."""
+        return self._retired.windows_past()
 
     @property
     def num_waiting(self) -> int:
-        return sum(side.num_waiting for side in (self.prefills, self.decodes) if side is not None)
+        return self.prefills.num_waiting + self.decodes.num_waiting
 
     @property
     def num_running(self) -> int:
-        return sum(side.num_running for side in (self.prefills, self.decodes) if side is not None)
+        return self.prefills.num_running + self.decodes.num_running
+
+    def figures(self, free_pages: int) -> worker_pb2.WorkerReport:
+        """How busy this worker is, without its prefixes. On the step thread."""
+        rows = self.scheduler.rows
+        return worker_pb2.WorkerReport(
+            prompt_tokens=self.scheduler.num_prompt_tokens,
+            rows=len(rows),
+            positions=int(rows.lengths.sum()),
+            token_seconds=self.meter.token_seconds,
+            prompt_tokens_per_second=self.meter.prompt_tokens_per_second,
+            free_pages=free_pages,
+        )
 
     def step(self) -> float | None:
-        """One step; see Steps. While tokens of a decode step are to be read, nothing else is scheduled."""
+        """One step; see Steps. While tokens of a decode step are to be read, nothing is launched: the device has its
+        next step, and chunks of prompts behind it."""
         prefills, decodes = self.prefills, self.decodes
-        if decodes is not None and decodes.is_reading:
+        if decodes.is_reading:
+            prefills.poll()
             return decodes.read()
-        if prefills is not None:
-            prefills.upkeep()
-        upkeep_again = None if decodes is None else decodes.upkeep()
-        batch = self._scheduler.next_batch()
-        if decodes is None:
-            return None if prefills is None else prefills.compute(batch)
-        wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts wait for their first tokens
-        if prefills is not None:
-            prefill_wait = prefills.compute(batch)
-            wait = prefill_wait if wait is None else min(wait, prefill_wait)
-        return wait
+        prefills.upkeep()
+        upkeep_again = decodes.upkeep()
+        batch = self.scheduler.next_batch(prompts=not prefills.is_ahead)
+        self.meter.begin(batch)
+        if is_joint(self._runner, batch):
+            wait = prefill_wait = self._compute_jointly(batch)
+        else:
+            wait = decodes.compute(batch.decodes, upkeep_again)  # launched first: prompts are what may wait
+            ends, beside = batch.ends_prompt, decodes.is_busy
+            prefill_wait = prefills.compute(batch, beside=beside)
+            decodes.ran_beside(batch.prompt_tokens)
+            if not beside:
+                self._measure_prompts(batch, ends)
+        if decodes.has_joining:
+            return 0
+        return prefill_wait if wait is None else min(wait, prefill_wait)
+
+    def _measure_prompts(self, batch: Batch, waited: bool) -> None:
+        """The batch's prompts were computed by themselves. waited: until the device had done so."""
+        self.meter.end(batch, waited=waited)
+        self.scheduler.pace.prompt_rate = self.meter.prompt_tokens_per_second or FIRST_RATE
+
+    def _compute_jointly(self, batch: Batch) -> float:
+        """Rows and chunks in one forward."""
+        waits: list[float] = []
+
+        def forward(step: DecodeStep) -> PendingSamples:
+            joint = JointForward(self._runner, step)
+            waits.append(self.prefills.compute(batch, beside=True, forward=joint))
+            return joint.samples()
+
+        self.decodes.ran_beside(batch.prompt_tokens)
+        wait = self.decodes.compute(batch.decodes, None, forward)
+        return min([*waits, 0.0 if wait is None else wait])

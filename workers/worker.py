@@ -33,7 +33,7 @@ from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.service.services import WorkerService
 from tandem.workers.service.well_formed import WellFormedRequired
-from tandem.workers.step_loop import StepLoop
+from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.step_thread import StepThread
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ RELEASE_SECONDS = 20.0  # longer than a prefill worker waits for its writes
 
 
 def page_uses(config: WorkerConfig) -> tuple[PageUse, ...]:
-    """What decode and prefill workers hold at a time; every PE has pools for both, for pools are symmetric."""
+    """What a worker holds at a time: sequences that it decodes, and prompts that it computes for its peers."""
     return (
         PageUse(config.max_sequences, config.max_model_len, LONGEST_APPEND),
         PageUse(PROMPTS_AT_ONCE, config.max_model_len, config.max_batch_tokens),
@@ -170,8 +170,8 @@ class Worker:
     def release(self, prefix: str, writer_quiet: bool) -> None:
         """Aborts every request whose id begins with `prefix`, and refuses those that are yet to arrive.
 
-        writer_quiet as in Abort, for a decode worker. A prefill worker's return means that it writes no more for any
-        of them; WriterNotQuiet when that cannot be said in time.
+        writer_quiet as in Abort, for what the worker decodes. The return means that it writes no more for any of them;
+        WriterNotQuiet when that cannot be said in time.
         """
         loop = self._loop
         if loop is not None:
@@ -237,10 +237,12 @@ class Worker:
         self._prepared += 1
         await asyncio.wrap_future(self._step_thread.call(runner.warm_up))
         self._prepared += 1
-        if loop.decodes is not None:
+        if config.adaptive or config.role == Role.DECODE:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_steps(config.max_sequences)))
-        if loop.prefills is not None:
+        if config.adaptive or config.role == Role.PREFILL:
             await asyncio.wrap_future(self._step_thread.call(lambda: runner.capture_prompts(config.max_batch_tokens)))
+        if config.adaptive:
+            await asyncio.wrap_future(self._step_thread.call(runner.capture_steps_with_prompts))
         self._server = grpc.aio.server(
             options=_server_options(config), interceptors=[TokenRequired(config.token), WellFormedRequired()]
         )
@@ -250,7 +252,7 @@ class Worker:
         return f"{HOST}:{port}"
 
     def _make_loop(self, runner: ModelRunner, cache: PagedKVCache) -> StepLoop:
-        """On the event loop, which a decode worker's tokens go through."""
+        """On the event loop, which tokens go through."""
         config = self.config
         settings = LoopSettings(
             max_batch_tokens=config.max_batch_tokens,
@@ -259,14 +261,10 @@ class Worker:
             verify=config.verify_kv,
             lease_seconds=config.lease_seconds,
             eos_token_ids=self.model_config.eos_token_ids,
+            token_seconds=config.token_seconds,
         )
-        loop = StepLoop(runner, cache, self._transport, settings)
-        if config.role == Role.PREFILL:
-            loop.give_prefills(self._meter)
-        if config.role == Role.DECODE:
-            fanout = TokenFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second)
-            loop.give_decodes(fanout, self._threads)
-        return loop
+        fanout = TokenFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second)
+        return StepLoop(runner, cache, self._transport, settings, Ends(self._meter, fanout, self._threads))
 
     @property
     def _sharing(self) -> bool:

@@ -68,12 +68,12 @@ class GraphBuffers:
     def size(self) -> int:
         return self.limits.num_tokens
 
-    def attention(self) -> Attention:
+    def attention(self, *, by_layers: bool = False) -> Attention:
         """Of the forward that was filled in last when it runs. On the device this fetches its arrays, and computes the
-        rotation of its positions."""
+        rotation of its positions. by_layers: each layer will call attend(), whatever step_pages() could do."""
         self._fetch()
         for group, buffers in zip(self._groups, self._buffers, strict=True):
-            group.backend.begin_captured(buffers)
+            group.backend.begin_captured(buffers, by_layers)
         noted = [None if self.limits.one_each else group.stored for group in self._groups]
         plans = [
             GroupPlan(own, rotation, num_tokens=self.size, stored=stored, captured=True)

@@ -160,10 +160,10 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
         """Graph buffers: run() reads `tables` whenever the captured graph is replayed. The caller fills `tables`."""
         raise NotImplementedError(f"{type(self).__name__} has no graph buffers")
 
-    def begin_captured(self, buffers: Any) -> None:
+    def begin_captured(self, buffers: Any, by_layers: bool = False) -> None:
         """Queues, in the graph, what all layers of a replay need that follows from the tables of `buffers`.
 
-        The forward ran once before it is captured. What that run did not need may be left out.
+        The forward ran once before it is captured. What that run did not need may be left out, unless by_layers.
         """
 
     @abstractmethod

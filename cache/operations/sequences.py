@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tandem.cache.operations.parts import Parts
+from tandem.cache.pages.prefix_log import PrefixChanges
 from tandem.cache.plan.arrays import Int64Array, checked_reach, integer, integers
 from tandem.cache.plan.errors import CacheError, InvalidArgument
 
@@ -97,29 +98,33 @@ class SequenceCalls(Parts):
         self._sliding.check_window(window, sink, self.max_sequence_length)
         self._table.sliding.enable(row, window, sink)
 
-    def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> int:
+    def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> int:
         """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
 
-        At least one token is left over to be computed.
+        At least one token is left over to be computed. salt: at most 16 bytes; only what was published with the same
+        one is found.
         """
         self._check_sharing(sequence)
         row = self._table.row(sequence)
         if any(pages.size for pages in self._table.held_pages(row)):
             raise InvalidArgument(f"sequence {sequence} holds pages; only an empty one can take a prefix")
         tokens = integers("token_ids", token_ids)
-        pages = self._pools.prefixes.match(tokens, max(tokens.size - 1, 0) // self.layout.page_size)
+        pages = self._pools.prefixes.match(tokens, max(tokens.size - 1, 0) // self.layout.page_size, salt)
         self._pages.share(row, pages)
         return pages[0].size * self.layout.page_size
 
-    def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array) -> None:
-        """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed."""
+    def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> None:
+        """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed.
+
+        salt: as in match_prefix, where the sequence begins with what that found.
+        """
         self._check_sharing(sequence)
         row = self._settled_row(sequence)
         length, tokens = int(self._table.lengths[row]), integers("token_ids", token_ids)
         if tokens.size > length:
             raise InvalidArgument(f"token_ids has {tokens.size} tokens; sequence {sequence} holds {length}")
         pages = self._table.held_pages(row, 0, tokens.size // self.layout.page_size)
-        self._pools.prefixes.publish(tokens, pages)
+        self._pools.prefixes.publish(tokens, pages, salt)
 
     def num_pages_needed(self, num_tokens: int, longest_append: int | None = None) -> tuple[int, ...]:
         """Per layer group the pages that reserve() takes for a sequence that is empty."""
@@ -147,6 +152,16 @@ class SequenceCalls(Parts):
     def clear_prefixes(self) -> None:
         """Forgets all prefixes; pages that sequences use stay theirs."""
         self._pools.prefixes.clear()
+
+    @property
+    def prefix_position(self) -> int:
+        """Grows whenever a page comes into the prefix index or leaves it. Any thread may read it."""
+        return self._pools.prefixes.position
+
+    def prefix_changes(self, since: int | None = None) -> PrefixChanges:
+        """Keys of full pages in the prefix index: what came and went since an earlier report's `position`. All keys for
+        None, or where that is too long ago."""
+        return self._pools.prefixes.changes(since)
 
     def num_tokens(self, sequence: int) -> int:
         """Positions appended; a sliding window has evicted some of them."""

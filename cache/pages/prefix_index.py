@@ -1,19 +1,16 @@
 """Pages that hold the KV of known token prefixes, for other sequences to share."""
 
-from collections.abc import Iterator
-from hashlib import blake2b
-
 import numpy as np
 
 from tandem.cache.pages.allocator import PageAllocator
+from tandem.cache.pages.prefix_log import PrefixChanges, PrefixKeys, PrefixLog
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.errors import InvalidArgument
-
-DIGEST_BYTES = 16
+from tandem.cache.plan.prefix_chain import KEY_BYTES, digest_chain
 
 
 class PrefixIndex:
-    """Full pages by the digest of all tokens up to their end: digest_i = blake2b(digest_{i-1} ‖ tokens of page i).
+    """Full pages by the digest of their salt and of all tokens up to their end: see digest_chain.
 
     An entry is one page in each layer group and holds one reference to each, so a page that nobody but the index
     uses has exactly one. Groups share an entry's fate; their counts are equal, and those of group 0 are read.
@@ -28,6 +25,8 @@ class PrefixIndex:
         self._entries: dict[bytes, int] = {}  # digest → page of group 0
         self._digests: dict[int, bytes] = {}
         self._pages = np.zeros((len(allocators), num_pages), np.int32)  # by page of group 0
+        self._keys = np.zeros(num_pages, np.uint64)  # of the digests, by page of group 0
+        self._log = PrefixLog(max_keys=num_pages)  # a reader that missed more is told all
         self._indexed = np.zeros(num_pages, np.bool_)
         self._stamps = np.zeros(num_pages, np.int64)
         self._clock = 0
@@ -41,10 +40,23 @@ class PrefixIndex:
         """Entries that no sequence uses."""
         return int(np.count_nonzero(self._unused()))
 
-    def match(self, token_ids: Int64Array, max_pages: int) -> tuple[Int32Array, ...]:
+    @property
+    def position(self) -> int:
+        """Grows whenever an entry comes or goes. Any thread may read it."""
+        return self._log.position
+
+    def changes(self, since: int | None) -> PrefixChanges:
+        """Keys that have come and gone since the `position` of an earlier report; all of them for None, or where the
+        log does not reach back so far."""
+        found = None if since is None else self._log.since(since)
+        if found is None:
+            return PrefixChanges(self.position, True, self._keys[:0], self._keys[self._indexed])
+        return PrefixChanges(self.position, False, *found)
+
+    def match(self, token_ids: Int64Array, max_pages: int, salt: bytes = b"") -> tuple[Int32Array, ...]:
         """Per group the pages of the longest known prefix, at most max_pages; the caller retains them at once."""
         found = []
-        for digest in _chain(token_ids, self._page_size, max_pages):
+        for digest in digest_chain(token_ids, self._page_size, max_pages, salt):
             entry = self._entries.get(digest)
             if entry is None:
                 break
@@ -53,9 +65,9 @@ class PrefixIndex:
         self._touch(entries)
         return tuple(pages[entries] for pages in self._pages)
 
-    def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...]) -> None:
+    def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...], salt: bytes = b"") -> None:
         """Indexes pages (per group int32 [n], full) as the KV of the first n pages of token_ids; known entries stay."""
-        digests = list(_chain(token_ids, self._page_size, pages[0].size))
+        digests = list(digest_chain(token_ids, self._page_size, pages[0].size, salt))
         new = [page_index for page_index, digest in enumerate(digests) if digest not in self._entries]
         firsts = pages[0].tolist()
         for page_index in new:
@@ -68,6 +80,8 @@ class PrefixIndex:
             self._digests[firsts[page_index]] = digests[page_index]
         added = pages[0][new]
         self._indexed[added] = True
+        self._keys[added] = keys = _keys([digests[page_index] for page_index in new])
+        self._log.add(keys)
         for group, (allocator, ids) in enumerate(zip(self._allocators, pages, strict=True)):
             allocator.retain(ids[new])
             self._pages[group, added] = ids[new]
@@ -90,6 +104,7 @@ class PrefixIndex:
         for entry in entries.tolist():
             del self._entries[self._digests.pop(entry)]
         self._indexed[entries] = False
+        self._log.remove(self._keys[entries])
         for allocator, pages in zip(self._allocators, self._pages, strict=True):
             allocator.release(pages[entries])
 
@@ -98,12 +113,5 @@ class PrefixIndex:
         self._stamps[entries] = self._clock - np.arange(entries.size)
 
 
-def _chain(token_ids: Int64Array, page_size: int, num_pages: int) -> Iterator[bytes]:
-    """Digests of the first num_pages full pages, each taken when it is asked for."""
-    tokens = memoryview(token_ids[: num_pages * page_size].tobytes())
-    stride, digest = 8 * page_size, b""
-    for begin in range(0, num_pages * stride, stride):
-        state = blake2b(digest, digest_size=DIGEST_BYTES)
-        state.update(tokens[begin : begin + stride])
-        digest = state.digest()
-        yield digest
+def _keys(digests: list[bytes]) -> PrefixKeys:
+    return np.frombuffer(b"".join([digest[:KEY_BYTES] for digest in digests]), "<u8").astype(np.uint64)

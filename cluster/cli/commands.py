@@ -159,6 +159,7 @@ def generate(
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Goes on past the end token.")] = False,
     request_id: Annotated[str | None, typer.Option(help="Made by the gateway when left out.")] = None,
+    cache_salt: Annotated[str, typer.Option(help="Shares cached prefixes only with requests of the same salt.")] = "",
     timeout: Annotated[float, typer.Option(min=0, help="Deadline of the request, in seconds.")] = 600.0,
     address: Address = None,
     token_file: TokenFile = None,
@@ -177,7 +178,7 @@ def generate(
 
     wanted = read_prompt(prompt, file, token_ids, chat=chat)
     with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
-        updates = client.generate(wanted, request_id=request_id, timeout=timeout, **sampling)
+        updates = client.generate(wanted, request_id=request_id, cache_salt=cache_salt, timeout=timeout, **sampling)
         (print_json if as_json else print_stream)(updates)
 
 

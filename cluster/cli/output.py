@@ -68,6 +68,8 @@ def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:
         f"{info.active} active  {info.queued} queued  gateway restarts {info.gateway_restarts}"
         + (f"  http {info.http_address}" if info.http_address else "")
     )
+    if len(info.gateways) > 1:
+        console.print(_gateways(info.gateways))
     for island in info.islands:
         console.print(_table(island))
 
@@ -81,6 +83,16 @@ def print_scaled(done: admin_pb2.ScaleResponse, as_json: bool) -> None:
         f"{done.island}: epoch {done.epoch}, {done.num_prefill} prefill and {done.num_decode} decode workers; "
         f"{done.kept} kept, {done.started} started, {done.ended} ended; away for {done.seconds_away:.1f} s"
     )
+
+
+def _gateways(gateways: Iterable[inference_pb2.GatewayProcessInfo]) -> Table:
+    table = Table(title="gateway processes", title_justify="left")
+    for column in ("process", "pid", "active", "queued", "calls", "restarts"):
+        table.add_column(column, justify="right")
+    for one in gateways:
+        pid = one.pid or "is started again"
+        table.add_row(*map(str, (one.process, pid, one.active, one.queued, one.calls, one.restarts)))
+    return table
 
 
 def _table(island: inference_pb2.IslandInfo) -> Table:

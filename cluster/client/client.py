@@ -73,13 +73,13 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT]):
         prompt: Prompt,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
         timeout: float = GENERATE_SECONDS,
-        cache_salt: str = "",
         **sampling: Unpack[Sampling],
     ) -> UpdatesT:
         """Sends the request when first iterated; closing the generator cancels it. timeout in seconds.
 
-        cache_salt: only requests of the same salt share cached prefixes.
+        cache_salt: only requests of the same one share cached prefixes; at most 256 characters.
         """
         return self._updates(build_request(prompt, sampling, request_id, cache_salt), timeout)
 

@@ -27,7 +27,7 @@ LONGEST_CALL = 366 * 86400.0  # seconds; gRPC takes much longer ones for none
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # clients of one process do not share a connection
+    ("grpc.use_local_subchannel_pool", 1),  # a connection for each client: the gateway's processes share connections
     ("grpc.initial_reconnect_backoff_ms", 100),  # a gateway that is started again is back within a second
     ("grpc.max_reconnect_backoff_ms", 1000),
 )

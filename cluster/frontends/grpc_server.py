@@ -21,12 +21,15 @@ OPEN_CALLS = 256  # of each method that needs no token: strangers take no room f
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
-def grpc_server(limit: CallLimit, token: str | None, max_bytes: int) -> grpc.aio.Server:
-    """A server without services and without a port. max_bytes of one message; token: None lets everybody in."""
+def grpc_server(limit: CallLimit, token: str | None, max_bytes: int, *, shared: bool) -> grpc.aio.Server:
+    """A server without services and without a port. max_bytes of one message; token: None lets everybody in.
+
+    shared: other processes of this user open the same port, and the kernel gives each connection to one of them.
+    """
     options = (
         ("grpc.max_receive_message_length", max_bytes),
         ("grpc.max_send_message_length", max_bytes),
-        ("grpc.so_reuseport", 0),  # else a second gateway could share a port that is in use
+        ("grpc.so_reuseport", int(shared)),  # by default a second gateway could share a port that is in use
         ("grpc.max_allowed_incoming_connections", connections_per_frontend()),
         ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.keepalive_time_ms", SILENT_MS),

@@ -69,6 +69,18 @@ class ProcessGroup(ABC):
         """
 
     @abstractmethod
+    def replace(self, member: ActorProcess, spec: ActorSpec) -> ActorProcess:
+        """Kills one member, and when it has ended starts another in its place. StartFailed when the place is gone."""
+
+    def replace_anywhere(self, member: ActorProcess, spec: ActorSpec, *, threads: int) -> ActorProcess:
+        """As replace(); where the place is gone, in a new one beside the others."""
+        with suppress(StartFailed):
+            return self.replace(member, spec)
+        self.shrink([member])
+        (started,) = self.grow([spec], threads=threads)
+        return started
+
+    @abstractmethod
     def end(self) -> None:
         """Kills every member and frees what was set aside for them; idempotent."""
 

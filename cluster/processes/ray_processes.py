@@ -143,22 +143,34 @@ class RayGroup(ProcessGroup):
 
     def restart(self, specs: Sequence[ActorSpec]) -> None:
         self.shrink(self.members[len(specs) :])
-        # All have ended before the first is started: they hold pages of each other, and memory of their GPUs.
-        if not _end([member.process_host for member in self._placed]):
-            raise StartFailed("a process that was killed, or its process host, does not answer")
-        old = zip(specs, self._placed.items(), strict=True)
-        self._placed = {RayActor(spec.name, member.process_host): placed for spec, (member, placed) in old}
-        started = [
-            member.process_host.start.remote(spec.name, pack((spec.kind, spec.argument)))
-            for spec, member in zip(specs, self._placed, strict=True)
-        ]
-        try:
-            ray.get(started, timeout=END_SECONDS)
-        except (ray.exceptions.RayError, StartFailed) as error:
-            raise StartFailed(f"a process cannot be started in the process host of another: {error}") from error
+        self._start_in_places(self.members, specs)
+
+    def replace(self, member: ActorProcess, spec: ActorSpec) -> "RayActor":
+        places = [known for known in self._placed if known is member]
+        if not places:
+            raise StartFailed(f"the place of {member.name} was given back")
+        (started,) = self._start_in_places(places, [spec])
+        return started
 
     def end(self) -> None:
         self.shrink(self.members)
+
+    def _start_in_places(self, members: Sequence["RayActor"], specs: Sequence[ActorSpec]) -> list["RayActor"]:
+        # All have ended before the first is started: they hold pages of each other, and memory of their GPUs.
+        if not _end([member.process_host for member in members]):
+            raise StartFailed("a process that was killed, or its process host, does not answer")
+        started = [RayActor(spec.name, old.process_host) for spec, old in zip(specs, members, strict=True)]
+        asked = [
+            new.process_host.start.remote(spec.name, pack((spec.kind, spec.argument)))
+            for spec, new in zip(specs, started, strict=True)
+        ]
+        try:
+            ray.get(asked, timeout=END_SECONDS)
+        except (ray.exceptions.RayError, StartFailed) as error:
+            raise StartFailed(f"a process cannot be started in the process host of another: {error}") from error
+        for new, old in zip(started, members, strict=True):
+            self._placed[new] = self._placed.pop(old)
+        return started
 
     def _start(self, spec: ActorSpec, placed: PlacementGroup, threads: int) -> "RayActor":
         options = {

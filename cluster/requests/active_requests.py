@@ -4,8 +4,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
-from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Superseded, WorkerCallError, WorkerTimedOut
+from tandem.cluster.errors import DeadlineExceeded, WorkerCallError, WorkerTimedOut
+from tandem.cluster.peers.claims import Claim, Claims, in_use, superseded
+from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.generation import Generation
 from tandem.cluster.requests.replay import Replay
@@ -13,19 +16,31 @@ from tandem.cluster.requests.validation import RequestValidator, ValidRequest
 from tandem.cluster.routing.router import Router
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.cluster.text.tokenizer import Tokenizer
-from tandem.proto import inference_pb2
+from tandem.proto import inference_pb2, peer_pb2
 
 MESSAGES_A_ROUND = 16  # each takes up to a tenth of a millisecond
 UNREAD_SECONDS = 0.1  # behind the deadline
 LEAST_TOKENS_LEFT = 16  # of a request that is moved
 MOST_MOVES = 4  # of a request
 LONG_TEXT = 4096  # characters; shorter ones take less than a thread does
+END_SECONDS = 1.0  # a request that is cancelled ends at once, unless something is very wrong
 
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
+@dataclass(eq=False)
+class _Call:
+    """One call, from its validation to its end."""
+
+    claim: Claim
+    generation: Generation
+    settled: bool  # no other process runs a call of that id
+    work: "asyncio.Task[None]" = field(init=False)
+
+
 class ActiveRequests:
-    """Validates requests, places them and passes on their messages. At most one request of an id runs.
+    """Validates requests, places them and passes on their messages. At most one request of an id runs, in all the
+    gateway's processes.
 
     Owned by the gateway's event loop.
     """
@@ -36,6 +51,8 @@ class ActiveRequests:
         router: Router,
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
+        table: GatewayTable,
+        claims: Claims,
         *,
         max_attempts: int,
         request_seconds: float,
@@ -47,12 +64,13 @@ class ActiveRequests:
         self._max_attempts = max_attempts
         self._request_seconds = request_seconds
         self._turns = FairTurns(MESSAGES_A_ROUND)
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._generations: dict[str, Generation] = {}
+        self._table = table
+        self._claims = claims
+        self._running: dict[str, _Call] = {}
 
     @property
     def running(self) -> int:
-        """Requests that are placed or wait for room."""
+        """Requests that are placed or wait for room in this process."""
         return len(self._running)
 
     async def serve(
@@ -61,38 +79,40 @@ class ActiveRequests:
         client: str,
         write: Write,
         *,
+        credential: str = "",
         seconds: float | None = None,
         open_ended: int | None = None,
     ) -> None:
         """Runs a request to its end and gives each message for its client to `write`, one at a time.
 
-        client: see Router.place. seconds: the client's own time limit, if it has one. open_ended: see
-        RequestValidator.validate. Cancelling this call frees all that the request holds.
+        client: see Router.place. seconds: the client's own time limit, if it has one. credential,
+        open_ended: see RequestValidator.validate. Cancelling this call frees all that the request holds.
         Raises InvalidRequest, Overloaded, DeadlineExceeded, AttemptsExhausted, Superseded and ServerError.
         """
         arrived = time.perf_counter()
         limit = self._request_seconds if seconds is None else min(seconds, self._request_seconds)
         deadline = asyncio.get_running_loop().time() + limit
-        valid = await self._validate(request, open_ended)
+        valid = await self._validate(request, open_ended, credential)
         generation = Generation(valid, arrived, self._tokenizer, self._eos_token_ids, self._turns)
-        self._make_way(valid)
+        call = self._enter(Claim(valid.request_id, valid.resumes, time.monotonic_ns()), generation)
+        # An id that the gateway has just made runs nowhere else.
+        holders = self._claims.holders(valid.request_id) if request.request_id else []
+        call.settled = not holders
         # In a task of its own: a later call of the same id can end it, and this call still answers its client.
-        work = self._running[valid.request_id] = asyncio.ensure_future(self._run(generation, client, write, deadline))
-        self._generations[valid.request_id] = generation
+        call.work = asyncio.ensure_future(self._run(call, holders, client, write, deadline))
         try:
-            await work
+            await call.work
         except WorkerCallError as error:
             if isinstance(error, WorkerTimedOut) and asyncio.get_running_loop().time() >= deadline:
                 whose = "gateway.request_seconds" if limit == self._request_seconds else "the client's deadline"
                 raise DeadlineExceeded(f"the request ran for {limit:g} s, which is {whose}") from error
             raise error.client_error(str(error)) from error
         except asyncio.CancelledError:
-            if self._running.get(valid.request_id) is work:
+            if self._running.get(valid.request_id) is call:
                 raise
-            raise Superseded(f"a later call has taken request_id {valid.request_id!r} over") from None
+            raise superseded(valid.request_id) from None
         finally:
-            if self._running.get(valid.request_id) is work:
-                del self._running[valid.request_id], self._generations[valid.request_id]
+            self._leave(call)
 
     def move(self, source: WorkerLink, target: WorkerLink, count: int) -> int:
         """Lets up to `count` requests that `source` decodes go on at `target`: those with most tokens left.
@@ -100,35 +120,73 @@ class ActiveRequests:
         How many there were. One with few tokens left stays, and so does one that was moved often.
         """
         movable = [
-            generation
-            for generation in self._generations.values()
-            if generation.decoded_by is source
-            and generation.max_tokens_left >= LEAST_TOKENS_LEFT
-            and generation.num_moves < MOST_MOVES
+            call.generation
+            for call in self._running.values()
+            if call.generation.decoded_by is source
+            and call.generation.max_tokens_left >= LEAST_TOKENS_LEFT
+            and call.generation.num_moves < MOST_MOVES
         ]
         movable.sort(key=lambda generation: -generation.max_tokens_left)
         for generation in movable[:count]:
             generation.move(target)
         return len(movable[:count])
 
-    def _make_way(self, valid: ValidRequest) -> None:
-        """A call that resumes a request ends the one that runs. That one's client has gone, perhaps unnoticed."""
-        work = self._running.get(valid.request_id)
-        if work is None:
-            return
-        if not valid.resumes:
-            raise InvalidRequest(f"request_id {valid.request_id!r} is in use by a request that still runs")
-        del self._running[valid.request_id], self._generations[valid.request_id]
-        work.cancel()
+    async def give(self, claim: Claim) -> peer_pb2.ClaimOutcome:
+        """Ends the call that another process claims, and returns when it has ended; or says why it goes on."""
+        call = self._running.get(claim.request_id)
+        if call is None:
+            return peer_pb2.CLAIM_OUTCOME_FREE
+        later = call.claim.stamp > claim.stamp
+        if not claim.resumes:
+            # Of two that begin at once the earlier one goes on: it hears the same from the other side.
+            mine = call.settled or not later
+            return peer_pb2.CLAIM_OUTCOME_IN_USE if mine else peer_pb2.CLAIM_OUTCOME_FREE
+        if later and call.claim.resumes:
+            return peer_pb2.CLAIM_OUTCOME_SUPERSEDED
+        if later and not call.settled:
+            return peer_pb2.CLAIM_OUTCOME_FREE  # it will be refused there
+        await self._end(call)
+        return peer_pb2.CLAIM_OUTCOME_FREE
 
-    async def _validate(self, request: inference_pb2.GenerateRequest, open_ended: int | None) -> ValidRequest:
+    def _enter(self, claim: Claim, generation: Generation) -> _Call:
+        """A call that resumes a request ends the one that runs. That one's client has gone, perhaps unnoticed."""
+        before = self._running.get(claim.request_id)
+        if before is not None:
+            if not claim.resumes:
+                raise in_use(claim.request_id)
+            self._leave(before)
+            before.work.cancel()
+        call = self._running[claim.request_id] = _Call(claim, generation, settled=False)
+        self._table.add(self._table.id_column(claim.request_id), 1)
+        self._table.put(Column.ACTIVE, len(self._running))
+        return call
+
+    def _leave(self, call: _Call) -> None:
+        """Idempotent."""
+        request_id = call.claim.request_id
+        if self._running.get(request_id) is call:
+            del self._running[request_id]
+            self._table.add(self._table.id_column(request_id), -1)
+            self._table.put(Column.ACTIVE, len(self._running))
+
+    async def _end(self, call: _Call) -> None:
+        self._leave(call)
+        call.work.cancel()
+        await asyncio.wait([call.work], timeout=END_SECONDS)
+
+    async def _validate(
+        self, request: inference_pb2.GenerateRequest, open_ended: int | None, credential: str
+    ) -> ValidRequest:
         # A template or a long text may take a while, and other requests must not wait for it.
         if request.HasField("chat") or len(request.text) > LONG_TEXT:
-            return await asyncio.to_thread(self._validator.validate, request, open_ended)
-        return self._validator.validate(request, open_ended)
+            return await asyncio.to_thread(self._validator.validate, request, open_ended, credential)
+        return self._validator.validate(request, open_ended, credential)
 
-    async def _run(self, generation: Generation, client: str, write: Write, deadline: float) -> None:
-        replay = Replay(self._router, generation, client, self._max_attempts)
+    async def _run(self, call: _Call, holders: list[int], client: str, write: Write, deadline: float) -> None:
+        if holders:
+            await self._claims.take(call.claim, holders)
+            call.settled = True
+        replay = Replay(self._router, call.generation, client, self._max_attempts)
         limit = asyncio.timeout_at(deadline + UNREAD_SECONDS)
         try:
             # One limit for all: a limit for each message would add a tenth to its cost.

@@ -69,6 +69,11 @@ class Generation:
         return self._request.request_id
 
     @property
+    def salt(self) -> bytes:
+        """See ValidRequest."""
+        return self._request.salt
+
+    @property
     def prompt(self) -> Int64Array:
         """The prompt of the next placement: the tokens sent are part of it."""
         return np.concatenate((self._request.token_ids, np.array(self._sent, np.int64)))
@@ -145,7 +150,9 @@ class Generation:
         if self._decoding is not None:
             placement, inbox = self._decoding
             self._moved = True
-            inbox.lose(Moved(LinkPair(target, placement.decode, 0.0)))
+            inbox.lose(
+                Moved(LinkPair(target, placement.decode, 0.0, len(self._request.token_ids) + len(self._sent) - 1))
+            )
 
     def _begin(self, placement: Placement) -> None:
         if self._moved:
@@ -188,6 +195,7 @@ class Generation:
             request_id=placement.request_id,
             epoch=placement.prefill.epoch,
             prompt=prompt_to_bytes(self.prompt),
+            salt=self.salt,
             sampling=sampling,
             reservation=placement.reservation,
         )

@@ -1,6 +1,7 @@
 """Moves decoding requests from a worker that has become slow to one that is faster."""
 
 import asyncio
+import time
 
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.routing.islands import Islands
@@ -12,7 +13,11 @@ PERIOD_SECONDS = 0.25  # longer than a move and the reports that show its effect
 class Rebalancer:
     """Looks at the workers' loads now and then. Owned by the gateway's event loop."""
 
-    def __init__(self, islands: Islands, requests: ActiveRequests, token_seconds: float) -> None:
+    def __init__(
+        self, islands: Islands, requests: ActiveRequests, token_seconds: float, turn: tuple[int, int] = (0, 1)
+    ) -> None:
+        """turn: this gateway process and how many there are: all see the same loads, so they look in turns."""
+        self._process, self._processes = turn
         self._islands = islands
         self._requests = requests
         self._token_seconds = token_seconds
@@ -21,7 +26,8 @@ class Rebalancer:
         """Until it is cancelled."""
         while True:
             await asyncio.sleep(PERIOD_SECONDS)
-            self.look()
+            if int(time.monotonic() / PERIOD_SECONDS) % self._processes == self._process:
+                self.look()
 
     def look(self) -> None:
         """Moves what should be moved now."""

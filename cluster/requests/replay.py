@@ -71,6 +71,7 @@ class Replay:
                     generation.prompt,
                     generation.max_tokens_left,
                     self._client,
+                    salt=generation.salt,
                     again=again,
                     move=move,
                 )

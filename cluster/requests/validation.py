@@ -8,6 +8,7 @@ import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.requests.cache_salt import worker_salt
 from tandem.cluster.text.chat_template import ChatTemplateError
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
@@ -46,19 +47,24 @@ class ValidRequest:
     params: SamplingParams
     received: tuple[int, ...] = ()  # output tokens that the client has from an earlier call of the same request
     resumes: bool = False
+    salt: bytes = b""  # what workers share prefixes by
 
 
 class RequestValidator:
     """Turns GenerateRequest messages into ValidRequests; InvalidRequest names the field, the value and the limit."""
 
-    def __init__(self, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, limits: ModelLimits, tokenizer: Tokenizer | None, *, salt_by_token: bool = False) -> None:
+        """salt_by_token: callers with unlike credentials share no prefixes."""
         self._limits = limits
+        self._salt_by_token = salt_by_token
         self._tokenizer = tokenizer
         self._longest_token = 0 if tokenizer is None else tokenizer.longest_token
 
-    def validate(self, message: inference_pb2.GenerateRequest, open_ended: int | None = None) -> ValidRequest:
+    def validate(
+        self, message: inference_pb2.GenerateRequest, open_ended: int | None = None, credential: str = ""
+    ) -> ValidRequest:
         """open_ended: what a request that names no max_tokens gets, or as much of it as there is room for; None: the
-        default of SamplingParams."""
+        default of SamplingParams. credential: what the caller showed to be let in, empty for nothing."""
         if len(message.request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(
                 f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are accepted"
@@ -70,6 +76,7 @@ class RequestValidator:
             raise InvalidRequest(f"sampling.{error}") from error
         if params.stop and self._tokenizer is None:
             raise InvalidRequest("sampling.stop: stop strings need a tokenizer, and the checkpoint has none")
+        salt = worker_salt(message.cache_salt, credential if self._salt_by_token else "")
         token_ids = self._prompt(message)
         if open_ended is not None and not message.sampling.HasField("max_tokens"):
             params = replace(params, max_tokens=max(1, min(open_ended, self._room(len(token_ids)))))
@@ -81,7 +88,7 @@ class RequestValidator:
             raise InvalidRequest("request_id is empty; resume needs the id of the request that it goes on with")
         received = tuple(message.resume.token_ids)
         self._check_vocabulary("resume.token_ids", np.array(received, np.int64))
-        return ValidRequest(message.request_id or uuid.uuid4().hex, token_ids, params, received, resumes)
+        return ValidRequest(message.request_id or uuid.uuid4().hex, token_ids, params, received, resumes, salt)
 
     def _prompt(self, message: inference_pb2.GenerateRequest) -> Int64Array:
         kind = message.WhichOneof("input")

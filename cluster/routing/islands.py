@@ -1,11 +1,15 @@
 """The gateway's view of the islands: a connection to each worker that takes requests."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, NamedTuple
 
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.peers.placed_tokens import PlacedTokens
+from tandem.cluster.peers.table import GatewayTable
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import Ask, Key, Policy
+from tandem.cluster.routing.prefix_view import PrefixView, PromptKeys
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import inference_pb2
 
@@ -16,14 +20,27 @@ class LinkPair(NamedTuple):
     decode: WorkerLink
     prefill: WorkerLink
     first_token_seconds: float
+    matched_tokens: int = 0  # of the prompt, by what the prefill worker has reported
 
 
 class IslandLinks:
     """One island in one epoch. Its links stay open after admission has stopped, until its requests are over."""
 
-    def __init__(self, state: IslandState, max_message_bytes: int) -> None:
+    def __init__(
+        self, state: IslandState, max_message_bytes: int, prefixes: PrefixView[Key], table: GatewayTable
+    ) -> None:
         self.state = state
-        self.links = [WorkerLink(worker, state.epoch, max_message_bytes) for worker in state.workers]
+        self.links = [
+            WorkerLink(
+                worker,
+                state.name,
+                state.epoch,
+                max_message_bytes,
+                prefixes,
+                PlacedTokens(table, state.number, worker.pe),
+            )
+            for worker in state.workers
+        ]
 
     @property
     def placed_tokens(self) -> int:
@@ -37,27 +54,45 @@ class IslandLinks:
 class Islands:
     """All islands by name, as their supervisors describe them. Owned by the gateway's event loop."""
 
-    def __init__(self, max_message_bytes: int, policy: Policy) -> None:
+    def __init__(
+        self, max_message_bytes: int, policy: Policy, page_size: int, table: GatewayTable | None = None
+    ) -> None:
+        """table: of the gateway's processes; None where there is one."""
+        self._table = table or GatewayTable.alone()
+        self._page_size = page_size
         self._max_message_bytes = max_message_bytes
         self._policy = policy
+        self._prefixes: PrefixView[Key] = PrefixView()
         self._turn = 0
         self._current: dict[str, IslandLinks] = {}
+        self._links: dict[Key, WorkerLink] | None = None  # until an island changes
 
     def links(self) -> dict[Key, WorkerLink]:
         """Of all workers that take requests, grouped by island."""
-        return {
-            (name, link.pe): link
-            for name, island in self._current.items()
-            if island.state.workers
-            for link in island.links
-        }
+        if self._links is None:
+            self._links = {
+                (name, link.pe): link
+                for name, island in self._current.items()
+                if island.state.workers
+                for link in island.links
+            }
+        return self._links
 
-    def pairs(self, ask: Ask) -> list[LinkPair]:
-        """In the order that the routing policy gives."""
+    def prompt_keys(self, token_ids: Int64Array, salt: bytes) -> PromptKeys:
+        """What pairs() finds a prompt's prefixes by. One for a request: keys take time to make."""
+        return PromptKeys(token_ids, self._page_size, salt)
+
+    def pairs(self, ask: Ask, prompt: PromptKeys | None = None) -> Iterator[LinkPair]:
+        """In the order that the routing policy gives. prompt: where given, ask gets its matches."""
         links = self.links()
-        pairs = self._policy([link.worker_load(name) for (name, _), link in links.items()], ask, self._turn)
+        if prompt is not None:
+            ask = Ask(ask.prompt_tokens, ask.max_tokens, self._prefixes.match(prompt))
+        pairs = self._policy([link.worker_load(island) for (island, _), link in links.items()], ask, self._turn)
         self._turn += 1
-        return [LinkPair(links[pair.decode.key], links[pair.prefill.key], pair.first_token_seconds) for pair in pairs]
+        return (
+            LinkPair(links[decode.key], links[prefill.key], seconds, ask.matches.get(prefill.key, 0))
+            for decode, prefill, seconds in pairs
+        )
 
     def serves(self, pair: LinkPair) -> bool:
         """Whether both workers take requests now."""
@@ -65,7 +100,7 @@ class Islands:
         return all(link in links and link.reachable for link in (pair.decode, pair.prefill))
 
     def placed_tokens(self, name: str) -> int:
-        """Tokens of requests that are not yet over on the island, whether it takes new ones or not."""
+        """Tokens of this process's requests that are not yet over on the island, whether it takes new ones or not."""
         return self._current[name].placed_tokens if name in self._current else 0
 
     async def update(self, state: IslandState) -> None:
@@ -73,10 +108,15 @@ class Islands:
         before = self._current.get(state.name)
         if before is not None and state.version <= before.state.version:
             return
+        self._links = None
         if before is not None and not state.workers:
             before.state = state
             return
-        self._current[state.name] = IslandLinks(state, self._max_message_bytes)
+        for link in [] if before is None else before.links:
+            link.end_watch()  # before its successor, of the same key, is watched
+        island = self._current[state.name] = IslandLinks(state, self._max_message_bytes, self._prefixes, self._table)
+        for link in island.links:
+            link.watch()
         if before is not None:
             await before.close()  # its processes are gone, and calls to them wait in vain
 

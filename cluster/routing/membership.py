@@ -1,4 +1,4 @@
-"""Which islands serve: what the supervisors tell the gateway, and every gateway after it."""
+"""Which islands serve: what the supervisors tell the gateway's processes, and every later one."""
 
 import threading
 from concurrent.futures import Future
@@ -11,13 +11,17 @@ from tandem.cluster.routing.worker_link import WorkerAddress
 
 @dataclass(frozen=True)
 class IslandState:
-    """One island at one time. workers is empty while it takes no requests; `version` orders the states of an island."""
+    """One island at one time. workers is empty while it takes no requests; `version` orders the states of an island.
+
+    number: its own, in whichever epoch, from 0 on.
+    """
 
     name: str
     epoch: int
     restarts: int
     workers: tuple[WorkerAddress, ...]
     version: int = 0
+    number: int = 0
 
 
 class Membership:
@@ -26,27 +30,28 @@ class Membership:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._states: dict[str, IslandState] = {}
-        self._gateway: ActorProcess | None = None
+        self._gateways: list[ActorProcess] = []
 
     def update(self, name: str, epoch: int, restarts: int, workers: tuple[WorkerAddress, ...]) -> list[Future[Any]]:
-        """Keeps the new state and sends it to the gateway; the calls under way, none while no gateway serves."""
+        """Keeps the new state and sends it to the gateway's processes; the calls under way, none while none serves."""
         with self._lock:
             before = self._states.get(name)
-            version = 1 if before is None else before.version + 1
-            state = self._states[name] = IslandState(name, epoch, restarts, workers, version)
-            return [] if self._gateway is None else [self._gateway.call("update_island", state)]
+            version, number = (1, len(self._states)) if before is None else (before.version + 1, before.number)
+            state = self._states[name] = IslandState(name, epoch, restarts, workers, version, number)
+            return [gateway.call("update_island", state) for gateway in self._gateways]
 
     def attach(self, gateway: ActorProcess) -> list[Future[Any]]:
-        """From now on this gateway is told; the calls that tell it all that is known."""
+        """From now on this process is told, too; the calls that tell it all that is known."""
         with self._lock:
-            self._gateway = gateway
+            self._gateways.append(gateway)
             return [gateway.call("update_island", state) for state in self._states.values()]
 
-    def detach(self) -> None:
+    def detach(self, gateway: ActorProcess) -> None:
+        """The process is told nothing any more. Idempotent."""
         with self._lock:
-            self._gateway = None
+            self._gateways = [other for other in self._gateways if other is not gateway]
 
     def ask_placed_tokens(self, name: str) -> list[Future[Any]]:
-        """Asks the gateway how much of the island's work is not yet done; no call while no gateway serves."""
+        """Asks each process how much of the island's work it has not yet seen done; no call while none serves."""
         with self._lock:
-            return [] if self._gateway is None else [self._gateway.call("placed_tokens", name)]
+            return [gateway.call("placed_tokens", name) for gateway in self._gateways]

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from tandem.workers.config import Role
 
+SAVED_WORTH = 3  # see prefix_aware and docs/decisions/0066
+
 Key = tuple[str, int]
 """A worker's island and its PE."""
 
@@ -19,7 +21,7 @@ class WorkerLoad(NamedTuple):
     island: str
     pe: int
     role: Role
-    load: int  # tokens that this gateway has placed there and not taken back
+    load: int  # tokens that the gateway's processes have placed there and not taken back
     reachable: bool  # False for a moment after a failed call
     prompt_tokens: int = 0  # of prompts that wait there, or run
     rows: int = 0  # sequences that it decodes
@@ -31,12 +33,15 @@ class WorkerLoad(NamedTuple):
         return self.island, self.pe
 
 
+NO_MATCHES: Mapping[Key, int] = MappingProxyType({})
+
+
 class Ask(NamedTuple):
     """What a request asks for."""
 
     prompt_tokens: int
     max_tokens: int
-    matches: Mapping[Key, int] = MappingProxyType({})  # prompt tokens whose KV a worker holds; 0 for all others
+    matches: Mapping[Key, int] = NO_MATCHES  # prompt tokens whose KV a worker holds; 0 for all others
 
 
 class Pair(NamedTuple):
@@ -66,4 +71,35 @@ def least_loaded(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pai
     return [Pair(decode, best[decode.island]) for decode in sorted(decodes, key=lambda one: one.load)]
 
 
-POLICIES: Mapping[str, Policy] = MappingProxyType({"least_loaded": least_loaded})
+def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> list[Pair]:
+    """As least_loaded, but what a worker holds of the prompt counts against its load.
+
+    The load of a prefill worker is in tokens to compute before this prompt. A token that it need not compute counts
+    SAVED_WORTH of them: it saves its own time, and that of all requests behind it. The load of a decode worker is in
+    tokens to hold, and one that it holds already counts as one. So a match outweighs a bounded load. A prefix that
+    everybody sends drowns no worker: another one comes to hold it, too.
+    """
+    held, decode_role = ask.matches, Role.DECODE
+    best: dict[str, tuple[int, int, WorkerLoad]] = {}
+    decodes: list[WorkerLoad] = []
+    for worker in workers:
+        if not worker.reachable:
+            continue
+        if worker.role is decode_role:
+            decodes.append(worker)
+            continue
+        cost = worker.prompt_tokens - SAVED_WORTH * held.get(worker[:2], 0) if held else worker.prompt_tokens
+        rival = best.get(worker.island)
+        if rival is None or cost < rival[0] or (cost == rival[0] and worker.load < rival[1]):
+            best[worker.island] = cost, worker.load, worker
+    ranked: list[tuple[int, int, WorkerLoad]] = []
+    for number, worker in enumerate(decodes):
+        prefill = best.get(worker.island)
+        if prefill is not None:
+            cost = worker.load - held.get(worker[:2], 0) if held else worker.load
+            ranked.append((cost + prefill[0], number, worker))
+    ranked.sort()
+    return [Pair(decode, best[decode.island][2]) for _, _, decode in ranked]
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType({"least_loaded": least_loaded, "prefix_aware": prefix_aware})

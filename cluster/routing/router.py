@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from tandem.cluster.routing.admission import AdmissionQueue
 from tandem.cluster.routing.islands import Islands, LinkPair
 from tandem.cluster.routing.policy import Ask
 from tandem.cluster.routing.prefill_hints import EarlyToken
+from tandem.cluster.routing.prefix_view import PromptKeys
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import unwatched
@@ -23,6 +24,21 @@ PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
 ABORT_AGAIN_SECONDS = 1.0
 
 
+@dataclass(frozen=True, eq=False)
+class _Wanted:
+    """A request without a placement."""
+
+    request_id: str
+    token_ids: Int64Array
+    max_tokens: int
+    salt: bytes
+    keys: PromptKeys
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.token_ids) + self.max_tokens
+
+
 @dataclass(frozen=True)
 class Placement:
     """A pair of workers and the pages that the decode worker set aside."""
@@ -31,7 +47,7 @@ class Placement:
     prefill: WorkerLink
     decode: WorkerLink
     reservation: worker_pb2.Reservation
-    prompt_tokens: int
+    prompt_tokens: int  # those that the prefill worker has to compute
     total_tokens: int
     early_token: EarlyToken | None = None  # of an announced prompt: may come before the prefill worker's answer
     expected_seconds: float = 0.0  # until the first token, by the routing policy; 0 where it expects nothing
@@ -56,12 +72,12 @@ class Router:
         self._id_prefix = id_prefix
         self._asked = itertools.count(1)
         self._queue_seconds = queue_seconds
-        self._given_back = asyncio.Event()
+        self._given_back = queue.room
         self._cleanup: set[asyncio.Task[object]] = set()
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a placement."""
+        """Requests that wait for a placement in this process."""
         return self._queue.requests
 
     async def place(
@@ -71,25 +87,27 @@ class Router:
         max_tokens: int,
         client: str,
         *,
+        salt: bytes = b"",
         again: bool = False,
         move: LinkPair | None = None,
     ) -> Placement:
         """Finds a pair of workers and skips those that cannot be reached.
 
-        client: the request's owner; waiting clients take turns. again: the request was admitted before, so a full queue
-        does not refuse it. move: the pair that is tried first, however many wait. Raises Overloaded (queue full),
-        DeadlineExceeded (no room in time) or WorkerCallError.
+        client: the request's owner; waiting clients take turns. salt: of the prefixes that it shares. again: the
+        request was admitted before, so a full queue does not refuse it. move: the pair that is tried first, however
+        many wait. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or WorkerCallError.
         """
-        if move is not None or not self.queued:
-            placement = await self._try(request_id, token_ids, max_tokens, announce=move is None, move=move)
+        wanted = _Wanted(request_id, token_ids, max_tokens, salt, self._islands.prompt_keys(token_ids, salt))
+        if move is not None or not self._queue.waits:
+            placement = await self._try(wanted, announce=move is None, move=move)
             if placement is not None:
                 return placement
         try:
             async with (
                 asyncio.timeout(self._queue_seconds),
-                self._queue.turn(client, len(token_ids) + max_tokens, admitted=again),
+                self._queue.turn(client, wanted.total_tokens, admitted=again),
             ):
-                return await self._wait_for_room(request_id, token_ids, max_tokens)
+                return await self._wait_for_room(wanted)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no decode worker had room for {len(token_ids)} prompt and {max_tokens} output tokens "
@@ -116,9 +134,11 @@ class Router:
             if await placement.prefill.abort(request_id):
                 await placement.decode.abort(request_id, writer_quiet=True)
 
-    def _pairs(self, ask: Ask, move: LinkPair | None) -> list[LinkPair]:
-        pairs = self._islands.pairs(ask)
-        return pairs if move is None or not self._islands.serves(move) else [move, *pairs]
+    def _pairs(self, wanted: _Wanted, move: LinkPair | None) -> Iterable[LinkPair]:
+        pairs = self._islands.pairs(Ask(len(wanted.token_ids), wanted.max_tokens), wanted.keys)
+        if move is None or not self._islands.serves(move):
+            return pairs
+        return itertools.chain((move,), pairs)
 
     @staticmethod
     def _count(decode: WorkerLink, prefill: WorkerLink, total_tokens: int, prompt_tokens: int) -> None:
@@ -134,64 +154,61 @@ class Router:
         """Waits for clean-ups under way."""
         await asyncio.gather(*self._cleanup, return_exceptions=True)
 
-    async def _wait_for_room(self, request_id: str, token_ids: Int64Array, max_tokens: int) -> Placement:
+    async def _wait_for_room(self, wanted: _Wanted) -> Placement:
         while True:
+            await self._queue.first()
             self._given_back.clear()
-            placement = await self._try(request_id, token_ids, max_tokens)
+            placement = await self._try(wanted)
             if placement is not None:
                 return placement
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._given_back.wait(), RETRY_SECONDS)
 
-    async def _try(
-        self,
-        request_id: str,
-        token_ids: Int64Array,
-        max_tokens: int,
-        *,
-        announce: bool = False,
-        move: LinkPair | None = None,
-    ) -> Placement | None:
+    async def _try(self, wanted: _Wanted, *, announce: bool = False, move: LinkPair | None = None) -> Placement | None:
         """The first pair whose decode worker has room, `move` before those of the policy; None without one.
 
         announce: an idle prefill worker hears of the prompt before there is room for it.
         """
-        total = len(token_ids) + max_tokens
-        for pair in self._pairs(Ask(len(token_ids), max_tokens), move):
+        total, prompt = wanted.total_tokens, prompt_to_bytes(wanted.token_ids)
+        for pair in self._pairs(wanted, move):
             decode, prefill = pair.decode, pair.prefill
+            computed = len(wanted.token_ids) - pair.matched_tokens
             # No id is used twice: a late Abort of an earlier call must not end this one.
-            worker_id = f"{self._id_prefix}{next(self._asked)}/{request_id}"
+            worker_id = f"{self._id_prefix}{next(self._asked)}/{wanted.request_id}"
             request = worker_pb2.PrepareReceiveRequest(
                 request_id=worker_id,
                 epoch=decode.epoch,
-                prompt=prompt_to_bytes(token_ids),
-                max_tokens=max_tokens,
+                prompt=prompt,
+                max_tokens=wanted.max_tokens,
                 writer_pe=prefill.pe,
+                salt=wanted.salt,
             )
             expected = pair.first_token_seconds
             announce = announce and prefill is not decode and not prefill.has_prompts
-            early = self._announce(prefill, worker_id, request.prompt) if announce else None
+            early = self._announce(prefill, request) if announce else None
             announce = False
-            prefill.expect_prompt(worker_id, len(token_ids))
+            prefill.expect_prompt(worker_id, computed)
             # Already, for the next request comes while this one waits for the answer.
-            self._count(decode, prefill, total, len(token_ids))
+            self._count(decode, prefill, total, computed)
             reservation = None
             try:
                 reservation = await self._prepare(decode, request)
             finally:
                 if reservation is None:
-                    self._count(decode, prefill, -total, -len(token_ids))
+                    self._count(decode, prefill, -total, -computed)
                     prefill.forget_prompt(worker_id)
                     if early is not None:
                         early.cancel()
                         self.in_background(prefill.abort(worker_id))
             if reservation is not None:
-                return Placement(worker_id, prefill, decode, reservation, len(token_ids), total, early, expected)
+                return Placement(worker_id, prefill, decode, reservation, computed, total, early, expected)
         return None
 
-    def _announce(self, prefill: WorkerLink, request_id: str, prompt: bytes) -> EarlyToken:
-        token = prefill.hints.expect(request_id)
-        announcement = worker_pb2.AnnounceRequest(request_id=request_id, epoch=prefill.epoch, prompt=prompt)
+    def _announce(self, prefill: WorkerLink, request: worker_pb2.PrepareReceiveRequest) -> EarlyToken:
+        token = prefill.hints.expect(request.request_id)
+        announcement = worker_pb2.AnnounceRequest(
+            request_id=request.request_id, epoch=prefill.epoch, prompt=request.prompt, salt=request.salt
+        )
         self.in_background(prefill.hints.send(announcement))
         return token
 

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from tandem.cluster.errors import PlacementLost, WorkerCallError
-from tandem.cluster.routing.policy import WorkerLoad
+from tandem.cluster.peers.placed_tokens import PlacedTokens
+from tandem.cluster.routing.policy import Key, WorkerLoad
 from tandem.cluster.routing.prefill_hints import PrefillHints
+from tandem.cluster.routing.prefix_view import PrefixView
 from tandem.cluster.routing.token_feed import TokenFeed
 from tandem.cluster.routing.token_inbox import TokenInbox
+from tandem.cluster.routing.worker_watch import WorkerWatch
 from tandem.cluster.statuses import worker_errors
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.authentication import authorized
@@ -39,7 +42,17 @@ class WorkerAddress:
 class WorkerLink:
     """Calls one worker in one epoch. Calls raise WorkerCallErrors; one that loses its worker makes it unreachable."""
 
-    def __init__(self, worker: WorkerAddress, epoch: int, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        worker: WorkerAddress,
+        island: str,
+        epoch: int,
+        max_message_bytes: int,
+        prefixes: PrefixView[Key],
+        placed: PlacedTokens,
+    ) -> None:
+        """prefixes: gets to know what the worker holds, from watch() on."""
+        self.key: Key = (island, worker.pe)
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
@@ -47,10 +60,9 @@ class WorkerLink:
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
         self.role, self.pe, self.epoch = worker.role, worker.pe, epoch
-        self.load = 0
-        """Tokens that this gateway has placed on the worker and not yet taken back."""
-        self.report = worker_pb2.WorkerReport()
-        """The worker's own figures, the latest ones."""
+        self._placed = placed
+        self._report = worker_pb2.WorkerReport()
+        self._known: WorkerLoad | None = None  # until something of it changes: most workers are as they were
         self._prompts: dict[str, int] = {}  # tokens of requests whose first token the worker has yet to give
         self._address = worker.address
         self._name = f"{worker.role} worker (PE {worker.pe}, epoch {epoch})"
@@ -59,6 +71,34 @@ class WorkerLink:
         self._avoid_until = 0.0
         self.hints = PrefillHints(self._stub)
         self.feed = TokenFeed(self._stub, epoch, self._lost)
+        self._prefixes = prefixes
+        self._watch = WorkerWatch(self._stub, epoch, self._take_report, self._lose_reports)
+
+    def watch(self) -> None:
+        """From now on the worker's reports come in, until close()."""
+        self._watch.start()
+
+    def end_watch(self) -> None:
+        """No report comes in any more, and what was reported is void. Idempotent."""
+        self._watch.end()
+
+    @property
+    def report(self) -> worker_pb2.WorkerReport:
+        """The worker's own figures, the latest ones."""
+        return self._report
+
+    @report.setter
+    def report(self, report: worker_pb2.WorkerReport) -> None:
+        self._report, self._known = report, None
+
+    @property
+    def load(self) -> int:
+        """Tokens that this gateway process has placed on the worker and not yet taken back."""
+        return self._placed.tokens.own
+
+    @load.setter
+    def load(self, tokens: int) -> None:
+        self._placed.tokens.add(tokens - self._placed.tokens.own)
 
     @property
     def reachable(self) -> bool:
@@ -67,35 +107,42 @@ class WorkerLink:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether this gateway awaits a first token from the worker."""
+        """Whether this gateway process awaits a first token from the worker."""
         return bool(self._prompts)
 
     def expect_prompt(self, request_id: str, num_tokens: int) -> None:
         """The worker is to compute this prompt."""
+        self.forget_prompt(request_id)
         self._prompts[request_id] = num_tokens
+        self._placed.prompts.add(num_tokens)
 
     def forget_prompt(self, request_id: str) -> None:
         """Its first token is there, or will not come. Idempotent."""
-        self._prompts.pop(request_id, None)
+        self._placed.prompts.add(-self._prompts.pop(request_id, 0))
 
     def worker_load(self, island: str) -> WorkerLoad:
-        """What routing policies see. Other gateways' prompts are in the report only, the newest ones not in it yet."""
-        report = self.report
-        return WorkerLoad(
+        """What routing policies see, of all the gateway's processes. The newest prompts are not in the report yet."""
+        report, known = self._report, self._known
+        load, prompt_tokens = self._placed.tokens.of_all, max(self._placed.prompts.of_all, report.prompt_tokens)
+        if known is not None and known.reachable and (known.load, known.prompt_tokens) == (load, prompt_tokens):
+            return known
+        self._known = WorkerLoad(
             island=island,
             pe=self.pe,
             role=self.role,
-            load=self.load,
+            load=load,
             reachable=self.reachable,
-            prompt_tokens=max(sum(self._prompts.values()), report.prompt_tokens),
+            prompt_tokens=prompt_tokens,
             rows=report.rows,
             token_seconds=report.token_seconds,
             prompt_rate=report.prompt_tokens_per_second,
         )
+        return self._known
 
     def avoid(self) -> None:
         """The worker gets no new requests for a moment."""
         self._avoid_until = time.monotonic() + AVOID_SECONDS
+        self._known = None
 
     async def prepare(self, request: worker_pb2.PrepareReceiveRequest, timeout: float) -> worker_pb2.Reservation:
         with worker_errors(self._name):
@@ -154,9 +201,18 @@ class WorkerLink:
 
     async def close(self) -> None:
         """Calls under way fail."""
+        await self._watch.close()
         await self.hints.close()
         await self.feed.close()
         await self._channel.close()
+
+    def _take_report(self, report: worker_pb2.WorkerReport) -> None:
+        self.report = report
+        self._prefixes.apply(self.key, report)
+
+    def _lose_reports(self) -> None:
+        self.report = worker_pb2.WorkerReport()
+        self._prefixes.drop(self.key)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

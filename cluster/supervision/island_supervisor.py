@@ -16,7 +16,7 @@ from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.process_settings import FIRST_EPOCH
 from tandem.cluster.supervision.supervisor import Supervisor
 
-GATEWAY_SECONDS = 2.0  # longest wait for the gateway to answer
+GATEWAY_SECONDS = 2.0  # longest wait for the gateway's processes to answer
 DRAIN_POLL_SECONDS = 0.02
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class IslandSupervisor(Supervisor):
         ended = len(before.shape.roles) - kept
         return ScaleOutcome(self.island_name, epoch, shape, kept, started, ended, time.monotonic() - away), told
 
-    def _clear(self) -> None:
+    def _clear(self, lost: TandemError) -> None:
         """Admission stops, what survives finishes what it can, then all processes end: the epoch is over."""
         before = self.island
         self._stop_admission()
@@ -115,17 +115,15 @@ class IslandSupervisor(Supervisor):
     def _stop_admission(self) -> None:
         """Returns when the island has no requests any more, or the time for that is over."""
         told = self._membership.update(self.island_name, self._epoch, self._budget.used, ())
-        try:
-            self._stop.results(told, GATEWAY_SECONDS)
-            self._drain()
-        except (TandemError, TimeoutError):
-            pass  # without the gateway nobody reads what the workers would still generate
+        self._stop.answers(told, GATEWAY_SECONDS)
+        self._drain()
 
     def _drain(self) -> None:
         deadline = time.monotonic() + self._recovery.drain_seconds
         while time.monotonic() < deadline:
             asked = self._membership.ask_placed_tokens(self.island_name)
-            if not asked or self._stop.results(asked, GATEWAY_SECONDS) == [0]:
+            # Of a gateway process that is lost, nobody reads what the workers would still generate.
+            if not any(self._stop.answers(asked, GATEWAY_SECONDS)):
                 return
             self._stop.wait_any((), DRAIN_POLL_SECONDS)
 

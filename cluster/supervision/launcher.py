@@ -1,19 +1,17 @@
 """Starts a cluster's islands and its gateway, keeps them running, and takes everything down again."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from tandem.cache.kernels.gpu_limits import check_layout
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
-from tandem.cluster.config import ClusterConfig, GatewaySection
+from tandem.cluster.config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed, TandemError
 from tandem.cluster.gateway import GatewayAddresses
@@ -21,10 +19,17 @@ from tandem.cluster.processes.processes import Processes
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
-from tandem.cluster.supervision.gateway_supervisor import GatewaySupervisor
+from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor
 from tandem.cluster.supervision.island import Island, LoadState
 from tandem.cluster.supervision.island_supervisor import IslandSupervisor
-from tandem.cluster.supervision.process_settings import agreed_pages, gateway_settings, island_names, worker_configs
+from tandem.cluster.supervision.process_settings import (
+    agreed_pages,
+    gateway_processes,
+    gateway_settings,
+    island_names,
+    worker_configs,
+)
+from tandem.cluster.supervision.shared_ports import check_ports
 from tandem.cluster.supervision.start_clock import StartClock
 from tandem.cluster.supervision.supervisor import Supervisor
 from tandem.cluster.text.tokenizer import Tokenizer
@@ -66,7 +71,7 @@ class Cluster:
         """HOST:PORT of the gateway's gRPC server. progress is called a few times a second until all islands serve."""
         max_model_len = self._check_model()
         ServerSecurity(**self._config.security.model_dump()).check()
-        _check_ports(self._config.gateway)
+        check_ports(self._config.gateway)  # it takes a while until they are opened
         try:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
@@ -175,7 +180,14 @@ class Cluster:
         num_pages = min(island.num_pages for island in self._islands)
         settings = gateway_settings(self._config, max_model_len, num_pages)
         self._gateway = GatewaySupervisor(
-            self._processes, settings, self._membership, self._release, self.scale, self._config.recovery, self._fail
+            self._processes,
+            settings,
+            GatewayShape(gateway_processes(self._config), self._config.num_islands),
+            self._membership,
+            self._release,
+            self.scale,
+            self._config.recovery,
+            self._fail,
         )
         self._gateway.start()
         self._wait_until_ready([self._gateway], None)
@@ -223,30 +235,3 @@ def _check_memory(layout: KVLayout, num_pages: int) -> None:
             f"cache.num_pages is {num_pages}; so many pages take {needed / GIB:.1f} GiB in each worker, and this "
             f"machine has {there / GIB:.1f}: at most {num_pages * there // needed} are accepted"
         )
-
-
-def _check_ports(section: GatewaySection) -> None:
-    _check_port(section.host, section.port, "port", "--grpc-port")
-    if section.http_port is None:
-        return
-    if find_spec("uvicorn") is None:
-        raise ConfigError(
-            f"gateway.http_port is {section.http_port}; it needs uvicorn, which is not installed: "
-            "pip install 'tandem[http]', or leave the port out"
-        )
-    _check_port(section.host, section.http_port, "http_port", "--http-port")
-
-
-def _check_port(host: str, port: int, key: str, option: str) -> None:
-    if port == 0:
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise StartFailed(
-                f"gateway.{key} {port} on {host} cannot be opened ({error.strerror}); "
-                f"choose a free one with {option}, or 0 for any free one"
-            ) from error

@@ -42,7 +42,7 @@ class Liveness:
         deadline, got_to = time.monotonic() + seconds, self._got_to()
         pending = set(calls)
         while pending:
-            done = self._wait(pending)
+            done = self.wait(pending)
             if done or got_to != self._got_to():
                 deadline, got_to = time.monotonic() + seconds, self._got_to()
             for call in done:
@@ -52,8 +52,8 @@ class Liveness:
                 raise TimeoutError(f"no answer within {seconds:g} s{self._phases()}")
         return [call.result() for call in calls]
 
-    def _wait(self, calls: Iterable[Future[Any]]) -> set[Future[Any]]:
-        """Those of `calls` that have ended, as soon as there is one, or none after a while."""
+    def wait(self, calls: Iterable[Future[Any]]) -> set[Future[Any]]:
+        """Those of `calls` that have ended, as soon as there is one, or none after a while. Raises as results()."""
         done = self._stop.wait_any([*self._ends, *calls], POLL_SECONDS)
         for end in done & self._ends.keys():
             error = end.exception()

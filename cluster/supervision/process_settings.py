@@ -15,7 +15,13 @@ FIRST_EPOCH = 1
 TOKEN_BYTES = 32
 CPU_PAGES = 1024
 CPU_MESSAGES_PER_SECOND = 400.0
+CPU_SEQUENCES = 256
+GPU_SEQUENCES = 512
+CORES_PER_GATEWAY = 4
+MOST_GATEWAYS = 4
 GPU_MEMORY_UTILIZATION = 0.9
+GPU_TOKEN_SECONDS = 0.015
+CPU_TOKEN_SECONDS = 0.25  # beyond it the router decodes elsewhere; workers have no bound there
 
 
 def island_names(config: ClusterConfig) -> list[str]:
@@ -53,17 +59,30 @@ def worker_configs(
             page_size=config.cache.page_size,
             prefix_sharing=config.cache.prefix_sharing,
             max_batch_tokens=config.scheduler.max_batch_tokens,
-            max_sequences=config.scheduler.max_sequences,
+            max_sequences=max_sequences(config),
             transport=config.island.transport,
-            num_signals=config.island.num_signals,
+            num_signals=config.island.num_signals or max_sequences(config),
             lease_seconds=config.island.lease_seconds,
             verify_kv=config.island.verify_kv,
             threads=threads_per_worker(config),
             threads_alone=threads_alone(config) if role == Role.DECODE else None,
             max_stream_messages_per_second=stream_messages_per_second(config),
+            token_seconds=token_seconds(config),
+            adaptive=is_adaptive(config),
         )
         for pe, role in enumerate(roles)
     ]
+
+
+def max_sequences(config: ClusterConfig) -> int:
+    """As configured. On a GPU each batch size up to it has a CUDA graph."""
+    return config.scheduler.max_sequences or (CPU_SEQUENCES if config.island.device == "cpu" else GPU_SEQUENCES)
+
+
+def gateway_processes(config: ClusterConfig) -> int:
+    """As configured, or by this machine's cores: one process writes what one core can."""
+    cores = os.cpu_count() or 1
+    return config.gateway.processes or max(1, min(MOST_GATEWAYS, cores // CORES_PER_GATEWAY))
 
 
 def stream_messages_per_second(config: ClusterConfig) -> float:
@@ -71,6 +90,16 @@ def stream_messages_per_second(config: ClusterConfig) -> float:
     return config.scheduler.stream_messages_per_second or (
         CPU_MESSAGES_PER_SECOND if config.island.device == "cpu" else math.inf
     )
+
+
+def is_adaptive(config: ClusterConfig) -> bool:
+    """Whether any worker may be asked for anything."""
+    return config.scheduler.roles == "adaptive"
+
+
+def token_seconds(config: ClusterConfig) -> float | None:
+    """As configured; on a CPU even a step takes longer than what suits a GPU."""
+    return config.scheduler.token_seconds or (GPU_TOKEN_SECONDS if config.island.device == "cuda" else None)
 
 
 def threads_per_worker(config: ClusterConfig) -> int:
@@ -110,9 +139,10 @@ def agreed_pages(config: ClusterConfig, rooms: Sequence[int], max_model_len: int
 
 
 def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) -> GatewaySettings:
-    """Of the first gateway; for each later one the incarnation is one more."""
+    """Of the first gateway process by itself, as it first starts. GatewaySupervisor makes all others from it."""
     return GatewaySettings(
         cluster=config.name,
+        process=0,
         incarnation=1,
         transport=config.island.transport,
         model_path=config.model.path or "",
@@ -124,7 +154,7 @@ def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) 
         host=config.gateway.host,
         port=config.gateway.port,
         http_port=config.gateway.http_port,
-        token_seconds=config.scheduler.token_seconds if config.scheduler.roles == "adaptive" else None,
+        token_seconds=(token_seconds(config) or CPU_TOKEN_SECONDS) if is_adaptive(config) else None,
         routing_policy=config.gateway.routing_policy,
         max_queued=config.gateway.max_queued,
         max_queued_tokens=config.gateway.max_queued_tokens,

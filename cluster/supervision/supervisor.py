@@ -56,8 +56,8 @@ class Supervisor(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def _clear(self) -> None:
-        """After a loss: sees to what the lost processes leave, and ends the rest of them."""
+    def _clear(self, lost: TandemError) -> None:
+        """After a loss: sees to what the lost processes leave, and ends those that cannot go on without them."""
 
     @abstractmethod
     def _end(self) -> None:
@@ -86,7 +86,7 @@ class Supervisor(ABC):
     def _restart(self, lost: TandemError) -> None:
         while True:
             log.warning("%s is started again: %s", self._name, lost)
-            self._clear()
+            self._clear(lost)
             if not self._budget.take(time.monotonic()):
                 recovery = self._recovery
                 raise WorkerLost(

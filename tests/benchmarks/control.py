@@ -181,7 +181,7 @@ async def call_costs(rounds: int) -> dict[str, float]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     address = f"127.0.0.1:{port}"
-    islands = Islands(16 << 20, least_loaded)
+    islands = Islands(16 << 20, least_loaded, page_size=16)
     workers = tuple(WorkerAddress(role, pe, address, token) for pe, role in enumerate((Role.PREFILL, Role.DECODE)))
     await islands.update(IslandState("i", epoch=1, restarts=0, workers=workers, version=1))
     router = Router(islands, AdmissionQueue(8, 1 << 20), id_prefix="1.", queue_seconds=5)

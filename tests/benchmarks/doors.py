@@ -26,7 +26,7 @@ from typing import Any
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.config import load_config
-from tandem.cluster.gateway import Gateway
+from tandem.cluster.gateway import Gateway, GatewaySettings
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.supervision.process_settings import gateway_settings
 from tandem.proto import worker_pb2
@@ -126,11 +126,16 @@ def serve_worker(pipe: Connection, steps_a_second: float) -> None:
     events.stop()
 
 
-def serve_gateway(pipe: Connection, model: str, island: IslandState) -> None:
+def one_gateway(model: str) -> GatewaySettings:
+    """Of one process by itself, with both frontends."""
+    config = load_config(None, {"model.path": model, "gateway.port": 0, "gateway.http_port": 0})
+    return gateway_settings(config, MAX_MODEL_LEN, 1 << 20)
+
+
+def serve_gateway(pipe: Connection, settings: GatewaySettings, island: IslandState) -> None:
     """In a process of its own: says its doors, and then what it has spent, as often as asked, until told to stop."""
     events, lag = EventLoopThread("gateway"), Lag()
-    config = load_config(None, {"model.path": model, "gateway.port": 0, "gateway.http_port": 0})
-    gateway = Gateway(gateway_settings(config, MAX_MODEL_LEN, 1 << 20))
+    gateway = Gateway(settings)
     gc.collect()
     gc.freeze()  # as in a cluster, whose processes are forked from one that has imported all
     doors = events.run(gateway.start(), CALL_SECONDS)
@@ -154,7 +159,7 @@ async def _spent(lag: Lag) -> Spent:
 
 
 @contextmanager
-def _process(target: Any, *given: Any) -> Iterator[Connection]:
+def process_of(target: Any, *given: Any) -> Iterator[Connection]:
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=target, args=(there, *given), daemon=True)
     process.start()
@@ -182,8 +187,8 @@ def measure(clients: int, output: int, steps: float, rounds: int, budget: Budget
     with tempfile.TemporaryDirectory() as folder, LoadProcesses(PROCESSES) as processes:
         make_checkpoint(Path(folder), arch="llama", size="tiny")
         with (
-            _process(serve_worker, steps) as worker,
-            _process(serve_gateway, folder, worker.recv()) as gateway,
+            process_of(serve_worker, steps) as worker,
+            process_of(serve_gateway, one_gateway(folder), worker.recv()) as gateway,
         ):
             doors = gateway.recv()
             for number in budget.within(range(-1, rounds), least=2):

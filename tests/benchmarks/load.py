@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Self
@@ -67,16 +67,23 @@ class Share:
     seed: int
     clients: int
     http: str = ""
+    connections: int = 1  # over gRPC
 
     async def run(self) -> Outcome:
         http = HttpConnections(f"http://{self.http or self.address}", token=None)
-        async with AsyncClient(self.address) as client, aclosing(http):
-            tokens = range(LOWEST_TOKEN, (await client.model_info()).vocab_size)
+        async with AsyncExitStack() as stack, aclosing(http):
+            clients = [await stack.enter_async_context(AsyncClient(self.address)) for _ in range(self.connections)]
+            vocabularies = [(await client.model_info()).vocab_size for client in clients]  # all are connected now
+            tokens = range(LOWEST_TOKEN, vocabularies[0])
             draw = random.Random(self.seed)
             prompts = [draw.choices(tokens, k=self.prompt) for _ in range(self.requests)]
             lengths = [draw.randint(-(-self.output // 2), self.output * 3 // 2) for _ in prompts]
-            stream = partial(_http_arrivals, http) if self.http else partial(_arrivals, client)
-            requests = [partial(_served, stream, *each) for each in zip(prompts, lengths, strict=True)]
+            over_http = partial(_http_arrivals, http)
+            over_grpc = itertools.cycle([partial(_arrivals, client) for client in clients])
+            requests = [
+                partial(_served, over_http if self.http else next(over_grpc), *each)
+                for each in zip(prompts, lengths, strict=True)
+            ]
             began, used = time.perf_counter(), time.process_time()
             served = await self._closed_loop(requests)
             busy = (time.process_time() - used) / (time.perf_counter() - began)

@@ -160,38 +160,21 @@ def kill_worker(client: Client, load: Load, role: "inference_pb2.Role.ValueType"
 
 
 def kill_gateway(client: Client, load: Load) -> Recovery:
-    pid = gateway_pid()
+    """The process that serves most streams; of as many streams as it served, the longest silences count."""
     _until(load, lambda: any(request.arrivals for request in load.running))
-    os.kill(pid, signal.SIGKILL)
+    lost = max(client.cluster_info().gateways, key=lambda process: process.active)
+    os.kill(lost.pid, signal.SIGKILL)
     killed = time.monotonic()
     running = load.running
-    _until(load, lambda: _answers(client))
+    _until(load, lambda: _replaced(client, lost.pid))
     serving = time.monotonic() - killed
     _until(load, lambda: all(request.attempts for request in running))
-    return Recovery(None, serving, [request.waited_after(killed) for request in running])
+    return Recovery(None, serving, sorted(request.waited_after(killed) for request in running)[-lost.active :])
 
 
-def gateway_pid() -> int:
-    """Of the one below this process; ClusterInfo has the workers' pids only."""
-    parents, gateways = {}, []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            pid, rest = path.read_text().split(" (", 1)
-            title, fields = rest.rsplit(") ", 1)
-            parents[int(pid)] = int(fields.split()[1])
-            gateways += [int(pid)] * title.startswith("gateway.")
-    return next(pid for pid in gateways if _is_below(pid, parents))
-
-
-def _is_below(pid: int, parents: dict[int, int]) -> bool:
-    while pid in parents and pid != os.getpid():
-        pid = parents[pid]
-    return pid == os.getpid()
-
-
-def _answers(client: Client) -> bool:
+def _replaced(client: Client, lost: int) -> bool:
     with suppress(Unavailable):
-        return bool(client.cluster_info())
+        return all(process.pid not in (0, lost) for process in client.cluster_info().gateways)
     return False
 
 
@@ -265,13 +248,14 @@ def summary(recoveries: Sequence[Recovery]) -> dict[str, Any]:
     }
 
 
-def settings(folder: Path, shape: str | None, gpus: bool, islands: int) -> dict[str, Any]:
+def settings(folder: Path, shape: str | None, gpus: bool, islands: int, gateways: int) -> dict[str, Any]:
     """What differs from deploy/'s file."""
     common: dict[str, Any] = {
         "name": f"bench-{os.getpid()}",
         "num_islands": islands,
         "model.path": str(folder / (shape or "model")),
         "gateway.port": 0,
+        "gateway.processes": gateways,
         "gateway.max_attempts": 20,
         "recovery.max_restarts": 10_000,
         "cache.num_pages": 1024,
@@ -292,6 +276,7 @@ def main() -> None:
     add_list(parser, "--targets", default=TARGETS, choices=TARGETS)
     parser.add_argument("--clients", type=int, default=4)
     add_list(parser, "--islands", int, default=[1, 2], choices=(1, 2))
+    parser.add_argument("--gateways", type=int, default=1, help="processes of the gateway")
     parser.add_argument("--shape", type=shape_name, choices=list(SHAPES))
     add_seconds(parser)
     options = parser.parse_args()
@@ -314,7 +299,8 @@ def main() -> None:
         budget = Budget(options.seconds)
         for islands in budget.within(options.islands):
             processes = SharingProcesses(2 * islands) if 0 < num_gpus < 2 * islands else RayProcesses()
-            cluster = Cluster(load_config(config, settings(folder, options.shape, num_gpus > 0, islands)), processes)
+            values = settings(folder, options.shape, num_gpus > 0, islands, options.gateways)
+            cluster = Cluster(load_config(config, values), processes)
             kills = found.setdefault(f"islands {islands}", {})
             measure(cluster, cases, budget.within(list(options.targets) * options.rounds), options.clients, kills)
     result: dict[str, Any] = {
@@ -325,7 +311,8 @@ def main() -> None:
     targets = (
         [at_most("kill to admission stopped, worst, s", max(detected), DETECTION_TARGET_SECONDS)] if detected else []
     )
-    result |= {"targets": targets} | ({"case": options.shape} if options.shape else {})
+    cases_of = {"gateways": options.gateways} if options.gateways > 1 else {}
+    result |= {"targets": targets} | cases_of | ({"case": options.shape} if options.shape else {})
     print_result(result, options, gpus=min(num_gpus, 2 * max(options.islands)))
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ CONFIG: dict[str, Any] = {
     "cache.page_size": 8,
     "cache.num_pages": 96,
     "scheduler.max_batch_tokens": 32,
+    "gateway.processes": 3,
     "gateway.port": 0,
     "gateway.http_port": 0,
     "gateway.max_attempts": 100,
@@ -116,7 +118,8 @@ def plan_blows(seed: int, number: int) -> list[Blow]:
 
 
 class Storm:
-    """One cluster of two islands with a prefill and a decode worker each, and what happens to it."""
+    """Two islands with a prefill and a decode worker each, three gateway processes, and what happens to
+    them. Each client has its own connection, so that the gateway processes share them."""
 
     def __init__(self, model: Path, log: Path, seed: int, num_clients: int = 8, *, gpus: bool = False) -> None:
         """log: a new file, for what happens to messages. gpus: workers share this host's."""
@@ -202,11 +205,13 @@ class Storm:
 
         door = f"http://{self.cluster.http_address}"
         async with (
-            AsyncClient(address) as client,
+            AsyncExitStack() as stack,
             httpx.AsyncClient(base_url=door, timeout=120, trust_env=False) as http,
         ):
-            await client.cluster_info()
-            await asyncio.gather(*(one(client, number) for number in range(self._num_clients)), one_over_http(http))
+            clients = [await stack.enter_async_context(AsyncClient(address)) for _ in range(self._num_clients)]
+            for client in clients:
+                await client.cluster_info()
+            await asyncio.gather(*(one(client, number) for number, client in enumerate(clients)), one_over_http(http))
 
     @property
     def _made(self) -> int:
@@ -324,7 +329,9 @@ class Storm:
         self.outcome.restarts["gateway"] = info.gateway_restarts
         broken, ends = self.outcome.broken, info.gateway_restarts
         assert broken <= ends, f"{broken} streams over HTTP, one at a time, broke off; the gateway ended {ends} times"
-        if info.active or info.queued or [len(island.workers) for island in info.islands] != [2, 2]:
+        if info.active or info.queued or not all(gateway.pid for gateway in info.gateways):
+            return str(info)
+        if [len(island.workers) for island in info.islands] != [2, 2]:
             return str(info)
         return "\n".join(str(worker) for island in info.islands for worker in island.workers if _is_busy(worker))
 

@@ -57,7 +57,13 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer):
         lost = inference_pb2.WorkerInfo(role=inference_pb2.ROLE_PREFILL, pe=0)
         island = inference_pb2.IslandInfo(name="i", epoch=1, transport="shared_memory", workers=[lost, worker])
         lost_island = inference_pb2.IslandInfo(name="j", epoch=7, transport="shared_memory", restarts=6)
-        return inference_pb2.ClusterInfo(name="c", version="0", islands=[island, lost_island], gateway_restarts=2)
+        processes = [
+            inference_pb2.GatewayProcessInfo(process=0, pid=4711, active=1, calls=2),
+            inference_pb2.GatewayProcessInfo(process=1, restarts=2),
+        ]
+        return inference_pb2.ClusterInfo(
+            name="c", version="0", islands=[island, lost_island], gateway_restarts=2, gateways=processes
+        )
 
 
 @contextmanager

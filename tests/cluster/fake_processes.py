@@ -33,7 +33,7 @@ class FakeProcess(ActorProcess):
         self.silent: set[str] = {"wait", "next_order"}
         self.fails: dict[str, Exception] = {}
         self.killed = False
-        self._pending: list[Future[Any]] = []
+        self._pending: list[tuple[str, Future[Any]]] = []
 
     def there(self) -> Future[None]:
         return self.call("there")
@@ -46,7 +46,7 @@ class FakeProcess(ActorProcess):
         elif method in self.fails:
             answer.set_exception(self.fails[method])
         elif method in self.silent:
-            self._pending.append(answer)
+            self._pending.append((method, answer))
         else:
             answer.set_result(self._answer(method))
         return answer
@@ -56,9 +56,13 @@ class FakeProcess(ActorProcess):
             return GatewayAddresses(ADDRESS, "127.0.0.1:2") if "/gateway." in self.name else ADDRESS
         return ANSWERS[method] if method in ANSWERS else self._answers(method)
 
+    def answer_pending(self, method: str, result: object) -> None:
+        """What the first call of a silent method returns after all."""
+        next(answer for name, answer in self._pending if name == method and not answer.done()).set_result(result)
+
     def kill(self) -> None:
         self.killed = True
-        for answer in self._pending:
+        for _, answer in self._pending:
             if not answer.done():
                 answer.set_exception(ProcessEnded(self.name, "killed"))
 
@@ -70,6 +74,11 @@ class FakeGroup(LocalGroup[FakeProcess]):
         if not self.keeps_places:
             raise StartFailed("a place is gone")
         super().restart(specs)
+
+    def replace(self, member: ActorProcess, spec: ActorSpec) -> FakeProcess:
+        if not self.keeps_places:
+            raise StartFailed("a place is gone")
+        return super().replace(member, spec)
 
 
 @dataclass

@@ -116,6 +116,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 await self._maybe_fail("Feed", context)
                 yield message
 
+    async def Watch(self, request: worker_pb2.WatchRequest, context: Any) -> AsyncIterator[worker_pb2.WorkerReport]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "as workers had none")
+        yield worker_pb2.WorkerReport()
+
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         self.ended.append(request.request_id)
         self.writer_quiet.append(request.writer_quiet)

@@ -32,6 +32,7 @@ DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 11, "ignore_eos": True}  # 
 OVERRIDES: dict[str, Any] = {
     "num_islands": 2,
     "island.threads_per_worker": 1,
+    "gateway.processes": 1,
     "gateway.port": 0,
     "gateway.http_port": 0,
     "gateway.max_attempts": 20,

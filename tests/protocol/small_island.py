@@ -1,6 +1,7 @@
-"""One prefill and one decode loop as they run, over wires and memories of token ids."""
+"""Two loops as they run, over wires and memories of token ids: PE 0 is mainly for prompts, PE 1 for decoding."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from tandem.cache.attention.forward import Forward
 from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.errors import CacheError
 from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.cache.plan.rope import RopeParameters
 from tandem.transfer.membership import TransportConfig
@@ -17,10 +19,12 @@ from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
 from tandem.workers.requests.token_stream import TokenUpdate
+from tandem.workers.runner.model_runner import PromptChunks
+from tandem.workers.runner.step_inputs import StepInputs
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import Samples
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.step_loop import StepLoop
+from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.protocol.token_memory import LABELS, TokenMemory
 from tests.protocol.wires import Endpoint, WireTransport
@@ -39,7 +43,9 @@ class Shape:
     max_tokens: int = 2
     max_batch_tokens: int = 1  # of the prefill worker
     sharing: bool = False
-    overlapped: bool = False  # as on decode workers with CUDA graphs
+    overlapped: bool = False  # as on workers with CUDA graphs
+    joint: bool = False  # whether one forward computes rows and chunks
+    longest: int | None = None  # positions of one sequence; None: as many as pages
 
 
 @dataclass(eq=False)
@@ -84,36 +90,29 @@ class Fanout:
 
 @dataclass(eq=False)
 class Step:
-    """A decode step that was launched; it computes when the device comes to it."""
+    """A forward that was launched; it computes when the device comes to it."""
 
     plan: Forward
     tokens: Int64Array
-    sources: Int64Array
+    sources: Int64Array | None  # of a decode step; None: chunks of prompts
+    last_rows: Int64Array
     drawn: Int64Array | None = None
 
-
-@dataclass(frozen=True)
-class Known:
-    """PendingSamples that are there."""
-
-    samples: Samples
-
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> Samples:
-        return self.samples
+    def is_past(self) -> bool:
+        return self.drawn is not None
 
 
 class CountingModel:
     """A model whose next token is its input plus one, behind the interface of ModelRunner.
 
-    With overlap scheduling steps are computed one by one in compute_next(), or when somebody waits for them.
+    With overlap scheduling forwards are computed one by one in compute_next(), or when somebody waits for them; those
+    that are pushed are computed when they are launched, behind all others.
     """
 
-    def __init__(self, cache: PagedKVCache, overlaps: bool) -> None:
+    def __init__(self, cache: PagedKVCache, shape: Shape, findings: list[str]) -> None:
         self._cache = cache
-        self.overlaps = overlaps
+        self._findings = findings
+        self.overlaps, self._joint = shape.overlapped, shape.joint
         self.launched: deque[Step] = deque()
         self._foreseen: tuple[int, ...] | None = None
         self._last = np.empty(0, np.int64)
@@ -123,25 +122,38 @@ class CountingModel:
         self._cache.attention(plan, 0, kv, kv, kv)
         return token_ids[last_rows] + 1
 
+    def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
+        return self._joint
+
+    def step_with_prompts(
+        self, sequence_ids: tuple[int, ...], inputs: StepInputs, prompts: PromptChunks
+    ) -> "tuple[Drawn, Step]":
+        pending = self.step(sequence_ids, *inputs)
+        return pending, self.prompts(*prompts, push=False)  # type: ignore[arg-type]
+
     def has_prompt_graph(self, num_sequences: int, num_tokens: int) -> bool:
         return False
 
-    def prompts(
-        self, sequence_ids: list[int], chunks: list[Int64Array], lengths: list[int], *, push: bool
-    ) -> Int64Array:
+    def prompts(self, sequence_ids: list[int], chunks: list[Int64Array], lengths: list[int], *, push: bool) -> Step:
         appends = np.array([chunk.size for chunk in chunks])
         stored = np.array([self._cache.num_tokens(sequence) for sequence in sequence_ids])
         plan = self._cache.begin_forward(sequence_ids, appends, lengths, push=push)
-        logits = self.forward(np.concatenate(chunks), plan, np.cumsum(appends)[stored + appends == lengths] - 1)
-        self._cache.end_forward(plan)
-        return logits
+        last_rows = np.cumsum(appends)[stored + appends == lengths] - 1
+        step = Step(plan, np.concatenate(chunks), None, last_rows)
+        if self.overlaps and not self._cache._marks.count:
+            self.launched.append(step)
+        else:
+            self.drain()
+            step.drawn = self.forward(step.tokens, plan, last_rows)
+            self._cache.end_forward(plan)
+        return step
 
-    def sample_async(self, logits: Int64Array, batch: object, positions: Int64Array) -> "tuple[Int64Array, Known]":
-        return logits, Known(Samples(logits, [None] * logits.size))
+    def sample_async(self, logits: Step, batch: object, positions: Int64Array) -> "tuple[Int64Array, Drawn]":
+        return np.zeros_like(logits.last_rows) if logits.drawn is None else logits.drawn, Drawn(self, logits)
 
     def step(self, sequence_ids: tuple[int, ...], tokens: Int64Array, sources: Int64Array, *rest: object) -> "Drawn":
         plan = self._cache.begin_forward(sequence_ids, np.ones(len(sequence_ids), np.int64))
-        step = Step(plan, tokens, sources)
+        step = Step(plan, tokens, sources, np.arange(tokens.size))
         self.launched.append(step)
         if not self.overlaps:
             self.drain()
@@ -157,9 +169,20 @@ class CountingModel:
 
     def compute_next(self) -> None:
         step = self.launched.popleft()
-        drawn = self._last[step.sources] if self._last.size else step.tokens
-        inputs = np.where(step.sources < 0, step.tokens, drawn)
-        step.drawn = self._last = self.forward(inputs, step.plan, np.arange(inputs.size))
+        inputs = step.tokens
+        if step.sources is not None:
+            sampled = self._last[step.sources] if self._last.size else step.tokens
+            inputs = np.where(step.sources < 0, step.tokens, sampled)
+        try:
+            step.drawn = self.forward(inputs, step.plan, step.last_rows)
+        except CacheError as error:
+            self._findings.append(f"the device computes for a sequence that is gone: {error}")
+            step.drawn = np.zeros(step.last_rows.size, np.int64)
+        if step.sources is not None:
+            self._last = step.drawn
+
+    def mark(self) -> Callable[[], bool] | None:
+        return self.launched[-1].is_past if self.launched else None
 
     def drain(self) -> None:
         while self.launched:
@@ -201,31 +224,29 @@ class SmallIsland:
                 LAYOUT,
                 transport.pools,
                 max_sequences=4,
-                max_sequence_length=shape.num_pages,
+                max_sequence_length=shape.longest or shape.num_pages,
                 rope=RopeParameters("none", 0),
                 writer=transport,
                 kernels=memory.bound,
             )
             for transport, memory in zip(self.transports, memories, strict=True)
         ]
-        models = [CountingModel(cache, shape.overlapped) for cache in self.caches]
-        self.device = models[DECODE]
+        self.devices = [CountingModel(cache, shape, findings) for cache in self.caches]
         settings = LoopSettings(lease_seconds, shape.sharing, max_batch_tokens=shape.max_batch_tokens, max_sequences=4)
+        ends = Ends(Unmetered(), Fanout(findings), KernelThreads(None, 1))  # type: ignore[arg-type]
         self.loops = [
-            StepLoop(model, cache, transport, settings, clock)  # type: ignore[arg-type]
-            for model, cache, transport in zip(models, self.caches, self.transports, strict=True)
+            StepLoop(model, cache, transport, settings, ends, clock)  # type: ignore[arg-type]
+            for model, cache, transport in zip(self.devices, self.caches, self.transports, strict=True)
         ]
-        self.prefill = self.loops[PREFILL].give_prefills(Unmetered())  # type: ignore[arg-type]
-        self.decode = self.loops[DECODE].give_decodes(Fanout(findings), KernelThreads(None, 1))  # type: ignore[arg-type]
 
-    def start(self, request_id: str, reservation: Reservation, stream: Stream) -> None:
+    def start(self, pe: int, request_id: str, reservation: Reservation, stream: Stream) -> None:
         """StartGenerate."""
         wanted = params(self._max_tokens)
-        self.decode.start(request_id, reservation.reservation_id, wanted, stream)  # type: ignore[arg-type]
+        self.loops[pe].decodes.start(request_id, reservation.reservation_id, wanted, stream)  # type: ignore[arg-type]
 
-    def held_for_writers(self) -> dict[int, int]:
-        """The token that a writer may write into each page of the decode worker."""
-        reservations, incoming = self.decode._reservations, self.caches[DECODE]._receptions.incoming
+    def held_for_writers(self, pe: int) -> dict[int, int]:
+        """The token that a writer may write into each page of a worker."""
+        reservations, incoming = self.loops[pe].decodes._reservations, self.caches[pe]._receptions.incoming
         held = {}
         for request in (*reservations._requests.values(), *reservations._draining.values()):
             (pages,) = incoming.get(request.sequence_id, (np.empty(0, np.int32),))
@@ -236,22 +257,25 @@ class SmallIsland:
     @property
     def is_idle(self) -> bool:
         """Nothing is held, nothing is known, nothing is under way."""
-        if self.device.launched:
+        if any(device.launched for device in self.devices):
             return False
         free = all(
             cache.is_empty and cache.num_free_pages == cache.num_pages and not cache.num_draining_pages
             for cache in self.caches
         )
-        reservations = self.decode._reservations
-        signals = reservations._signals
-        known = self.prefill._handoff._requests or len(reservations) or reservations._draining
-        return free and signals.num_free == len(signals._held) and not known
+        for loop in self.loops:
+            reservations, prefills = loop.decodes._reservations, loop.prefills
+            signals = reservations._signals
+            known = prefills._handoff._requests or len(reservations) or reservations._draining or loop.num_running
+            if known or signals.num_free != len(signals._held):
+                return False
+        return free
 
     def state(self) -> str:
         counts = [(cache.num_free_pages, cache.num_draining_pages) for cache in self.caches]
-        return f"(free, draining) pages {counts}, at prefill {list(self.prefill._handoff._requests)}, " + (
-            f"at decode {self.decode._reservations.request_ids()}"
-        )
+        sent = [list(loop.prefills._handoff._requests) for loop in self.loops]
+        received = [loop.decodes._reservations.request_ids() for loop in self.loops]
+        return f"(free, draining) pages {counts}, prefilled for peers {sent}, reserved {received}"
 
 
 def prompt_of(label: int) -> list[int]:

@@ -17,7 +17,11 @@ from tandem.cache.attention.page_look_up import PageLookUp
 from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.plan.layout import KVLayout
 from tandem.workers.counters import Counters
+from tandem.workers.requests.decode_request import LocalPrompt
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult, SpeculativePrompt
+from tandem.workers.requests.prompt import Prompt
+from tandem.workers.scheduling.step_meter import StepMeter
+from tandem.workers.scheduling.token_pace import TokenPace
 from tests.protocol.small_island import LAYOUT
 from tests.protocol.world import World
 
@@ -60,7 +64,7 @@ def _reduce_result(result: PrefillResult) -> tuple[Any, ...]:
     return PrefillResult, (result.first_token, None, result.cached_tokens, 0.0, 0.0, 0.0, 0)
 
 
-def _reduce_timed(timed: PrefillRequest | SpeculativePrompt) -> tuple[Any, ...]:
+def _reduce_timed(timed: Prompt | SpeculativePrompt) -> tuple[Any, ...]:
     state = {field.name: TIMES.get(field.name, getattr(timed, field.name)) for field in fields(timed)}
     return copyreg.__newobj__, (type(timed),), state  # type: ignore[attr-defined]
 
@@ -102,6 +106,9 @@ _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     np.ndarray: _reduce_array,
     Tensor: _reduce_pool,
     PrefillRequest: _reduce_timed,
+    LocalPrompt: _reduce_timed,
+    StepMeter: lambda _: (StepMeter, ()),
+    TokenPace: lambda _: (TokenPace, (None, 1)),
     SpeculativePrompt: _reduce_timed,
     PrefillResult: _reduce_result,
 }

@@ -17,6 +17,7 @@ from tandem.workers.handoff.draining import DrainingWrites
 from tandem.workers.handoff.grants import Grants
 from tandem.workers.handoff.handoff import Handoff
 from tandem.workers.handoff.reservations import Reservations
+from tandem.workers.handoff.retired import RetiredSequences
 from tandem.workers.prefill.prefills import Prefills
 from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.wire.lease import Lease
@@ -156,8 +157,8 @@ def pages_are_not_held_for_writers(patch: pytest.MonkeyPatch) -> None:
 def a_prefix_is_shared_before_it_landed(patch: pytest.MonkeyPatch) -> None:
     reserve = Reservations._reserve
 
-    def reserved(self: Reservations, request_id: str, token_ids: Any, max_tokens: int, capacity: int) -> Any:
-        request = reserve(self, request_id, token_ids, max_tokens, capacity)
+    def reserved(self: Reservations, request_id: str, token_ids: Any, *rest: Any) -> Any:
+        request = reserve(self, request_id, token_ids, *rest)
         cache = self._cache
         position_map = cache.prepare_receive(request.sequence_id, request.expected_tokens)
         pages = cache._table.held_pages(cache._table.row(request.sequence_id), 0, len(token_ids))
@@ -185,6 +186,10 @@ def a_speculative_prompt_stays(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TransferCalls, "send_cached", lambda *_: None)
 
 
+def sequences_go_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RetiredSequences, "_do", lambda self, action: action())
+
+
 PROTECTIONS: dict[str, tuple[str, Patch, str]] = {
     "pages drain": ("cancel", pages_return_at_once, "may land in page"),
     "pages of an expired lease drain": ("expire", a_lease_frees_pages, "may land in page"),
@@ -207,6 +212,9 @@ PROTECTIONS: dict[str, tuple[str, Patch, str]] = {
     "only what has landed is shared": ("sharing", a_prefix_is_shared_before_it_landed, "wrong KV"),
     "a speculative prompt expires": ("speculative", a_speculative_prompt_is_kept_for_ever, "no end"),
     "a speculative prompt is sent": ("speculative", a_speculative_prompt_stays, "wrong KV"),
+    "pages of a local prompt outlive its forwards": (
+        "local overlapped", sequences_go_at_once, "for a sequence that is gone",
+    ),
     "a request that leaves is taken out": ("cancel", aborts_do_nothing, "no end"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A small world: one prefill and one decode loop, both as they run, and everything that can happen to them.
+"""A small world: two loops, both as they run, and everything that can happen to them.
 
 Only what is around them is simple: a wire on which writes lie until delivered, a clock that ticks, a model that draws
 token ids by position, and a gateway that may make any call that a gateway may, late, twice or never. So a message that
@@ -40,6 +40,7 @@ class Limits:
 
     requests: int = 1
     alike: bool = False  # all requests have the same prompt
+    routes: tuple[tuple[int, int], ...] = ((PREFILL, DECODE),)  # who computes the prompt and who decodes, in turn
     announces: int = 0
     prepares: int = 1
     sends: int = 1
@@ -58,6 +59,8 @@ class Known:
 
     request_id: str
     label: int
+    sender: int
+    receiver: int
     epoch: int = 0
     reservation: Reservation | None = None
     announced: int = 0
@@ -71,9 +74,17 @@ class Known:
     streams: list[Stream] = field(default_factory=list)
 
     @property
+    def is_local(self) -> bool:
+        return self.sender == self.receiver
+
+    @property
     def writer_is_quiet(self) -> bool:
         """Whether the gateway may say so: the sender did, or has not heard of the request and never will."""
-        return self.nobody_sends or any(answer.done() and not answer.exception() for answer in self.aborts)
+        return (
+            self.is_local
+            or self.nobody_sends
+            or any(answer.done() and not answer.exception() for answer in self.aborts)
+        )
 
 
 Action = tuple[str, int]
@@ -88,7 +99,10 @@ class World:
         self.island = SmallIsland(shape, 1, LEASE_SECONDS, self.clock, self.findings)
         self.dead = False  # the prefill worker
         self.used = {"tick": 0, "post fails": 0, "die": 0}
-        self.known = [Known(f"r{n}", 1 if limits.alike else n + 1) for n in range(limits.requests)]
+        routes = limits.routes
+        self.known = [
+            Known(f"r{n}", 1 if limits.alike else n + 1, *routes[n % len(routes)]) for n in range(limits.requests)
+        ]
 
     # What may happen
 
@@ -97,8 +111,9 @@ class World:
         if not self.dead:
             yield "prefill steps", 0
         yield "decode steps", 0
-        if self.island.device.launched:
-            yield "device computes", 0
+        for pe, device in enumerate(self.island.devices):
+            if device.launched:
+                yield "device computes", pe
         for pe, endpoint in enumerate(endpoints):
             if endpoint.incoming:
                 yield "deliver", pe
@@ -122,7 +137,7 @@ class World:
         if known.reservation is None:
             return
         # A call of an earlier epoch is refused by the service; but the check of its reservation must hold by itself.
-        if known.sent < limits.sends and not known.nobody_sends and not self.dead:
+        if known.sent < limits.sends and not known.is_local and not known.nobody_sends and not self.dead:
             yield "send"
         if not current:
             return
@@ -135,7 +150,7 @@ class World:
         if known.aborted < limits.aborts:
             if not self.dead:
                 yield "abort at prefill"
-            if not known.sent and not known.nobody_sends:
+            if not known.is_local and not known.sent and not known.nobody_sends:
                 yield "never send"
         if known.writer_is_quiet and limits.aborts:
             yield "abort at decode"
@@ -153,7 +168,7 @@ class World:
         return {
             "prefill steps": island.loops[PREFILL].step,
             "decode steps": island.loops[DECODE].step,
-            "device computes": island.device.compute_next,
+            "device computes": lambda: island.devices[number].compute_next(),
             "deliver": lambda: island.endpoints[number].deliver(),
             "tick": self._tick,
             "post fails": self._fail_post,
@@ -167,7 +182,7 @@ class World:
             "stream ends": lambda: self._end_stream(known),
             "abort at prefill": lambda: self._abort_at_prefill(known),
             "never send": lambda: self._never_send(known),
-            "abort at decode": lambda: island.decode.abort(known.request_id, writer_quiet=True),
+            "abort at decode": lambda: island.loops[known.receiver].abort(known.request_id, writer_quiet=True),
         }[name]
 
     def _tick(self) -> None:
@@ -186,18 +201,19 @@ class World:
 
     def _announce(self, known: Known) -> None:
         known.announced += 1
-        self.island.prefill.speculate(known.request_id, np.array(prompt_of(known.label)))
+        self.island.loops[known.sender].prefills.speculate(known.request_id, np.array(prompt_of(known.label)))
 
     def _prepare(self, known: Known) -> None:
         known.prepared += 1
-        offer = self.island.decode.prepare(known.request_id, prompt_of(known.label), self.shape.max_tokens, PREFILL)
+        decodes = self.island.loops[known.receiver].decodes
+        offer = decodes.prepare(known.request_id, prompt_of(known.label), self.shape.max_tokens, known.sender)
         if known.reservation is None:
             known.reservation, known.epoch = offer, offer.epoch
 
     def _send(self, known: Known) -> None:
         known.sent += 1
         assert known.reservation is not None
-        prefill, wanted = self.island.prefill, params(self.shape.max_tokens)
+        prefill, wanted = self.island.loops[known.sender].prefills, params(self.shape.max_tokens)
         future = prefill.submit(known.request_id, prompt_of(known.label), wanted, known.reservation)
         if future not in known.results:
             known.results.append(future)
@@ -207,21 +223,21 @@ class World:
 
     def _start(self, known: Known) -> None:
         assert known.reservation is not None
-        stream = Stream(known.label, PROMPT_TOKENS)
+        stream = Stream(known.label, PROMPT_TOKENS - known.is_local)  # who computes the prompt has the first token
         known.streams.append(stream)
         try:
-            self.island.start(known.request_id, known.reservation, stream)
+            self.island.start(known.receiver, known.request_id, known.reservation, stream)
         except (InvalidCall, Stale):
             stream.left = True
             raise
 
     def _end_stream(self, known: Known) -> None:
         known.streams[0].left = True
-        self.island.decode.abort(known.request_id, writer_quiet=False)
+        self.island.loops[known.receiver].decodes.abort(known.request_id, writer_quiet=False)
 
     def _abort_at_prefill(self, known: Known) -> None:
         known.aborted += 1
-        known.aborts.append(self.island.prefill.abort(known.request_id))
+        known.aborts.append(self.island.loops[known.sender].prefills.abort(known.request_id))
 
     def _never_send(self, known: Known) -> None:
         known.aborted += 1
@@ -232,11 +248,12 @@ class World:
     def _check(self) -> None:
         """No write may land where it does not belong, in this state or in any that follows without another write."""
         island = self.island
-        held = island.held_for_writers()
-        for write in island.endpoints[DECODE].written():
-            for page, token in zip(write.slots, write.tokens, strict=True):
-                if held.get(page) != token:
-                    self.findings.append(f"token {token} may land in page {page}, which is for {held.get(page)}")
+        for pe, endpoint in enumerate(island.endpoints):
+            held = island.held_for_writers(pe)
+            for write in endpoint.written():
+                for page, token in zip(write.slots, write.tokens, strict=True):
+                    if held.get(page) != token:
+                        self.findings.append(f"token {token} may land in page {page}, which is for {held.get(page)}")
         for known in self.known:
             done = [future for future in known.results if future.done()]
             failed = [error for error in map(Future.exception, done) if isinstance(error, ForwardFailed)]
@@ -263,7 +280,8 @@ class World:
                 break
             self.clock.now += LEASE_SECONDS
             decode, prefill = island.loops[DECODE].step, island.loops[PREFILL].step
-            for step in (decode, island.device.drain, decode, prefill):
+            compute = [device.drain for device in island.devices]
+            for step in (decode, prefill, *compute, decode, prefill):
                 step()
                 for endpoint in island.endpoints:
                     while endpoint.incoming:

@@ -3,6 +3,8 @@
 from tests.protocol.small_island import Shape
 from tests.protocol.world import Limits
 
+LOCAL = ((1, 1),)  # the worker that decodes computes the prompt, too
+
 WORLDS: dict[str, tuple[Limits, Shape]] = {
     "plain": (Limits(), Shape()),
     "speculative": (Limits(announces=1), Shape(max_batch_tokens=2)),
@@ -16,5 +18,20 @@ WORLDS: dict[str, tuple[Limits, Shape]] = {
     "reuse": (Limits(requests=2, sends=2, streams_end=True, ticks=1), Shape(num_signals=1)),
     "overlapped": (Limits(streams_end=True), Shape(num_pages=5, max_tokens=3, overlapped=True)),
     "epoch": (Limits(requests=2, deaths=1), Shape()),
+    "local": (Limits(aborts=1, streams_end=True, ticks=2, starts=2, routes=LOCAL), Shape()),
+    "local beside a push": (Limits(requests=2, streams_end=True, routes=(*LOCAL, (0, 1))), Shape(num_pages=6)),
+    "local overlapped": (
+        Limits(requests=2, streams_end=True, routes=(*LOCAL, (0, 1))),
+        Shape(num_pages=4, max_tokens=2, overlapped=True, longest=3),
+    ),
+    "local joint": (
+        Limits(requests=2, streams_end=True, routes=(*LOCAL, (0, 1))),
+        Shape(num_pages=7, max_tokens=3, overlapped=True, joint=True),
+    ),
+    "both ways": (Limits(requests=2, streams_end=True, routes=((0, 1), (1, 0))), Shape(num_pages=6, longest=3)),
+    "recalls both ways": (
+        Limits(requests=2, sends=0, streams_end=True, routes=((0, 1), (1, 0))),
+        Shape(num_pages=6, longest=3),
+    ),
     "sharing": (Limits(requests=2, alike=True), Shape(num_pages=6, sharing=True)),
 }

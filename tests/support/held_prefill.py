@@ -28,7 +28,7 @@ def prefill_held(island: Island, requests: int) -> Iterator[None]:
     for loop in loops:
         loop.step = partial(held, loop.step)  # type: ignore[method-assign]
     for prefills in all_prefills:
-        prefills.speculate = lambda request_id, token_ids: None  # type: ignore[method-assign]
+        prefills.speculate = lambda *_: None  # type: ignore[method-assign]
     try:
         yield
     finally:

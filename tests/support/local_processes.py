@@ -98,6 +98,12 @@ class LocalGroup(ProcessGroup, Generic[Member]):
         self.end()
         self._members = self._start(specs)
 
+    def replace(self, member: ActorProcess, spec: ActorSpec) -> Member:
+        member.kill()
+        (started,) = self._start([spec])
+        self._members = [started if known is member else known for known in self._members]
+        return started
+
     def end(self) -> None:
         for member in self._members:
             member.kill()

@@ -24,7 +24,7 @@ from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.step_loop import StepLoop
+from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 from tests.support.poison import poison_free_pages
 
@@ -115,13 +115,20 @@ class LoopPair:
 
         self.caches = [cache_over(*ends) for ends in zip(self.transports, self._writes, max_sequences, strict=True)]
         settings = LoopSettings(LEASE, sharing, verify, max_batch_tokens=CHUNK, max_sequences=16)
-        self.loops = [
-            StepLoop(ModelRunner(model, cache), cache, transport, settings, self.clock)
-            for cache, transport in zip(self.caches, self.transports, strict=True)
-        ]
         self.fanout = Collected()
-        self.prefill = self.loops[PREFILL].give_prefills(PushMeter(self._writes[PREFILL]))
-        self.decode = self.loops[DECODE].give_decodes(self.fanout, KernelThreads(None, 1))
+        self.loops = [
+            StepLoop(
+                ModelRunner(model, cache),
+                cache,
+                transport,
+                settings,
+                Ends(PushMeter(writes), self.fanout, KernelThreads(None, 1)),
+                self.clock,
+            )
+            for cache, transport, writes in zip(self.caches, self.transports, self._writes, strict=True)
+        ]
+        self.prefill = self.loops[PREFILL].prefills
+        self.decode = self.loops[DECODE].decodes
         self._streams: dict[str, TokenStream] = {}
 
     def step_prefill(self) -> float | None:
@@ -166,7 +173,7 @@ class LoopPair:
         """Steps until every started request whose KV landed has ended."""
         self.step_decode()
         for _ in range(NEVER_BUSY):
-            if not self.decode.num_running:
+            if not self.decode.num_running and not self.loops[DECODE].prefills.num_running:
                 return
             self.step_decode()
         raise AssertionError("the decode loop does not come to an end")

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem.workers.decode.kernel_threads import KernelThreads
-from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.scheduling.batch import Batch
@@ -19,14 +17,10 @@ OUTPUT = 6
 def test_workers_that_prefill_and_decode_at_once(folder: Path) -> None:
     pair, oracle = LoopPair(folder, num_pages=64), load_oracle(folder)
     one, other = pair.loops
-    one.give_decodes(pair.fanout, KernelThreads(None, 1))
-    other.give_prefills(PushMeter(pair._writes[1]))
     prompts = [random_prompt(length, length) for length in (5, CHUNK, 2 * CHUNK + 3, 3 * CHUNK, 9, CHUNK + 1)]
     streams, firsts, mixed = [], [], 0
     for number, prompt in enumerate(prompts):
         writer, sender, receiver = (0, one, other) if number % 2 else (1, other, one)
-        assert sender.prefills is not None
-        assert receiver.decodes is not None
         name, stream = f"r{number}", TokenStream()
         reservation = receiver.decodes.prepare(name, prompt, OUTPUT, writer)
         receiver.decodes.start(name, reservation.reservation_id, pair.params(OUTPUT), stream)
@@ -49,14 +43,14 @@ def step_both(pair: LoopPair) -> int:
     mixed: list[bool] = []
     for loop in pair.loops:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop._scheduler, "next_batch", noting(mixed, loop._scheduler.next_batch))
+            patch.setattr(loop.scheduler, "next_batch", noting(mixed, loop.scheduler.next_batch))
             loop.step()
     return sum(mixed)
 
 
-def noting(mixed: list[bool], next_batch: Callable[[], Batch]) -> Callable[[], Batch]:
-    def noted() -> Batch:
-        batch = next_batch()
+def noting(mixed: list[bool], next_batch: Callable[..., Batch]) -> Callable[..., Batch]:
+    def noted(**options: bool) -> Batch:
+        batch = next_batch(**options)
         mixed.append(bool(batch.chunks) and batch.decodes is not None)
         return batch
 

@@ -1,7 +1,7 @@
-"""Sequences that this worker decodes: from their reservation over the KV that they await to their last token."""
+"""Sequences that this worker decodes: from their reservation over their prompt's KV to their last token."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -9,16 +9,21 @@ from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import LoopSettings
 from tandem.workers.decode.kernel_threads import KernelThreads
-from tandem.workers.errors import CorruptKV, ForwardFailed
+from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
+from tandem.workers.errors import CorruptKV, ForwardFailed, NoRoom, WorkerError
 from tandem.workers.handoff.reservations import Reservations, received_tokens
 from tandem.workers.requests.decode_request import DecodeRequest
-from tandem.workers.requests.token_stream import TokenFanout, TokenStream, TokenUpdate
+from tandem.workers.requests.first_token import FirstToken
+from tandem.workers.requests.token_stream import Prefilled, TokenFanout, TokenStream, TokenUpdate
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.finish import FinishReason, FinishRule
+from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import DecodeStep
-from tandem.workers.scheduling.decode_rows import DecodeRows, StepInFlight
+from tandem.workers.scheduling.decode_rows import StepInFlight
+from tandem.workers.scheduling.scheduler import Scheduler
+from tandem.workers.wire.lease import Clock
 from tandem.workers.wire.reservation import Reservation
 
 log = logging.getLogger(__name__)
@@ -29,12 +34,14 @@ STEP_POLL_SECONDS = 0.0001
 # While a step computes, so that the event loop has the interpreter for the last one's tokens.
 DELIVERY_SECONDS = 0.00001
 
+StepForward = Callable[[DecodeStep], PendingSamples]
+
 
 class Decodes:
     """Owned by the step thread; every method runs there.
 
-    A request is in _reservations from PrepareReceive to its last token, in _awaiting from StartGenerate until its KV is
-    here, and in _rows while it is stepped.
+    A request is in _reservations from PrepareReceive to its last token, and in _rows while it is stepped. In between
+    it is in _awaiting while a peer writes its KV, or in _local while this worker computes it.
 
     With overlap scheduling (runner.overlaps) a step, _next, is launched before the tokens of the step before it,
     _reading, are read. A request that stops still has one extra row in the step in flight. That row is ignored, and the
@@ -46,21 +53,30 @@ class Decodes:
         self,
         runner: ModelRunner,
         cache: PagedKVCache,
-        rows: DecodeRows,
+        scheduler: Scheduler,
         reservations: Reservations,
         fanout: TokenFanout,
         threads: KernelThreads,
+        queue: PromptQueue,
         settings: LoopSettings,
+        clock: Clock,
     ) -> None:
+        """queue: computes this worker's own prompts."""
         self._runner = runner
         self._cache = cache
-        self._rows = rows
+        self._scheduler = scheduler
+        self._rows = scheduler.rows
         self._reservations = reservations
         self._fanout = fanout
         self._threads = threads
         self._eos_token_ids = settings.eos_token_ids
         self._sharing = settings.sharing
         self._awaiting: list[DecodeRequest] = []
+        self._local = LocalPrompts(queue, self)
+        self._joining: list[DecodeRequest] = []  # their first token came since the last batch
+        self._clock = clock
+        self._delivered: float | None = None  # when the tokens of the last step came; None behind a pause
+        self._prompt_tokens = 0  # launched since the last step
         self._next: StepInFlight | None = None
         self._reading: StepInFlight | None = None
         self._unpublished: list[DecodeRequest] = []
@@ -68,17 +84,27 @@ class Decodes:
     # Commands
 
     def prepare(
-        self, request_id: str, token_ids: Sequence[int] | Int64Array, max_tokens: int, writer_pe: int
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | Int64Array,
+        max_tokens: int,
+        writer_pe: int,
+        salt: bytes = b"",
     ) -> Reservation:
-        """See Reservations.prepare."""
-        return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe)
+        """See Reservations.prepare. NoRoom also while a prompt of a peer waits for room, which is older."""
+        if self._scheduler.lacks_room and self._reservations.get(request_id) is None:
+            raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
+        return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe, salt)
 
     def start(self, request_id: str, reservation_id: int, params: SamplingParams, token_stream: TokenStream) -> None:
-        """Tokens of a reserved request go to `token_stream`, once its KV is here."""
+        """Tokens of a reserved request go to `token_stream`, once its KV is here. A local prompt is queued now."""
         request = self._reservations.start(request_id, reservation_id, params.max_tokens)
         request.params = params
         request.rule = FinishRule.of(params, self._eos_token_ids)
         request.token_stream = token_stream
+        if request.is_local:
+            self._local.start(request, params)
+            return
         self._awaiting.append(request)
         if self._runner.overlaps and len(self._reservations) == 1:  # there is time
             first = np.array([len(request.prompt) + 1])
@@ -101,13 +127,32 @@ class Decodes:
         for request_id in [known for known in self._reservations.request_ids() if known.startswith(prefix)]:
             self.abort(request_id, writer_quiet)
 
+    # Prompts that this worker computes itself; see LocalPrompts
+
+    def begun(self, request: DecodeRequest, first: FirstToken, prefilled: Prefilled) -> None:
+        """Its first token goes out; it has a row in the next batch."""
+        assert request.rule is not None
+        assert request.token_stream is not None
+        request.output.append(first.token_id)
+        reason = request.rule.reason(first.token_id, 1)
+        self._fanout.publish([TokenUpdate(request.token_stream, first.token_id, first.logprobs, reason, prefilled)])
+        if reason == FinishReason.RUNNING:
+            self._reservations.narrow(request)
+            self._joining.append(request)
+        else:
+            self._end(request, writer_quiet=True)
+
+    def failed(self, request: DecodeRequest, error: ForwardFailed) -> None:
+        """The forward of its prompt failed."""
+        self._fail(request, error)
+
     @property
     def num_waiting(self) -> int:
-        return len(self._reservations) - len(self._rows)
+        return len(self._reservations) - self.num_running - len(self._local)
 
     @property
     def num_running(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + len(self._joining)
 
     # Steps
 
@@ -116,21 +161,44 @@ class Decodes:
         """Whether tokens of a launched step have to be read before anything else is launched."""
         return self._reading is not None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether waiting for a prompt would hold somebody up."""
+        return bool(len(self._rows) or self._awaiting or self._joining or self._next or self._reading)
+
+    @property
+    def has_joining(self) -> bool:
+        """Whether requests wait for nothing but the next batch."""
+        return bool(self._joining)
+
+    def ran_beside(self, prompt_tokens: int) -> None:
+        """Chunks of so many tokens were launched behind the last step."""
+        self._prompt_tokens += prompt_tokens
+
     def upkeep(self) -> float | None:
         """What comes before a batch: leases, recalls, and requests whose KV has come. When it has to come again."""
         reap_again = self._reservations.reap()
         if self._awaiting:
             self._take_received()
+        if self._joining:
+            joining, self._joining = self._joining, []
+            self._join(joining)
         self._threads.use(alone=self.num_waiting == 0)
         return reap_again
 
-    def compute(self, step: DecodeStep | None, upkeep_again: float | None) -> float | None:
-        """Launches a step of all rows, and reads one that is done. How long to wait then: see Steps."""
+    def compute(
+        self, step: DecodeStep | None, upkeep_again: float | None, forward: StepForward | None = None
+    ) -> float | None:
+        """Launches a step of all rows, and reads one that is done. How long to wait then: see Steps.
+
+        forward: launches the step, and more beside it; None: a forward of its own.
+        """
         if step is None and self._next is None:
+            self._delivered, self._prompt_tokens = None, 0
             poll = IDLE_POLL_SECONDS if self._runner.overlaps else KV_POLL_SECONDS
             return poll if self._awaiting else upkeep_again
         try:
-            launched = None if step is None else self._launch(step)
+            launched = None if step is None else self._launch(step, forward)
             self._publish_prompts(self._unpublished)  # after the launch, for nobody's next token waits for it
             self._unpublished = []
             if self._runner.overlaps:
@@ -172,11 +240,11 @@ class Decodes:
                 if not isinstance(error, CorruptKV):
                     log.exception("receiving KV failed")
                     error = ForwardFailed(f"receiving KV of {request.request_id!r} failed: {error}")
-                self._fanout.fail(request.token_stream, error)
-                self._end(request, writer_quiet=True)
+                self._fail(request, error)
                 continue
             if reason == FinishReason.RUNNING:
                 joining.append(request)
+                self._unpublished.append(request)
             else:
                 updates.append(TokenUpdate(request.token_stream, None, None, reason))
                 self._end(request, writer_quiet=True)
@@ -195,11 +263,10 @@ class Decodes:
                 self._fail_all(error)
                 return
         self._rows.join(requests)
-        self._unpublished += requests
         if pending is not None:
             step = self._rows.next_step()
             assert step is not None
-            self._next = self._rows.launched(step, pending)
+            self._next = self._launched(step, pending)
 
     def _receive(self, request: DecodeRequest, mailbox: Int64Array) -> FinishReason:
         """Takes the first token. A prompt that ends with it can be shared, and will not be stepped."""
@@ -210,15 +277,18 @@ class Decodes:
             self._publish_prompts([request])
         return reason
 
-    def _launch(self, step: DecodeStep) -> StepInFlight:
-        pending = self._runner.step(step.sequence_ids, step.tokens, step.sources, step.sampling, step.positions)
-        return self._rows.launched(step, pending)
+    def _launch(self, step: DecodeStep, forward: StepForward | None) -> StepInFlight:
+        return self._launched(step, self._runner.step(*step) if forward is None else forward(step))
+
+    def _launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
+        prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
+        return self._rows.launched(step, pending, prompt_tokens)
 
     def _publish_prompts(self, requests: list[DecodeRequest]) -> None:
         """Lets others share the prompts of requests whose KV is here."""
         for request in requests if self._sharing else []:
             if not request.ended:
-                self._cache.publish_prefix(request.sequence_id, request.prompt)
+                self._cache.publish_prefix(request.sequence_id, request.prompt, request.salt)
 
     def _deliver(self, in_flight: StepInFlight) -> None:
         """Hands out the tokens of a step."""
@@ -226,6 +296,7 @@ class Decodes:
             samples = in_flight.pending.wait()
         finally:
             self._release(in_flight.released)
+        self._measure(in_flight)
         if not self._runner.overlaps:
             self._rows.learn(samples.token_ids)
         reasons = in_flight.reasons(samples.token_ids).tolist()
@@ -246,6 +317,12 @@ class Decodes:
                 self._end(request, writer_quiet=True)
         self._fanout.publish(updates)
 
+    def _measure(self, in_flight: StepInFlight) -> None:
+        now = self._clock()
+        if self._delivered is not None:
+            self._scheduler.pace.measured(now - self._delivered, in_flight.prompt_tokens)
+        self._delivered = now
+
     def _fail_all(self, error: Exception) -> float:
         """Ends every request with a row, now or in a step whose tokens are not read yet. What read() returns then."""
         log.error("a decode forward failed", exc_info=error)
@@ -257,29 +334,36 @@ class Decodes:
             log.exception("the step in flight failed, too")
         for step in unread:
             self._release(step.released)
-        requests = self._reservations.received()
+        requests = [request for request in self._reservations.decoded() if request not in self._joining]
         self._rows.leave(requests)
         for request in requests:
-            if request.token_stream is not None:
-                failure = ForwardFailed(f"decode of {request.request_id!r} failed: {error}")
-                self._fanout.fail(request.token_stream, failure)
             request.output.clear()
-            self._end(request, writer_quiet=True)
+            self._fail(request, ForwardFailed(f"decode of {request.request_id!r} failed: {error}"))
         return 0
+
+    def _fail(self, request: DecodeRequest, error: WorkerError) -> None:
+        if request.token_stream is not None:
+            self._fanout.fail(request.token_stream, error)
+        self._end(request, writer_quiet=True)
 
     def _end(self, request: DecodeRequest, writer_quiet: bool) -> None:
         if self._sharing and request.received and len(request.output) > 1:
-            self._cache.publish_prefix(request.sequence_id, np.concatenate((request.prompt, request.output[:-1])))
+            tokens = np.concatenate((request.prompt, request.output[:-1]))
+            self._cache.publish_prefix(request.sequence_id, tokens, request.salt)
+        if not self._local.withdraw(request):
+            self._release_behind_steps(request)
+        request.ended = True
+        self._reservations.end(request, writer_quiet)
+        for requests in (self._awaiting, self._joining):
+            if request in requests:
+                requests.remove(request)
+
+    def _release_behind_steps(self, request: DecodeRequest) -> None:
         for step in (self._next, self._reading):  # the later one first
             if step is not None and request in step.requests:
                 step.released.append(request.sequence_id)
-                break
-        else:
-            self._release([request.sequence_id])
-        request.ended = True
-        self._reservations.end(request, writer_quiet)
-        if request in self._awaiting:
-            self._awaiting.remove(request)
+                return
+        self._release([request.sequence_id])
 
     def _release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:

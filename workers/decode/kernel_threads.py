@@ -16,8 +16,9 @@ class KernelThreads:
         self._crew = crew
         self._own = own or torch.get_num_threads()
         self._alone = alone or self._own
-        self.use(alone=False)
+        if crew is not None:
+            crew.threads = self._own
 
     def use(self, *, alone: bool) -> None:
-        if self._crew is not None:
+        if self._crew is not None and self._alone != self._own:
             self._crew.threads = self._alone if alone else self._own

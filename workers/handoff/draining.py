@@ -33,6 +33,11 @@ class DrainingWrites:
         self.overdue = False
         self._ask()
 
+    @property
+    def failed(self) -> bool:
+        """Whether the request ended without its result."""
+        return self._error is not None
+
     def is_quiet(self) -> bool:
         """Whether no write is under way any more. At the deadline it tells the callers that it cannot say so."""
         if self._ask():

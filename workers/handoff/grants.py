@@ -40,6 +40,8 @@ class Grants:
             raise InvalidCall(f"writer_pe is {reservation.writer_pe}; this worker is PE {transport.pe}")
         if not 0 < reservation.lease_seconds < math.inf:
             raise InvalidCall(f"lease_seconds is {reservation.lease_seconds}; it must be above 0 and finite")
+        if reservation.wire_map is None:
+            raise InvalidCall("position_map is not set; a worker that writes to itself begins with StartGenerate")
         latest = self._latest.get((reservation.target_pe, reservation.signal_slot))
         if latest is not None and not is_newer(reservation.generation, latest):
             self._counters.stale_calls += 1

@@ -26,7 +26,10 @@ from tandem.workers.errors import Aborted, LeaseExpired
 from tandem.workers.handoff.draining import DrainingWrites
 from tandem.workers.handoff.ended_requests import EndedRequests
 from tandem.workers.handoff.grants import Grants, signal_of
+from tandem.workers.handoff.retired import RetiredSequences
+from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult
+from tandem.workers.requests.prompt import Prompt
 from tandem.workers.wire.lease import WRITER_FRACTION, Clock, Lease
 from tandem.workers.wire.reservation import Reservation
 
@@ -48,9 +51,16 @@ class Handoff:
     """
 
     def __init__(
-        self, cache: PagedKVCache, transport: Transport, counters: Counters, settings: LoopSettings, clock: Clock
+        self,
+        cache: PagedKVCache,
+        retired: RetiredSequences,
+        transport: Transport,
+        counters: Counters,
+        settings: LoopSettings,
+        clock: Clock,
     ) -> None:
         self._cache = cache
+        self._retired = retired
         self._transport = transport
         self._counters = counters
         self._verify = settings.verify
@@ -118,8 +128,9 @@ class Handoff:
     def upkeep(self, stop: Stop) -> None:
         """Stops requests that receivers want back or that nobody waits for, and lets go of those that are quiet."""
         self._heed_recalls(stop)
-        self._stop_expired(stop)
-        self.settle()
+        if self._requests:
+            self._stop_expired(stop)
+            self.settle()
 
     def post(self, request: PrefillRequest, token: Tensor) -> None:
         """The completion signal, behind all writes for the request. It carries the first token.
@@ -137,6 +148,16 @@ class Handoff:
             payload,
         )
 
+    def finish(self, request: PrefillRequest, first: FirstToken) -> None:
+        """See Destination: the caller hears of it once all is quiet."""
+        request.sampled_at = time.perf_counter()
+        request.first_token.set_result(first)
+        self.drain(request, None)
+
+    def fail(self, request: PrefillRequest, error: Exception) -> None:
+        """See Destination."""
+        self.drain(request, error)
+
     def drain(self, request: PrefillRequest, error: Exception | None) -> None:
         """No forward has this request any more. error: why it has no result; its caller hears it once all is quiet."""
         self._draining[request.request_id] = DrainingWrites(self._transport, request, error, self._clock)
@@ -152,10 +173,13 @@ class Handoff:
             if draining.is_quiet():
                 del self._draining[request_id]
                 self._forget(draining.request)
-                self._cache.remove_sequence(draining.request.sequence_id)
+                if draining.failed:
+                    self._retired.add(draining.request.sequence_id)
+                else:  # the device came past its forwards before it came past its writes
+                    self._cache.remove_sequence(draining.request.sequence_id)
                 draining.finish()
 
-    def await_quiet(self, requests: Sequence[PrefillRequest]) -> None:
+    def await_quiet(self, requests: Sequence[Prompt]) -> None:
         """Waits a moment for requests that drain."""
         until = time.monotonic() + PATIENCE_SECONDS
         self.settle()

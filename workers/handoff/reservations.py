@@ -1,4 +1,4 @@
-"""The receiving side of a handoff: what this worker holds for its peers to write into.
+"""The receiving side of a handoff: what this worker holds for its peers to write into, or for prompts of its own.
 
            start()                 receive()
 reserved ──────────► awaiting KV ────────────► settled
@@ -6,6 +6,8 @@ reserved ──────────► awaiting KV ────────�
    └──────────┬─────────┘                         │ writer quiet: its signal, its answer to a recall,
               ▼                                   │ the gateway's word for it
            draining ──────────────────────────────┘
+
+No peer writes for a local reservation, whose prompt this worker computes itself: it is settled from the beginning.
 """
 
 import numpy as np
@@ -35,6 +37,9 @@ class Reservations:
 
     Pages and signal slot of a cancelled reservation stay out of use until its writer is known to be quiet, or the epoch
     ends. No lease and no timeout frees them.
+
+    Workers that prefill for each other must not wait for each other's pages in a circle. So reservations for writers of
+    a higher PE leave room for one prompt of the greatest length. Then a worker's prompts never wait for a higher PE.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Reservations:
         self._counters = counters
         self._ids = ids
         self._max_sequences = settings.max_sequences
+        self._max_batch_tokens = settings.max_batch_tokens
         self._sharing = settings.sharing
         self._verify = settings.verify
         self._lease_seconds = settings.lease_seconds
@@ -70,9 +76,9 @@ class Reservations:
     def get(self, request_id: str) -> DecodeRequest | None:
         return self._requests.get(request_id)
 
-    def received(self) -> list[DecodeRequest]:
-        """Those that can be, or are, decoded."""
-        return [request for request in self._requests.values() if request.received]
+    def decoded(self) -> list[DecodeRequest]:
+        """Those that have their first token, and have not ended."""
+        return [request for request in self._requests.values() if request.output]
 
     def refuse(self, prefix: str) -> None:
         """From now on, every request whose id begins with `prefix`."""
@@ -82,10 +88,12 @@ class Reservations:
         """Also of those that drain."""
         return [*self._requests, *(request.request_id for request in self._draining.values())]
 
-    def prepare(self, request_id: str, token_ids: Int64Array, max_tokens: int, writer_pe: int) -> Reservation:
+    def prepare(
+        self, request_id: str, token_ids: Int64Array, max_tokens: int, writer_pe: int, salt: bytes = b""
+    ) -> Reservation:
         """Sets pages aside for a prompt that writer_pe will send and for its growth. Idempotent by request_id.
 
-        Raises NoRoom, which leaves nothing behind, and InvalidCall.
+        salt: see PagedKVCache.match_prefix. Raises NoRoom, which leaves nothing behind, and InvalidCall.
         """
         if request_id in self._offers:
             return self._offers[request_id]
@@ -94,9 +102,11 @@ class Reservations:
             raise InvalidCall(f"request {request_id!r} was aborted")
         if writer_pe >= self._transport.num_pes:
             raise InvalidCall(f"writer_pe is {writer_pe}; 0 … {self._transport.num_pes - 1} are accepted")
+        local = writer_pe == self._transport.pe
         capacity = len(token_ids) + max_tokens - 1  # the last token is never fed back
-        pages = max(self._cache.num_pages_needed(capacity, LONGEST_APPEND))
-        shortage = self._cache.shortage(capacity, LONGEST_APPEND)
+        longest = max(LONGEST_APPEND, min(len(token_ids), self._max_batch_tokens)) if local else LONGEST_APPEND
+        pages = self._cache.num_pages_needed(capacity, longest)
+        shortage = self._cache.shortage(capacity, longest)
         if shortage is not None:
             raise InvalidCall(
                 f"prompt and max_tokens need {shortage[0]} pages; this worker has {shortage[1]} "
@@ -104,9 +114,9 @@ class Reservations:
             )
         if len(self._requests) + len(self._draining) >= self._max_sequences:
             raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
-        request = self._reserve(request_id, token_ids, max_tokens, capacity)
+        request = self._reserve(request_id, token_ids, max_tokens, (capacity, longest), writer_pe, salt)
         self._requests[request_id] = request
-        self._offers[request_id] = self._offer(request, pages, writer_pe)
+        self._offers[request_id] = self._offer(request, max(pages), writer_pe)
         self._leases[request_id] = Lease(self._lease_seconds, self._clock)
         return self._offers[request_id]
 
@@ -128,6 +138,11 @@ class Reservations:
         del self._leases[request_id]
         return request
 
+    def narrow(self, request: DecodeRequest) -> None:
+        """The prompt of a local request is computed: from now on it grows by single tokens."""
+        capacity = len(request.prompt) + request.max_tokens - 1
+        self._cache.reserve(request.sequence_id, capacity, LONGEST_APPEND)
+
     def mailbox(self) -> Int64Array:
         """See Transport.mailbox; counts signals that came too late."""
         mailbox = self._transport.mailbox()
@@ -136,6 +151,7 @@ class Reservations:
 
     def receive(self, request: DecodeRequest, mailbox: Int64Array) -> int:
         """The first token of a request whose KV is complete. Raises CorruptKV: then the request must end."""
+        assert request.signal is not None
         token, sent = unpack_payload(int(mailbox[request.signal.row, 1]))
         self._settle(request)
         if self._verify:
@@ -154,10 +170,11 @@ class Reservations:
         del self._requests[request.request_id]
         offer = self._offers.pop(request.request_id)
         self._leases.pop(request.request_id, None)
-        if request.received or _is_complete(self.mailbox(), request) or writer_quiet:
+        signal = request.signal
+        if signal is None or request.received or writer_quiet or _is_complete(self.mailbox(), request):
             self._settle(request)
         else:
-            recall = Recall(offer.writer_pe, request.signal)
+            recall = Recall(offer.writer_pe, signal)
             self._draining[recall] = request
             self._recalls.ask(recall)
 
@@ -197,13 +214,24 @@ class Reservations:
             self._recalls.withdraw(recall)
             self._settle(self._draining.pop(recall))
 
-    def _reserve(self, request_id: str, token_ids: Int64Array, max_tokens: int, capacity: int) -> DecodeRequest:
-        cache, sequence_id = self._cache, self._ids.take()
+    def _reserve(
+        self,
+        request_id: str,
+        token_ids: Int64Array,
+        max_tokens: int,
+        reach: tuple[int, int],
+        writer_pe: int,
+        salt: bytes,
+    ) -> DecodeRequest:
+        """reach: how long the sequence may become, and the longest append of one forward."""
+        cache, sequence_id, own_pe = self._cache, self._ids.take(), self._transport.pe
         cache.add_sequence(sequence_id)
         try:
-            matched = cache.match_prefix(sequence_id, token_ids) if self._sharing else 0
-            cache.reserve(sequence_id, capacity, LONGEST_APPEND)
-            signal = self._signals.acquire()
+            matched = cache.match_prefix(sequence_id, token_ids, salt) if self._sharing else 0
+            cache.reserve(sequence_id, *reach)
+            if writer_pe > own_pe and not cache.has_room(cache.max_sequence_length, self._max_batch_tokens):
+                raise NoRoom(f"no room for request {request_id!r}: what is left is for a prompt of a peer")
+            signal = None if writer_pe == own_pe else self._signals.acquire()
         except BaseException as error:
             cache.remove_sequence(sequence_id)
             if isinstance(error, OutOfPages | NoFreeSignal):
@@ -216,20 +244,23 @@ class Reservations:
             signal=signal,
             expected_tokens=len(token_ids) - matched,
             max_tokens=max_tokens,
+            received=signal is None,
+            salt=salt,
         )
 
     def _offer(self, request: DecodeRequest, pages: int, writer_pe: int) -> Reservation:
+        """What the writer is told; a local reservation has no map, and no mailbox row."""
+        cache, signal = self._cache, request.signal
+        position_map = None if signal is None else cache.prepare_receive(request.sequence_id, request.expected_tokens)
         return Reservation(
             reservation_id=request.sequence_id,
             epoch=self._transport.epoch,
             target_pe=self._transport.pe,
             writer_pe=writer_pe,
-            signal_slot=request.signal.row,
-            generation=request.signal.generation,
+            signal_slot=0 if signal is None else signal.row,
+            generation=0 if signal is None else signal.generation,
             matched_tokens=len(request.prompt) - request.expected_tokens,
-            wire_map=encode_map(
-                self._cache.prepare_receive(request.sequence_id, request.expected_tokens), self._cache.layout
-            ),
+            wire_map=None if position_map is None else encode_map(position_map, cache.layout),
             pages=pages,
             lease_seconds=self._lease_seconds,
         )
@@ -237,15 +268,17 @@ class Reservations:
     def _settle(self, request: DecodeRequest) -> None:
         """No write for this request can come any more."""
         if not request.received:
+            assert request.signal is not None
             request.received = True
             self._cache.finish_receive(request.sequence_id)
             self._signals.release(request.signal)
 
 
 def received_tokens(mailbox: Int64Array, requests: list[DecodeRequest]) -> Int64Array:
-    """int64 [n]: tokens received of each request, 0 before its signal."""
-    rows = np.array([request.signal.row for request in requests], np.int64)
-    generations = np.array([request.signal.generation for request in requests], np.int64)
+    """int64 [n]: tokens received of each request that a peer writes for, 0 before its signal."""
+    signals = [request.signal for request in requests if request.signal is not None]
+    rows = np.array([signal.row for signal in signals], np.int64)
+    generations = np.array([signal.generation for signal in signals], np.int64)
     return SignalBoard.landed(mailbox, rows, generations)
 
 

@@ -1,14 +1,18 @@
 """Forwards of prompts, chunk by chunk, and how the KV that they compute goes to its receivers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.prefill_request import PrefillRequest
-from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.requests.prompt import Prompt
+from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
 from tandem.workers.scheduling.batch import Chunk
+
+PromptForward = Callable[[PromptChunks], Tensor]
+"""Computes chunks that nothing is pushed with; see ModelRunner.prompts for the logits."""
 
 
 class PromptForwards:
@@ -17,7 +21,9 @@ class PromptForwards:
     - Requests that share a forward send each token as it is appended.
     - A request that is alone goes page to page, each chunk behind its forward and beside the next. Stores to a peer
       slow a forward more than copies do.
-    - Requests that share a CUDA graph go page to page, too: the graph stores to no peer.
+    - Requests that share a CUDA graph, or a forward with decode rows, go page to page, too: it stores to no peer.
+
+    A prompt that this worker decodes itself stays where it is.
 
     Where the transport can, the last chunk goes while it is computed, layers as they are stored.
     """
@@ -27,29 +33,37 @@ class PromptForwards:
         self._cache = cache
         self._meter = meter
 
-    def launch(self, chunks: Sequence[Chunk], *, alone: bool) -> tuple[list[PrefillRequest], Tensor]:
-        """Computes, or at least launches, one chunk of each request, and sends it; those that have come to their end,
-        and their logits [n, vocab]. alone: no other prompt runs or waits."""
-        requests = [request for request, _ in chunks]
-        by_pages = alone or self._runner.has_prompt_graph(len(chunks), sum(length for _, length in chunks))
+    def launch(
+        self, chunks: Sequence[Chunk], *, alone: bool, forward: PromptForward | None = None
+    ) -> tuple[list[Prompt], Tensor]:
+        """Computes, or at least launches, one chunk of each prompt, and sends what has a receiver; those that have come
+        to their end, and their logits [n, vocab]. alone: no other prompt runs or waits. forward: that of a decode step,
+        which takes the chunks, too; None: one of their own."""
+        prompts = [prompt for prompt, _ in chunks]
+        requests = [prompt for prompt in prompts if isinstance(prompt, PrefillRequest)]
+        num_tokens = sum(length for _, length in chunks)
+        by_pages = alone or forward is not None or self._runner.has_prompt_graph(len(chunks), num_tokens)
         begun = [request for request in requests if request.computed and not request.marked]
         for request in requests:
             self._mark(request)
         for request in begun if by_pages else ():
             self._send(request)  # what was computed before its receiver was known
         seconds_before = self._meter.seconds
-        logits = self._runner.prompts(
-            [request.sequence_id for request in requests],
-            [request.token_ids[request.computed : request.computed + length] for request, length in chunks],
-            [request.num_tokens for request in requests],
-            push=not by_pages,
+        packed = PromptChunks(
+            [prompt.sequence_id for prompt in prompts],
+            [prompt.token_ids[prompt.computed : prompt.computed + length] for prompt, length in chunks],
+            [prompt.num_tokens for prompt in prompts],
         )
-        for request, length in chunks:
-            request.computed += length
+        if forward is None:
+            logits = self._runner.prompts(*packed, push=bool(requests) and not by_pages)
+        else:
+            logits = forward(packed)
+        for prompt, length in chunks:
+            prompt.computed += length
         self._count_pushed(requests, self._meter.seconds - seconds_before)
         for request in requests if by_pages else ():
             self._send(request)
-        return [request for request in requests if request.computed == request.num_tokens], logits
+        return [prompt for prompt in prompts if prompt.computed == prompt.num_tokens], logits
 
     def send_launched(self, request: PrefillRequest) -> None:
         """Sends a prompt that was launched as a whole before its receiver was known."""
@@ -58,7 +72,7 @@ class PromptForwards:
 
     def _mark(self, request: PrefillRequest) -> None:
         if not request.marked:
-            self._cache.mark_send(request.sequence_id, *request.destination)
+            self._cache.mark_send(request.sequence_id, *request.target)
             request.marked = True
 
     def _send(self, request: PrefillRequest) -> None:

@@ -1,9 +1,11 @@
-"""Prompts that this worker computes, and whose KV it pushes while it computes."""
+"""Prompts that this worker computes: for peers, to which it pushes their KV meanwhile, or for itself."""
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -14,13 +16,16 @@ from tandem.cache.plan.position_map import PositionMap
 from tandem.workers.config import LoopSettings
 from tandem.workers.errors import Aborted, ForwardFailed, InvalidCall
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
-from tandem.workers.prefill.forwards import PromptForwards
+from tandem.workers.handoff.retired import IsPast, RetiredSequences
+from tandem.workers.prefill.forwards import PromptForward, PromptForwards
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult
+from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tandem.workers.scheduling.batch import Batch
@@ -31,6 +36,16 @@ from tandem.workers.wire.reservation import Reservation
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.001
+SAMPLE_POLL_SECONDS = 0.0001
+MOST_AHEAD = 3  # forwards: one runs, one is behind the step in flight, one behind the next
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """First tokens that are sampled behind a forward, one for each of its prompts that ended there."""
+
+    prompts: Sequence[Prompt]
+    pending: PendingSamples
 
 
 class Prefills:
@@ -38,6 +53,9 @@ class Prefills:
 
     The Scheduler says what is computed, the Handoff what may be written. Only the end of a request waits for its
     writes: the next forward is launched while they are under way, and the signal is posted behind them.
+
+    What becomes of a prompt is its destination's: the Handoff's, or that of this worker's own decode side. Beside rows
+    nothing here waits for the device: first tokens are looked for between steps.
     """
 
     def __init__(
@@ -47,6 +65,7 @@ class Prefills:
         scheduler: Scheduler,
         handoff: Handoff,
         speculative: SpeculativePrefill,
+        retired: RetiredSequences,
         meter: PushMeter,
         ids: SequenceIds,
         settings: LoopSettings,
@@ -56,22 +75,31 @@ class Prefills:
         self._scheduler = scheduler
         self._handoff = handoff
         self._speculative = speculative
+        self._retired = retired
         self._forwards = PromptForwards(runner, cache, meter)
         self._ids = ids
         self._max_batch_tokens = settings.max_batch_tokens
         self._sharing = settings.sharing
+        self._sampling: deque[Sampling] = deque()
+        self._ahead: deque[IsPast] = deque()  # of forwards launched beside the decode side's work
 
     # Commands
 
-    def speculate(self, request_id: str, token_ids: Int64Array) -> "Future[FirstToken] | None":
+    def speculate(self, request_id: str, token_ids: Int64Array, salt: bytes = b"") -> "Future[FirstToken] | None":
         """Prefills a prompt that submit() is to come for. abort() or its lease end it where no room is found for it.
 
         Launches its first forward where there is nothing else to do; its first token is in the future once it is
         sampled. One prompt at a time: another is not heeded, nor is one that has ended or came before: None.
         """
-        if not self._handoff.is_new(request_id) or self._scheduler.num_waiting or self._scheduler.num_running:
+        scheduler = self._scheduler
+        if (
+            not self._handoff.is_new(request_id)
+            or scheduler.num_waiting
+            or scheduler.num_running
+            or len(scheduler.rows)
+        ):
             return None
-        return self._speculative.take(request_id, token_ids)
+        return self._speculative.take(request_id, token_ids, salt)
 
     def submit(
         self,
@@ -79,6 +107,7 @@ class Prefills:
         token_ids: Sequence[int] | Int64Array,
         params: SamplingParams,
         reservation: Reservation,
+        salt: bytes = b"",
     ) -> "Future[PrefillResult]":
         """Queues a prompt; the future ends when its first token is sampled and all its KV is at the receiver.
 
@@ -91,13 +120,32 @@ class Prefills:
         prompt = np.asarray(token_ids, np.int64)
         position_map = self._checked_map(prompt, reservation)
         lease = self._handoff.lease(reservation)
-        request = PrefillRequest(request_id, self._ids.take(), prompt, params, reservation, position_map, lease)
+        request = PrefillRequest(
+            request_id,
+            self._ids.take(),
+            prompt,
+            params,
+            reservation,
+            position_map,
+            lease,
+            destination=self._handoff,
+            salt=salt,
+        )
         self._handoff.begin(request)
-        speculative = self._speculative.claim(request_id, prompt)
+        speculative = self._speculative.claim(request_id, prompt, salt)
         if speculative is not None:
             request.take_over(speculative)
         self._scheduler.add(request)
         return request.result
+
+    def add(self, prompt: Prompt) -> None:
+        """Computes a prompt into its sequence, which is its destination's, and has its room."""
+        self._scheduler.add(prompt)
+
+    def withdraw(self, prompt: Prompt) -> None:
+        """No more is computed of a prompt that add() got, and its sequence goes."""
+        self._leave(prompt)
+        self._retired.add(prompt.sequence_id)
 
     def attend(self, request_id: str) -> Lease | None:
         """See Handoff.attend."""
@@ -132,36 +180,60 @@ class Prefills:
 
     @property
     def num_running(self) -> int:
-        return self._scheduler.num_running + self._handoff.num_draining
+        sampling = sum(not prompt.left for sampling in self._sampling for prompt in sampling.prompts)
+        return self._scheduler.num_running + sampling + self._handoff.num_draining
 
     # Steps
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether so many forwards are under way that another would keep rows waiting which are yet to come."""
+        while self._ahead and self._ahead[0]():
+            self._ahead.popleft()
+        return len(self._ahead) >= MOST_AHEAD
 
     def upkeep(self) -> None:
         """What comes before a batch: requests that end from outside, and waiting prompts for which there is room."""
         self._speculative.expire()
+        self._retired.settle()
+        self.poll()
         self._handoff.upkeep(self._stop)
-        for request in self._scheduler.admitted(self._has_room):
+        for request in self._scheduler.admitted(self._has_room) if self._scheduler.num_waiting else ():
             self._attempt([request], lambda request=request: self._begin(request))
 
-    def compute(self, batch: Batch) -> float:
-        """Computes the batch's chunks; how long nothing is to be done behind them, in seconds."""
-        self._attempt(batch.launched, lambda: self._send_launched(batch.launched))
-        self._attempt([request for request, _ in batch.chunks], lambda: self._forward(batch))
+    def poll(self) -> None:
+        """First tokens that have come, and writes that are quiet by now. Waits for nothing."""
+        while self._sampling and self._is_done(self._sampling[0]):
+            self._take(self._sampling.popleft())
+        if self._handoff.num_draining:
+            self._handoff.settle()
+
+    def compute(self, batch: Batch, *, beside: bool, forward: PromptForward | None = None) -> float:
+        """Computes the batch's chunks; how long nothing is to be done behind them, in seconds.
+
+        beside: whether the decode side has work, so that nothing may wait here. forward: see PromptForwards.launch.
+        """
+        if batch.launched:
+            self._attempt(batch.launched, lambda: self._send_launched(batch.launched, beside))
+        if batch.chunks:
+            self._attempt([prompt for prompt, _ in batch.chunks], lambda: self._forward(batch, beside, forward))
+        if self._sampling:
+            self.poll()
+        if self._ahead and self.is_ahead:
+            return SAMPLE_POLL_SECONDS
         if self._scheduler.num_running or ((batch.chunks or batch.launched) and self._scheduler.num_waiting):
             return 0
-        return DRAIN_POLL_SECONDS if self._handoff.num_draining else RECALL_POLL_SECONDS
+        if self._sampling:
+            return SAMPLE_POLL_SECONDS
+        return DRAIN_POLL_SECONDS if self._handoff.num_draining or len(self._retired) else RECALL_POLL_SECONDS
 
-    def _attempt(self, requests: Sequence[PrefillRequest], work: Callable[[], Sequence[PrefillRequest]]) -> None:
-        """Does what brings `requests` on, and waits for those that it ends."""
-        if not requests:
-            return
+    def _attempt(self, prompts: Sequence[Prompt], work: Callable[[], None]) -> None:
+        """Does what brings `prompts` on. Where it fails, they do, and no others."""
         try:
-            self._handoff.await_quiet(work())
+            work()
         except Exception as error:
             log.exception("a prefill forward failed")
-            for request in requests:
-                if self._scheduler.is_running(request):
-                    self._drain(request, ForwardFailed(f"prefill of {request.request_id!r} failed: {error}"))
+            self._fail([prompt for prompt in prompts if self._scheduler.is_running(prompt)], error)
 
     def _checked_map(self, token_ids: Int64Array, reservation: Reservation) -> PositionMap:
         position_map = self._handoff.check(reservation, len(token_ids))
@@ -170,69 +242,111 @@ class Prefills:
             raise InvalidCall(f"the prompt needs {shortage[0]} pages; this worker has {shortage[1]}")
         return position_map
 
-    def _has_room(self, request: PrefillRequest) -> bool:
+    def _has_room(self, request: Prompt) -> bool:
         """Whether there are pages for a prompt; a speculative one gives way."""
         while not self._cache.has_room(request.num_tokens, self._max_batch_tokens):
             if not self._speculative.drop():
                 return False
         return True
 
-    def _begin(self, request: PrefillRequest) -> Sequence[PrefillRequest]:
+    def _begin(self, request: Prompt) -> None:
         cache = self._cache
         cache.add_sequence(request.sequence_id)
         if self._sharing:
-            request.cached_tokens = request.computed = cache.match_prefix(request.sequence_id, request.token_ids)
+            matched = cache.match_prefix(request.sequence_id, request.token_ids, request.salt)
+            request.cached_tokens = request.computed = matched
         cache.reserve(request.sequence_id, request.num_tokens, self._max_batch_tokens)
         request.started = time.perf_counter()
-        return ()  # none ends with it
 
-    def _forward(self, batch: Batch) -> Sequence[PrefillRequest]:
-        """One chunk of each request; those that have come to their end."""
-        ending, logits = self._forwards.launch(batch.chunks, alone=batch.alone)
+    def _forward(self, batch: Batch, beside: bool, forward: PromptForward | None) -> None:
+        """One chunk of each prompt."""
+        for prompt, _ in batch.chunks:
+            prompt.started = prompt.started or time.perf_counter()
+        ending, logits = self._forwards.launch(batch.chunks, alone=batch.alone, forward=forward)
+        mark = self._runner.mark() if beside and forward is None else None
+        if mark is not None:
+            self._ahead.append(mark)
         if ending:
-            self._finish(ending, logits)
-        return ending
+            self._finish(ending, logits, beside)
 
-    def _send_launched(self, requests: Sequence[PrefillRequest]) -> Sequence[PrefillRequest]:
+    def _send_launched(self, prompts: Sequence[Prompt], beside: bool) -> None:
         """Prompts that were launched as a whole before their receiver was known; they have come to their end."""
-        for request in requests:
-            assert request.logits is not None
-            self._forwards.send_launched(request)
-            self._finish([request], request.logits)
-        return requests
+        for prompt in prompts:
+            assert isinstance(prompt, PrefillRequest)
+            assert prompt.logits is not None
+            self._forwards.send_launched(prompt)
+            self._finish([prompt], prompt.logits, beside)
 
-    def _finish(self, requests: Sequence[PrefillRequest], logits: Tensor) -> None:
-        """Samples the first tokens of requests of which all is computed and sent. Waits for the device.
+    def _finish(self, prompts: Sequence[Prompt], logits: Tensor, beside: bool) -> None:
+        """Samples the first tokens of prompts of which all is computed and sent.
 
-        The signals are queued behind the sampling, before the host waits for it.
+        The signals are queued behind the sampling. The host waits for it where the worker has nothing else to do.
         """
         if self._sharing:  # while the device computes: a reader of these pages is launched after it
-            for request in requests:
-                self._cache.publish_prefix(request.sequence_id, request.token_ids)
+            for prompt in prompts:
+                self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids, prompt.salt)
         tokens, pending = self._runner.sample_async(
             logits,
-            SampleBatch.from_params([request.params for request in requests]),
-            np.array([request.num_tokens for request in requests], np.int64),
+            SampleBatch.from_params([prompt.params for prompt in prompts]),
+            np.array([prompt.num_tokens for prompt in prompts], np.int64),
         )
-        for row, request in enumerate(requests):
-            self._handoff.post(request, tokens[row])
-        while self._handoff.num_draining and not pending.is_done():  # their callers should not wait for this forward
-            self._handoff.settle()
-            time.sleep(QUIET_POLL_SECONDS)
-        samples = pending.wait()
-        for row, request in enumerate(requests):
-            request.sampled_at = time.perf_counter()
-            request.first_token.set_result(FirstToken(int(samples.token_ids[row]), samples.logprobs[row]))
-            self._drain(request, None)
+        for row, prompt in enumerate(prompts):
+            prompt.destination.post(prompt, tokens[row])
+        for prompt in prompts:
+            self._scheduler.remove(prompt)
+        self._sampling.append(Sampling(prompts, pending))
+        if not beside:
+            self._await_samples()
+            self._handoff.await_quiet(prompts)
+
+    def _await_samples(self) -> None:
+        """Waits for the device, and all first tokens are taken."""
+        while self._sampling:
+            sampling = self._sampling[0]
+            while self._handoff.num_draining and not self._is_done(sampling):  # their callers should not wait for it
+                self._handoff.settle()
+                time.sleep(QUIET_POLL_SECONDS)
+            self._take(self._sampling.popleft())
+
+    @staticmethod
+    def _is_done(sampling: Sampling) -> bool:
+        """Whether _take() waits for nothing. What the device reports is raised there."""
+        try:
+            return sampling.pending.is_done()
+        except Exception:
+            return True
+
+    def _take(self, sampling: Sampling) -> None:
+        """Hands out first tokens; waits for them."""
+        try:
+            samples = sampling.pending.wait()
+        except Exception as error:
+            log.exception("the sampling of first tokens failed")
+            self._fail(sampling.prompts, error)
+            return
+        for row, prompt in enumerate(sampling.prompts):
+            if not prompt.left:
+                prompt.left = True
+                first = FirstToken(int(samples.token_ids[row]), samples.logprobs[row])
+                prompt.destination.finish(prompt, first)
 
     def _stop(self, request: PrefillRequest, error: Exception) -> None:
         """Nothing more is computed for the request; its caller hears `error` once its writes are quiet."""
         if self._scheduler.is_waiting(request):
-            self._scheduler.remove(request)
+            self._leave(request)
             self._handoff.end(request, error)
-        elif self._scheduler.is_running(request):
-            self._drain(request, error)
+        elif not request.left:
+            self._leave(request)
+            self._handoff.fail(request, error)
 
-    def _drain(self, request: PrefillRequest, error: Exception | None) -> None:
-        self._scheduler.remove(request)
-        self._handoff.drain(request, error)
+    def _fail(self, prompts: Sequence[Prompt], error: Exception) -> None:
+        for prompt in prompts:
+            if not prompt.left:
+                self._leave(prompt)
+                failure = ForwardFailed(f"prefill of {prompt.request_id!r} failed: {error}")
+                prompt.destination.fail(prompt, failure)
+
+    def _leave(self, prompt: Prompt) -> None:
+        """No forward has the prompt any more, and its first token is not wanted."""
+        prompt.left = True
+        self._scheduler.remove(prompt)

@@ -8,6 +8,7 @@ import numpy as np
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import LoopSettings
+from tandem.workers.handoff.retired import RetiredSequences
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.prefill_request import SpeculativePrompt
 from tandem.workers.requests.sequence_ids import SequenceIds
@@ -20,15 +21,22 @@ log = logging.getLogger(__name__)
 class SpeculativePrefill:
     """At most one prompt, whose KV is written to nobody. Owned by the step thread.
 
-    A prompt with a reservation may need its pages: drop() is right at any time, because work that still uses them comes
-    before all that is launched later on the device.
+    A prompt with a reservation may need its pages: drop() is right at any time. Pages that its forward may still write
+    to are free once the device is past it.
     """
 
     def __init__(
-        self, runner: ModelRunner, cache: PagedKVCache, ids: SequenceIds, settings: LoopSettings, clock: Clock
+        self,
+        runner: ModelRunner,
+        cache: PagedKVCache,
+        retired: RetiredSequences,
+        ids: SequenceIds,
+        settings: LoopSettings,
+        clock: Clock,
     ) -> None:
         self._runner = runner
         self._cache = cache
+        self._retired = retired
         self._ids = ids
         self._max_batch_tokens = settings.max_batch_tokens
         self._sharing = settings.sharing
@@ -41,7 +49,7 @@ class SpeculativePrefill:
         """That of the prompt; None without one."""
         return None if self._prompt is None else self._prompt.request_id
 
-    def take(self, request_id: str, token_ids: Int64Array) -> "Future[FirstToken] | None":
+    def take(self, request_id: str, token_ids: Int64Array, salt: bytes = b"") -> "Future[FirstToken] | None":
         """Launches the prompt's first forward; the token sampled behind the prompt, once it is claimed and that far.
 
         None, and nothing happens, when there is a prompt already, or no room. Where the launch fails, the prompt is
@@ -51,11 +59,11 @@ class SpeculativePrefill:
         if self._prompt is not None or not cache.has_room(len(token_ids), self._max_batch_tokens):
             return None
         lease = Lease(self._lease_seconds, self._clock)
-        prompt = self._prompt = SpeculativePrompt(request_id, self._ids.take(), token_ids, lease)
+        prompt = self._prompt = SpeculativePrompt(request_id, self._ids.take(), token_ids, lease, salt=salt)
         try:
             cache.add_sequence(prompt.sequence_id)
             if self._sharing:
-                prompt.cached_tokens = cache.match_prefix(prompt.sequence_id, token_ids)
+                prompt.cached_tokens = cache.match_prefix(prompt.sequence_id, token_ids, salt)
             cache.reserve(prompt.sequence_id, len(token_ids), self._max_batch_tokens)
             self._compute(prompt)
         except Exception:
@@ -63,12 +71,12 @@ class SpeculativePrefill:
             self.drop()
         return prompt.first_token
 
-    def claim(self, request_id: str, token_ids: Int64Array) -> SpeculativePrompt | None:
+    def claim(self, request_id: str, token_ids: Int64Array, salt: bytes = b"") -> SpeculativePrompt | None:
         """The prompt, whose sequence is the caller's from now on; None where it is another."""
         prompt = self._prompt
         if prompt is None or prompt.request_id != request_id:
             return None
-        if not np.array_equal(prompt.token_ids, token_ids):
+        if prompt.salt != salt or not np.array_equal(prompt.token_ids, token_ids):
             self.drop()
             return None
         self._prompt = None
@@ -85,9 +93,9 @@ class SpeculativePrefill:
             return False
         try:
             if self._sharing and prompt.computed:  # it may be asked for again, once there is room for it
-                self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids[: prompt.computed])
+                self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.salt)
         finally:
-            self._cache.remove_sequence(prompt.sequence_id)
+            self._retired.add(prompt.sequence_id)
         return True
 
     def _compute(self, prompt: SpeculativePrompt) -> None:

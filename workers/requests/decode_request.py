@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.transfer.completion import Signal
+from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.sampling_params import SamplingParams
@@ -16,12 +17,30 @@ class DecodeRequest:
     request_id: str
     sequence_id: int
     prompt: Int64Array
-    signal: Signal
-    expected_tokens: int  # positions that the sender writes
+    signal: Signal | None  # None: this worker computes the prompt itself
+    expected_tokens: int  # positions that are not in the prefix index: the sender writes, or this worker computes them
     max_tokens: int  # output tokens that pages were reserved for
     params: SamplingParams | None = None
     rule: FinishRule | None = None
     token_stream: TokenStream | None = None
-    received: bool = False  # no write can come any more
+    received: bool = False  # no peer's write can come any more
     ended: bool = False  # a step launched before may still have a row for it, which is then ignored
     output: list[int] = field(default_factory=list)
+    salt: bytes = b""  # of the prefixes that it shares
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this worker computes the prompt itself."""
+        return self.signal is None
+
+
+@dataclass(eq=False)
+class LocalPrompt(Prompt):
+    """A prompt that the worker decodes, too: its KV is computed into the very sequence that is decoded."""
+
+    request: DecodeRequest
+
+    @property
+    def has_room(self) -> bool:
+        """Its reservation is for prompt and output."""
+        return True

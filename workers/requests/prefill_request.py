@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.position_map import PositionMap
 from tandem.workers.requests.first_token import FirstToken
-from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.requests.prompt import Prompt
 from tandem.workers.sampling.token_logprobs import TokenLogprobs
 from tandem.workers.wire.lease import Lease
 from tandem.workers.wire.reservation import Reservation
@@ -48,37 +48,29 @@ class SpeculativePrompt:
     logits: Tensor | None = None  # [1, vocab], behind the last token, where the forward reaches so far
     first_token: "Future[FirstToken]" = field(default_factory=Future)  # never ends where the prompt is dropped
     started: float = field(default_factory=time.perf_counter)
+    salt: bytes = b""  # of the prefixes that it shares
 
 
 @dataclass(eq=False)
-class PrefillRequest:
-    """One prompt from RemoteSend until its writes are quiet. Owned by the step thread."""
+class PrefillRequest(Prompt):
+    """A prompt that a peer decodes, from RemoteSend until its writes are quiet."""
 
-    request_id: str
-    sequence_id: int
-    token_ids: Int64Array
-    params: SamplingParams
     reservation: Reservation
     position_map: PositionMap
     lease: Lease
     result: "Future[PrefillResult]" = field(default_factory=Future)
-    logits: Tensor | None = None  # [1, vocab], where all was launched before the reservation came
+    first_token: "Future[FirstToken]" = field(default_factory=Future)
     marked: bool = False  # whether the cache knows where the KV goes
-    computed: int = 0  # positions whose KV is stored once the forwards launched so far are done
-    cached_tokens: int = 0
-    arrived: float = field(default_factory=time.perf_counter)
-    started: float = 0.0
-    sampled_at: float = 0.0  # when the host learned the first token
     push_seconds: float = 0.0
     bytes_pushed: int = 0
-    first_token: "Future[FirstToken]" = field(default_factory=Future)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
+    def has_room(self) -> bool:
+        """It was begun speculatively."""
+        return self.computed > 0
 
     @property
-    def destination(self) -> tuple[int, PositionMap, int]:
+    def target(self) -> tuple[int, PositionMap, int]:
         """From which position on its KV goes where, and to which PE."""
         return self.reservation.matched_tokens, self.position_map, self.reservation.target_pe
 

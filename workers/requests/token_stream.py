@@ -9,6 +9,15 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.token_logprobs import TokenLogprobs
 
 
+@dataclass(frozen=True)
+class Prefilled:
+    """How this worker computed the prompt of a request that it decodes; field by field as in worker.proto."""
+
+    cached_tokens: int
+    queue_seconds: float
+    prefill_seconds: float
+
+
 @dataclass
 class Tokens:
     """Consecutive output tokens of one request."""
@@ -18,6 +27,7 @@ class Tokens:
     finish_reason: FinishReason = FinishReason.RUNNING
     error: WorkerError | None = None  # why the request failed, with its last tokens
     fed: int = 0  # how many tokens went over a feed before these
+    prefilled: Prefilled | None = None  # with the last tokens, where this worker computed the prompt
 
 
 class TokenStream:
@@ -30,6 +40,7 @@ class TokenStream:
         self._feed = feed
         self._number = number
         self._fed = 0
+        self._prefilled: Prefilled | None = None
         self._pending = Tokens()
         self._ready = asyncio.Event()
         self.last_written = 0.0
@@ -38,6 +49,10 @@ class TokenStream:
         self._pending.token_ids += token_ids
         self._pending.logprobs += logprobs
         self._pending.finish_reason = finish_reason
+
+    def began(self, prefilled: Prefilled) -> None:
+        """The prompt was computed here."""
+        self._prefilled = prefilled
 
     def fail(self, error: WorkerError) -> None:
         self._pending.finish_reason = FinishReason.ERROR
@@ -63,6 +78,7 @@ class TokenStream:
         self._ready.clear()
         tokens, self._pending = self._pending, Tokens()
         tokens.fed = self._fed
+        tokens.prefilled = self._prefilled if tokens.finish_reason != FinishReason.RUNNING else None
         return tokens
 
 
@@ -74,6 +90,7 @@ class TokenUpdate:
     token_id: int | None
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason
+    prefilled: Prefilled | None = None  # with the first token of a prompt that was computed here
 
 
 class TokenFanout:
@@ -103,6 +120,8 @@ class TokenFanout:
             stream = update.token_stream
             tokens = [] if update.token_id is None else [update.token_id]
             logprobs = [] if update.logprobs is None else [update.logprobs]
+            if update.prefilled is not None:
+                stream.began(update.prefilled)
             stream.add(tokens, logprobs, update.finish_reason)
             if stream.finished or now - stream.last_written >= interval:
                 stream.flush(now)

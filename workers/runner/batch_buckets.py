@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 LEAST_TO_SHARE = 16  # rows; for fewer, sharing takes long prefixes to pay for its launches
 STEP = 8  # rows, the least that a tensor core's tile adds
+WIDE = 256  # rows; beyond, each graph more costs a start more than padding costs a step
+WIDE_STEP = 32
 # Of a decode step and of the prompt chunks in its forward: few, for each pair of them is a graph.
 MIXED_ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MIXED_TOKENS = (64, 128, 256, 512)
@@ -16,14 +18,14 @@ LAUNCH_BOUND = 1 << 34
 
 
 def bucket_sizes(limit: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, … below `limit`, and `limit` itself, at least 1."""
+    """1, 2, 4, 8, 16, 24, … 256, 288, … below `limit`, and `limit` itself, at least 1."""
     small = [size for size in (1, 2, 4) if size < limit]
-    return [*small, *range(STEP, limit, STEP), limit]
+    return [*small, *range(STEP, min(limit, WIDE), STEP), *range(WIDE, limit, WIDE_STEP), limit]
 
 
 def sharing_sizes(limit: int) -> list[int]:
     """Sizes for steps whose rows share pages: few, for a graph each is captured besides those of all steps."""
-    return [size for size in (16, 32, 64, 128) if size < limit] + [limit] * (limit >= LEAST_TO_SHARE)
+    return [size for size in (16, 32, 64, 128, 256) if size < limit] + [limit] * (limit >= LEAST_TO_SHARE)
 
 
 def prompt_sizes(limit: int, hidden_size: int) -> list[int]:

@@ -133,7 +133,7 @@ class DecodeGraphs:
 
     def _compute_with_prompts(self, buffers: GraphBuffers, prompts: GraphBuffers) -> Tensor:
         num_rows, (prompt_ids, last_rows) = buffers.size, prompts.inputs
-        attention = MixedAttention(buffers.attention(), prompts.attention(), num_rows)
+        attention = MixedAttention(buffers.attention(by_layers=True), prompts.attention(), num_rows)
         tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs)
         ids = torch.cat((self._sampler.inputs(tokens, sources, self._last), prompt_ids))
         wanted = torch.cat((torch.arange(num_rows, device=ids.device), last_rows + num_rows))

@@ -1,6 +1,6 @@
 """From a batch and its token ids to sampled tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -113,6 +113,24 @@ class ModelRunner:
         """step() of what was foreseen last, with these tokens: launched at once. None, and nothing happens, where that
         cannot be; then step() can."""
         return None if self._graphs is None else self._graphs.step_foreseen(sequence_ids, tokens)
+
+    def mark(self) -> Callable[[], bool] | None:
+        """Says whether all that was launched so far is done; None where nothing is under way.
+
+        What failed is done: those who wait for its results hear of it.
+        """
+        if self._model.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._model.device))
+
+        def is_past() -> bool:
+            try:
+                return event.query()
+            except RuntimeError:
+                return True
+
+        return None if is_past() else is_past
 
     def drain(self) -> None:
         """Waits until nothing that was launched is under way; raises what the device reports."""

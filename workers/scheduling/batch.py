@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.workers.requests.prefill_request import PrefillRequest
+from tandem.workers.requests.prompt import Prompt
 from tandem.workers.sampling.sample_batch import SampleBatch
 
 
@@ -20,20 +20,30 @@ class DecodeStep(NamedTuple):
 class Chunk(NamedTuple):
     """The next tokens of one prompt."""
 
-    request: PrefillRequest
+    request: Prompt
     length: int
 
 
 class Batch(NamedTuple):
-    """Prompt chunks and decode rows of one step. A worker gets both only where it is given both."""
+    """Prompt chunks and decode rows of one step."""
 
     chunks: tuple[Chunk, ...] = ()
-    launched: tuple[PrefillRequest, ...] = ()  # computed speculatively as a whole: only to be sent
+    launched: tuple[Prompt, ...] = ()  # computed speculatively as a whole: only to be sent
     alone: bool = False  # whether no other prompt runs or waits beside the one of the chunk
     decodes: DecodeStep | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """New tokens of prompts."""
+        return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def ends_prompt(self) -> bool:
+        """Whether a chunk is the last one of its prompt. Before the batch is computed."""
+        return any(chunk.request.computed + chunk.length == chunk.request.num_tokens for chunk in self.chunks)
 
     @property
     def num_tokens(self) -> int:
         """New tokens that the step stores."""
         rows = 0 if self.decodes is None else len(self.decodes.sequence_ids)
-        return rows + sum(chunk.length for chunk in self.chunks)
+        return rows + self.prompt_tokens

@@ -25,6 +25,7 @@ class StepInFlight:
     limits: Int64Array  # [n], LENGTH for rows that get their last possible token, else RUNNING
     stop_ids: Int64Array  # [n, k]
     pending: PendingSamples
+    prompt_tokens: int = 0  # that the device computes between the step before and this one
     released: list[int] = field(default_factory=list)  # sequences that ended since; the step may write to their pages
 
     def reasons(self, sampled: Int64Array) -> Int64Array:
@@ -79,16 +80,17 @@ class DecodeRows:
             return None
         return DecodeStep(self.sequence_ids, self.tokens, self.sources, self.sampling, self.lengths + 1)
 
-    def launched(self, step: DecodeStep, pending: PendingSamples) -> StepInFlight:
-        """`step`, which next_step() gave since the last change, was launched. Rows with their last token leave."""
+    def launched(self, step: DecodeStep, pending: PendingSamples, prompt_tokens: int = 0) -> StepInFlight:
+        """`step`, which next_step() gave since the last change, was launched. Rows with their last token leave.
+        prompt_tokens: of chunks that were launched since the step before."""
         self.lengths = step.positions
         self.sources = self._every_row
         self._steps_left -= 1
         if self._steps_left > 0:
-            return StepInFlight(self.requests, self._no_limits, self.stop_ids, pending)
+            return StepInFlight(self.requests, self._no_limits, self.stop_ids, pending, prompt_tokens)
         last = self.lengths >= self.ends
         limits = np.where(last, int(FinishReason.LENGTH), int(FinishReason.RUNNING))
-        in_flight = StepInFlight(self.requests, limits, self.stop_ids, pending)
+        in_flight = StepInFlight(self.requests, limits, self.stop_ids, pending, prompt_tokens)
         self._keep(~last)
         return in_flight
 

@@ -1,6 +1,7 @@
 """Checks of every call to a worker, before a loop sees it: one bad call must not fail a forward of many requests."""
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.prefix_chain import MAX_SALT_BYTES
 from tandem.proto import inference_pb2
 from tandem.workers.errors import InvalidCall
 from tandem.workers.sampling.sampling_params import InvalidSamplingParams, SamplingParams, validate
@@ -32,6 +33,12 @@ def check_prompt(request_id: str, prompt: bytes, max_tokens: int, *, vocab_size:
             "positions for a sequence"
         )
     return token_ids
+
+
+def check_salt(salt: bytes) -> bytes:
+    if len(salt) > MAX_SALT_BYTES:
+        raise InvalidCall(f"salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are accepted")
+    return salt
 
 
 def check_sampling(message: inference_pb2.SamplingParams, vocab_size: int) -> SamplingParams:

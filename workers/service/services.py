@@ -15,16 +15,15 @@ import grpc.aio
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role, WorkerConfig
-from tandem.workers.decode.decodes import Decodes
 from tandem.workers.errors import InvalidCall, StaleEpoch
 from tandem.workers.event_loop import unwatched
-from tandem.workers.prefill.prefills import Prefills
 from tandem.workers.requests.feed import Feeds
 from tandem.workers.requests.first_token import FirstTokens
 from tandem.workers.requests.prefill_request import PrefillResult
 from tandem.workers.requests.token_stream import Tokens, TokenStream
 from tandem.workers.sampling.finish import FinishReason
-from tandem.workers.service.call_checks import check_prompt, check_request_id, check_sampling
+from tandem.workers.service.call_checks import check_prompt, check_request_id, check_salt, check_sampling
+from tandem.workers.service.reports import Reports
 from tandem.workers.service.status import outcome, refuse
 from tandem.workers.step_loop import StepLoop
 from tandem.workers.step_thread import StepThread
@@ -37,7 +36,7 @@ Context = grpc.aio.ServicerContext
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Every call to a worker. A call of a side that the worker does not have ends with UNIMPLEMENTED."""
+    """Every call to a worker, whatever it is mainly for."""
 
     def __init__(
         self, config: WorkerConfig, vocab_size: int, thread: StepThread, loop: StepLoop, cache: PagedKVCache
@@ -49,16 +48,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._loop = loop
         self._cache = cache
         self._feeds = Feeds()
-
-    async def _prefills(self, context: Context) -> Prefills:
-        if self._loop.prefills is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker prefills no prompts")
-        return self._loop.prefills
-
-    async def _decodes(self, context: Context) -> Decodes:
-        if self._loop.decodes is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker decodes no sequences")
-        return self._loop.decodes
 
     async def _on_step_thread(self, context: Context, epoch: int, command: Callable[[], T]) -> T:
         def of_this_epoch() -> T:
@@ -101,15 +90,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         known = [await outcome(context, answer) for answer in answers]
         return worker_pb2.AbortResponse(known=any(known))
 
+    async def Watch(self, request: worker_pb2.WatchRequest, context: Context) -> None:
+        reports = Reports(self._loop, self._cache)
+        while True:
+            for report in await self._on_step_thread(context, request.epoch, reports.take):
+                await context.write(report)
+            await reports.due()
+
     # Prefill
 
     async def Announce(self, request_iterator: AsyncIterable[worker_pb2.AnnounceRequest], context: Context) -> None:
-        prefills = await self._prefills(context)
+        prefills = self._loop.prefills
         sampled = FirstTokens(asyncio.get_running_loop())
 
         def announce(request: worker_pb2.AnnounceRequest) -> None:
             prompt = self._check_prompt(request.request_id, request.prompt, 1)
-            future = prefills.speculate(request.request_id, prompt)
+            future = prefills.speculate(request.request_id, prompt, check_salt(request.salt))
             if future is not None:
                 sampled.expect(request.request_id, future)
 
@@ -124,14 +120,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def RemoteSend(
         self, request: worker_pb2.RemoteSendRequest, context: Context
     ) -> worker_pb2.RemoteSendResponse:
-        prefills = await self._prefills(context)
+        prefills = self._loop.prefills
         attended: list[Lease] = []
 
         def submit() -> Future[PrefillResult]:
             prompt = self._check_prompt(request.request_id, request.prompt, 1)
             params = check_sampling(request.sampling, self._vocab_size)
             reservation = reservation_from_proto(request.reservation, self._config.token)
-            future = prefills.submit(request.request_id, prompt, params, reservation)
+            future = prefills.submit(request.request_id, prompt, params, reservation, check_salt(request.salt))
             lease = prefills.attend(request.request_id)
             attended.extend([] if lease is None else [lease])
             return future
@@ -150,17 +146,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def PrepareReceive(
         self, request: worker_pb2.PrepareReceiveRequest, context: Context
     ) -> worker_pb2.Reservation:
-        decodes = await self._decodes(context)
+        decodes = self._loop.decodes
 
-        def prepare() -> Reservation:
+        def prepare() -> tuple[Reservation, Future[None] | None]:
             prompt = self._check_prompt(request.request_id, request.prompt, request.max_tokens)
-            return decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe)
+            salt = check_salt(request.salt)
+            reservation = decodes.prepare(request.request_id, prompt, request.max_tokens, request.writer_pe, salt)
+            return reservation, self._loop.windows_past()
 
-        reservation = await self._on_step_thread(context, request.epoch, prepare)
+        reservation, past = await self._on_step_thread(context, request.epoch, prepare)
+        if past is not None:
+            await outcome(context, past)
         return reservation_to_proto(reservation, self._config.token)
 
     async def StartGenerate(self, request: worker_pb2.StartGenerateRequest, context: Context) -> None:
-        decodes = await self._decodes(context)
+        decodes = self._loop.decodes
         feed = None if request.sampling.HasField("logprobs") else self._feeds.get(request.feed)
         token_stream = TokenStream(feed, request.number)
         started: list[str] = []
@@ -185,8 +185,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 self._thread.call(lambda: [decodes.abort(started_id, False) for started_id in started])
 
     async def Feed(self, request: worker_pb2.FeedRequest, context: Context) -> None:
-        await self._decodes(context)
-
         def check() -> None:
             if not request.feed:
                 raise InvalidCall("feed is 0; any other number is accepted")
@@ -219,4 +217,5 @@ def _generated(tokens: Tokens) -> worker_pb2.GeneratedTokens:
         logprobs=[logprobs_to_proto(entry) for entry in tokens.logprobs],
         finish_reason=int(tokens.finish_reason),  # type: ignore[arg-type]  # same numbers as the enum of the message
         fed=tokens.fed,
+        prefilled=None if tokens.prefilled is None else worker_pb2.Prefilled(**asdict(tokens.prefilled)),
     )

@@ -48,8 +48,9 @@ def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
 
 def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Reservation:
     """token: the island's, by which the message is sealed."""
-    position_map = worker_pb2.PositionMap(**asdict(reservation.wire_map))
+    wire = reservation.wire_map
     numbers = {name: getattr(reservation, name) for name in RESERVATION_NUMBERS}
+    position_map = None if wire is None else worker_pb2.PositionMap(**asdict(wire))
     message = worker_pb2.Reservation(**numbers, position_map=position_map)
     seal(message, token)
     return message
@@ -57,10 +58,14 @@ def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Res
 
 def reservation_from_proto(message: worker_pb2.Reservation, token: str) -> Reservation:
     """token: the island's. Nothing is refused here: the loop that uses the reservation does."""
-    of_map: dict[str, Any] = {field.name: getattr(message.position_map, field.name) for field in fields(WireMap)}
-    of_map["runs"] = tuple(of_map["runs"])
+    wire_map = _wire_map(message.position_map) if message.HasField("position_map") else None
     numbers: dict[str, Any] = {name: getattr(message, name) for name in RESERVATION_NUMBERS}
-    return Reservation(**numbers, wire_map=WireMap(**of_map), authentic=is_sealed(message, token))
+    return Reservation(**numbers, wire_map=wire_map, authentic=is_sealed(message, token))
+
+
+def _wire_map(message: worker_pb2.PositionMap) -> WireMap:
+    of_map: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(WireMap)}
+    return WireMap(**of_map | {"runs": tuple(message.runs)})
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:

@@ -124,9 +124,9 @@ class FlashInferKernels(PlannedWrappers[QKV], AppendThenAttend):
         wrapper = self._fixed_wrapper(tables, limits.num_q_heads)
         return SharingBuffers(AppendTargets(tables.slots, None), wrapper, fixed, limits.num_q_heads)
 
-    def begin_captured(self, buffers: Any) -> None:
+    def begin_captured(self, buffers: Any, by_layers: bool = False) -> None:
         if isinstance(buffers, DecodePlan):
-            buffers.scheduled = buffers.by_layers
+            buffers.scheduled = by_layers or buffers.by_layers
             if buffers.scheduled:
                 schedule_splits(buffers, self._pool, self.scoring, self._fp8)
 

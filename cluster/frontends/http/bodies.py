@@ -26,6 +26,7 @@ from typing_extensions import TypeAliasType
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.protocol import Prompt, accepted_value, build_request
+from tandem.cluster.requests.cache_salt import MAX_CACHE_SALT
 from tandem.cluster.requests.validation import MAX_MESSAGES
 from tandem.proto import inference_pb2
 
@@ -147,6 +148,12 @@ class GenerationBody(SamplingFields, ABC):
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions | None = Field(default=None, description="an object with include_usage")
     max_tokens: int | None = Field(default=None, description="an integer of at least 1")
+    cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_CACHE_SALT,
+        description=f"a text of 1 to {MAX_CACHE_SALT} characters",
+    )
     return_token_ids: bool = Field(default=False, description="true or false")
     return_tokens_as_token_ids: bool = Field(default=False, description="true or false")
 
@@ -164,7 +171,8 @@ class GenerationBody(SamplingFields, ABC):
         """The same for the gateway. Raises InvalidRequest, with the gateway's names: see blame()."""
         given = {field.name: getattr(self, field.name) for field in SAMPLING}
         sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens}
-        return build_request(self.input, {name: value for name, value in sampling.items() if value is not None}, None)
+        given = {name: value for name, value in sampling.items() if value is not None}
+        return build_request(self.input, given, None, self.cache_salt or "")
 
     @property
     @abstractmethod

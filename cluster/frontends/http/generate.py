@@ -13,6 +13,7 @@ from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
+from tandem.workers.authentication import HEADER
 from tandem.workers.event_loop import unwatched
 
 BODY_SECONDS = 60.0  # how long a client may take to send its body
@@ -41,7 +42,7 @@ class GenerationRoute:
         body = await self._body(scope, receive)
         if body.model not in (None, self.model):
             raise HttpError.other_model(body.model or "", self.model)
-        work = unwatched(asyncio.ensure_future(self._generate(body, client_of(scope), reply)))
+        work = unwatched(asyncio.ensure_future(self._generate(body, scope, reply)))
         gone = unwatched(asyncio.ensure_future(_disconnected(receive)))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -90,7 +91,7 @@ class GenerationRoute:
                 413, f"the body has {size} bytes or more; {self.max_bytes} are accepted (gateway.max_message_mib)"
             )
 
-    async def _generate(self, body: GenerationBody, client: str, reply: Reply) -> None:
+    async def _generate(self, body: GenerationBody, scope: Scope, reply: Reply) -> None:
         answer = self.answer(body, self.model, self.tokenizer)
         messages: list[inference_pb2.GenerateResponse] = []
 
@@ -102,7 +103,10 @@ class GenerationRoute:
                 messages.append(message)
 
         try:
-            await self.requests.serve(body.request(), client, write, open_ended=body.open_ended)
+            credential = next(iter(header(scope, HEADER)), "")
+            await self.requests.serve(
+                body.request(), client_of(scope), write, credential=credential, open_ended=body.open_ended
+            )
         except InvalidRequest as error:
             raise body.blame(error) from error
         if not body.stream:

@@ -66,7 +66,9 @@ class Connection(H11Protocol):
 class HttpServer:
     """Serves an application on the event loop that start() is called on; stop() closes what start() opened."""
 
-    def __init__(self, app: HttpApp, host: str, port: int, security: ServerSecurity) -> None:
+    def __init__(self, app: HttpApp, host: str, port: int, security: ServerSecurity, *, shared: bool) -> None:
+        """shared: as of grpc_server()."""
+        self._shared = shared
         self._app = app
         self._host = host
         self._port = port
@@ -116,7 +118,9 @@ class HttpServer:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             both = self._host == "::"
-            listener = socket.create_server((self._host, self._port), family=family, dualstack_ipv6=both)
+            listener = socket.create_server(
+                (self._host, self._port), family=family, dualstack_ipv6=both, reuse_port=self._shared
+            )
         except OSError as error:
             raise StartFailed(
                 f"gateway.http_port {self._port} on {self._host} cannot be opened ({os.strerror(error.errno or 0)}); "

@@ -255,6 +255,8 @@ class TestStatus:
         assert "63" in printed
         assert "lost" in printed
         assert "gateway restarts 2" in printed
+        assert "4711" in printed
+        assert "is started again" in printed.split("island")[0]
         assert "island j  epoch 7  shared_memory  restarts 6  is started again" in printed
 
     def test_json(self, capsys: Capture) -> None:

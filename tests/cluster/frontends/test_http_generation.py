@@ -29,7 +29,7 @@ class RoundedRequests:
         self._round += 1
         asyncio.get_running_loop().call_soon(self.look)
 
-    async def serve(self, request: Any, client: str, write: Any, *, open_ended: int | None) -> None:
+    async def serve(self, request: Any, client: str, write: Any, **_: Any) -> None:
         self.requests[self._round] += 1
         await write(inference_pb2.GenerateResponse(request_id="r"))
 

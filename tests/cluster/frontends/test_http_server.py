@@ -279,7 +279,7 @@ class TestPorts:
         assert not processes.specs
 
     def test_the_extra_is_asked_for_before_anything_starts(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.cluster.supervision.launcher.find_spec", lambda name: None)
+        monkeypatch.setattr("tandem.cluster.supervision.shared_ports.find_spec", lambda name: None)
         processes = FakeProcesses()
         config = load_config(None, {"model.path": str(model), "gateway.port": 0, "gateway.http_port": 0})
         with pytest.raises(ConfigError, match=r"pip install 'tandem\[http\]'"):

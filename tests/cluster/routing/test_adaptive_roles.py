@@ -19,6 +19,7 @@ from tests.cluster.fake_worker import FakeWorker
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import tokens_of
 
+ADAPTIVE = {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.015}
 PROMPT = [5, 6, 7]
 TOKENS = [(number * 7 + 3) % 100 for number in range(64)]
 BUSY = worker_pb2.WorkerReport(prompt_tokens=50_000, prompt_tokens_per_second=10_000)
@@ -43,7 +44,7 @@ def link(gateway: Gateway, pe: int) -> WorkerLink:
 
 def with_gateway(model: Path, body: Body) -> None:
     """Runs body beside a gateway with a prefill worker, PE 0, and a decode worker, PE 1."""
-    config = load_config(None, {"model.path": str(model), "gateway.port": 0, "scheduler.roles": "adaptive"})
+    config = load_config(None, {"model.path": str(model), "gateway.port": 0, **ADAPTIVE})
 
     async def run() -> None:
         prefill, decode = FakeWorker(say, pe=0, feeds=True), FakeWorker(say, pe=1, feeds=True)

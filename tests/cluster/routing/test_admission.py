@@ -1,7 +1,8 @@
 """Whose turn it is among those that wait, and how many may."""
 
 import asyncio
-from collections import OrderedDict, deque
+import mmap
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cluster.errors import Overloaded
+from tandem.cluster.peers.table import Column, GatewayTable, table_bytes
 from tandem.cluster.routing.admission import AdmissionQueue
 
 
@@ -46,28 +48,11 @@ class Crowd:
             await self._ends[name].wait()
 
 
-def naive_order(arrivals: list[tuple[str, str]]) -> list[str]:
-    """The first arrival has the turn at once; then round robin over clients in the order of their first waiting
-    request, the client that was just served last."""
-    first, name = arrivals[0]
-    order = [name]
-    waiting: OrderedDict[str, deque[str]] = OrderedDict()
-    for client, name in arrivals[1:]:
-        waiting.setdefault(client, deque()).append(name)
-    if next(iter(waiting), None) == first:
-        waiting.move_to_end(first)
-    while waiting:
-        client, names = next(iter(waiting.items()))
-        del waiting[client]
-        order.append(names.popleft())
-        if names:
-            waiting[client] = names
-    return order
-
-
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
 def test_clients_take_turns(clients: list[str]) -> None:
-    async def run() -> list[str]:
+    """No client gets a second turn while another waits for its first, and so on; each client's are in their order."""
+
+    async def run() -> None:
         crowd = Crowd(AdmissionQueue(100, 100))
         arrivals = [(client, f"{client}{number}") for number, client in enumerate(clients)]
         for client, name in arrivals:
@@ -75,10 +60,121 @@ def test_clients_take_turns(clients: list[str]) -> None:
         for _ in arrivals:
             await crowd.end(crowd.served[-1])
         assert (crowd.queue.requests, crowd.queue.tokens) == (0, 0)
-        assert crowd.served == naive_order(arrivals)
-        return crowd.served
+        assert_fair(crowd.served, [name for _, name in arrivals])
 
-    assert len(asyncio.run(run())) == len(clients)
+    asyncio.run(run())
+
+
+def assert_fair(served: list[str], arrivals: list[str]) -> None:
+    """arrivals: of the names that waited; a name begins with its client's letter."""
+    assert sorted(served) == sorted(arrivals)
+    for client in {name[0] for name in arrivals}:
+        assert [name for name in served if name[0] == client] == [name for name in arrivals if name[0] == client]
+    turns = Counter[str]()
+    for number, name in enumerate(served):
+        turns[name[0]] += 1
+        for other in {name[0] for name in served[number + 1 :]}:
+            assert turns[name[0]] <= turns[other] + 1, served
+
+
+class Place:
+    """Room for one request at a time, that heads of the queues of several processes compete for."""
+
+    def __init__(self, tables: list[GatewayTable]) -> None:
+        self.queues = [AdmissionQueue(100, 1000, table) for table in tables]
+        self.served: list[str] = []
+        self.taken = True
+
+    async def ask(self, process: int, name: str) -> None:
+        queue = self.queues[process]
+        async with queue.turn(name[0], 1):
+            while True:
+                await queue.first()
+                queue.room.clear()
+                if not self.taken:
+                    self.taken = True
+                    self.served.append(name)
+                    return
+                await queue.room.wait()
+
+    def free(self, process: int) -> None:
+        self.taken = False
+        self.queues[process].room.set()
+
+
+def tables(processes: int) -> list[GatewayTable]:
+    memory = mmap.mmap(-1, table_bytes(processes, 1))
+    views = [GatewayTable(memory, processes, 1, process, "key") for process in range(processes)]
+    for number, view in enumerate(views):
+        view.put(Column.PORT, 1 + number)
+    return views
+
+
+@pytest.mark.parametrize("freed_by", [0, 1])
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        ["0a0", "0a1", "1a2", "1a3", "0b0", "0b1", "1c0", "1c1"],  # a is spread over both processes
+        ["0a0", "1a1", "0a2", "1a3", "1b0", "1b1", "1b2"],
+        ["0a0", "0b0", "0c0", "0d0", "1e0", "1e1", "1e2"],
+    ],
+)
+def test_a_client_of_several_processes_has_no_more_turns(waiting: list[str], freed_by: int) -> None:
+    """Also where it is always the same process whose requests end."""
+
+    async def run() -> None:
+        place = Place(tables(2))
+        asked = []
+        for each in waiting:
+            asked.append(asyncio.create_task(place.ask(int(each[0]), each[1:])))
+            await asyncio.sleep(0.001)
+        for number in range(len(waiting)):
+            place.free(freed_by)
+            while len(place.served) == number:
+                await asyncio.sleep(0.001)
+        await asyncio.gather(*asked)
+        turns = Counter[str]()
+        for number, name in enumerate(place.served):
+            turns[name[0]] += 1
+            for other in {name[0] for name in place.served[number + 1 :]}:
+                assert turns[name[0]] <= turns[other] + 1, place.served
+        assert not place.queues[0].waits
+
+    asyncio.run(run())
+
+
+def test_bounds_hold_for_all_processes_together() -> None:
+    async def run() -> None:
+        one, other = (AdmissionQueue(2, 10, table) for table in tables(2))
+        async with one.turn("a", 1), other.turn("b", 1):
+            for queue in (one, other):
+                with pytest.raises(Overloaded, match=r"2 requests are queued; gateway\.max_queued is 2"):
+                    async with queue.turn("c", 1):
+                        pass
+            assert (one.waits, other.waits) == (True, True)
+        async with one.turn("a", 8):
+            with pytest.raises(Overloaded, match=r"8 tokens are queued and the request asks for 3"):
+                async with other.turn("c", 3):
+                    pass
+        assert (one.waits, other.waits) == (False, False)
+
+    asyncio.run(run())
+
+
+def test_who_is_silent_or_gone_is_not_waited_for() -> None:
+    async def run() -> None:
+        views = tables(2)
+        one, other = (AdmissionQueue(9, 10, table) for table in views)
+        async with one.turn("a", 1), other.turn("b", 1):
+            await asyncio.wait_for(one.first(), 5)
+            assert other._is_behind()
+            await asyncio.wait_for(other.first(), 5)  # the first one does not look for room any more
+            await one.first()
+            assert other._is_behind()
+            views[1].clear(0, restarts=0)
+            assert not other._is_behind()
+
+    asyncio.run(run())
 
 
 def test_one_client_with_much_does_not_hold_up_another() -> None:

@@ -104,7 +104,7 @@ async def open_feed(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -
     """By a request that does without one."""
     assert tokens_of(await ask(client)) == TOKENS
     assert worker.fed == 0
-    decode, *_ = gateway._islands.pairs(Ask(1, 1))[0]
+    decode, *_ = next(gateway._islands.pairs(Ask(1, 1)))
     while decode.feed._current is None:
         await asyncio.sleep(0.01)
 
@@ -115,7 +115,7 @@ def test_tokens_come_over_the_feed_once_it_is_open(model: Path) -> None:
         for answer in await asyncio.gather(*(ask(client) for _ in range(3))):
             assert tokens_of(answer) == TOKENS
         assert worker.fed == 3 * (len(TOKENS) - 2)  # without the first one and the last one
-        decode, *_ = gateway._islands.pairs(Ask(1, 1))[0]
+        decode, *_ = next(gateway._islands.pairs(Ask(1, 1)))
         assert not any(feed.inboxes for feed in decode.feed._feeds.values())
 
     with_gateway(model, FakeWorker(say, feeds=True), body)
@@ -126,7 +126,7 @@ def test_an_old_feed_ends_with_its_last_request(model: Path, monkeypatch: pytest
 
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
         await open_feed(gateway, client, worker)
-        decode, *_ = gateway._islands.pairs(Ask(1, 1))[0]
+        decode, *_ = next(gateway._islands.pairs(Ask(1, 1)))
         for _ in range(3):
             (before,) = decode.feed._feeds
             answers = await asyncio.gather(*(ask(client) for _ in range(2)))

@@ -2,7 +2,13 @@ import pytest
 
 from tandem.cluster.config import ClusterConfig, load_config
 from tandem.cluster.errors import ConfigError
-from tandem.cluster.supervision.process_settings import agreed_pages, utilization_to_fill
+from tandem.cluster.supervision import process_settings
+from tandem.cluster.supervision.process_settings import (
+    agreed_pages,
+    gateway_processes,
+    utilization_to_fill,
+    worker_configs,
+)
 
 GPU = {"island.device": "cuda", "island.transport": "nvshmem"}
 
@@ -17,6 +23,31 @@ def test_on_a_gpu_num_pages_takes_the_place_of_a_utilization() -> None:
     config = load_config(None, GPU | {"cache.num_pages": 7})
     assert utilization_to_fill(config) is None
     assert agreed_pages(config, (), max_model_len=100_000) == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "sequences", "signals"),
+    [
+        ({}, 256, 256),
+        (GPU, 512, 512),
+        (GPU | {"scheduler.max_sequences": 40}, 40, 40),
+        ({"island.num_signals": 7}, 256, 7),
+    ],
+)
+def test_a_worker_awaits_as_many_requests_as_it_runs(settings: dict[str, object], sequences: int, signals: int) -> None:
+    for worker in worker_configs(load_config(None, settings), max_model_len=100):
+        assert (worker.max_sequences, worker.num_signals) == (sequences, signals)
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes"), [(None, 1), (1, 1), (2, 1), (4, 1), (7, 1), (8, 2), (12, 3), (16, 4), (128, 4)]
+)
+def test_a_larger_machine_has_more_gateway_processes(
+    cores: int | None, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_settings.os, "cpu_count", lambda: cores)
+    assert gateway_processes(ClusterConfig()) == processes
+    assert gateway_processes(load_config(None, {"gateway.processes": 3})) == 3
 
 
 @pytest.mark.parametrize(("given", "filled"), [(None, 0.9), (0.5, 0.5)])

@@ -1,6 +1,8 @@
 """What is watched, what is started again and how often: with processes that do as told."""
 
+import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
@@ -9,15 +11,17 @@ import pytest
 
 from tandem.cluster.config import ClusterConfig, RecoverySection, load_config
 from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError, WorkerLost
+from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.routing.membership import Membership
-from tandem.cluster.scaling import Shape
-from tandem.cluster.supervision.gateway_supervisor import GatewaySupervisor
+from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
+from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor
 from tandem.cluster.supervision.heartbeat import MEETING, MEETING_SECONDS, POLL_SECONDS, Heartbeat
 from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.island_supervisor import IslandSupervisor
 from tandem.cluster.supervision.liveness import Liveness
 from tandem.cluster.supervision.process_settings import gateway_settings, island_names
 from tandem.cluster.supervision.restart_budget import RestartBudget
+from tandem.cluster.supervision.shared_ports import SharedPorts
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses, room_of_each
 from tests.support.waiting import until
@@ -315,38 +319,129 @@ class TestIsland:
         assert all(member.killed for member in cluster.last.members)
 
 
-class TestGateway:
-    @pytest.mark.parametrize("keeps_places", [False, True])
-    def test_the_next_has_the_ports_and_hears_of_the_islands(self, keeps_places: bool) -> None:
-        processes, membership, released = FakeProcesses(keeps_places=keeps_places), Membership(), []
+class SupervisedGateway:
+    """A gateway of two processes, and what comes of it."""
+
+    def __init__(self, processes: FakeProcesses) -> None:
+        self.processes = processes
+        self.membership = Membership()
+        self.released: list[str] = []
+        self.orders: list[ScaleOrder] = []
+        self.failure: Future[TandemError] = Future()
         config = load_config(None, {"model.path": ".", "gateway.port": 0, "gateway.http_port": 0})
-        failure: Future[TandemError] = Future()
-        supervisor = GatewaySupervisor(
+        self.supervisor = GatewaySupervisor(
             processes,
             gateway_settings(config, 64, 8),
-            membership,
-            released.append,
-            lambda order: Future(),
+            GatewayShape(processes=2, num_islands=1),
+            self.membership,
+            self.released.append,
+            self._scale,
             RECOVERY,
-            failure.set_result,
+            self.failure.set_result,
         )
-        supervisor.start()
-        supervisor.ready.result(30)
-        membership.update("i", 1, 0, ())
-        processes.groups[-1].members[0].kill()
-        until(lambda: len(processes.specs) == 2)
-        until(lambda: "update_island" in [method for method, _ in processes.groups[-1].members[0].calls])
-        assert len(processes.groups) == (1 if keeps_places else 2)
-        (gateway,) = processes.groups[-1].members
-        gateway.fails["stop"] = AttributeError("it was never started whole")
-        ((spec,),) = processes.specs[1:]
-        settings: Any = spec.argument
-        assert (settings.port, settings.http_port, settings.incarnation) == (1, 2, 2)
-        assert released == ["1."]
-        supervisor.stop()
-        supervisor.join()
-        assert gateway.killed
-        assert not failure.done()
+
+    def _scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
+        self.orders.append(order)
+        outcome: Future[ScaleOutcome] = Future()
+        outcome.set_result(ScaleOutcome("i", 2, Shape(1, 1), 2, 0, 0, 0.0))
+        return outcome
+
+    @property
+    def members(self) -> list[FakeProcess]:
+        return self.processes.groups[-1].members
+
+    def table(self, process: int) -> GatewayTable:
+        """As a process of the last start sees it."""
+        settings: Any = self.processes.specs[0][process].argument
+        return open_table(settings.table, 2, 1, process, settings.peer_token)
+
+
+@pytest.fixture(params=[False, True])
+def gateway(request: pytest.FixtureRequest) -> Iterator[SupervisedGateway]:
+    """Its places are kept, or are gone."""
+    gateway = SupervisedGateway(FakeProcesses(keeps_places=request.param))
+    gateway.supervisor.start()
+    gateway.supervisor.ready.result(30)
+    yield gateway
+    gateway.supervisor.stop()
+    gateway.supervisor.join()
+    assert all(member.killed for group in gateway.processes.groups for member in group.members)
+
+
+def called(process: FakeProcess, method: str) -> int:
+    return [name for name, _ in process.calls].count(method)
+
+
+class TestGateway:
+    def test_a_lost_process_is_started_again_alone(self, gateway: SupervisedGateway) -> None:
+        gateway.membership.update("i", 1, 0, ())
+        staying, lost = gateway.members
+        for process, value in ((0, 5), (1, 7)):
+            gateway.table(process).put(Column.CALLS, value)
+        assert gateway.table(0).total(Column.CALLS) == 12
+        lost.kill()
+        until(lambda: len(gateway.processes.specs) == 2)
+        until(lambda: called(gateway.members[1], "update_island"))
+        assert len(gateway.processes.groups) == 1
+        assert gateway.members[0] is staying
+        assert not staying.killed
+        first: Any = gateway.processes.specs[0][1].argument
+        ((spec,),) = gateway.processes.specs[1:]
+        again: Any = spec.argument
+        assert (again.process, again.incarnation) == (1, 2)
+        assert 0 not in (again.port, again.http_port)
+        assert (again.port, again.http_port, again.table) == (first.port, first.http_port, first.table)
+        assert gateway.released == ["1.1."]
+        assert gateway.table(0).total(Column.CALLS) == 5
+        assert gateway.table(0).total(Column.RESTARTS) == 1
+        assert not gateway.failure.done()
+
+    def test_all_hear_of_the_islands_and_all_are_asked_what_runs_there(self, gateway: SupervisedGateway) -> None:
+        for call in gateway.membership.update("i", 1, 0, ()):
+            call.result(30)
+        assert [called(member, "update_island") for member in gateway.members] == [1, 1]
+        assert len(gateway.membership.ask_placed_tokens("i")) == 2
+        gateway.members[0].kill()
+        until(lambda: len(gateway.processes.specs) == 2)
+        until(lambda: len(gateway.membership.ask_placed_tokens("i")) == 2)
+
+    @pytest.mark.parametrize("process", [0, 1])
+    def test_an_order_is_taken_from_any_process_also_after_a_loss(
+        self, gateway: SupervisedGateway, process: int
+    ) -> None:
+        other, member = gateway.members[1 - process], gateway.members[process]
+        other.kill()
+        until(lambda: len(gateway.processes.specs) == 2)
+        order = ScaleOrder(1, "", 1, 1)
+        member.answer_pending("next_order", order)
+        until(lambda: called(member, "answer_order"))
+        assert gateway.orders == [order]
+        until(lambda: called(member, "next_order") == 2)
+
+    def test_its_ports_are_held_until_it_is_stopped(self, gateway: SupervisedGateway) -> None:
+        settings: Any = gateway.processes.specs[0][0].argument
+        for port in (settings.port, settings.http_port):
+            with pytest.raises(StartFailed, match=f"port {port} on 127.0.0.1 cannot be opened"):
+                SharedPorts("127.0.0.1", port, None)
+        gateway.supervisor.stop()
+        gateway.supervisor.join()
+        SharedPorts("127.0.0.1", settings.port, settings.http_port).close()
+
+    def test_who_cannot_be_stopped_is_ended(self, gateway: SupervisedGateway) -> None:
+        one, other = gateway.members
+        one.fails["stop"] = AttributeError("it was never started whole")
+        gateway.supervisor.stop()
+        gateway.supervisor.join()
+        assert called(other, "stop") == 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_port_that_another_program_has_is_refused(shared: bool) -> None:
+    """Though it shares the port, and ours would."""
+    with socket.create_server(("127.0.0.1", 0), reuse_port=shared) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(StartFailed, match=rf"gateway\.http_port {port} on 127\.0\.0\.1 cannot be opened"):
+            SharedPorts("127.0.0.1", 0, port)
 
 
 def test_names_of_islands() -> None:

@@ -3,6 +3,7 @@
 The runner here draws scripted tokens from the positions, and says when each step was launched and when it was read.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -20,6 +21,8 @@ from tandem.workers.config import LoopSettings
 from tandem.workers.decode.decodes import DELIVERY_SECONDS
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.errors import WorkerError
+from tandem.workers.handoff.handoff import RECALL_POLL_SECONDS
+from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.requests.token_stream import TokenFanout, TokenStream, TokenUpdate
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.runner.step_inputs import ON_HOST
@@ -27,7 +30,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.pending_samples import PendingSamples, Samples
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tandem.workers.step_loop import StepLoop
+from tandem.workers.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
 
 PAGE_SIZE, NUM_PAGES, PROMPT = 4, 24, 5
@@ -85,6 +88,12 @@ class ScriptedRunner:
             return None
         return self.step(sequence_ids, tokens, np.full(tokens.size, ON_HOST), *foreseen[1:])
 
+    def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
+        return False
+
+    def mark(self) -> None:
+        """No prompt is under way."""
+
     def drain(self) -> None:
         self.log.append("drain")
 
@@ -126,7 +135,14 @@ class Collector:
 class Bench:
     """One decode worker's loop, whose sender is the test."""
 
-    def __init__(self, max_sequences: int = 8) -> None:
+    def __init__(
+        self,
+        max_sequences: int = 8,
+        runner: type[ScriptedRunner] = ScriptedRunner,
+        clock: Callable[[], float] = time.monotonic,
+        **limits: Any,
+    ) -> None:
+        """limits: more of LoopSettings."""
         self.fabric = FakeFabric(2, LAYOUT, num_pages=NUM_PAGES, num_signals=mailbox_rows(8, 2))
         self._sender, receiver = self.fabric.joined()
         self.receiver: FakeTransport = receiver
@@ -138,10 +154,11 @@ class Bench:
             rope=RopeParameters("none", 4),
             writer=None,
         )
-        self.runner, self.collector = ScriptedRunner(self.cache), Collector()
-        settings = LoopSettings(lease_seconds=60, sharing=False, max_sequences=max_sequences)
-        self.loop = StepLoop(cast(ModelRunner, self.runner), self.cache, receiver, settings)
-        self.decodes = self.loop.give_decodes(cast(TokenFanout, self.collector), KernelThreads(None, 1))
+        self.runner, self.collector = runner(self.cache), Collector()
+        settings = LoopSettings(lease_seconds=60, sharing=False, max_sequences=max_sequences, **limits)
+        ends = Ends(PushMeter(receiver), cast(TokenFanout, self.collector), KernelThreads(None, 1))
+        self.loop = StepLoop(cast(ModelRunner, self.runner), self.cache, receiver, settings, ends, clock)
+        self.decodes = self.loop.decodes
 
     def start(self, name: str, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> tuple[Reservation, TokenStream]:
         """A request whose KV and first token have landed."""
@@ -155,7 +172,7 @@ class Bench:
 
     def run(self) -> None:
         for _ in range(100):
-            if self.loop.step() is None:
+            if self.loop.step() == RECALL_POLL_SECONDS:
                 return
         raise AssertionError("the loop does not come to rest")
 

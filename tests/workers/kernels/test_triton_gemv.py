@@ -37,7 +37,7 @@ class StepKernels(TorchKernels):
     def buffers(self, limits: Limits, tables: DeviceTables) -> DecodePlan:
         return DecodePlan.make(tables, limits.num_q_heads, self._pool.shape[3], self._pool.shape[5])
 
-    def begin_captured(self, buffers: DecodePlan) -> None:
+    def begin_captured(self, buffers: DecodePlan, by_layers: bool = False) -> None:
         schedule_splits(buffers, self._pool, self.scoring)
 
     def plan(self, tokens: TokenLayout, tables: PageTables, buffers: Any = None) -> Any:

@@ -11,7 +11,13 @@ def test_sizes(limit: int, sizes: list[int]) -> None:
     assert bucket_sizes(limit) == sizes
 
 
-@pytest.mark.parametrize("limit", [1, 5, 8, 100, 256])
+def test_wide_steps_have_few_graphs() -> None:
+    assert len(bucket_sizes(256)) == 35
+    assert bucket_sizes(512)[34:] == [256, 288, 320, 352, 384, 416, 448, 480, 512]
+    assert bucket_sizes(257)[-2:] == [256, 257]
+
+
+@pytest.mark.parametrize("limit", [1, 5, 8, 100, 256, 300, 512])
 def test_every_batch_has_the_least_bucket_that_holds_it(limit: int) -> None:
     sizes = bucket_sizes(limit)
     for rows in range(1, limit + 1):

@@ -1,6 +1,7 @@
 """What a scheduler hands out, for any order of prompts, ends and decode rows: without a device, a cache or a clock."""
 
 from dataclasses import dataclass, field
+from unittest.mock import MagicMock
 
 import numpy as np
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from tandem.transfer.completion import Signal
 from tandem.transfer.wire_map import WireMap
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.prefill_request import PrefillRequest
+from tandem.workers.requests.prompt import Prompt
 from tandem.workers.runner.step_inputs import ON_HOST
 from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.pending_samples import Samples
@@ -41,7 +43,9 @@ class Known:
 def prompt(sequence: int, num_tokens: int, computed: int = 0) -> PrefillRequest:
     tokens = np.zeros(num_tokens, np.int64)
     position_map = PositionMap(0, (SlotRuns.from_slots(np.arange(num_tokens, dtype=np.int32)),))
-    request = PrefillRequest(str(sequence), sequence, tokens, PARAMS, RESERVATION, position_map, Lease(1.0))
+    request = PrefillRequest(
+        str(sequence), sequence, tokens, PARAMS, RESERVATION, position_map, Lease(1.0), destination=MagicMock()
+    )
     request.computed = computed
     return request
 
@@ -85,7 +89,7 @@ class Worker:
             self.scheduler.remove(gone)
             self.prompts.remove(gone)
 
-    def has_room(self, request: PrefillRequest) -> bool:
+    def has_room(self, request: Prompt) -> bool:
         return self._in_use() + request.num_tokens <= self.room
 
     def _in_use(self) -> int:
@@ -227,3 +231,14 @@ def test_a_step_keeps_its_arrays_when_rows_come_and_go() -> None:
     assert rows.next_step() is None
     assert in_flight.requests == [short, long]
     assert (step.sequence_ids, step.positions.tolist()) == ((1, 2), [4, 4])
+
+
+def test_chunks_are_bounded_beside_rows_only() -> None:
+    scheduler = Scheduler(max_batch_tokens=1000, token_seconds=1.0)
+    scheduler.add(waiting := prompt(9, 900))
+    assert list(scheduler.admitted(lambda request: True)) == [waiting]
+    assert scheduler.next_batch().chunks == ((waiting, 900),)
+    scheduler.rows.join([sequence(1, 9)])
+    assert scheduler.next_batch().chunks == ((waiting, scheduler.pace.chunk_tokens),)
+    assert scheduler.next_batch(prompts=False).chunks == ()
+    assert scheduler.next_batch(prompts=False).decodes is not None

@@ -1,0 +1,32 @@
+"""How full pages of a token sequence are called: the same names on every worker and at the gateway."""
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.errors import InvalidArgument
+
+DIGEST_BYTES = 16
+KEY_BYTES = 8  # of a digest, where a wrong one costs time but changes no token
+MAX_SALT_BYTES = 16
+
+
+def digest_chain(token_ids: Int64Array, page_size: int, num_pages: int, salt: bytes = b"") -> Iterator[bytes]:
+    """Digests of the first num_pages full pages of token_ids (int64 [n]), each taken when it is asked for.
+
+    digest_i = blake2b(digest_{i-1} ‖ tokens of page i). The chain begins with a digest of the salt, or with nothing
+    where the salt is empty: pages of different salts have different names. A salt is not put there as it is, because
+    it could be the digest of a page. InvalidArgument for a salt of more than MAX_SALT_BYTES.
+    """
+    if len(salt) > MAX_SALT_BYTES:
+        raise InvalidArgument(f"salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are accepted")
+    return _chain(token_ids, page_size, num_pages, salt)
+
+
+def _chain(token_ids: Int64Array, page_size: int, num_pages: int, salt: bytes) -> Iterator[bytes]:
+    tokens = token_ids[: num_pages * page_size].tobytes()
+    stride = 8 * page_size
+    digest = blake2b(salt, digest_size=DIGEST_BYTES, person=b"salt").digest() if salt else b""
+    for begin in range(0, num_pages * stride, stride):
+        digest = blake2b(digest + tokens[begin : begin + stride], digest_size=DIGEST_BYTES).digest()
+        yield digest

@@ -1,0 +1,170 @@
+"""What the gateway's processes tell each other without a message: a table in shared memory, a row for each process.
+
+    row 0   port  pid  calls  queued …   tokens placed on each worker   waiting requests by client   running ids
+    row 1   …
+
+Each process writes its own row and reads all of them, so no lock is needed. A cell is an aligned int64, which is read
+and written whole. The supervisor makes the file, and clears the row of a process that has ended.
+"""
+
+import fcntl
+import mmap
+import os
+from enum import IntEnum, auto
+from hashlib import blake2b
+from threading import Lock
+
+from tandem.cluster.errors import StartFailed
+
+NAME = "tandem-gateway"
+MAX_KEY_SIZE = blake2b.MAX_KEY_SIZE
+WORKERS = 512  # of an island: as many of each role as the configuration has
+CLIENT_CELLS = 1 << 12
+ID_CELLS = 1 << 14
+
+
+class Column(IntEnum):
+    """The single numbers of a row."""
+
+    PORT = 0  # of the process's peer server; 0: there is no process
+    PID = auto()
+    CALLS = auto()  # under way, through both frontends
+    ACTIVE = auto()  # requests that are placed or wait for room
+    QUEUED = auto()  # requests that wait for room
+    QUEUED_TOKENS = auto()
+    TURN = auto()  # the number of the turn that the head of the queue has; 0 without a head
+    TURN_SINCE = auto()  # in monotonic nanoseconds
+    TURN_LOOKED = auto()  # when the head last looked for room
+    TURNS_DONE = auto()  # the highest number of a turn that found room
+    GIVEN_BACK = auto()  # counts what may have made room
+    RESTARTS = auto()  # written by the supervisor, and kept when the row is cleared
+
+
+SINGLE = 16
+assert len(Column) <= SINGLE
+
+
+class GatewayTable:
+    """One process's view. Owned by its event loop; the supervisor has a view of its own, and the file."""
+
+    def __init__(self, memory: mmap.mmap, processes: int, num_islands: int, process: int = 0, key: str = "") -> None:
+        """memory: of table_bytes(). process: whose row this view writes. key: a secret of all views, so that no client
+        can choose an id that shares another's cell."""
+        self.processes = processes
+        self.process = process
+        self._width = row_cells(num_islands)
+        self._first_client = SINGLE + 2 * num_islands * WORKERS
+        self._first_id = self._first_client + CLIENT_CELLS
+        self._cells = memoryview(memory).cast("q")
+        self._own = process * self._width
+        self._rows = [number * self._width for number in range(processes)]
+        self._key = key.encode()[:MAX_KEY_SIZE]
+        self._fence = Lock()
+
+    @classmethod
+    def alone(cls) -> "GatewayTable":
+        """Of a gateway of one process without a supervisor, and of one island."""
+        return cls(mmap.mmap(-1, table_bytes(1, 1)), 1, 1)
+
+    def placed_columns(self, island: int, pe: int) -> tuple[int, int]:
+        """Tokens placed on a worker, and those of prompts that it has yet to compute. island: its number."""
+        first = SINGLE + 2 * (island * WORKERS + pe)
+        return first, first + 1
+
+    def client_column(self, client: str) -> int:
+        """Waiting requests of a client. Two clients may share one, and then share their turns."""
+        return self._first_client + self._hash(client) % CLIENT_CELLS
+
+    def id_column(self, request_id: str) -> int:
+        """Running requests of an id. Ids may share one: it only says where to ask."""
+        return self._first_id + self._hash(request_id) % ID_CELLS
+
+    def own(self, column: int) -> int:
+        return self._cells[self._own + column]
+
+    def put(self, column: int, value: int) -> None:
+        self._cells[self._own + column] = value
+
+    def add(self, column: int, amount: int) -> None:
+        """What others write before they look is seen after this: of two processes that add and look, one sees both."""
+        self._cells[self._own + column] += amount
+        with self._fence:  # taking a lock is a full memory barrier
+            pass
+
+    def total(self, column: int) -> int:
+        cells = self._cells
+        return sum([cells[row + column] for row in self._rows])
+
+    def elsewhere(self, column: int) -> tuple["memoryview[int]", tuple[int, ...]]:
+        """The table's cells, and which of them the other processes have in a column: for sums that are taken often."""
+        others = [row for number, row in enumerate(self._rows) if number != self.process]
+        return self._cells, tuple(row + column for row in others)
+
+    def highest(self, column: int) -> int:
+        cells = self._cells
+        return max([cells[row + column] for row in self._rows])
+
+    def of(self, process: int, column: int) -> int:
+        return self._cells[process * self._width + column]
+
+    def others(self) -> list[int]:
+        """The other processes that are there."""
+        return [other for other in range(self.processes) if other != self.process and self.of(other, Column.PORT)]
+
+    def _hash(self, text: str) -> int:
+        digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=self._key).digest()
+        return int.from_bytes(digest, "little")
+
+    def clear(self, process: int, restarts: int) -> None:
+        """The process has ended, and nothing of it counts any more. For the supervisor, and for the next process."""
+        begin = process * self._width
+        self._cells[begin : begin + self._width] = memoryview(bytes(8 * self._width)).cast("q")
+        self._cells[begin + Column.RESTARTS] = restarts
+
+
+class GatewayFile:
+    """The memory of a table: a file without a name, which ends with those that map it. Owned by the supervisor."""
+
+    def __init__(self, processes: int, num_islands: int) -> None:
+        num_bytes = table_bytes(processes, num_islands)
+        self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, num_bytes)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.table = GatewayTable(mmap.mmap(self._fd, num_bytes), processes, num_islands)
+
+    def close(self) -> None:
+        """Who has it open keeps it. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def open_table(path: str, processes: int, num_islands: int, process: int, key: str) -> GatewayTable:
+    """The table in the file of a supervisor on this host. StartFailed when it is gone."""
+    num_bytes = table_bytes(processes, num_islands)
+    try:
+        # Look before opening: after a reuse of the pid this may be any file of any process.
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+            raise StartFailed(f"{path} is not the table of the gateway's processes; their supervisor has ended")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise StartFailed(
+            f"{path}, the table of the gateway's processes, cannot be opened ({error.strerror}); "
+            "they must run on one host, as one user"
+        ) from error
+    try:
+        size = os.fstat(fd).st_size
+        if size != num_bytes:
+            raise StartFailed(f"{path} has {size} bytes; the table of {processes} gateway processes has {num_bytes}")
+        return GatewayTable(mmap.mmap(fd, num_bytes), processes, num_islands, process, key)
+    finally:
+        os.close(fd)
+
+
+def row_cells(num_islands: int) -> int:
+    return SINGLE + 2 * num_islands * WORKERS + CLIENT_CELLS + ID_CELLS
+
+
+def table_bytes(processes: int, num_islands: int) -> int:
+    return 8 * processes * row_cells(num_islands)

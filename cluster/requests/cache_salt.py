@@ -1,0 +1,22 @@
+"""Who shares cached prefixes with whom: only requests of one salt do."""
+
+from hashlib import blake2b
+
+from tandem.cache.plan.prefix_chain import MAX_SALT_BYTES
+from tandem.cluster.errors import InvalidRequest
+
+MAX_CACHE_SALT = 256  # characters
+
+
+def worker_salt(cache_salt: str, credential: str) -> bytes:
+    """The salt that workers get: 16 bytes that nobody can turn back, or none where both are empty.
+
+    cache_salt: the request's own. credential: by what its caller was let in, where that counts. Every gateway makes
+    the same salt of the same two. Raises InvalidRequest.
+    """
+    if len(cache_salt) > MAX_CACHE_SALT:
+        raise InvalidRequest(f"cache_salt has {len(cache_salt)} characters; at most {MAX_CACHE_SALT} are accepted")
+    if not cache_salt and not credential:
+        return b""
+    caller = blake2b(credential.encode(), digest_size=32, person=b"credential").digest()  # of one length
+    return blake2b(caller + cache_salt.encode(), digest_size=MAX_SALT_BYTES, person=b"cache salt").digest()

@@ -1,0 +1,83 @@
+"""The gateway's ports, held for as long as a cluster lives, so that its processes can share them by SO_REUSEPORT."""
+
+import socket
+from contextlib import ExitStack
+from importlib.util import find_spec
+
+from tandem.cluster.config import GatewaySection
+from tandem.cluster.errors import ConfigError, StartFailed
+
+
+class SharedPorts:
+    """Sockets that are bound and never listen: connections go to the gateway's processes, which bind beside them.
+
+    SO_REUSEPORT would let any process of this user share a port that another program listens on. So a port is first
+    bound without it. A name in the sockets' abstract namespace keeps out a second cluster that starts at the same time.
+    """
+
+    def __init__(self, host: str, port: int, http_port: int | None) -> None:
+        """Takes the ports, a free one for 0. Raises StartFailed."""
+        self._held = ExitStack()
+        try:
+            self.port = self._hold(host, port, "port", "--grpc-port")
+            self.http_port = None
+            if http_port is not None:
+                self.http_port = self._hold(host, http_port, "http_port", "--http-port")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._held.close()
+
+    def _hold(self, host: str, port: int, key: str, option: str) -> int:
+        _check_port(host, port, key, option)
+        try:
+            held = self._held.enter_context(_socket(host))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((host, port))
+            number = held.getsockname()[1]
+            name = self._held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            name.bind(f"\0tandem-gateway-{host}-{number}")
+        except OSError as error:
+            raise _refused(host, port, key, option, error) from error
+        return number
+
+
+def check_ports(section: GatewaySection) -> None:
+    """StartFailed when another program has one of the ports, ConfigError where HTTP is not installed."""
+    _check_port(section.host, section.port, "port", "--grpc-port")
+    if section.http_port is None:
+        return
+    if find_spec("uvicorn") is None:
+        raise ConfigError(
+            f"gateway.http_port is {section.http_port}; it needs uvicorn, which is not installed: "
+            "pip install 'tandem[http]', or leave the port out"
+        )
+    _check_port(section.host, section.http_port, "http_port", "--http-port")
+
+
+def _check_port(host: str, port: int, key: str, option: str) -> None:
+    if port == 0:
+        return
+    with _socket(host) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise _refused(host, port, key, option, error) from error
+
+
+def _refused(host: str, port: int, key: str, option: str, error: OSError) -> StartFailed:
+    return StartFailed(
+        f"gateway.{key} {port} on {host} cannot be opened ({error.strerror}); "
+        f"choose a free one with {option}, or 0 for any free one"
+    )
+
+
+def _socket(host: str) -> socket.socket:
+    one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if host == "::":
+        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    return one

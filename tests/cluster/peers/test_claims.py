@@ -1,0 +1,126 @@
+"""Ids that another gateway process may run: who is asked, and what comes of the answers."""
+
+import asyncio
+import mmap
+from collections.abc import Awaitable, Callable
+
+import grpc
+import grpc.aio
+import pytest
+
+from tandem.cluster.errors import InvalidRequest, Superseded
+from tandem.cluster.peers import claims as claims_module
+from tandem.cluster.peers.claims import Claim, Claims
+from tandem.cluster.peers.peer_server import PeerServer
+from tandem.cluster.peers.table import Column, GatewayTable, table_bytes
+from tandem.proto import peer_pb2, peer_pb2_grpc
+from tandem.workers.authentication import authorized
+
+TOKEN = "a token of all processes"
+CLAIM = Claim("mine", resumes=False, stamp=5)
+FREE, IN_USE, SUPERSEDED = (
+    peer_pb2.CLAIM_OUTCOME_FREE,
+    peer_pb2.CLAIM_OUTCOME_IN_USE,
+    peer_pb2.CLAIM_OUTCOME_SUPERSEDED,
+)
+
+
+class Peers:
+    """This process's claims, and two other processes that answer as told."""
+
+    def __init__(self) -> None:
+        memory = mmap.mmap(-1, table_bytes(3, 1))
+        self.tables = [GatewayTable(memory, 3, 1, process) for process in range(3)]
+        self.claims = Claims(self.tables[0], TOKEN)
+        self.outcomes = {1: FREE, 2: FREE}
+        self.hangs: set[int] = set()
+        self.asked: list[tuple[int, Claim]] = []
+
+    async def _give(self, process: int, claim: Claim) -> peer_pb2.ClaimOutcome:
+        self.asked.append((process, claim))
+        if process in self.hangs:
+            await asyncio.sleep(60)
+        return self.outcomes[process]
+
+    async def run(self, test: Callable[["Peers"], Awaitable[None]]) -> None:
+        servers = []
+        for process in (1, 2):
+            servers.append(PeerServer(TOKEN, lambda claim, process=process: self._give(process, claim)))
+            self.tables[process].put(Column.PORT, await servers[-1].start())
+        try:
+            await test(self)
+        finally:
+            await self.claims.close()
+            for server in servers:
+                await server.stop()
+
+    def hold(self, *processes: int) -> None:
+        for process in processes:
+            self.tables[process].add(self.tables[process].id_column(CLAIM.request_id), 1)
+
+    async def take(self) -> None:
+        await self.claims.take(CLAIM, self.claims.holders(CLAIM.request_id))
+
+
+def test_only_who_may_run_the_id_is_asked() -> None:
+    async def test(peers: Peers) -> None:
+        assert peers.claims.holders(CLAIM.request_id) == []
+        peers.hold(2)
+        await peers.take()
+        assert peers.asked == [(2, CLAIM)]
+
+    asyncio.run(Peers().run(test))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "why"),
+    [(IN_USE, InvalidRequest, "'mine' is in use"), (SUPERSEDED, Superseded, "a later call has taken")],
+)
+def test_one_that_goes_on_with_it_is_enough(outcome: peer_pb2.ClaimOutcome, error: type[Exception], why: str) -> None:
+    async def test(peers: Peers) -> None:
+        peers.hold(1, 2)
+        peers.outcomes[2] = outcome
+        with pytest.raises(error, match=why):
+            await peers.take()
+
+    asyncio.run(Peers().run(test))
+
+
+def test_who_does_not_answer_is_not_waited_for_and_still_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims_module, "ANSWER_SECONDS", 0.2)
+
+    async def test(peers: Peers) -> None:
+        peers.hold(1, 2)
+        peers.hangs.add(1)
+        await asyncio.wait_for(peers.take(), 10)
+        assert sorted(process for process, _ in peers.asked) == [1, 2]
+        assert len(peers.claims._asking) == 1
+
+    asyncio.run(Peers().run(test))
+
+
+def test_who_ends_meanwhile_runs_it_no_more() -> None:
+    async def test(peers: Peers) -> None:
+        peers.hold(1)
+        peers.tables[1].put(Column.PORT, 1)  # nobody listens there
+        taking = asyncio.create_task(peers.take())
+        await asyncio.sleep(0.1)
+        assert not taking.done()
+        peers.tables[0].clear(1, restarts=0)
+        await asyncio.wait_for(taking, 10)
+        assert peers.asked == []
+
+    asyncio.run(Peers().run(test))
+
+
+@pytest.mark.parametrize("token", ["", "another token"])
+def test_strangers_are_not_heard(token: str) -> None:
+    async def test(peers: Peers) -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{peers.tables[0].of(1, Column.PORT)}") as channel:
+            stub = authorized(peer_pb2_grpc.PeerStub(channel), token)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Claim(peer_pb2.ClaimRequest(request_id="mine", resumes=True, stamp=9), timeout=10)
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert peers.asked == []
+
+    asyncio.run(Peers().run(test))

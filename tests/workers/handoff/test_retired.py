@@ -1,0 +1,65 @@
+"""Pages that the device may still use are nobody's yet: a peer's writes know no order with what runs here."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.workers.handoff.retired import IsPast, RetiredSequences
+
+
+class Device:
+    """Forwards are done one by one."""
+
+    def __init__(self, drops_past: bool = False) -> None:
+        self.launched = self.done = 0
+        self.removed: list[int] = []
+        layout = SimpleNamespace(drops_past=drops_past)
+        cache: Any = SimpleNamespace(layout=layout, remove_sequence=self.removed.append)
+        self.retired = RetiredSequences(cast(PagedKVCache, cache), self.mark)
+
+    def mark(self) -> IsPast | None:
+        last = self.launched
+        return None if self.done == last else lambda: self.done >= last
+
+
+def test_a_sequence_goes_when_the_device_is_past_its_forwards() -> None:
+    device = Device()
+    device.launched = 2
+    device.retired.add(1)
+    device.launched = 3
+    device.retired.add(2)
+    device.done = 1
+    device.retired.settle()
+    assert (device.removed, len(device.retired)) == ([], 2)
+    device.done = 2
+    device.retired.settle()
+    assert device.removed == [1]
+    device.done = 3
+    device.retired.settle()
+    assert (device.removed, len(device.retired)) == ([1, 2], 0)
+
+
+def test_a_sequence_goes_at_once_when_nothing_runs() -> None:
+    device = Device()
+    device.retired.add(1)
+    assert device.removed == [1]
+
+
+def test_peers_wait_for_forwards_that_read_pages_behind_a_window() -> None:
+    device = Device(drops_past=True)
+    assert device.retired.windows_past() is None
+    device.launched = 1
+    past = device.retired.windows_past()
+    assert past is not None
+    device.launched = 2  # what comes later takes no page of what was offered
+    device.retired.settle()
+    assert not past.done()
+    device.done = 1
+    device.retired.settle()
+    assert past.done()
+
+
+def test_without_windows_peers_wait_for_nothing() -> None:
+    device = Device()
+    device.launched = 1
+    assert device.retired.windows_past() is None

@@ -1,0 +1,57 @@
+"""Pages that are given up while forwards that use them may still run."""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from tandem.cache.paged_cache import PagedKVCache
+
+IsPast = Callable[[], bool]
+"""Whether the device is past all that was launched when this was made."""
+
+
+class RetiredSequences:
+    """Keeps their pages until the device is past those forwards. Owned by the step thread.
+
+    Work that is launched later could have the pages at once, for it runs later. A peer that writes into them could not:
+    its writes know no order with what runs here.
+    """
+
+    def __init__(self, cache: PagedKVCache, mark: Callable[[], IsPast | None]) -> None:
+        """mark: see ModelRunner.mark."""
+        self._cache = cache
+        self._mark = mark
+        self._waiting: deque[tuple[IsPast, Callable[[], None]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence_id: int) -> None:
+        """Removes the sequence, now where nothing that was launched is under way."""
+        self._do(partial(self._cache.remove_sequence, sequence_id))
+
+    def windows_past(self) -> "Future[None] | None":
+        """Ends once peers may write into pages that are free now, or None at once.
+
+        Only layouts that drop what is past keep them waiting: there a prompt's forward lets go of pages that the
+        forward before it may still read.
+        """
+        if not self._cache.layout.drops_past:
+            return None
+        past: Future[None] = Future()
+        self._do(partial(past.set_result, None))
+        return None if past.done() else past
+
+    def settle(self) -> None:
+        """Does what nothing that runs stands against any more."""
+        while self._waiting and self._waiting[0][0]():
+            self._waiting.popleft()[1]()
+
+    def _do(self, action: Callable[[], None]) -> None:
+        """Once the device is past all that was launched."""
+        is_past = self._mark()
+        if is_past is None:
+            action()
+        else:
+            self._waiting.append((is_past, action))

@@ -1,0 +1,61 @@
+"""One prompt on its way through this worker's forwards, wherever its KV goes."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.workers.errors import ForwardFailed
+from tandem.workers.requests.first_token import FirstToken
+from tandem.workers.sampling.sampling_params import SamplingParams
+
+OfKind = TypeVar("OfKind", contravariant=True)
+
+
+class Destination(Protocol[OfKind]):
+    """What becomes of prompts of one kind: a peer decodes them, or this worker itself does.
+
+    A prompt that leaves its forwards ends in finish() or in fail(), unless its destination has withdrawn it.
+    """
+
+    def post(self, prompt: OfKind, token: Tensor, /) -> None:
+        """All of the prompt is launched, and `token`, int64 [] on the device, is sampled behind it."""
+        ...
+
+    def finish(self, prompt: OfKind, first: FirstToken, /) -> None:
+        """The host has the first token."""
+        ...
+
+    def fail(self, prompt: OfKind, error: ForwardFailed, /) -> None:
+        """A forward of the prompt has failed."""
+        ...
+
+
+@dataclass(eq=False)
+class Prompt:
+    """Owned by the step thread."""
+
+    request_id: str
+    sequence_id: int
+    token_ids: Int64Array
+    params: SamplingParams
+    destination: Destination[Any] = field(kw_only=True, repr=False)
+    salt: bytes = field(default=b"", kw_only=True)  # of the prefixes that it shares
+    computed: int = field(default=0, kw_only=True)  # positions stored once the forwards launched so far are done
+    cached_tokens: int = field(default=0, kw_only=True)  # found in the prefix index
+    logits: Tensor | None = field(default=None, kw_only=True)  # [1, vocab], where all was launched speculatively
+    left: bool = field(default=False, kw_only=True)  # no forward has it any more, and nobody wants its first token
+    arrived: float = field(default_factory=time.perf_counter, kw_only=True)
+    started: float = field(default=0.0, kw_only=True)
+    sampled_at: float = field(default=0.0, kw_only=True)  # when the host learned the first token
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its sequence is there, with pages for the whole prompt."""
+        raise NotImplementedError

@@ -1,0 +1,46 @@
+"""One forward for the decode rows and the prompt chunks of a batch: it reads the weights once."""
+
+from torch import Tensor
+
+from tandem.workers.runner.model_runner import ModelRunner, PromptChunks
+from tandem.workers.runner.step_inputs import StepInputs
+from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.scheduling.batch import Batch, DecodeStep
+
+
+class JointForward:
+    """A prompt forward that launches a decode step, too. Used once, by the step thread.
+
+    Where it fails, prompts and rows hear the same error. Where the prompts fail before it, the step is launched alone.
+    """
+
+    def __init__(self, runner: ModelRunner, step: DecodeStep) -> None:
+        self._runner = runner
+        self._step = step
+        self._pending: PendingSamples | None = None
+        self._error: Exception | None = None
+
+    def __call__(self, chunks: PromptChunks) -> Tensor:
+        """Logits as ModelRunner.prompts gives them."""
+        inputs = StepInputs(*self._step[1:])
+        try:
+            self._pending, logits = self._runner.step_with_prompts(self._step.sequence_ids, inputs, chunks)
+        except Exception as error:
+            self._error = error
+            raise
+        return logits
+
+    def samples(self) -> PendingSamples:
+        """Those of the decode step. Raises what the forward raised."""
+        if self._error is not None:
+            raise self._error
+        if self._pending is None:
+            return self._runner.step(*self._step)
+        return self._pending
+
+
+def is_joint(runner: ModelRunner, batch: Batch) -> bool:
+    """Whether the batch has rows and chunks, and one forward can compute both."""
+    if batch.decodes is None or not batch.chunks:
+        return False
+    return runner.takes_prompts(len(batch.decodes.sequence_ids), len(batch.chunks), batch.prompt_tokens)

@@ -1,0 +1,59 @@
+"""What a worker tells a router of itself, over and over: which prefixes it holds, and how busy it is."""
+
+import asyncio
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.plan.prefix_chain import KEY_BYTES
+from tandem.proto import worker_pb2
+from tandem.workers.step_loop import StepLoop
+
+LEAST_SECONDS = 0.02  # between two reports
+FIGURES_SECONDS = 0.1  # between two where only steps were taken
+MOST_KEYS = 8192  # of one message: its reader has other work, too
+
+
+class Reports:
+    """The reports for one caller of Worker/Watch. Nothing is kept for it but where it stands in the cache's log."""
+
+    def __init__(self, loop: StepLoop, cache: PagedKVCache) -> None:
+        self._loop = loop
+        self._cache = cache
+        self._position: int | None = None
+        self._figures = worker_pb2.WorkerReport()
+        self._seen = self._marks()
+        self._steps = 0
+
+    def take(self) -> list[worker_pb2.WorkerReport]:
+        """On the step thread: what is new since the last call. The first call tells all; none is empty."""
+        self._seen, self._steps = self._marks(), self._loop.meter.steps
+        first = self._position is None
+        changes = self._cache.prefix_changes(self._position)
+        self._position = changes.position
+        figures = self._loop.figures(self._cache.num_free_pages)
+        if not first and not changes.removed.size and not changes.added.size and figures == self._figures:
+            return []
+        self._figures = figures
+        reports = []
+        added, removed = changes.added.astype("<u8").tobytes(), changes.removed.astype("<u8").tobytes()
+        for begin in range(0, max(len(added), len(removed), 1), stride := MOST_KEYS * KEY_BYTES):
+            report = worker_pb2.WorkerReport(
+                added=added[begin : begin + stride], removed=removed[begin : begin + stride]
+            )
+            report.whole = changes.whole and begin == 0
+            report.MergeFrom(figures)
+            reports.append(report)
+        return reports
+
+    async def due(self) -> None:
+        """On the event loop: returns when take() has something, or may have. Asks nothing of the step thread."""
+        waited = 0.0
+        while True:
+            await asyncio.sleep(LEAST_SECONDS)
+            waited += LEAST_SECONDS
+            stepped = self._loop.meter.steps != self._steps
+            if self._marks() != self._seen or (stepped and waited >= FIGURES_SECONDS):
+                return
+
+    def _marks(self) -> tuple[int, int, int]:
+        """They change when a prefix or a request comes or goes."""
+        return self._cache.prefix_position, self._loop.num_waiting, self._loop.num_running

@@ -17,9 +17,10 @@ from tandem.cluster.routing.policy import Ask, Key, Pair, Policy, WorkerLoad
 from tandem.workers.config import Role
 
 ROW_WEIGHT = 0.05  # a second by which one decode row is held up
-TOKEN_WEIGHT = 0.02  # a second of the request's own decoding within the bound
+TOKEN_WEIGHT = 0.05  # a second of the request's own decoding within the bound
 LONGEST_OUTPUT = 512  # tokens that a request is expected to use of max_tokens, at most
 FIRST_RATE = 10_000.0  # prompt tokens a second before any was measured
+WAITING_SECONDS = 0.25  # of prompts with which a worker has no time for rows
 LEAST_WAITING = 0.02  # prompts to come that a row beside them would hold up, where none waits
 LEAST_SHARE = 0.25  # of a worker with decode rows, for prompts
 LONE_STEP = 0.5  # a step of few rows, of the bound, where none was measured as less
@@ -85,7 +86,7 @@ class _Island:
         """Steps that the request adds on a worker whose time prompts need; rows that are there already pay for most."""
         if decode.role == Role.DECODE:
             return 0.0
-        waiting = min(1.0, max(LEAST_WAITING, decode.prompt_tokens / self._rate / self._bound))
+        waiting = min(1.0, max(LEAST_WAITING, decode.prompt_tokens / self._rate / WAITING_SECONDS))
         return waiting * self._output * self._step / (decode.rows + 1)
 
     def _token_seconds(self, decode: WorkerLoad) -> float:

@@ -44,8 +44,8 @@ def anyhow(seed: int) -> Choose:
 
 
 CHOICES: dict[str, Choose] = {
-    "local": lambda workers: (of_role(workers, Role.DECODE),) * 2,
-    "kept": lambda workers: (of_role(workers, Role.PREFILL),) * 2,
+    "local": lambda workers: (of_role(workers, Role.DECODE), of_role(workers, Role.DECODE)),
+    "kept": lambda workers: (of_role(workers, Role.PREFILL), of_role(workers, Role.PREFILL)),
     "crossed": lambda workers: (of_role(workers, Role.PREFILL), of_role(workers, Role.DECODE)),
     "anyhow": anyhow(1),
 }
@@ -127,11 +127,13 @@ def test_a_lone_token_log_probabilities_and_stops(tmp_path: Path) -> None:
     with adaptive_island(folder) as island:
         split = complete(island.address, prompt, max_tokens=6, logprobs=2, temperature=0.8, seed=3)
         with choosing(island, CHOICES["local"]):
-            for _ in range(2):
-                local = complete(island.address, prompt, max_tokens=6, logprobs=2, temperature=0.8, seed=3)
+            answers = [
+                complete(island.address, prompt, max_tokens=6, logprobs=2, temperature=0.8, seed=3) for _ in range(2)
+            ]
+            for local in answers:
                 assert tokens_of(local) == tokens_of(split)
                 assert len([one for update in local for one in update.logprobs]) == 6
-            last = local[-1]
+            last = answers[-1][-1]
             assert last.usage is not None
             assert last.usage.cached_tokens == len(prompt) // 8 * 8
             assert last.timings is not None

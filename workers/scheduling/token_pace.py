@@ -3,7 +3,7 @@
 LEAST_CHUNK = 64  # tokens; a forward of fewer takes a GPU about as long
 FIRST_RATE = 20_000.0  # prompt tokens a second before any were measured
 SMOOTHING = 0.2  # the weight of the latest step
-MARGIN = 0.87  # of token_seconds: steps vary, and nine tokens in ten should come in time
+MARGIN = 0.92  # of token_seconds: steps vary, and nine tokens in ten should come in time
 
 
 class TokenPace:

@@ -65,7 +65,8 @@ def reservation_from_proto(message: worker_pb2.Reservation, token: str) -> Reser
 
 def _wire_map(message: worker_pb2.PositionMap) -> WireMap:
     of_map: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(WireMap)}
-    return WireMap(**of_map | {"runs": tuple(message.runs)})
+    of_map["runs"] = tuple(of_map["runs"])
+    return WireMap(**of_map)
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:

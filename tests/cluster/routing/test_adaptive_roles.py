@@ -92,9 +92,10 @@ def test_a_decode_worker_computes_prompts_while_the_prefill_worker_is_busy(
 ) -> None:
     async def body(gateway: Gateway, client: AsyncClient, prefill: FakeWorker, decode: FakeWorker) -> None:
         link(gateway, 0).report = BUSY
-        for _ in range(2):  # the second has a feed
-            updates = await ask(client, num_tokens, **({} if "stop" in sampling else sampling))
-            assert tokens_of(updates) == TOKENS[:num_tokens]
+        asked = {} if "stop" in sampling else sampling
+        assert tokens_of(await ask(client, num_tokens, **asked)) == TOKENS[:num_tokens]
+        updates = await ask(client, num_tokens, **asked)  # this one has a feed
+        assert tokens_of(updates) == TOKENS[:num_tokens]
         assert len(decode.local) == 2
         assert not prefill.sent
         last = updates[-1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cache.plan.layout import LayerGroup
+from tandem.cache.plan.layout import KVLayout, LayerGroup
 from tandem.transfer.page_pool import PagePool
 from tests.cache.far_pages import far_pages
 
@@ -27,7 +27,7 @@ SHAPES = {
 def pools(request: pytest.FixtureRequest) -> list[Tensor]:
     """Two pools of random bits."""
     group, page_size, dtype = request.param
-    shape = group.page_shape(page_size)
+    shape = KVLayout((group,), page_size, dtype).page_shape(0)
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(NUM_PAGES, *shape, generator=generator).to(DEVICE, dtype) for _ in range(2)]
 

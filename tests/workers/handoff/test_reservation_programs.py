@@ -90,6 +90,7 @@ class Gateway:
     def _pages(self, reservation: Reservation) -> np.ndarray:
         """Those that the writer is to write."""
         wire = reservation.wire_map
+        assert wire is not None
         position_map = decode_map(
             wire,
             self.pair.caches[DECODE].layout,

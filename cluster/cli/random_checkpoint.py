@@ -105,8 +105,7 @@ def make_checkpoint(
 ) -> ModelConfig:
     """Writes config.json, generation_config.json, weights (sharded beyond shard_bytes) and the tokenizer's files.
 
-    arch is one of ARCHITECTURES, size of SIZES, dtype of tandem.cache.plan.layout.DTYPES; else InvalidConfig. The same
-    arguments give the same weights.
+    The same arguments give the same weights. InvalidConfig for an unknown arch (ARCHITECTURES), size (SIZES) or dtype.
     """
     for name, value, known in (("arch", arch, ARCHITECTURES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
         if value not in known:
@@ -126,7 +125,7 @@ def make_checkpoint(
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most vocab_size tokens (it has fewer when SENTENCES run out of pairs)."""
+    """A byte-level BPE of at most vocab_size tokens, fewer when SENTENCES run out of pairs."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -145,7 +144,7 @@ def train_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def random_weights(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> dict[str, Tensor]:
-    """Weights whose greedy output is varied and readable: only tokens that begin a word have logits apart from 0."""
+    """Weights with varied and readable greedy output: only tokens that begin a word have logits apart from 0."""
     places = named_weights(config, allocate_parameters(config, torch.device("cpu")))
     generator = torch.Generator().manual_seed(seed)
     for name, place in places.items():

@@ -55,6 +55,10 @@ CONFIG: dict[str, Any] = {
     "recovery.drain_seconds": 1.0,
     "recovery.unresponsive_seconds": UNRESPONSIVE_SECONDS,
 }
+ADAPTIVE: dict[str, Any] = {
+    "scheduler.roles": "adaptive",
+    "scheduler.token_seconds": 0.002,  # so little that no worker seems fast enough for all
+}
 ON_GPUS: dict[str, Any] = {
     "island.device": "cuda",
     "island.transport": "nvshmem",
@@ -96,6 +100,7 @@ class Outcome:
     disconnected: int = 0
     broken: int = 0  # over HTTP, begun streams, by the end of a gateway
     placed_again: int = 0
+    moves: int = 0
     blows: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -121,8 +126,18 @@ class Storm:
     """Two islands with a prefill and a decode worker each, three gateway processes, and what happens to
     them. Each client has its own connection, so that the gateway processes share them."""
 
-    def __init__(self, model: Path, log: Path, seed: int, num_clients: int = 8, *, gpus: bool = False) -> None:
-        """log: a new file, for what happens to messages. gpus: workers share this host's."""
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        seed: int,
+        num_clients: int = 8,
+        *,
+        gpus: bool = False,
+        adaptive: bool = False,
+    ) -> None:
+        """log: a new file, for what happens to messages. gpus: workers share this host's. adaptive: any worker computes
+        prompts and decodes."""
         self._model = model
         self._gpus = gpus
         self._seed = seed
@@ -130,7 +145,7 @@ class Storm:
         self.outcome = Outcome()
         self._network = BadNetwork(seed, log)
         self.processes = (BadlyConnectedOnGpus if gpus else BadlyConnectedProcesses)(self._network)
-        overrides = {"model.path": str(model), **CONFIG, **(ON_GPUS if gpus else {})}
+        overrides = {"model.path": str(model), **CONFIG, **(ON_GPUS if gpus else {}), **(ADAPTIVE if adaptive else {})}
         self.cluster = Cluster(load_config(None, overrides), self.processes)
         self._received = 0
         self._silences: dict[str, list[float]] = {"placed once": [], "placed again": []}
@@ -250,6 +265,7 @@ class Storm:
         again = last.timings.attempts > 1
         self._silences["placed again" if again else "placed once"].append(silence)
         self.outcome.placed_again += again
+        self.outcome.moves += last.timings.moves
         self.outcome.finished += 1
 
     async def _request_over_http(self, client: httpx.AsyncClient, case: Case, leave_after: int | None) -> None:

@@ -9,9 +9,10 @@ from tests.chaos.storm import Storm
 
 
 @pytest.mark.timeout(300)
-def test_nothing_is_lost_in_a_storm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adaptive", [False, True], ids=["split", "adaptive"])
+def test_nothing_is_lost_in_a_storm(tmp_path: Path, adaptive: bool) -> None:
     make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=3)
-    outcome = Storm(tmp_path / "model", tmp_path / "faults", seed=1).run(num_blows=30, num_requests=60)
+    outcome = Storm(tmp_path / "model", tmp_path / "faults", seed=1, adaptive=adaptive).run(30, 60)
     assert not outcome.errors
     assert outcome.finished >= 40
     assert outcome.finished_over_http > 0

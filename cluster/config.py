@@ -2,44 +2,55 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from tandem.cluster.config_errors import explain, names
 from tandem.cluster.config_file import parse_override, put, read_mapping
-from tandem.cluster.config_units import (
-    Calls,
-    Cpus,
-    Factor,
-    Fraction,
-    Islands,
-    Mebibytes,
-    Messages,
-    Pages,
-    Placements,
-    Port,
-    Positions,
-    Processes,
-    Requests,
-    Restarts,
-    Seconds,
-    Sequences,
-    Threads,
-    Tokens,
-    Workers,
-)
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
 from tandem.cluster.routing.policy import POLICIES
 from tandem.transfer.factory import TRANSPORTS
 
+# A number's unit stands in its type, for docs/configuration.md.
+Calls = Annotated[int, Field(ge=1, json_schema_extra={"unit": "calls"})]
+Cpus = Annotated[int, Field(ge=1, json_schema_extra={"unit": "CPUs"})]
+Factor = Annotated[float, Field(gt=0, json_schema_extra={"unit": "factor"})]
+Fraction = Annotated[float, Field(gt=0, le=1, json_schema_extra={"unit": "fraction"})]
+Islands = Annotated[int, Field(ge=1, json_schema_extra={"unit": "islands"})]
+Mebibytes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "MiB"})]
+Messages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "messages/s"})]
+Pages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "pages"})]
+Placements = Annotated[int, Field(ge=1, json_schema_extra={"unit": "placements"})]
+Port = Annotated[int, Field(ge=0, le=65535, json_schema_extra={"unit": "TCP port"})]
+Positions = Annotated[int, Field(ge=1, json_schema_extra={"unit": "positions"})]
+Processes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "processes"})]
+Requests = Annotated[int, Field(ge=1, json_schema_extra={"unit": "requests"})]
+Restarts = Annotated[int, Field(ge=0, json_schema_extra={"unit": "restarts"})]
+Seconds = Annotated[float, Field(json_schema_extra={"unit": "s"})]
+Sequences = Annotated[int, Field(ge=1, json_schema_extra={"unit": "sequences"})]
+Threads = Annotated[int, Field(ge=1, json_schema_extra={"unit": "threads"})]
+Tokens = Annotated[int, Field(ge=1, json_schema_extra={"unit": "tokens"})]
+Workers = Annotated[int, Field(ge=1, json_schema_extra={"unit": "workers"})]
+
 
 class Section(BaseModel):
-    """Frozen; takes no unknown key and converts no type but int to float."""
+    """Frozen. It takes no unknown key and converts no type but int to float. Docstrings describe fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -47,58 +58,42 @@ class Section(BaseModel):
         return {} if value is None else value  # a section whose keys are all commented out
 
 
-class ModelSection(Section):
-    path: str | None = Field(
-        default=None, description="folder of a Hugging Face checkpoint; `~` and relative paths are resolved"
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="element type of weights and KV; auto takes the checkpoint's"
-    )
-    load_format: Literal["safetensors", "dummy"] = Field(
-        default="safetensors",
-        description="where weights come from; dummy draws them at random and needs config.json only",
-    )
-    max_model_len: Positions | None = Field(
-        default=None,
-        le=1 << 24,
-        description="most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit",
-    )
+def _resolve(path: str) -> str:
+    """Workers do not share the caller's working directory."""
+    return str(Path(path).expanduser().resolve())
 
-    @field_validator("path")
-    @classmethod
-    def _resolve(cls, path: str | None) -> str | None:
-        # Workers do not share the caller's working directory.
-        return None if path is None else str(Path(path).expanduser().resolve())
+
+ResolvedPath = Annotated[str, AfterValidator(_resolve)]
+
+
+class ModelSection(Section):
+    path: ResolvedPath | None = None
+    """folder of a Hugging Face checkpoint; `~` and relative paths are resolved"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """element type of weights and KV; auto takes the checkpoint's"""
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    """where weights come from; dummy draws them at random and needs config.json only"""
+    max_model_len: Positions | None = Field(default=None, le=1 << 24)
+    """most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit"""
 
 
 class CacheSection(Section):
-    page_size: Literal[8, 16, 32, 64, 128] = Field(
-        default=16,
-        json_schema_extra={"unit": "positions"},
-        description="positions in one KV page; 16-bit kernels on a GPU take at most 64",
-    )
-    num_pages: Pages | None = Field(
-        default=None,
-        le=1 << 24,
-        description="KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU "
-        "and what gpu_memory_utilization leaves on a GPU",
-    )
-    gpu_memory_utilization: Fraction | None = Field(
-        default=None,
-        description="fraction of a GPU's memory that weights, KV pages and workspace may take; "
-        "null is 0.9, unless num_pages is given",
-    )
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
-        default="auto",
-        description="element type of stored K and V; auto is model.dtype, or FP8 where the checkpoint asks for it",
-    )
-    k_scale: Factor | None = Field(
-        default=None,
-        description="with fp8_e4m3, what stored K is multiplied by in every layer; null is the checkpoint's, else 1",
-        allow_inf_nan=False,
-    )
-    v_scale: Factor | None = Field(default=None, description="the same for V", allow_inf_nan=False)
-    prefix_sharing: bool = Field(default=True, description="whether requests share the pages of equal prefixes")
+    page_size: Literal[8, 16, 32, 64, 128] = Field(default=16, json_schema_extra={"unit": "positions"})
+    """positions in one KV page; 16-bit kernels on a GPU take at most 64"""
+    num_pages: Pages | None = Field(default=None, le=1 << 24)
+    """KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU and what gpu_memory_utilization
+    leaves on a GPU"""
+    gpu_memory_utilization: Fraction | None = None
+    """fraction of a GPU's memory that weights, KV pages and workspace may take; null is 0.9, unless num_pages is
+    given"""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """element type of stored K and V; auto is model.dtype, or FP8 where the checkpoint asks for it"""
+    k_scale: Factor | None = Field(default=None, allow_inf_nan=False)
+    """with fp8_e4m3, what stored K is multiplied by in every layer; null is the checkpoint's, else 1"""
+    v_scale: Factor | None = Field(default=None, allow_inf_nan=False)
+    """the same for V"""
+    prefix_sharing: bool = True
+    """whether requests share the pages of equal prefixes"""
 
     @field_validator("gpu_memory_utilization")
     @classmethod
@@ -119,59 +114,38 @@ class CacheSection(Section):
 
 
 class SchedulerSection(Section):
-    roles: Literal["split", "adaptive"] = Field(
-        default="split",
-        description="what workers do: with split, prefill workers compute prompts and decode workers decode; with "
-        "adaptive, the router decides for each request who does what, by the workers' loads",
-    )
-    max_batch_tokens: Tokens = Field(default=1024, le=1 << 20, description="most tokens in one forward")
-    max_sequences: Sequences | None = Field(
-        default=None, le=1 << 16, description="most sequences in one forward; null is 512 on a GPU and 256 on a CPU"
-    )
-    token_seconds: Seconds | None = Field(
-        default=None,
-        gt=0,
-        le=60,
-        description="how long a sequence may wait for its next token because its worker computes prompts, too; shorter "
-        "ones slow prompts down; null is 0.015 on a GPU, and no bound on a CPU",
-    )
-    stream_messages_per_second: Messages | None = Field(
-        default=None,
-        le=1 << 20,
-        description="most messages that the clients of one decode worker get; when more tokens come, a message carries "
-        "several; null is 400 on a CPU, which computes meanwhile, and as many as the gateway can write on a GPU",
-    )
+    roles: Literal["split", "adaptive"] = "split"
+    """what workers do: with split, prefill workers compute prompts and decode workers decode; with adaptive, the router
+    decides for each request who does what, by the workers' loads"""
+    max_batch_tokens: Tokens = Field(default=1024, le=1 << 20)
+    """most tokens in one forward"""
+    max_sequences: Sequences | None = Field(default=None, le=1 << 16)
+    """most sequences in one forward; null is 512 on a GPU and 256 on a CPU"""
+    token_seconds: Seconds | None = Field(default=None, gt=0, le=60)
+    """how long a sequence may wait for its next token because its worker computes prompts, too; shorter ones slow
+    prompts down; null is 0.015 on a GPU, and no bound on a CPU"""
+    stream_messages_per_second: Messages | None = Field(default=None, le=1 << 20)
+    """most messages that the clients of one decode worker get; when more tokens come, a message carries several; null
+    is 400 on a CPU, which computes meanwhile, and as many as the gateway can write on a GPU"""
 
 
 class IslandSection(Section):
-    device: Literal["cpu", "cuda"] = Field(
-        default="cpu", description="where workers compute; on cuda each has a GPU of its own"
-    )
-    transport: str = Field(
-        default="shared_memory",
-        json_schema_extra={"enum": [*TRANSPORTS]},
-        description="how workers write into each other's pages: shared_memory between CPUs, nvshmem between GPUs",
-        validate_default=True,
-    )
-    num_prefill: Workers = Field(default=1, le=256, description="prefill workers")
-    num_decode: Workers = Field(default=1, le=256, description="decode workers")
-    num_signals: Requests | None = Field(
-        default=None,
-        le=1 << 16,
-        description="requests whose KV one decode worker can await at a time; null is scheduler.max_sequences",
-    )
-    lease_seconds: Seconds = Field(
-        default=30.0,
-        ge=0.05,
-        le=3600,
-        description="how long workers keep pages and work on for a gateway that shows no sign of life",
-    )
-    verify_kv: bool = Field(
-        default=False, description="whether decode workers compare digests of the KV pushed to them"
-    )
-    threads_per_worker: Threads | None = Field(
-        default=None, le=1024, description="torch threads of one worker; null shares the machine's cores evenly"
-    )
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where workers compute; on cuda each has a GPU of its own"""
+    transport: str = Field(default="shared_memory", json_schema_extra={"enum": [*TRANSPORTS]}, validate_default=True)
+    """how workers write into each other's pages: shared_memory between CPUs, nvshmem between GPUs"""
+    num_prefill: Workers = Field(default=1, le=256)
+    """prefill workers"""
+    num_decode: Workers = Field(default=1, le=256)
+    """decode workers"""
+    num_signals: Requests | None = Field(default=None, le=1 << 16)
+    """requests whose KV one decode worker can await at a time; null is scheduler.max_sequences"""
+    lease_seconds: Seconds = Field(default=30.0, ge=0.05, le=3600)
+    """how long workers keep pages and work on for a gateway that shows no sign of life"""
+    verify_kv: bool = False
+    """whether decode workers compare digests of the KV pushed to them"""
+    threads_per_worker: Threads | None = Field(default=None, le=1024)
+    """torch threads of one worker; null shares the machine's cores evenly"""
 
     @field_validator("transport")
     @classmethod
@@ -186,40 +160,33 @@ class IslandSection(Section):
 
 
 class GatewaySection(Section):
-    host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: Port = Field(default=50051, description="gRPC port; 0 takes any free one")
-    http_port: Port | None = Field(
-        default=None, description="port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"
-    )
-    routing_policy: str = Field(
-        default="prefix_aware",
-        json_schema_extra={"enum": [*POLICIES]},
-        description="how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do",
-    )
-    processes: Processes | None = Field(
-        default=None,
-        le=64,
-        description="gateway processes, which share the ports and the limits; null is 1 for each 4 cores, at least 1 "
-        "and at most 4",
-    )
-    max_queued: Requests = Field(default=1024, le=1 << 20, description="most requests that wait for room")
-    max_queued_tokens: Tokens = Field(
-        default=1 << 22, le=1 << 40, description="most tokens, prompts and outputs, that wait for room"
-    )
-    max_attempts: Placements = Field(
-        default=5, le=1000, description="how often a request is placed when workers are lost while they serve it"
-    )
-    queue_seconds: Seconds = Field(default=60.0, gt=0, le=86400, description="longest wait for room")
-    request_seconds: Seconds = Field(default=600.0, gt=0, le=86400, description="longest life of one request")
-    max_message_mib: Mebibytes = Field(default=16, le=1024, description="largest message that the gateway takes")
-    max_calls: Calls = Field(
-        default=4096, le=1 << 20, description="most calls at a time, gRPC and HTTP together, waiting ones included"
-    )
-    warm_up: bool | None = Field(
-        default=None,
-        description="whether the gateway sends requests of its own through new workers before it is ready, so that "
-        "those of clients find all compiled, connected and allocated; null does on a GPU",
-    )
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: Port = 50051
+    """gRPC port; 0 takes any free one"""
+    http_port: Port | None = None
+    """port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"""
+    routing_policy: str = Field(default="prefix_aware", json_schema_extra={"enum": [*POLICIES]})
+    """how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do"""
+    processes: Processes | None = Field(default=None, le=64)
+    """gateway processes, which share the ports and the limits; null is 1 for each 4 cores, at least 1 and at most 4"""
+    max_queued: Requests = Field(default=1024, le=1 << 20)
+    """most requests that wait for room"""
+    max_queued_tokens: Tokens = Field(default=1 << 22, le=1 << 40)
+    """most tokens, prompts and outputs, that wait for room"""
+    max_attempts: Placements = Field(default=5, le=1000)
+    """how often a request is placed when workers are lost while they serve it"""
+    queue_seconds: Seconds = Field(default=60.0, gt=0, le=86400)
+    """longest wait for room"""
+    request_seconds: Seconds = Field(default=600.0, gt=0, le=86400)
+    """longest life of one request"""
+    max_message_mib: Mebibytes = Field(default=16, le=1024)
+    """largest message that the gateway takes"""
+    max_calls: Calls = Field(default=4096, le=1 << 20)
+    """most calls at a time, gRPC and HTTP together, waiting ones included"""
+    warm_up: bool | None = None
+    """whether the gateway sends requests of its own through new workers before it is ready, so that those of clients
+    find all compiled, connected and allocated; null does on a GPU"""
 
     @field_validator("routing_policy")
     @classmethod
@@ -239,25 +206,19 @@ class GatewaySection(Section):
 class SecuritySection(Section):
     """Whoever can reach the gateway may use it, unless it asks for a token."""
 
-    token_file: str | None = Field(
-        default=None, description="file with the bearer token that every call must carry; only its owner may read it"
-    )
-    tls_cert: str | None = Field(default=None, description="the gateway's certificate chain, PEM")
-    tls_key: str | None = Field(default=None, description="the key of tls_cert, PEM; only its owner may read it")
-    client_ca: str | None = Field(
-        default=None, description="PEM; clients must then show a certificate that it signed (mutual TLS)"
-    )
-    salt_by_token: bool = Field(
-        default=False, description="whether callers share cached prefixes only with those of the same bearer token"
-    )
-
-    @field_validator("token_file", "tls_cert", "tls_key", "client_ca")
-    @classmethod
-    def _resolve(cls, path: str | None) -> str | None:
-        return None if path is None else str(Path(path).expanduser().resolve())
+    token_file: ResolvedPath | None = None
+    """file with the bearer token that every call must carry; only its owner may read it"""
+    tls_cert: ResolvedPath | None = None
+    """the gateway's certificate chain, PEM"""
+    tls_key: ResolvedPath | None = None
+    """the key of tls_cert, PEM; only its owner may read it"""
+    client_ca: ResolvedPath | None = None
+    """PEM; clients must then show a certificate that it signed (mutual TLS)"""
+    salt_by_token: bool = False
+    """whether callers share cached prefixes only with those of the same bearer token"""
 
     @model_validator(mode="after")
-    def _whole(self) -> "SecuritySection":
+    def _is_whole(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("must have both tls_cert and tls_key, or neither")
         if self.client_ca is not None and self.tls_cert is None:
@@ -266,63 +227,50 @@ class SecuritySection(Section):
 
 
 class RecoverySection(Section):
-    unresponsive_seconds: Seconds = Field(
-        default=60.0, gt=0, le=86400, description="a process that is silent for so long is ended and started again"
-    )
-    stalled_seconds: Seconds = Field(
-        default=300.0,
-        gt=0,
-        le=86400,
-        description="a process whose start makes no progress for so long, in imports, weights or kernels, is ended and "
-        "started again; give it more time than one kernel takes to compile; where workers wait for each other, 60 s "
-        "are the most",
-    )
-    drain_seconds: Seconds = Field(
-        default=10.0,
-        ge=0,
-        le=86400,
-        description="longest wait for what the other workers of a broken island can finish",
-    )
-    max_restarts: Restarts = Field(
-        default=10,
-        le=1 << 20,
-        description="most restarts of an island, or of the gateway, in window_seconds; one more loss ends the cluster",
-    )
-    window_seconds: Seconds = Field(default=600.0, gt=0, le=86400, description="the time in which restarts are counted")
+    unresponsive_seconds: Seconds = Field(default=60.0, gt=0, le=86400)
+    """a process that is silent for so long is ended and started again"""
+    stalled_seconds: Seconds = Field(default=300.0, gt=0, le=86400)
+    """a process whose start makes no progress for so long, in imports, weights or kernels, is ended and started again;
+    give it more time than one kernel takes to compile; where workers wait for each other, 60 s are the most"""
+    drain_seconds: Seconds = Field(default=10.0, ge=0, le=86400)
+    """longest wait for what the other workers of a broken island can finish"""
+    max_restarts: Restarts = Field(default=10, le=1 << 20)
+    """most restarts of an island, or of the gateway, in window_seconds; one more loss ends the cluster"""
+    window_seconds: Seconds = Field(default=600.0, gt=0, le=86400)
+    """the time in which restarts are counted"""
 
 
 class RaySection(Section):
-    num_cpus: Cpus | None = Field(
-        default=None, le=1 << 16, description="CPUs that a Ray started here offers; null is all"
-    )
+    num_cpus: Cpus | None = Field(default=None, le=1 << 16)
+    """CPUs that a Ray started here offers; null is all"""
 
 
 class ClusterConfig(Section):
     """One cluster."""
 
-    name: str = Field(
-        default="local",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$",
-        description="the cluster's name: 1 to 63 letters, digits and . _ -, a letter or digit first",
-    )
-    model: ModelSection = Field(default=ModelSection(), description="what is served")
-    cache: CacheSection = Field(default=CacheSection(), description="each worker's KV")
-    scheduler: SchedulerSection = Field(default=SchedulerSection(), description="limits of one forward")
-    num_islands: Islands = Field(
-        default=1,
-        le=256,
-        description="islands of the shape that `island` gives; a lost worker stops its own island only",
-    )
-    island: IslandSection = Field(default=IslandSection(), description="the workers that can write into each other")
-    gateway: GatewaySection = Field(default=GatewaySection(), description="what clients connect to")
-    recovery: RecoverySection = Field(
-        default=RecoverySection(), description="what happens when a process ends or falls silent"
-    )
-    security: SecuritySection = Field(default=SecuritySection(), description="who may call the gateway")
-    ray: RaySection = Field(default=RaySection(), description="the Ray that places the workers")
+    name: str = Field(default="local", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")
+    """the cluster's name: 1 to 63 letters, digits and . _ -, a letter or digit first"""
+    model: ModelSection = ModelSection()
+    """what is served"""
+    cache: CacheSection = CacheSection()
+    """each worker's KV"""
+    scheduler: SchedulerSection = SchedulerSection()
+    """limits of one forward"""
+    num_islands: Islands = Field(default=1, le=256)
+    """islands of the shape that `island` gives; a lost worker stops its own island only"""
+    island: IslandSection = IslandSection()
+    """the workers that can write into each other"""
+    gateway: GatewaySection = GatewaySection()
+    """what clients connect to"""
+    recovery: RecoverySection = RecoverySection()
+    """what happens when a process ends or falls silent"""
+    security: SecuritySection = SecuritySection()
+    """who may call the gateway"""
+    ray: RaySection = RaySection()
+    """the Ray that places the workers"""
 
     @model_validator(mode="after")
-    def _open_doors_are_guarded(self) -> "ClusterConfig":
+    def _is_guarded(self) -> Self:
         guarded = self.security.token_file is not None and self.security.tls_cert is not None
         if not guarded and not is_loopback(self.gateway.host):
             raise ValueError(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import yaml
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 MAX_SHOWN = 80  # characters of a value in an error
@@ -23,7 +22,7 @@ def explain(finding: ErrorDetails, config: type[BaseModel]) -> str:
         near = difflib.get_close_matches(location[-1], section.model_fields, n=1)
         hint = f"did you mean {'.'.join([*location[:-1], near[0]])}? " if near else ""
         return f"unknown key {cut(dotted)}; {hint}known here: {names(section)}"
-    description = _field(config, location).description
+    description = _description(config, location)
     if finding["type"] == "model_type":
         accepted = f"must be a section with keys {names(_section(config, location))}"
     elif finding["type"] == "string_pattern_mismatch":
@@ -57,8 +56,9 @@ def names(section: type[BaseModel]) -> str:
     return ", ".join(section.model_fields)
 
 
-def _field(config: type[BaseModel], location: Sequence[str]) -> FieldInfo:
-    return _section(config, location[:-1]).model_fields[location[-1]]
+def _description(config: type[BaseModel], location: Sequence[str]) -> str:
+    description = _section(config, location[:-1]).model_fields[location[-1]].description
+    return " ".join((description or "").split())
 
 
 def _section(config: type[BaseModel], location: Sequence[str]) -> type[BaseModel]:

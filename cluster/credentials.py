@@ -1,4 +1,4 @@
-"""Secrets and certificates of a gateway and of its clients, read from files that only their owner can read."""
+"""Tokens and certificates of gateways and clients, from files that only their owner can read."""
 
 import ipaddress
 import ssl
@@ -30,7 +30,7 @@ class ServerSecurity:
     salt_by_token: bool = False
 
     def check(self) -> None:
-        """ConfigError when a file cannot be read, or is not what it should be."""
+        """ConfigError for a file that cannot be read or used."""
         self.token()
         self.credentials()
 
@@ -48,19 +48,15 @@ class ServerSecurity:
 
 @dataclass(frozen=True)
 class ClientSecurity:
-    """What a client shows, and whom it believes. Paths, and the token itself.
-
-    tls_ca: speaks TLS, to a gateway whose certificate it signed. tls_cert, tls_key: for a gateway that asks for them.
-    """
+    """A client's token and paths of its certificates."""
 
     token: str | None = None
-    tls_ca: str | None = None
-    tls_cert: str | None = None
+    tls_ca: str | None = None  # asks for TLS; it signed the gateway's certificate
+    tls_cert: str | None = None  # for a gateway that asks for mutual TLS
     tls_key: str | None = None
 
     def credentials(self, address: str) -> grpc.ChannelCredentials | None:
-        """None without TLS. ConfigError for half a key pair, for files that are not what they should be, or when a
-        token would go over a network in the clear."""
+        """None without TLS. ConfigError for half a key pair, unusable files, or a token without TLS on a network."""
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key: give both or neither")
         if self.tls_ca is None:

@@ -1,39 +1,13 @@
 """The errors of the control plane and its clients. Each names the field, the value and what is accepted.
 
-TandemError
-├── UsageError           a command line cannot be understood
-├── ConfigError          a cluster's YAML or an override cannot be used
-├── RuntimeDirError      the per-user folder for running clusters is not safe to use
-├── ClusterRunning       a cluster of that name already runs
-├── ClusterNotRunning    no cluster of that name runs
-├── StopTimedOut         a cluster did not end in time
-├── StartFailed          a worker or the gateway did not start
-├── ProcessEnded         a process ended before it had answered a call
-├── WorkerLost           a process ended, or fell silent, more often than a cluster may restart it
-├── ReshapeFailed        an island did not come about in the shape that was ordered, and its old epoch was over
-├── BenchmarkFailed      a benchmark did not run to its end
-├── MissingPlots         matplotlib is not installed
-└── CallError            a call to a gateway failed
-    ├── InvalidRequest      the request can never succeed as it is
-    ├── Overloaded          the queue is full; the same call may succeed later
-    ├── DeadlineExceeded    the call's deadline passed
-    ├── Unavailable         no gateway answers there
-    ├── Unauthenticated     the gateway asks for a token, and got none or another
-    ├── Cancelled           the call was cancelled
-    ├── AttemptsExhausted   the request was placed as often as it may be, and its workers were lost each time
-    ├── Superseded          a later call has taken the request over
-    ├── ScaleRefused        an island cannot be given that shape, and serves on as it was
-    └── ServerError         a worker or the gateway failed while it served the request
+TandemError             UsageError ConfigError RuntimeDirError ClusterRunning ClusterNotRunning StopTimedOut StartFailed
+│                       ProcessEnded WorkerLost ReshapeFailed BenchmarkFailed MissingPlots
+└── CallError           InvalidRequest Overloaded DeadlineExceeded Unavailable Unauthenticated Cancelled
+                        AttemptsExhausted Superseded ScaleRefused ServerError
+WorkerCallError         WorkerFull WorkerTimedOut ForwardFailed RequestRefused
+└── PlacementLost       WorkerUnreachable
 
-Inside the gateway a call to a worker fails with one of these; statuses.py maps both trees to gRPC and HTTP.
-
-WorkerCallError          the worker answered with an error
-├── PlacementLost        the worker is gone or has dropped the request, which can go on elsewhere
-│   └── WorkerUnreachable   no worker of that epoch answers there
-├── WorkerFull           the worker has no room now
-├── WorkerTimedOut       the worker did not answer in time
-├── ForwardFailed        a forward failed; another request in it may be at fault
-└── RequestRefused       the worker refuses the request as it is
+Inside the gateway a call to a worker fails with a WorkerCallError. statuses.py maps both trees to gRPC and HTTP.
 """
 
 from typing import ClassVar

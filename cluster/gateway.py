@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tandem.cache.plan.kv_scales import KVScales
+from tandem.cluster.config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import TandemError
 from tandem.cluster.frontends.admin import Admin
@@ -66,30 +67,16 @@ def attempt_prefix(process: int, incarnation: int) -> str:
 class GatewaySettings:
     """Everything a gateway process needs to know to start."""
 
-    cluster: str
-    process: int  # counted from 0
-    incarnation: int  # of the process, counted from 1
-    transport: str
-    model_path: str
-    dtype: str
-    kv_cache_dtype: str
+    config: ClusterConfig
     max_model_len: int
-    page_size: int
     num_pages: int
-    host: str
     port: int
     http_port: int | None  # None: no HTTP
-    routing_policy: str
     token_seconds: float | None  # the bound of adaptive roles; None where roles are split
-    max_queued: int
-    max_queued_tokens: int
-    max_attempts: int
-    queue_seconds: float
-    request_seconds: float
-    max_message_bytes: int
-    max_calls: int
     warm_up: bool
     security: ServerSecurity
+    process: int = 0  # counted from 0
+    incarnation: int = 1  # of the process, counted from 1
     processes: int = 1
     num_islands: int = 1
     table: str = ""  # path of the processes' table; empty for one process without a supervisor
@@ -113,15 +100,16 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        self._model = load_config(Path(settings.model_path), settings.dtype)
-        self._tokenizer = Tokenizer.from_folder(Path(settings.model_path))
+        folder = Path(settings.config.model.path or "")
+        self._model = load_config(folder, settings.config.model.dtype)
+        self._tokenizer = Tokenizer.from_folder(folder)
         self._limits = ModelLimits(
             vocab_size=self._model.vocab_size,
             max_model_len=settings.max_model_len,
-            pool_tokens=settings.num_pages * settings.page_size,
+            pool_tokens=settings.num_pages * settings.config.cache.page_size,
             rope_switch=self._model.rope_switch,
         )
-        self._name = Path(settings.model_path).name
+        self._name = folder.name
         self._validator = RequestValidator(self._limits, self._tokenizer, salt_by_token=settings.security.salt_by_token)
         self._started = settings.started or time.monotonic()
         self._table = GatewayTable.alone()
@@ -135,15 +123,17 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 
     async def start(self) -> GatewayAddresses:
         """Opens the ports. StartFailed when one cannot be had."""
-        settings = self._settings
+        settings, section = self._settings, self._settings.config.gateway
         bound = settings.token_seconds
-        policy = POLICIES[settings.routing_policy] if bound is None else adaptive(bound)
-        self._islands = Islands(max_message_bytes(settings.max_model_len), policy, settings.page_size, self._table)
+        policy = POLICIES[section.routing_policy] if bound is None else adaptive(bound)
+        self._islands = Islands(
+            max_message_bytes(settings.max_model_len), policy, settings.config.cache.page_size, self._table
+        )
         self._router = Router(
             self._islands,
-            AdmissionQueue(settings.max_queued, settings.max_queued_tokens, self._table),
+            AdmissionQueue(section.max_queued, section.max_queued_tokens, self._table),
             id_prefix=attempt_prefix(settings.process, settings.incarnation),
-            queue_seconds=settings.queue_seconds,
+            queue_seconds=section.queue_seconds,
         )
         self._claims = Claims(self._table, settings.peer_token)
         self._requests = ActiveRequests(
@@ -153,21 +143,21 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             self._model.eos_token_ids,
             self._table,
             self._claims,
-            max_attempts=settings.max_attempts,
-            request_seconds=settings.request_seconds,
+            max_attempts=section.max_attempts,
+            request_seconds=section.request_seconds,
         )
         if settings.warm_up and settings.process == 0:  # once is enough
             self._warm_up = WarmUp(self._islands, self._router, self._limits, local=bound is not None)
         if bound is not None:
             turn = settings.process, settings.processes
             self._rebalancing = asyncio.create_task(Rebalancer(self._islands, self._requests, bound, turn).run())
-        self._limit = CallLimit(settings.max_calls, self._table)
+        self._limit = CallLimit(section.max_calls, self._table)
         self._admin = Admin()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         self._peers = await self._peer_server()
         self._server = self._grpc_server()
         self._http = self._http_server()
-        address = open_port(self._server, settings.host, settings.port, settings.security.credentials())
+        address = open_port(self._server, section.host, settings.port, settings.security.credentials())
         self._addresses = GatewayAddresses(address, None if self._http is None else await self._http.start())
         await self._server.start()
         for service in ("", *SERVICES):
@@ -185,9 +175,12 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 
     def _grpc_server(self) -> grpc.aio.Server:
         """With its services, without a port."""
-        settings = self._settings
+        settings, section = self._settings, self._settings.config.gateway
         server = grpc_server(
-            self._limit, settings.security.token(), settings.max_message_bytes, shared=settings.processes > 1
+            self._limit,
+            settings.security.token(),
+            section.max_message_mib << 20,
+            shared=settings.processes > 1,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
@@ -196,7 +189,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         return server
 
     def _http_server(self) -> "HttpServer | None":
-        settings = self._settings
+        settings, section = self._settings, self._settings.config.gateway
         if settings.http_port is None:
             return None
         from tandem.cluster.frontends.http.server import HttpServer  # needs tandem[http]
@@ -208,10 +201,10 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             max_model_len=self._limits.longest,
             limit=self._limit,
             token=settings.security.token(),
-            max_bytes=settings.max_message_bytes,
+            max_bytes=section.max_message_mib << 20,
         )
         shared = settings.processes > 1
-        return HttpServer(app, settings.host, settings.http_port, settings.security, shared=shared)
+        return HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
 
     async def stop(self, grace: float) -> None:
         """No new calls; calls under way have `grace` seconds, then they are cancelled and their pages given back."""
@@ -266,7 +259,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.ModelInfo:
         model, settings = self._model, self._settings
         # The scales do not change the size.
-        scales = KVScales.uniform(model.num_layers) if stores_fp8(settings.kv_cache_dtype, model) else None
+        scales = KVScales.uniform(model.num_layers) if stores_fp8(settings.config.cache.kv_cache_dtype, model) else None
         return inference_pb2.ModelInfo(
             name=self._name,
             architecture=model.architecture,
@@ -274,8 +267,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             vocab_size=model.vocab_size,
             max_model_len=self._limits.longest,
             num_layers=model.num_layers,
-            page_size=settings.page_size,
-            kv_bytes_per_token=kv_layout(model, settings.page_size, scales).token_bytes,
+            page_size=settings.config.cache.page_size,
+            kv_bytes_per_token=kv_layout(model, settings.config.cache.page_size, scales).token_bytes,
             eos_token_ids=model.eos_token_ids,
             has_tokenizer=self._tokenizer is not None,
             has_chat_template=self._tokenizer is not None and self._tokenizer.has_chat_template,
@@ -284,10 +277,10 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     async def GetClusterInfo(
         self, request: inference_pb2.GetClusterInfoRequest, context: Context
     ) -> inference_pb2.ClusterInfo:
-        islands = await self._islands.info(self._settings.transport)
+        islands = await self._islands.info(self._settings.config.island.transport)
         gateways = [self._process_info(process) for process in range(self._table.processes)]
         return inference_pb2.ClusterInfo(
-            name=self._settings.cluster,
+            name=self._settings.config.name,
             version=version("tandem"),
             queued=sum(gateway.queued for gateway in gateways),
             active=sum(gateway.active for gateway in gateways),

@@ -1,4 +1,4 @@
-"""Another shape for a running island: what is asked, which processes stay, and what came of it."""
+"""Another shape for a running island: the order, the processes that stay, and the outcome."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -25,14 +25,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class ScaleOrder:
-    """An order with its numbers in range. number tells the orders of one gateway apart.
+    """An order for another shape, with its numbers in range."""
 
-    island is empty where there is one only; None leaves the workers of that role as many as they are.
-    """
-
-    number: int
-    island: str
-    num_prefill: int | None
+    number: int  # unique in one gateway
+    island: str  # may be empty where there is only one
+    num_prefill: int | None  # None: as many as now
     num_decode: int | None
 
     def shape(self, now: Shape) -> Shape:
@@ -44,7 +41,7 @@ class ScaleOrder:
 
 @dataclass(frozen=True)
 class ScaleOutcome:
-    """seconds_away: how long the island took no requests."""
+    """What came of an order, with the numbers of processes that were kept, started and ended."""
 
     island: str
     epoch: int
@@ -52,13 +49,13 @@ class ScaleOutcome:
     kept: int
     started: int
     ended: int
-    seconds_away: float
+    seconds_away: float  # in which the island took no requests
 
 
 def keep_members(before: Sequence[Role], after: Sequence[Role]) -> list[int | None]:
-    """For each PE of the next epoch the PE of this one whose process takes it; None where a new one is needed.
+    """For each PE of the next epoch the PE of this one whose process takes it; None for a new process.
 
-    As many as possible stay in their role, and of the others as many as possible change it.
+    As many processes as possible keep their role. As many as possible of the others change it.
     """
     left = {role: deque(pe for pe, held in enumerate(before) if held == role) for role in Role}
     taken: list[int | None] = [left[role].popleft() if left[role] else None for role in after]
@@ -67,9 +64,9 @@ def keep_members(before: Sequence[Role], after: Sequence[Role]) -> list[int | No
 
 
 class ScaleOrders:
-    """Orders for one island in their turn: anybody adds, the island's thread waits for the first and takes it off.
+    """One island's queue of orders. Any thread adds; the island's thread waits for the first and takes it.
 
-    Whoever added one has a future, which always ends.
+    add() returns a future, which always ends.
     """
 
     def __init__(self) -> None:
@@ -98,7 +95,7 @@ class ScaleOrders:
             return self._futures.popleft().result()
 
     def close(self, error: Exception) -> None:
-        """Orders that wait, and later ones, end with the error. Idempotent."""
+        """Ends waiting and later orders with the error. Idempotent."""
         with self._lock:
             self._closed = error
             while len(self._futures) > 1:

@@ -12,59 +12,40 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from tandem.cluster.errors import (
-    AttemptsExhausted,
-    CallError,
-    Cancelled,
-    DeadlineExceeded,
-    ForwardFailed,
-    InvalidRequest,
-    Overloaded,
-    PlacementLost,
-    RequestRefused,
-    ScaleRefused,
-    ServerError,
-    Superseded,
-    TandemError,
-    Unauthenticated,
-    Unavailable,
-    WorkerCallError,
-    WorkerFull,
-    WorkerTimedOut,
-    WorkerUnreachable,
-)
+from tandem.cluster import errors
+from tandem.cluster.errors import CallError, Overloaded, TandemError, WorkerCallError
 
 RETRY_AFTER_KEY = "retry-after-ms"
 Code = grpc.StatusCode
 
 # A status stands for the first error that has it.
 STATUSES: tuple[tuple[type[CallError], grpc.StatusCode, int], ...] = (
-    (InvalidRequest, Code.INVALID_ARGUMENT, 400),
-    (Unauthenticated, Code.UNAUTHENTICATED, 401),
-    (ScaleRefused, Code.FAILED_PRECONDITION, 409),
+    (errors.InvalidRequest, Code.INVALID_ARGUMENT, 400),
+    (errors.Unauthenticated, Code.UNAUTHENTICATED, 401),
+    (errors.ScaleRefused, Code.FAILED_PRECONDITION, 409),
     (Overloaded, Code.RESOURCE_EXHAUSTED, 429),
-    (Cancelled, Code.CANCELLED, 500),
-    (ServerError, Code.INTERNAL, 500),
-    (AttemptsExhausted, Code.ABORTED, 503),
-    (Superseded, Code.ABORTED, 503),
-    (Unavailable, Code.UNAVAILABLE, 503),  # over gRPC only the connection says so, never the gateway
-    (DeadlineExceeded, Code.DEADLINE_EXCEEDED, 504),
+    (errors.Cancelled, Code.CANCELLED, 500),
+    (errors.ServerError, Code.INTERNAL, 500),
+    (errors.AttemptsExhausted, Code.ABORTED, 503),
+    (errors.Superseded, Code.ABORTED, 503),
+    (errors.Unavailable, Code.UNAVAILABLE, 503),  # over gRPC only the connection says so, never the gateway
+    (errors.DeadlineExceeded, Code.DEADLINE_EXCEEDED, 504),
 )
 HTTP_OF_ERROR: dict[type[CallError], int] = {kind: status for kind, _, status in STATUSES}
 ERROR_OF_GRPC: dict[grpc.StatusCode, type[CallError]] = {code: kind for kind, code, _ in reversed(STATUSES)}
 
 WORKER_ERRORS: dict[grpc.StatusCode, type[WorkerCallError]] = {
-    Code.UNAVAILABLE: WorkerUnreachable,
-    Code.FAILED_PRECONDITION: WorkerUnreachable,  # it is of another epoch
-    Code.UNAUTHENTICATED: WorkerUnreachable,  # another process got the port of a lost one
-    Code.CANCELLED: WorkerUnreachable,
-    Code.UNKNOWN: WorkerUnreachable,
-    Code.ABORTED: PlacementLost,
-    Code.DATA_LOSS: PlacementLost,  # the KV that landed is not the KV that was sent
-    Code.RESOURCE_EXHAUSTED: WorkerFull,
-    Code.DEADLINE_EXCEEDED: WorkerTimedOut,
-    Code.INTERNAL: ForwardFailed,
-    Code.INVALID_ARGUMENT: RequestRefused,
+    Code.UNAVAILABLE: errors.WorkerUnreachable,
+    Code.FAILED_PRECONDITION: errors.WorkerUnreachable,  # it is of another epoch
+    Code.UNAUTHENTICATED: errors.WorkerUnreachable,  # another process got the port of a lost one
+    Code.CANCELLED: errors.WorkerUnreachable,
+    Code.UNKNOWN: errors.WorkerUnreachable,
+    Code.ABORTED: errors.PlacementLost,
+    Code.DATA_LOSS: errors.PlacementLost,  # the KV that landed is not the KV that was sent
+    Code.RESOURCE_EXHAUSTED: errors.WorkerFull,
+    Code.DEADLINE_EXCEEDED: errors.WorkerTimedOut,
+    Code.INTERNAL: errors.ForwardFailed,
+    Code.INVALID_ARGUMENT: errors.RequestRefused,
 }
 
 
@@ -88,7 +69,7 @@ async def refuse(context: grpc.aio.ServicerContext, error: TandemError) -> NoRet
 def error_of(error: grpc.RpcError) -> type[CallError]:
     """The error that a call to a gateway failed with."""
     code: Any = error.code()  # type: ignore[attr-defined]  # unseen by pyright
-    return ERROR_OF_GRPC.get(code, ServerError)
+    return ERROR_OF_GRPC.get(code, errors.ServerError)
 
 
 @contextmanager
@@ -100,10 +81,10 @@ def worker_errors(worker: str) -> Iterator[None]:
         kind = WORKER_ERRORS.get(error.code(), WorkerCallError)
         raise kind(f"{worker} answered {error.code().name}: {error.details()}") from error
     except grpc.aio.UsageError as error:
-        raise WorkerUnreachable(f"the connection to {worker} was closed") from error
+        raise errors.WorkerUnreachable(f"the connection to {worker} was closed") from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         # Nobody cancelled this task: the connection was closed under the call, because the process is gone.
-        raise WorkerUnreachable(f"the connection to {worker} was closed") from error
+        raise errors.WorkerUnreachable(f"the connection to {worker} was closed") from error

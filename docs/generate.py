@@ -74,7 +74,7 @@ def _cells(key: str, field: Schema) -> Iterator[str]:
     if kind["type"] in ("integer", "number") and "unit" not in kind:
         raise LookupError(f"{key} is a number without a unit; its type in cluster/config.py must give one")
     yield kind.get("unit", "")
-    yield field["description"]
+    yield " ".join(field["description"].split())
 
 
 def _value(value: object) -> str:

@@ -88,17 +88,12 @@ def up(
 ) -> None:
     """Start a cluster, print `ready grpc=HOST:PORT`, and stay until Ctrl-C or SIGTERM."""
     from tandem.cluster.config import load_config
+    from tandem.cluster.config_file import parse_override
 
-    values = list(overrides or [])
-    if model is not None:
-        values.append(f"model.path={_yaml_string(str(model))}")
-    if grpc_port is not None:
-        values.append(f"gateway.port={grpc_port}")
-    if http_port is not None:
-        values.append(f"gateway.http_port={http_port}")
-    if verify_kv:
-        values.append("island.verify_kv=true")
-    loaded = load_config(config, values)
+    given: dict[str, Any] = {"model.path": model and str(model), "island.verify_kv": verify_kv or None}
+    given |= {"gateway.port": grpc_port, "gateway.http_port": http_port}
+    values = dict(map(parse_override, overrides or ()))
+    loaded = load_config(config, values | {key: value for key, value in given.items() if value is not None})
     if loaded.model.path is None:
         raise ConfigError("model.path is null; it must be a checkpoint folder: give --model DIR or set it in the YAML")
 
@@ -134,7 +129,7 @@ def down(
     while (current := running_cluster(name)) is not None and current.pid == state.pid:
         if time.monotonic() > deadline:
             raise StopTimedOut(
-                f"cluster {name!r} (pid {state.pid}) was told to stop and still runs after {timeout:g} s"
+                f"cluster {name!r} (pid {state.pid}) was asked to stop and still runs after {timeout:g} s"
             )
         time.sleep(0.05)
     print(f"stopped {name}")
@@ -260,7 +255,3 @@ def doctor() -> None:
 def version() -> None:
     """Print tandem's version."""
     print(f"tandem {package_version('tandem')}")
-
-
-def _yaml_string(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

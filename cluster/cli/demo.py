@@ -1,22 +1,18 @@
-"""`make demo`: a checkpoint on disk, a cluster of two workers, several prompts at once, and what it cost."""
+"""`make demo`: a cluster of two workers answers several prompts at once, then prints their times and sizes."""
 
 import asyncio
 import os
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.cli.embedded import embedded_cluster
 from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.client.client_messages import Timings, Usage
-from tandem.cluster.config import load_config
-from tandem.cluster.supervision.launcher import Cluster
 
 PROMPTS = (
     "The cache keeps keys and values in pages, and",
@@ -31,7 +27,7 @@ OUTPUT_TOKENS = 48
 
 @dataclass
 class Row:
-    """One request as it goes on."""
+    """One request and its answer so far."""
 
     prompt: str
     text: str = ""
@@ -49,19 +45,12 @@ class Row:
 def main() -> int:
     console = Console()
     before = set(os.listdir("/dev/shm"))
-    with tempfile.TemporaryDirectory(prefix="tandem-demo-") as folder:
-        make_checkpoint(Path(folder) / "model", arch="llama", size="small", seed=0)
-        console.print("[bold]tandem demo[/]: a Llama checkpoint of random weights, 1 prefill and 1 decode worker")
-        config = load_config(None, {"name": f"demo-{os.getpid()}", "gateway.port": 0, "model.path": f"{folder}/model"})
-        cluster = Cluster(config)
-        began = time.perf_counter()
-        try:
-            address = cluster.start()
-            console.print(f"ready grpc={address} after {time.perf_counter() - began:.1f} s")
-            rows = [Row(prompt) for prompt in PROMPTS]
-            seconds = asyncio.run(_run(address, rows, console))
-        finally:
-            cluster.stop()
+    console.print("[bold]tandem demo[/]: a Llama checkpoint of random weights, 1 prefill and 1 decode worker")
+    began = time.perf_counter()
+    with embedded_cluster("demo", "small") as address:
+        console.print(f"ready grpc={address} after {time.perf_counter() - began:.1f} s, checkpoint included")
+        rows = [Row(prompt) for prompt in PROMPTS]
+        seconds = asyncio.run(_run(address, rows, console))
     console.print()
     console.print(_summary(rows))
     tokens = sum(row.usage.output_tokens for row in rows if row.usage)

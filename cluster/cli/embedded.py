@@ -1,4 +1,4 @@
-"""A cluster of one prefill and one decode worker on this machine's CPU, for a run without a server."""
+"""A cluster of one prefill and one decode worker on this machine's CPU, for a run without a server or a checkpoint."""
 
 import os
 import tempfile
@@ -12,11 +12,12 @@ from tandem.cluster.supervision.launcher import Cluster
 
 
 @contextmanager
-def embedded_cluster() -> Iterator[str]:
-    """HOST:PORT of its gateway. It serves a tiny checkpoint of random weights, and ends with the context."""
-    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        make_checkpoint(Path(folder) / "model", arch="llama", size="tiny", seed=0)
-        config = load_config(None, {"name": f"bench-{os.getpid()}", "gateway.port": 0, "model.path": f"{folder}/model"})
+def embedded_cluster(name: str = "bench", size: str = "tiny") -> Iterator[str]:
+    """HOST:PORT of its gateway. The cluster serves a Llama of random weights until the context ends."""
+    with tempfile.TemporaryDirectory(prefix=f"tandem-{name}-") as folder:
+        make_checkpoint(Path(folder) / "model", arch="llama", size=size, seed=0)
+        keys = {"name": f"{name}-{os.getpid()}", "gateway.port": 0, "model.path": f"{folder}/model"}
+        config = load_config(None, keys)
         cluster = Cluster(config)
         try:
             yield cluster.start()

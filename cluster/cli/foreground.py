@@ -1,4 +1,4 @@
-"""`tandem up`: a cluster that lives as long as this process wants it to."""
+"""`tandem up`: a cluster that lives until this process is asked to stop."""
 
 import logging
 import signal
@@ -19,12 +19,11 @@ from tandem.cluster.supervision.start_clock import phase_lines, process_age
 
 
 def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
-    """Starts the cluster, prints `ready grpc=HOST:PORT` and returns after SIGINT or SIGTERM, when nothing is left.
+    """Starts the cluster, prints `ready grpc=HOST:PORT`, and returns after SIGINT or SIGTERM. It leaves nothing behind.
 
-    ` http=HOST:PORT` follows on that line if there is an HTTP server. Then stderr, and the cluster's ClusterState, have
-    a line for each phase of the start. Behind them come the ray_address that other clusters join, and later each loss
-    and each recovery.
-    Raises ClusterRunning, ConfigError, StartFailed, WorkerLost; nothing is left then either.
+    ` http=HOST:PORT` follows on that line if there is an HTTP server. Then stderr gets a line for each phase of the
+    start, the address of the Ray, and later each loss and recovery.
+    Raises ClusterRunning, ConfigError, StartFailed, WorkerLost.
     """
     age = process_age()
     logging.basicConfig(format="%(asctime)s %(message)s")
@@ -49,7 +48,7 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """The first SIGINT or SIGTERM raises KeyboardInterrupt; later ones must not disturb the stopping."""
+    """The first SIGINT or SIGTERM raises KeyboardInterrupt. Later ones are ignored."""
     interrupted = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -67,7 +66,7 @@ def _signals_interrupt() -> Iterator[None]:
 
 
 class _Loading:
-    """A bar for each worker on a terminal, with the phase of its start; nothing elsewhere."""
+    """On a terminal a bar for each worker, with the phase of its start; elsewhere nothing."""
 
     def __init__(self) -> None:
         self._progress = Progress(

@@ -1,4 +1,4 @@
-"""What the `tandem` command is given: a prompt, from wherever it comes, and the gateway that is meant."""
+"""The `tandem` command's input: a prompt, and a client of the gateway."""
 
 import sys
 from pathlib import Path
@@ -16,14 +16,14 @@ WILDCARDS = ("0.0.0.0", "[::]")
 def open_client(
     address: str | None, token_file: Path | None, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None
 ) -> Client:
-    """Of the gateway at HOST:PORT, or of the cluster that runs here. Raises UsageError, ConfigError."""
+    """A client of the gateway at HOST:PORT, or of this machine's cluster. Raises UsageError, ConfigError."""
     paths = (None if path is None else str(path) for path in (tls_ca, tls_cert, tls_key))
     security = ClientSecurity(None if token_file is None else read_token(token_file), *paths)
     return Client(address or _running_address(), security)
 
 
 def read_prompt(text: str | None, file: Path | None, token_ids: str | None, *, chat: bool) -> Prompt:
-    """The one that is given, or stdin where none is or text is `-`. Raises UsageError."""
+    """The given prompt, or stdin's without one or for `-`. Raises UsageError."""
     if sum(source is not None for source in (text, file, token_ids)) > 1:
         raise UsageError("give the prompt once: as an argument, with --file or with --token-ids")
     if token_ids is not None:

@@ -1,4 +1,4 @@
-"""What the `tandem` command prints."""
+"""The `tandem` command's output."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ PIPE_WIDTH = 140  # columns of a table that no terminal shows
 
 
 def print_stream(updates: Iterable[GenerateUpdate]) -> None:
-    """The text as it comes; token ids for a checkpoint without a tokenizer. An error comes behind a whole line."""
+    """Prints the text as it comes; token ids for a checkpoint without a tokenizer. Ends the line before an error."""
     written = False
     token_ids: list[int] = []
     try:
@@ -36,7 +36,7 @@ def print_stream(updates: Iterable[GenerateUpdate]) -> None:
 
 
 def print_json(updates: Iterable[GenerateUpdate]) -> None:
-    """One object; token_seconds are the arrivals of the tokens here, counted from the call."""
+    """Prints one object. token_seconds: each token's arrival here, in seconds from the call."""
     start = time.perf_counter()
     parts: list[GenerateUpdate] = []
     seconds: list[float] = []
@@ -51,7 +51,7 @@ def print_json(updates: Iterable[GenerateUpdate]) -> None:
 
 
 def print_findings(findings: Iterable[Finding]) -> None:
-    """A line each, as soon as it is known: ok or missing, the thing, what was found and what to do."""
+    """Prints a line for each finding as soon as it is known: ok or missing, name, what was found, advice."""
     for finding in findings:
         line = f"{'ok' if finding.ok else 'missing':8} {finding.name:18} {finding.found}"
         print(f"{line} → {finding.advice}" if finding.advice else line, flush=True)
@@ -75,7 +75,7 @@ def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:
 
 
 def print_scaled(done: admin_pb2.ScaleResponse, as_json: bool) -> None:
-    """What the island is now, and what became of its processes."""
+    """Prints the island's new shape, and what became of its processes."""
     if as_json:
         print(MessageToJson(done, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
         return

@@ -1,13 +1,11 @@
 """Random checkpoints with a tokenizer, in Hugging Face's files and names: for trying things, tests and benchmarks."""
 
-import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
@@ -18,7 +16,6 @@ from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.parameters import allocate_parameters
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weight_names import LM_HEAD, named_weights
-from tandem.workers.models.weights import INDEX
 
 BOS, EOS = "<|begin|>", "<|end|>"
 CHAT_TEMPLATE = (
@@ -30,20 +27,11 @@ EMBEDDING = "model.embed_tokens.weight"
 LOGITS_STD = 4  # about what trained models have: sampling at temperature 1 then has favourites
 
 
-@dataclass(frozen=True)
-class Size:
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    vocab_size: int
-    max_position_embeddings: int
-
-
-SIZES = {
-    "tiny": Size(2, 64, 4, 2, 176, 512, 2048),
-    "small": Size(4, 256, 8, 4, 688, 2048, 4096),
+COMMON = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+          "vocab_size", "max_position_embeddings")  # fmt: skip
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": dict(zip(COMMON, (2, 64, 4, 2, 176, 512, 2048), strict=True)),
+    "small": dict(zip(COMMON, (4, 256, 8, 4, 688, 2048, 4096), strict=True)),
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 DEEPSEEK = {
@@ -117,26 +105,27 @@ def make_checkpoint(
 ) -> ModelConfig:
     """Writes config.json, generation_config.json, weights (sharded beyond shard_bytes) and the tokenizer's files.
 
-    arch is one of ARCHITECTURES, size of SIZES, dtype of tandem.cache.plan.layout.DTYPES; else InvalidConfig. The same
-    arguments give the same weights.
+    The same arguments give the same weights. InvalidConfig for an unknown arch (ARCHITECTURES), size (SIZES) or dtype.
     """
     for name, value, known in (("arch", arch, ARCHITECTURES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
         if value not in known:
             raise InvalidConfig(f"{name} is {value!r}; it must be one of {', '.join(known)}")
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(SIZES[size].vocab_size)
+    tokenizer = train_tokenizer(SIZES[size]["vocab_size"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(SIZES[size]))
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(size))
     special = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS)}
     _write_json(folder / "generation_config.json", special)
-    _write_json(folder / "config.json", {**_config(arch, SIZES[size], dtype), **special})
+    _write_json(folder / "config.json", {**_config(arch, size, dtype), **special})
     config = load_config(folder)
-    _save_weights(folder, random_weights(config, tokenizer, seed), shard_bytes)
+    # Views of fused rows are cloned: the library writes a storage once.
+    weights = {name: tensor.clone() for name, tensor in random_weights(config, tokenizer, seed).items()}
+    save_torch_state_dict(weights, folder, max_shard_size=shard_bytes)
     return config
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most vocab_size tokens (it has fewer when SENTENCES run out of pairs)."""
+    """A byte-level BPE of at most vocab_size tokens, fewer when SENTENCES run out of pairs."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -155,7 +144,7 @@ def train_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def random_weights(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> dict[str, Tensor]:
-    """Weights whose greedy output is varied and readable: only tokens that begin a word have logits apart from 0."""
+    """Weights with varied and readable greedy output: only tokens that begin a word have logits apart from 0."""
     places = named_weights(config, allocate_parameters(config, torch.device("cpu")))
     generator = torch.Generator().manual_seed(seed)
     for name, place in places.items():
@@ -177,17 +166,12 @@ def begins_word(tokenizer: Tokenizer, token: int) -> bool:
     return text.startswith(" ") and text[1:].isalpha()
 
 
-def _config(arch: str, size: Size, dtype: str) -> dict[str, object]:
-    fields = dataclasses.asdict(size)
-    names = {
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-    }
+def _config(arch: str, size: str, dtype: str) -> dict[str, object]:
+    sizes = SIZES[size]
     return {
-        **{names.get(name, name): value for name, value in fields.items()},
+        **sizes,
         "model_type": arch,
-        "head_dim": size.hidden_size // size.num_heads,
+        "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_parameters": ROPE,
@@ -197,36 +181,15 @@ def _config(arch: str, size: Size, dtype: str) -> dict[str, object]:
     }
 
 
-def _tokenizer_config(size: Size) -> dict[str, object]:
+def _tokenizer_config(size: str) -> dict[str, object]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
-        "model_max_length": size.max_position_embeddings,
+        "model_max_length": SIZES[size]["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-
-
-def _save_weights(folder: Path, weights: dict[str, Tensor], shard_bytes: int) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    filled = 0
-    for name, tensor in weights.items():
-        if shards[-1] and filled + tensor.nbytes > shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor.clone()  # a view of fused rows; the library writes whole storages only
-        filled += tensor.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
-        return
-    weight_map: dict[str, str] = {}
-    for index, shard in enumerate(shards):
-        file = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(tensor.nbytes for tensor in weights.values())
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Which clusters of this user run here: one locked file each, that the kernel unlocks however its owner ends."""
+"""This user's running clusters: a locked file each, which the kernel unlocks however its owner ends."""
 
 import errno
 import fcntl
@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tandem.cluster.errors import ClusterRunning, RuntimeDirError
@@ -21,23 +20,19 @@ ACQUIRE_SECONDS = 0.5  # a reader's probe may hold the lock for a moment
 
 @dataclass(frozen=True)
 class ClusterState:
-    """What a running cluster says of itself.
-
-    grpc_address (HOST:PORT) is None until it is ready, pid for the instant before it is written; started is Unix time.
-    start_seconds: how long each phase of its start took; empty until it is ready.
-    """
+    """What a running cluster's file says."""
 
     name: str
-    pid: int | None
-    started: float
-    grpc_address: str | None = None
-    start_seconds: Mapping[str, float] = field(default_factory=dict)
+    pid: int | None  # None for the instant before it is written
+    started: float  # Unix time
+    grpc_address: str | None = None  # HOST:PORT, once the cluster is ready
+    start_seconds: Mapping[str, float] = field(default_factory=dict)  # of each phase, once the cluster is ready
 
 
 def runtime_dir() -> Path:
-    """$XDG_RUNTIME_DIR/tandem, else a folder of this user's in the temporary folder; made with mode 700 when missing.
+    """$XDG_RUNTIME_DIR/tandem, else this user's folder in the temporary folder. A missing one is made with mode 700.
 
-    Raises RuntimeDirError when the folder belongs to somebody else or is open to others.
+    RuntimeDirError when the folder belongs to somebody else or is open to others.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base, "tandem") if base else Path(tempfile.gettempdir(), f"tandem-{os.getuid()}")
@@ -52,7 +47,7 @@ def runtime_dir() -> Path:
 
 
 def running_clusters() -> tuple[ClusterState, ...]:
-    """The clusters of this user that run now, by name."""
+    """This user's running clusters, by name."""
     names = sorted(path.name.removesuffix(SUFFIX) for path in runtime_dir().glob(f"*{SUFFIX}"))
     return tuple(state for name in names if (state := running_cluster(name)) is not None)
 
@@ -72,9 +67,9 @@ def running_cluster(name: str) -> ClusterState | None:
 
 
 class ClusterLock:
-    """Holds a cluster's name on this machine while the process lives, or until `release`.
+    """A cluster's name on this machine, held until release() or until this process ends. Raises ClusterRunning.
 
-    The file descriptor is not inherited by programs that the process starts. Raises ClusterRunning.
+    Programs that the process starts do not inherit the file.
     """
 
     def __init__(self, name: str) -> None:
@@ -84,7 +79,7 @@ class ClusterLock:
         self._write()
 
     def publish(self, grpc_address: str, start_seconds: Mapping[str, float]) -> None:
-        """Says where clients find the cluster, HOST:PORT, and how long each phase of its start took."""
+        """Writes the gateway's HOST:PORT and the seconds of each phase of the start."""
         self._state = replace(self._state, grpc_address=grpc_address, start_seconds=start_seconds)
         self._write()
 
@@ -97,9 +92,7 @@ class ClusterLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def _acquire(self) -> int:

@@ -5,9 +5,10 @@ A stream that breaks because the gateway is started again goes on where it was, 
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator
-from types import ModuleType, TracebackType
-from typing import Any, ClassVar, Self, Unpack
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Coroutine, Generator
+from types import ModuleType
+from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
@@ -32,10 +33,14 @@ RESUME_SECONDS = 60.0
 INFO_SECONDS = 10.0
 SCALE_SECONDS = 600.0
 NO_SECURITY = ClientSecurity()
+UpdatesT = TypeVar("UpdatesT")
+ModelT = TypeVar("ModelT")
+ClusterT = TypeVar("ClusterT")
+ScaledT = TypeVar("ScaledT")
 
 
-class _Connection:
-    """What both clients have: a channel to a gateway, its services, and whose requests go through it."""
+class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT]):
+    """A channel to a gateway, and the calls of both clients. Each client gives the types that its calls return."""
 
     _grpc: ClassVar[ModuleType]  # grpc or grpc.aio, whose channels have the same makers
 
@@ -46,10 +51,9 @@ class _Connection:
         resume_seconds: float = RESUME_SECONDS,
         client_id: str | None = None,
     ) -> None:
-        """address: HOST:PORT. client_id: whose requests these are, where clients wait and take turns; one of its own
-        when None.
+        """address: HOST:PORT. client_id: the user whose requests take turns together; None makes a new one.
 
-        ConfigError unless it is printable ASCII, of 1 to 128 characters, and for what ClientSecurity refuses.
+        ConfigError unless client_id is printable ASCII, of 1 to 128 characters, and for what ClientSecurity refuses.
         """
         self.address = address
         self._metadata = client_metadata(client_id)
@@ -64,6 +68,48 @@ class _Connection:
         self._stub = security.authorize(inference_pb2_grpc.InferenceStub(self._channel))
         self._admin = security.authorize(admin_pb2_grpc.AdminStub(self._channel))
 
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **sampling: Unpack[Sampling],
+    ) -> UpdatesT:
+        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds.
+
+        cache_salt: only requests of the same one share cached prefixes; at most 256 characters.
+        """
+        return self._updates(build_request(prompt, sampling, request_id, cache_salt), timeout)
+
+    def model_info(self, timeout: float = INFO_SECONDS) -> ModelT:
+        return self._ask(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)
+
+    def cluster_info(self, timeout: float = INFO_SECONDS) -> ClusterT:
+        return self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
+
+    def scale(
+        self,
+        island: str = "",
+        *,
+        num_prefill: int | None = None,
+        num_decode: int | None = None,
+        timeout: float = SCALE_SECONDS,
+    ) -> ScaledT:
+        """Gives a running island another shape and returns when it serves again; None leaves a role as it is.
+
+        island may be empty where there is one. Raises ScaleRefused when the island serves on as it was.
+        """
+        return self._ask(self._admin.Scale, scale_request(island, num_prefill, num_decode), timeout)
+
+    @abstractmethod
+    def _ask(self, call: Any, request: Message, timeout: float) -> Any:
+        """The answer of a call with one answer."""
+
+    @abstractmethod
+    def _updates(self, request: inference_pb2.GenerateRequest, timeout: float) -> UpdatesT: ...
+
     def _pause(self, error: grpc.RpcError, resumption: Resumption, timeout: float) -> float | None:
         """Seconds until a request whose stream broke is sent again; None when all of it has come. Raises CallError."""
         if resumption.finished:
@@ -74,45 +120,17 @@ class _Connection:
         return pause
 
 
-class Client(_Connection):
+class Client(
+    _Connection[
+        Generator[GenerateUpdate, None, None],
+        inference_pb2.ModelInfo,
+        inference_pb2.ClusterInfo,
+        admin_pb2.ScaleResponse,
+    ]
+):
     """A gateway at HOST:PORT, for use from any thread: `with Client(address) as client: …`."""
 
     _grpc = grpc
-
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        timeout: float = GENERATE_SECONDS,
-        **sampling: Unpack[Sampling],
-    ) -> Generator[GenerateUpdate, None, None]:
-        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds.
-
-        cache_salt: only requests of the same one share cached prefixes; at most 256 characters.
-        """
-        return self._updates(build_request(prompt, sampling, request_id, cache_salt), timeout)
-
-    def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
-        return self._ask(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)
-
-    def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
-        return self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
-
-    def scale(
-        self,
-        island: str = "",
-        *,
-        num_prefill: int | None = None,
-        num_decode: int | None = None,
-        timeout: float = SCALE_SECONDS,
-    ) -> admin_pb2.ScaleResponse:
-        """Gives a running island another shape and returns when it serves again; None leaves a role as it is.
-
-        island may be empty where there is one. Raises ScaleRefused when the island serves on as it was.
-        """
-        return self._ask(self._admin.Scale, scale_request(island, num_prefill, num_decode), timeout)
 
     def _ask(self, call: Any, request: Message, timeout: float) -> Any:
         try:
@@ -146,51 +164,21 @@ class Client(_Connection):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-class AsyncClient(_Connection):
+class AsyncClient(
+    _Connection[
+        AsyncGenerator[GenerateUpdate, None],
+        Coroutine[Any, Any, inference_pb2.ModelInfo],
+        Coroutine[Any, Any, inference_pb2.ClusterInfo],
+        Coroutine[Any, Any, admin_pb2.ScaleResponse],
+    ]
+):
     """As Client, for one asyncio loop: `async with AsyncClient(address) as client: …`."""
 
     _grpc = grpc.aio
-
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        timeout: float = GENERATE_SECONDS,
-        **sampling: Unpack[Sampling],
-    ) -> AsyncGenerator[GenerateUpdate, None]:
-        """Sends the request when first iterated; closing the generator cancels it. timeout in seconds.
-
-        cache_salt: only requests of the same one share cached prefixes; at most 256 characters.
-        """
-        return self._updates(build_request(prompt, sampling, request_id, cache_salt), timeout)
-
-    async def model_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ModelInfo:
-        return await self._ask(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)
-
-    async def cluster_info(self, timeout: float = INFO_SECONDS) -> inference_pb2.ClusterInfo:
-        return await self._ask(self._stub.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
-
-    async def scale(
-        self,
-        island: str = "",
-        *,
-        num_prefill: int | None = None,
-        num_decode: int | None = None,
-        timeout: float = SCALE_SECONDS,
-    ) -> admin_pb2.ScaleResponse:
-        """Gives a running island another shape and returns when it serves again; None leaves a role as it is.
-
-        island may be empty where there is one. Raises ScaleRefused when the island serves on as it was.
-        """
-        return await self._ask(self._admin.Scale, scale_request(island, num_prefill, num_decode), timeout)
 
     async def _ask(self, call: Any, request: Message, timeout: float) -> Any:
         try:
@@ -226,7 +214,5 @@ class AsyncClient(_Connection):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()

@@ -1,4 +1,4 @@
-"""The parts that both clients share: Python values from responses, and errors from failed calls."""
+"""Python values of the gateway's responses, and errors of failed calls, for both clients."""
 
 import uuid
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from tandem.cluster.statuses import RETRY_AFTER_KEY, error_of
 from tandem.proto import admin_pb2, inference_pb2
 
 MAX_CLIENT_ID = 128
-TIMED_OUT = "Deadline Exceeded"  # gRPC's text, which does not say after how long
+TIMED_OUT = "Deadline Exceeded"  # gRPC's text, without the time
 TOO_LARGE = "Received message larger than max"  # gRPC's text, too
-LONGEST_CALL = 366 * 86400.0  # seconds; gRPC takes much longer ones for none
+LONGEST_CALL = 366 * 86400.0  # seconds; gRPC takes much longer timeouts for none
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.enable_http_proxy", 0),
@@ -67,22 +67,19 @@ class Timings:
 
 @dataclass(frozen=True)
 class GenerateUpdate:
-    """The tokens and text that one message adds.
-
-    finish_reason is None while running, else stop, length, abort or error; usage and timings come with the last one.
-    """
+    """The tokens and text that one message adds."""
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str
-    finish_reason: str | None
+    finish_reason: str | None  # None until the last message, then stop, length, abort or error
     logprobs: tuple[TokenLogprobs, ...]
-    usage: Usage | None
-    timings: Timings | None
+    usage: Usage | None  # with the last message
+    timings: Timings | None  # with the last message
 
 
 def client_metadata(client_id: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata of each request of a client. ConfigError for an id that gRPC cannot carry."""
+    """The metadata of a client's requests. ConfigError for an id that gRPC cannot carry."""
     own = uuid.uuid4().hex if client_id is None else client_id
     if not (1 <= len(own) <= MAX_CLIENT_ID and own.isascii() and own.isprintable()):
         raise ConfigError(f"client_id is {own!r:.80}; 1 to {MAX_CLIENT_ID} printable ASCII characters are accepted")
@@ -121,7 +118,7 @@ def scale_request(island: str, num_prefill: int | None, num_decode: int | None) 
 
 
 def call_error(address: str, error: grpc.RpcError, request: Message, timeout: float) -> CallError:
-    """The typed error for a failed call, to be raised `from None`. timeout: seconds that the whole call had."""
+    """The typed error of a failed call, to be raised `from None`. timeout: of the whole call, in seconds."""
     kind, details = error_of(error), error.details() or ""
     if kind is DeadlineExceeded and TIMED_OUT in details:
         details += f"; the timeout of {request.DESCRIPTOR.name.removesuffix('Request')} was {timeout:g} s"

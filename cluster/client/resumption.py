@@ -1,4 +1,4 @@
-"""How a client goes on with a request after its connection to the gateway broke."""
+"""The continuation of a client's request after its connection to the gateway broke."""
 
 import random
 import secrets
@@ -13,15 +13,14 @@ from tandem.cluster.statuses import error_of
 from tandem.proto import inference_pb2
 
 RETRY_SECONDS = 0.2
-# How gRPC's account of a connection begins that stood and broke; of one that did not come about it begins otherwise.
+# The beginnings of gRPC's text for an established connection that broke.
 BROKEN = ("Stream removed", "Socket closed", "Connection reset", "recvmsg:", "GOAWAY")
 
 
 class Resumption:
-    """One request and what has come of it. Owned by the generator that streams it.
+    """One request and its tokens so far. Owned by the generator that streams it.
 
-    Its request_id and seed are set at the first call, so that a gateway that knows nothing of it goes on where the
-    stream broke, with the same tokens.
+    The first call sets request_id and seed, so a restarted gateway continues the stream with the same tokens.
     """
 
     def __init__(self, request: inference_pb2.GenerateRequest, timeout: float, resume_seconds: float) -> None:
@@ -31,7 +30,7 @@ class Resumption:
         self._broken_since: float | None = None
         self._tokens: list[int] = []
         self._reached = False
-        self.finished = False  # the last message has come; the status that follows it adds nothing
+        self.finished = False  # the last message has come; an error behind it does not count
         request.request_id = request.request_id or uuid.uuid4().hex
         if not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(63)
@@ -46,11 +45,10 @@ class Resumption:
         self.finished = message.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
 
     def pause(self, error: grpc.RpcError, answered: bool) -> float | None:
-        """Seconds to wait before the request, by then changed to resume, is sent again; None when it has failed. A
-        full queue is no failure of a request that had been admitted: all others come back with it.
+        """Changes the request to resume. Returns the seconds to wait before it is sent again, or None if it failed.
 
-        UNAVAILABLE is the connection's word, never the gateway's. A gateway that has not once `answered` this client,
-        and to which it had no connection either, is taken to be no gateway.
+        A full queue does not fail a request that was admitted before: all requests come back at once. UNAVAILABLE comes
+        from the connection, never from the gateway. Without an answer or a connection ever, there is no gateway.
         """
         now = time.monotonic()
         kind = error_of(error)

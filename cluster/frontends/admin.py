@@ -1,7 +1,8 @@
-"""tandem.v1.Admin: takes scale orders, and keeps them until the islands' supervisors have answered."""
+"""tandem.v1.Admin: takes scale orders, and keeps each until the island's supervisor answers."""
 
 import asyncio
 import itertools
+from dataclasses import asdict
 
 import grpc.aio
 
@@ -15,7 +16,7 @@ POLL_SECONDS = 10.0
 
 
 class Admin(admin_pb2_grpc.AdminServicer):
-    """Owned by the gateway's event loop, on which everything here runs."""
+    """Owned by the gateway's event loop, which runs all of its methods."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -41,7 +42,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
             del self._outcomes[order.number]
 
     async def next_order(self) -> ScaleOrder | None:
-        """The next order with a caller who still waits. None after a while without one, and after close()."""
+        """The next order whose caller still waits. None after POLL_SECONDS without one, and after close()."""
         try:
             async with asyncio.timeout(POLL_SECONDS):
                 while (order := await self._orders.get()) is not None and order.number not in self._outcomes:
@@ -51,7 +52,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
             return None
 
     def answer(self, number: int, outcome: ScaleOutcome | TandemError) -> None:
-        """Gives an order's outcome to its caller, if that still waits."""
+        """Gives an order's outcome to its caller, if the caller still waits."""
         waiting = self._outcomes.get(number)
         if waiting is None or waiting.done():
             return
@@ -76,13 +77,5 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
 
 def _response(outcome: ScaleOutcome) -> admin_pb2.ScaleResponse:
-    return admin_pb2.ScaleResponse(
-        island=outcome.island,
-        epoch=outcome.epoch,
-        num_prefill=outcome.shape.num_prefill,
-        num_decode=outcome.shape.num_decode,
-        kept=outcome.kept,
-        started=outcome.started,
-        ended=outcome.ended,
-        seconds_away=outcome.seconds_away,
-    )
+    fields = asdict(outcome)
+    return admin_pb2.ScaleResponse(**fields.pop("shape"), **fields)

@@ -1,4 +1,4 @@
-"""The gateway's gRPC server: how many calls it takes at a time, and how long clients may be silent."""
+"""The gateway's gRPC server, with bounds on calls at a time and on clients' silence."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,18 +13,18 @@ from tandem.cluster.statuses import refuse
 from tandem.workers.authentication import OPEN_METHODS, TokenRequired
 from tandem.workers.service.well_formed import WellFormedRequired
 
-IDLE_MS = 600_000  # without a call; clients connect again by themselves when they have one
-SILENT_MS = 60_000  # without a sign of life, then as long again for the answer to a ping
-REQUEST_SECONDS = 60.0  # how long a client may take to send its request, or may talk where it sends several
-OPEN_CALLS = 256  # of each method that needs no token: strangers take no room from callers, watches none from checks
+IDLE_MS = 600_000  # of a connection without a call; clients connect again by themselves
+SILENT_MS = 60_000  # without a sign of life, and again without the answer to a ping
+REQUEST_SECONDS = 60.0  # for a client's request, or for all requests of a call
+OPEN_CALLS = 256  # of each method that needs no token: strangers take no room from callers
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 def grpc_server(limit: CallLimit, token: str | None, max_bytes: int, *, shared: bool) -> grpc.aio.Server:
-    """A server without services and without a port. max_bytes of one message; token: None lets everybody in.
+    """A server without services and without a port. max_bytes: of one message. token: None admits everybody.
 
-    shared: other processes of this user open the same port, and the kernel gives each connection to one of them.
+    shared: whether other processes of this user open the same port. The kernel gives each connection to one of them.
     """
     options = (
         ("grpc.max_receive_message_length", max_bytes),
@@ -55,7 +55,7 @@ def open_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.S
 
 
 class BoundedCalls(grpc.aio.ServerInterceptor):
-    """Refuses calls beyond the limit before it reads their requests, and ends calls whose requests do not come."""
+    """Refuses calls beyond the limit before it reads their requests, and ends calls that send none."""
 
     def __init__(self, limit: CallLimit) -> None:
         self._limit = limit
@@ -71,7 +71,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
 
 
 def _refusal(error: Overloaded) -> Any:
-    """A method that asks for no request before it refuses it."""
+    """A method that refuses its call without reading the request."""
 
     async def behave(_: object, context: grpc.aio.ServicerContext) -> None:
         await refuse(context, error)
@@ -80,7 +80,7 @@ def _refusal(error: Overloaded) -> Any:
 
 
 def _bounded(handler: Any) -> Any:
-    """The same method, as one that asks for its request itself: gRPC would wait for it without bound."""
+    """The same method, which reads its request itself: gRPC would wait for it without bound."""
     if handler.request_streaming:
         behave: Any = _in_time(handler.stream_stream)
     else:

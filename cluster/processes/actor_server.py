@@ -1,7 +1,7 @@
-"""An actor at work in a process of its own, and the messages by which it is called.
+"""The loop that serves an actor in its own process, and its messages.
 
-A message is eight bytes of a number and a pickled value: (method, arguments) on the way in, (error, result) back. It
-travels over a pipe between a process and the one that had it forked, which nobody else can open.
+A message is a number of eight bytes and a pickled value: (method, arguments) to the actor, (error, result) back. The
+pipe joins the actor's process to the one that asked for it. Nobody else can open it.
 """
 
 import os
@@ -19,7 +19,7 @@ CONSTRUCTOR = 0  # the number of the first message, (kind, argument); it is answ
 
 
 def set_title(name: str) -> None:
-    """What `ps -e` and `top` show of this process: the last part of its actor's name. From any thread."""
+    """Sets what `ps -e` and `top` show of this process to the last part of its actor's name. From any thread."""
     title = name.rpartition("/")[2].encode()[:TITLE_BYTES] or b"?"
     with open(f"/proc/self/task/{os.getpid()}/comm", "wb") as comm:
         comm.write(title)
@@ -44,36 +44,34 @@ def read(pipe: Connection) -> tuple[int, bytes]:
 
 
 def serve(pipe: Connection) -> None:
-    """One thread a call. Returns when the constructor has failed; EOFError or OSError when the pipe is gone."""
+    """Runs each call in a thread. Returns when the constructor fails; EOFError or OSError when the pipe is gone."""
     lock = threading.Lock()
 
-    def answer(number: int, error: Exception | None, result: object) -> None:
-        payload = pack((None, result)) if error is None else _pack_error(error)
+    def send(number: int, answer: bytes) -> None:
         with lock, suppress(OSError):
-            write(pipe, number, payload)
+            write(pipe, number, answer)
 
     def run(number: int, payload: bytes) -> None:
         method, arguments = unpack(payload)
         try:
-            result = getattr(actor, method)(*arguments)
+            answer = pack((None, getattr(actor, method)(*arguments)))
         except Exception as error:
-            answer(number, error, None)
-        else:
-            answer(number, None, result)
+            answer = _pack_error(error)
+        send(number, answer)
 
     number, first = read(pipe)
     try:
         kind, argument = unpack(first)
         actor = kind(argument)
     except Exception as error:
-        answer(number, error, None)
+        send(number, _pack_error(error))
         return
     while True:
         threading.Thread(target=run, args=read(pipe), name=f"call {os.getpid()}", daemon=True).start()
 
 
 def _pack_error(error: Exception) -> bytes:
-    """As it is where it can be read again, else its text."""
+    """The error itself if it can be read again, else its text."""
     try:
         payload = pack((error, None))
         unpack(payload)

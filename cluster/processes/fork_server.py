@@ -1,10 +1,10 @@
-"""A process that has imported what actors need and does nothing else: actors forked from it start in milliseconds.
+"""A process that has imported what actors need. Actors forked from it start in milliseconds.
 
     this process ──control──► server: imports, then waits ──fork──► actor
          └──────────────────────────pipe──────────────────────────────┘
 
-The server runs no thread and touches no device, so that what it has is whole after a fork; its memory is shared with
-its actors until one writes to it. It ends with this process, and its actors with it, however that happens.
+The server runs no thread and touches no device, so a fork is whole. Actors share its memory until they write to it. The
+server ends with this process, and the actors end with the server.
 """
 
 import ctypes
@@ -32,12 +32,13 @@ CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 class ForkServer:
-    """This process's end of one server. fork() may come from any thread."""
+    """This process's end of a server. fork() is safe from any thread."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        """Returns at once. modules: to be imported, as this process finds them; with `:name`, that is then called. What
-        cannot be imported is for the actor to complain about that needs it; if one touches a GPU, the server does
-        without all of them."""
+        """Returns at once. modules: what the server imports; of `module:name` it also calls the function `name`.
+
+        Failed imports are skipped: the actor that needs one reports it. If an import touches a GPU, all are skipped.
+        """
         self._lock = Lock()
         self._control, theirs = socket.socketpair()
         self._process = subprocess.Popen(
@@ -50,9 +51,9 @@ class ForkServer:
         self.pid = self._process.pid
 
     def fork(self, name: str, start: bytes, seconds: float) -> ForkedActor:
-        """The actor of that name, whose constructor runs from now on; start: pack((kind, argument)).
+        """A new actor, whose constructor now runs. start: pack((kind, argument)).
 
-        StartFailed when the server is gone, or has not come through its imports within `seconds`.
+        StartFailed when the server is gone or still imports after `seconds`.
         """
         pipe, theirs = Pipe()
         with self._lock, theirs:
@@ -70,14 +71,14 @@ class ForkServer:
         return ForkedActor(name, int.from_bytes(pid, "little"), pidfd, status, pipe, start)
 
     def close(self) -> None:
-        """Ends the server and with it all its actors; idempotent."""
+        """Ends the server and its actors; idempotent."""
         self._control.close()
         self._process.kill()
         self._process.wait()
 
 
 def run(control: int, modules: Sequence[str]) -> NoReturn:
-    """The server. Ends when the other end of the socket `control` is closed."""
+    """The server. It ends when the other end of the socket `control` is closed."""
     for entry in modules:
         module, _, function = entry.partition(":")
         with suppress(Exception):

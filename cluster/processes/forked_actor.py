@@ -1,4 +1,4 @@
-"""An actor in a process that a ForkServer has forked, as the process sees it that asked for it."""
+"""An actor in a forked process, seen from the process that asked for it."""
 
 import os
 import select
@@ -20,11 +20,13 @@ STATUS_SECONDS = 1.0
 
 
 class ForkedActor(ActorProcess):
-    """The pipe breaks when the process ends: that is how its end is learned. `ended` is set by then."""
+    """The actor's end of a pipe. The pipe breaks when the process ends; `ended` is then set."""
 
     def __init__(self, name: str, pid: int, pidfd: int, status: int, pipe: Connection, start: bytes) -> None:
-        """Owns pidfd, status and pipe from now on. status: a pipe that has STATUS_BYTES, as waitpid() gave them, once
-        the process was reaped. start: pack((kind, argument))."""
+        """Owns pidfd, status and pipe. start: pack((kind, argument)).
+
+        status: a pipe that gets waitpid()'s STATUS_BYTES once the process is reaped.
+        """
         self.name = name
         self.pid = pid
         self.ended = False
@@ -51,7 +53,7 @@ class ForkedActor(ActorProcess):
         return answer
 
     def relay(self, payload: bytes) -> Future[bytes]:
-        """What `payload`, pack((method, arguments)), is answered with: for open_answer()."""
+        """The answer to `payload`, pack((method, arguments)), for open_answer()."""
         answer: Future[bytes] = Future()
         with self._lock:
             ended = self.ended
@@ -70,7 +72,7 @@ class ForkedActor(ActorProcess):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def join(self, seconds: float) -> bool:
-        """Whether the process has ended, and all it held is free, within so long."""
+        """Whether the process ends within `seconds` and has freed all that it held."""
         self._reader.join(seconds)
         return not self._reader.is_alive()
 
@@ -94,11 +96,11 @@ class ForkedActor(ActorProcess):
     def _how_it_ended(self) -> str:
         try:  # it is still ending, for as long as a GPU takes to free what it held
             status = int(Path(f"/proc/{self.pid}/stat").read_bytes().split()[-1])
-        except OSError:  # its server has reaped it, and says next what it was
-            told = select.select([self._status], [], [], STATUS_SECONDS)[0] and os.read(self._status, STATUS_BYTES)
-            if not told:
+        except OSError:  # its server has reaped it, and writes its status next
+            received = select.select([self._status], [], [], STATUS_SECONDS)[0] and os.read(self._status, STATUS_BYTES)
+            if not received:
                 return "its process ended"  # and so did the server
-            status = int.from_bytes(told, "little")
+            status = int.from_bytes(received, "little")
         code = os.waitstatus_to_exitcode(status)
         if code >= 0:
             return f"its process ended with exit code {code}"
@@ -122,7 +124,7 @@ def _signal_name(number: int) -> str:
 
 
 def open_answer(answer: Future[Any], done: Future[bytes]) -> None:
-    """Fills `answer` with what an actor's method returned or raised; done: what relay() gave, ended."""
+    """Fills `answer` with what an actor's method returned or raised. done: a future of relay() that has ended."""
     try:
         raised, result = unpack(done.result())
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Which process fills a GPU: at most one of this machine, of whichever island or cluster."""
+"""The claim of the one process on this machine that fills a GPU."""
 
 import os
 import socket
@@ -9,10 +9,9 @@ from tandem.cluster.errors import ConfigError
 
 
 class GpuClaim:
-    """Held from the constructor until release(), or until the process ends, however it does.
+    """A GPU's claim, held from the constructor until release() or the end of the process.
 
-    Who takes pages by what is free on a GPU counts what another, who does the same, has yet to take.
-    Raises ConfigError when another has claimed it.
+    Two processes that take all free memory of a GPU would count the same bytes. ConfigError for the second.
     """
 
     def __init__(self, gpu: str) -> None:

@@ -1,4 +1,4 @@
-"""Actors in processes of their own: what the supervisors need of whatever starts them."""
+"""Actors in processes of their own, as supervisors see them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,32 +12,26 @@ from tandem.cluster.errors import StartFailed
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """An object kind(argument) in a process of its own. The name is unique while the process lives.
+    """An object kind(argument) in a process of its own."""
 
-    modules: what it will need, to be imported before there is a process; none of them may touch a device.
-    """
-
-    name: str
+    name: str  # unique while the process lives
     kind: type
     argument: object
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()  # imported before there is a process; they touch no device
 
 
 class ActorProcess(ABC):
-    """One actor. Its process may end at any moment, and then every call's future fails with ProcessEnded.
+    """One actor. Its process may end at any moment; every call's future then fails with ProcessEnded."""
 
-    name: what those errors call it. May be set: an actor can come to be another one's successor.
-    """
-
-    name: str
+    name: str  # for those errors; it changes when the actor takes another's place
 
     @abstractmethod
     def there(self) -> Future[None]:
-        """Done when there is a process: what it needs has been imported, and its constructor begins."""
+        """Done when the process exists: its imports are done, and its constructor begins."""
 
     @abstractmethod
     def call(self, method: str, *arguments: object) -> Future[Any]:
-        """Runs a method of the actor, several at a time, and does not block; what it returned or raised."""
+        """Runs a method of the actor, beside other calls. Does not block. The future has the method's result."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -54,39 +48,39 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> Sequence[ActorProcess]:
-        """Places more members, all of specs or none, where the others are; otherwise as Processes.start_group."""
+        """Places more members beside the others, all of specs or none. Otherwise as Processes.start_group."""
 
     @abstractmethod
     def shrink(self, members: Sequence[ActorProcess]) -> None:
-        """Kills some members and frees what was set aside for them; idempotent."""
+        """Kills some members and frees their resources; idempotent."""
 
     @abstractmethod
     def restart(self, specs: Sequence[ActorSpec]) -> None:
-        """Kills every member, and when they have ended starts others in their places, with what was set aside and
-        imported for them. There are no more of specs than members; places left over are given back.
+        """Kills every member, then starts others in their places, with their resources and imports.
 
-        StartFailed when a place is gone: end() is what is left.
+        There are at most as many specs as members; places left over are given back. StartFailed when a place is gone:
+        only end() may follow.
         """
 
     @abstractmethod
     def replace(self, member: ActorProcess, spec: ActorSpec) -> ActorProcess:
-        """Kills one member, and when it has ended starts another in its place. StartFailed when the place is gone."""
+        """Kills one member, then starts another in its place. StartFailed when the place is gone."""
 
     def replace_anywhere(self, member: ActorProcess, spec: ActorSpec, *, threads: int) -> ActorProcess:
-        """As replace(); where the place is gone, in a new one beside the others."""
+        """As replace(), or in a new place beside the others if the old one is gone."""
         with suppress(StartFailed):
             return self.replace(member, spec)
         self.shrink([member])
         (started,) = self.grow([spec], threads=threads)
         return started
 
-    @abstractmethod
     def end(self) -> None:
-        """Kills every member and frees what was set aside for them; idempotent."""
+        """Kills every member and frees their resources; idempotent."""
+        self.shrink(self.members)
 
 
 class Processes(ABC):
-    """What starts processes. start() before anything else; stop() leaves none behind and is idempotent."""
+    """Starts processes. start() comes first; stop() leaves none behind and is idempotent."""
 
     @abstractmethod
     def start(self, cluster: str, num_cpus: int | None) -> None:
@@ -94,19 +88,19 @@ class Processes(ABC):
 
     @abstractmethod
     def check_room(self, processes: int, *, gpus: int) -> None:
-        """StartFailed where there can never be so many processes at a time, with `gpus` GPUs each."""
+        """StartFailed if there can never be so many processes at a time, with `gpus` GPUs each."""
 
     @abstractmethod
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> ProcessGroup:
-        """Places all of specs or none, with `gpus` GPUs and `threads` compute threads each. StartFailed if it cannot.
+        """Places all of specs or none, with `gpus` GPUs and `threads` compute threads each. Raises StartFailed.
 
-        The actors' constructors run afterwards: one that fails ends its process.
+        The actors' constructors run afterwards; a failing one ends its process.
         """
 
     def start_again(
         self, group: ProcessGroup | None, specs: Sequence[ActorSpec], *, gpus: int, threads: int
     ) -> ProcessGroup:
-        """start_group(), in the places of `group` if they are still there: then it is what returns, else it is over."""
+        """Restarts `group` if its places are still there, else ends it and starts a new group."""
         if group is not None:
             with suppress(StartFailed):
                 group.restart(specs)

@@ -1,4 +1,4 @@
-"""Whether a Ray answers at an address. Nothing here imports Ray, which would try for more than a minute."""
+"""A quick check that a Ray answers at an address. Ray itself would try for more than a minute."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1
 
 
 def check_ray_answers(address: str, asked: str) -> None:
-    """StartFailed unless one does. address: HOST:PORT as it was given; asked: HOST as Ray itself would ask there."""
+    """StartFailed unless a Ray answers. address: HOST:PORT as it was given; asked: the HOST that Ray would ask."""
     try:
         port = int(address.rpartition(":")[2])
         socket.create_connection((asked, port), CONNECT_SECONDS).close()
@@ -28,7 +28,7 @@ def check_ray_answers(address: str, asked: str) -> None:
 
 
 def _what_is_no_ray(host: str, port: int) -> str:
-    """What listens there in place of a Ray; empty where it is one."""
+    """What listens there in place of a Ray; empty for a Ray."""
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     with grpc.insecure_channel(target, options=OPTIONS) as channel:
         try:

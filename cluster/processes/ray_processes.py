@@ -39,7 +39,7 @@ OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store
 
 
 class RayProcesses(Processes):
-    """Starts a local Ray, or joins the one at `address` (or that this process is connected to already)."""
+    """Processes on a local Ray, or on the Ray at `address`, or on the one that this process has joined already."""
 
     def __init__(self, address: str | None = None) -> None:
         self._address = address
@@ -57,7 +57,7 @@ class RayProcesses(Processes):
 
     @property
     def address(self) -> str:
-        """HOST:PORT by which others can join this Ray; after start()."""
+        """This Ray's HOST:PORT, after start(). Other clusters can join it there."""
         return ray.get_runtime_context().gcs_address
 
     def check_room(self, processes: int, *, gpus: int) -> None:
@@ -66,7 +66,7 @@ class RayProcesses(Processes):
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "RayGroup":
         resources = _resources(gpus)
         with self._placing:  # islands that start at once must not count on the same room
-            (whole,) = _place([[resources] * len(specs)])
+            (whole,) = _place([resources] * len(specs), together=True)
             host = _host_of(whole)
             remove_placement_group(whole)
             group = RayGroup(resources | {host: NODE_FRACTION})
@@ -109,10 +109,10 @@ class RayProcesses(Processes):
 
 
 class RayGroup(ProcessGroup):
-    """Actors on one host. Each has a placement group of its own, so that it can be given back alone."""
+    """Actors on one host. Each has its own placement group, which can be given back alone."""
 
     def __init__(self, resources: dict[str, float]) -> None:
-        """resources: what is set aside for each member; it names the host."""
+        """resources: of each member; they name the host."""
         self._resources = resources
         self._placed: dict[RayActor, PlacementGroup] = {}
 
@@ -122,7 +122,7 @@ class RayGroup(ProcessGroup):
 
     def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list["RayActor"]:
         started: list[RayActor] = []
-        unused = _place([[self._resources]] * len(specs))
+        unused = _place([self._resources] * len(specs), together=False)
         try:
             for spec in specs:
                 started.append(self._start(spec, unused[0], threads))
@@ -151,9 +151,6 @@ class RayGroup(ProcessGroup):
             raise StartFailed(f"the place of {member.name} was given back")
         (started,) = self._start_in_places(places, [spec])
         return started
-
-    def end(self) -> None:
-        self.shrink(self.members)
 
     def _start_in_places(self, members: Sequence["RayActor"], specs: Sequence[ActorSpec]) -> list["RayActor"]:
         # All have ended before the first is started: they hold pages of each other, and memory of their GPUs.
@@ -199,9 +196,9 @@ class RayGroup(ProcessGroup):
 
 
 class ProcessHost:
-    """The process that Ray runs, with a GPU and cores set aside. It forks one member's process after another.
+    """The process that Ray runs, with a GPU and cores of its own. It forks one member's process after another.
 
-    Messages pass through it as bytes, because reading them would take the imports of both ends.
+    It passes messages on as bytes: to read them it would need the imports of both ends.
     """
 
     def __init__(self, modules: Sequence[str], name: str, start: bytes) -> None:
@@ -216,23 +213,23 @@ class ProcessHost:
         self._actor = self._server.fork(name, start, IMPORT_SECONDS)
 
     def call(self, name: str, payload: bytes) -> bytes:
-        """As ForkedActor.relay(). Calls to a process that was here before find that it has ended."""
+        """As ForkedActor.relay(). ProcessEnded for a call to an earlier process."""
         actor = self._actor
         if actor.name != name:
             raise ProcessEnded(name, "another process has replaced it")
         return actor.relay(payload).result()
 
     def end(self) -> bool:
-        """Kills the process; whether it has ended. Idempotent."""
+        """Kills the process. Whether it has ended; idempotent."""
         self._actor.kill()
         return self._actor.join(END_SECONDS)
 
 
 class RayActor(ActorProcess):
-    """Answers arrive on a thread of Ray's, which only fills the future."""
+    """An actor behind a ProcessHost. A thread of Ray's fills the futures."""
 
     def __init__(self, name: str, process_host: Any) -> None:
-        """process_host: a handle of a ProcessHost, which runs this actor or is about to."""
+        """process_host: a handle of the ProcessHost that runs this actor, or soon will."""
         self.name = name
         self.process_host = process_host
         self._started_as = name
@@ -243,17 +240,17 @@ class RayActor(ActorProcess):
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()
         raw = self.process_host.call.remote(self._started_as, pack((method, arguments))).future()
-        raw.add_done_callback(lambda done: open_answer(answer, _translated(done, self.name)))
+        raw.add_done_callback(lambda done: _fill(answer, done, self.name))
         return answer
 
     def kill(self) -> None:
-        """Kills the process host, too: the reason for a hang may lie there."""
+        """Kills the process host, too: the cause of a hang may lie there."""
         ray.kill(self.process_host)
 
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Ray takes SIGTERM from whoever starts it, and aborts the process then."""
+    """Keeps this process's SIGTERM handler: Ray would set one that aborts the process."""
     kept = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -263,12 +260,12 @@ def _sigterm_kept() -> Iterator[None]:
 
 
 def _resources(gpus: int) -> dict[str, float]:
-    """What one process has set aside."""
+    """The resources of one process."""
     return {"CPU": CPU_FRACTION, "GPU": gpus} if gpus else {"CPU": CPU_FRACTION}
 
 
 def _check_there(bundles: Sequence[dict[str, float]]) -> str:
-    """What they need, in words; StartFailed where Ray does not have it, free or not."""
+    """What the bundles need, in words. StartFailed if Ray does not have it, free or not."""
     needed = {name: round(sum(bundle.get(name, 0) for bundle in bundles), 4) for name in ("CPU", "GPU")}
     text = f"{needed['CPU']:.1f} CPUs" + (f" and {needed['GPU']:.0f} GPUs" if needed["GPU"] else "")
     there = ray.cluster_resources()
@@ -279,10 +276,11 @@ def _check_there(bundles: Sequence[dict[str, float]]) -> str:
     return text
 
 
-def _place(wanted: Sequence[Sequence[dict[str, float]]]) -> list[PlacementGroup]:
-    """A placement group for each list of bundles, or StartFailed and none."""
-    text = _check_there([bundle for group in wanted for bundle in group])
-    placed = [placement_group(list(group), strategy="STRICT_PACK") for group in wanted]
+def _place(bundles: list[dict[str, float]], *, together: bool) -> list[PlacementGroup]:
+    """One placement group for all bundles, or one for each. StartFailed leaves none."""
+    text = _check_there(bundles)
+    groups = [bundles] if together else [[bundle] for bundle in bundles]
+    placed = [placement_group(group, strategy="STRICT_PACK") for group in groups]
     deadline = time.monotonic() + PLACEMENT_SECONDS
     if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in placed):
         for group in placed:
@@ -292,31 +290,28 @@ def _place(wanted: Sequence[Sequence[dict[str, float]]]) -> list[PlacementGroup]
 
 
 def _host_of(placed: PlacementGroup) -> str:
-    """The resource by which Ray knows the one node of the group."""
+    """Ray's resource that stands for the group's one node."""
     (node_id,) = set(placement_group_table(placed)["bundles_to_node_id"].values())
     (resources,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
     return next(name for name in resources if name.startswith("node:") and not name.endswith("__"))
 
 
 def _end(process_hosts: Sequence[Any]) -> bool:
-    """Whether every process host is there and its process has ended."""
+    """Whether every process host answers and its process has ended."""
     try:
         return all(ray.get([one.end.remote() for one in process_hosts], timeout=2 * END_SECONDS))
     except ray.exceptions.RayError:
         return False
 
 
-def _translated(raw: Future[bytes], name: str) -> Future[bytes]:
-    """What Ray raised, as ProcessEnded."""
+def _fill(answer: Future[Any], raw: Future[bytes], name: str) -> None:
+    """As open_answer(); an error of Ray's becomes ProcessEnded."""
     error = raw.exception()
     if error is None:
-        return raw
-    translated: Future[bytes] = Future()
+        open_answer(answer, raw)
+        return
     cause = getattr(error, "cause", None)
-    if isinstance(cause, ProcessEnded):
-        translated.set_exception(ProcessEnded(name, cause.reason))
-    else:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        # Where the constructor failed, the exception's own text comes last.
-        translated.set_exception(ProcessEnded(name, lines[-1] if "creation task" in lines[0] else lines[0]))
-    return translated
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # Where the constructor failed, the exception's own text comes last.
+    reason = lines[-1] if "creation task" in lines[0] else lines[0]
+    answer.set_exception(ProcessEnded(name, cause.reason if isinstance(cause, ProcessEnded) else reason))

@@ -1,4 +1,4 @@
-"""The token that Ray asks for. Nothing here imports Ray, which reads its environment when it is imported."""
+"""The token that Ray asks for. This file does not import Ray, which reads its environment when it is imported."""
 
 import os
 from collections.abc import Iterator
@@ -10,8 +10,10 @@ GIVEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 @contextmanager
 def token_shown() -> Iterator[None]:
-    """Where Ray is imported within, it shows the token that this user has, as it does by itself to a Ray that it has
-    started or found, to one at a given address too. RAY_AUTH_MODE decides where it is set."""
+    """A Ray that is imported within shows this user's token to a Ray at a given address, too.
+
+    By itself it does so only to a Ray that it has started or found. RAY_AUTH_MODE decides where it is set.
+    """
     name, known = "RAY_AUTH_MODE", _file().exists() or any(given in os.environ for given in GIVEN)
     if name in os.environ or not known:
         yield
@@ -24,11 +26,11 @@ def token_shown() -> Iterator[None]:
 
 
 def hide_token() -> None:
-    """From other users: Ray leaves its file readable for everybody."""
+    """Makes Ray's token file private: Ray leaves it readable for everybody."""
     with suppress(OSError):
         _file().chmod(0o600)
 
 
 def _file() -> Path:
-    """Where Ray writes a token of its own."""
+    """The file of Ray's own token."""
     return Path.home() / ".ray" / "auth_token"

@@ -1,4 +1,4 @@
-"""What runs in the processes of a cluster, as its supervisors call it. Knows nothing of Ray."""
+"""The objects in a cluster's processes, with the methods that supervisors call."""
 
 import os
 import sys
@@ -18,12 +18,12 @@ from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.worker import Worker
 
-# How long the event loop may keep the interpreter from the thread that launches kernels; 5 ms by default.
+# For so long the event loop may keep the interpreter from the thread that launches kernels; 5 ms by default.
 SWITCH_SECONDS = 0.0001
 
 
 class WorkerActor:
-    """One worker in a process of its own. One of the calls that prepare it at a time; others may come beside it."""
+    """One worker in its own process. The calls that prepare it come one at a time; others may come beside them."""
 
     def __init__(self, config: WorkerConfig) -> None:
         if config.device == "cuda":  # which nothing has touched yet in this process
@@ -39,7 +39,7 @@ class WorkerActor:
             self._worker.load()
 
     def progress(self) -> tuple[str, int, int]:
-        """Phase of its start, bytes of weights that were read, bytes in all."""
+        """Phase of the start, bytes of weights read, bytes of all weights."""
         return self._phase, self._worker.loaded_bytes, self._worker.total_bytes
 
     def pages_that_fit(self, utilization: float) -> int:
@@ -70,7 +70,7 @@ class WorkerActor:
             self._worker.rejoin(config)
 
     def ping(self) -> tuple[str, int] | None:
-        """Returns when the worker can still take a command: one that hangs in a step does not. See Heartbeat."""
+        """Returns when the worker takes a command; one that hangs in a step does not. See Heartbeat."""
         self._worker.ping()
         phase = self._phase
         return (phase, self._worker.prepared) if phase else None
@@ -87,7 +87,7 @@ class WorkerActor:
         self._worker.release(prefix, writer_quiet)
 
     def wait(self) -> None:
-        """Returns when stop() was called: whoever holds this call's answer learns when the process ends."""
+        """Returns after stop(). This call's future ends with the process."""
         self._stopped.wait()
 
     def stop(self) -> None:

@@ -48,7 +48,7 @@ class _Gateway:
     @property
     def spec(self) -> ActorSpec:
         settings = self.settings
-        name = f"{settings.cluster}/gateway.{settings.process}.{settings.incarnation}"
+        name = f"{settings.config.name}/gateway.{settings.process}.{settings.incarnation}"
         modules = () if settings.http_port is None else (HTTP_SERVER,)
         return ActorSpec(name, GatewayActor, settings, modules)
 
@@ -107,7 +107,7 @@ class GatewaySupervisor(Supervisor):
 
     def _plan(self) -> list[_Gateway]:
         settings, shape = self._settings, self._shape
-        self._ports = SharedPorts(settings.host, settings.port, settings.http_port)
+        self._ports = SharedPorts(settings.config.gateway.host, settings.port, settings.http_port)
         one = replace(
             settings,
             processes=shape.processes,

@@ -1,4 +1,4 @@
-"""One process's own account: it lives, and its start has come so far."""
+"""One process's signs of life and of progress."""
 
 import logging
 from concurrent.futures import Future
@@ -8,7 +8,7 @@ from tandem.cluster.config import RecoverySection
 from tandem.cluster.processes.processes import ActorProcess
 
 POLL_SECONDS = 0.25
-WARN_SECONDS = 15.0  # a process without an answer or progress for so long is logged, and again whenever that doubles
+WARN_SECONDS = 15.0  # without an answer or progress, until a warning; the next ones come when that doubles
 IMPORTS = "imports"
 MEETING = "island"  # the phase in which workers wait for each other
 MEETING_SECONDS = 60.0  # it takes a second or two, and twenty more where nvcc compiles in it
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """Asks one process again and again with ping(), one question at a time.
+    """Calls a process's ping() again and again, one call at a time.
 
-    The answer is None, or the phase of its start and a number that changes with its progress. Only time that this
-    process has seen counts: it may itself have been stopped for a while.
+    The answer is None, or the phase of the start and a number that changes with progress. Time in which this process
+    was itself stopped does not count.
     """
 
     def __init__(self, process: ActorProcess) -> None:
@@ -33,7 +33,7 @@ class Heartbeat:
 
     @property
     def phase(self) -> str:
-        """Of its start, as last heard; empty when it prepares nothing."""
+        """The phase of the start by the last answer; empty when the process prepares nothing."""
         if not self._there.done():
             return IMPORTS
         return self.got_to[0] if self.got_to else ""
@@ -55,8 +55,8 @@ class Heartbeat:
         if answered:
             self._answer = self.process.call("ping")
 
-    def tell(self) -> None:
-        """Logs what has lasted too long to be usual, in good time before excess()."""
+    def warn(self) -> None:
+        """Logs a long silence or stall, well before excess()."""
         silent = self.silent_seconds >= self.stalled_seconds
         seconds = self.silent_seconds if silent else self.stalled_seconds
         if seconds < WARN_SECONDS:
@@ -67,7 +67,7 @@ class Heartbeat:
             log.warning("%s %s for %.1f s%s", self.process.name, what, seconds, self._in_phase)
 
     def excess(self, recovery: RecoverySection) -> str:
-        """Why the process is to be ended; empty while it is within its limits."""
+        """Why the process must end; empty while it is within its limits."""
         if self.silent_seconds > recovery.unresponsive_seconds:
             return f"it was silent for {self.silent_seconds:.1f} s{self._in_phase}"
         limit = recovery.stalled_seconds

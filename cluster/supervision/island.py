@@ -1,4 +1,4 @@
-"""The processes of one island in one epoch: how they are started, made one island, watched and ended."""
+"""The processes of one island in one epoch."""
 
 import math
 from collections.abc import Sequence
@@ -36,12 +36,12 @@ LoadState = tuple[str, str, int, int]  # worker, phase of its start, bytes loade
 
 
 class Island:
-    """launch() → load() → form() → wait_for(), then end(): one thread calls them. What waits raises Stopping when told.
+    """An island's processes in one epoch: launch() → load() → form() → wait_for() → end(), all from one thread.
 
-    An island is formed once: when a member is lost the others end too, and the next epoch is another Island, which may
-    have its processes started in their places: succeed(), then launch() as before. One that takes the very processes of
-    the epoch before begins with extend() → take_over() in place of the first three.
-    StartFailed and ProcessEnded say that it did not come about.
+    A lost member ends the epoch, and the next epoch is another Island:
+    - succeed() → launch() → … starts its processes in the places of the old ones;
+    - extend() → take_over() → wait_for() → … keeps the old processes that the new shape needs.
+    Waits raise Stopping after the stop signal. StartFailed and ProcessEnded: the island was not formed.
     """
 
     def __init__(self, processes: Processes, config: ClusterConfig, max_model_len: int, name: str, epoch: int) -> None:
@@ -67,23 +67,23 @@ class Island:
             self._all("progress")  # answered once the process has its imports
 
     def succeed(self, before: "Island") -> None:
-        """`before` is over: launch() ends its processes and starts this island's in their places.
+        """Takes the places of `before`, which is over. launch() ends the processes there and starts this island's.
 
-        Where `before` was not formed its places may be why: they are given back now, and launch() finds others.
+        If `before` was not formed, its places may be why: they are given back, and launch() finds others.
         """
         if not before.formed:
             before.end(gently=False)
         self._group, before._group, before._members = before._group, None, []
 
     def load(self) -> None:
-        """Reads the weights; progress() tells how far."""
+        """Reads the weights; see progress()."""
         with self.clock.phase("weights"):
             self._all("load")
 
     def form(self, num_pages: int | None = None) -> tuple[WorkerAddress, ...]:
-        """Handles travel by way of this process: every PE opens its memory, then every PE maps all the others'.
+        """Every PE opens its memory, then every PE maps all the others'. Handles travel by way of this process.
 
-        num_pages: what an earlier epoch had; the gateway admits requests by it, so with less there is no island.
+        num_pages: of an earlier epoch. The gateway admits requests by it, so fewer pages are StartFailed.
         """
         with self.clock.phase("island"):
             self.num_pages = self._agree(self._members, num_pages)
@@ -92,10 +92,10 @@ class Island:
             return self._serve()
 
     def extend(self, before: "Island") -> int:
-        """Starts and loads the workers that `before` lacks, while that serves on; how many they are.
+        """Starts and loads the workers that `before` lacks, while `before` serves on. Returns their number.
 
-        StartFailed, or what a worker raised: the new processes are ended, and `before` is as it was. ProcessEnded: it
-        has lost a member.
+        StartFailed or a worker's error: the new processes end, and `before` is as it was. ProcessEnded: `before` has
+        lost a member.
         """
         assert before._group is not None, "launch() comes first"
         kept = keep_members(before.shape.roles, self.shape.roles)
@@ -118,8 +118,7 @@ class Island:
         return len(started)
 
     def take_over(self, before: "Island") -> tuple[WorkerAddress, ...]:
-        """After extend(): `before` ends, with the calls that its workers still answer, and this island is formed by
-        those that stay and the new ones. As form()."""
+        """After extend(): ends `before` and the calls of its workers, then forms this island. Otherwise as form()."""
         assert self._group is not None, "extend() comes first"
         before._all("leave")
         gone = [member for member in before._members if member not in self._members]
@@ -136,11 +135,11 @@ class Island:
         return self._serve()
 
     def wait_for(self, event: Future[Any]) -> None:
-        """Returns when the event has come; ProcessEnded when a member is lost."""
+        """Returns after the event. ProcessEnded when a member is lost."""
         self._liveness.results([event], math.inf)
 
     def progress(self) -> list[LoadState]:
-        """How far each worker is; empty when they do not tell. From any thread."""
+        """Each worker's progress; empty when one does not answer. From any thread."""
         calls = [member.call("progress") for member in self._members]
         try:
             states = StopSignal().results(calls, PROGRESS_SECONDS)
@@ -150,15 +149,15 @@ class Island:
         return [(name, *state) for name, state in zip(names, states, strict=False)]
 
     def release(self, prefix: str) -> None:
-        """Ends the requests whose ids begin with `prefix`: whoever had asked for them is gone. From any thread.
+        """Ends the requests of a lost gateway, whose ids begin with `prefix`. From any thread.
 
-        The senders first: their answer means that they write no more, and only then may receivers reuse pages.
+        Senders come first: receivers may reuse pages once senders have answered that they write no more.
         """
         quiet = self._try(Role.PREFILL, "release", prefix)
         self._try(Role.DECODE, "release", prefix, quiet)
 
     def end(self, gently: bool) -> None:
-        """Ends the processes; gently lets them close what they hold, which only an unbroken island can. Idempotent."""
+        """Ends the processes. gently: they first close what they hold, as an unbroken island can. Idempotent."""
         if gently:
             self._stop_gently(self._members)
         if self._group is not None:
@@ -167,7 +166,7 @@ class Island:
 
     @property
     def worker_token(self) -> str:
-        """What the workers ask for; for who speaks to them past the gateway, as benchmarks do."""
+        """The token that workers ask for. Benchmarks use it to call them without the gateway."""
         return self._workers[0].token
 
     @property
@@ -179,7 +178,7 @@ class Island:
         return ActorSpec(name, WorkerActor, worker, GPU_MODULES if worker.device == "cuda" else MODULES)
 
     def _agree(self, members: Sequence[ActorProcess], num_pages: int | None) -> int:
-        """Pages in every pool, for which these members have room. StartFailed where it is less than num_pages."""
+        """Pages in every pool, by these members' room. StartFailed for fewer than num_pages."""
         utilization = utilization_to_fill(self._config)
         rooms = [] if utilization is None else self._ask(members, "pages_that_fit", utilization)
         fitting_all = agreed_pages(self._config, rooms, self._max_model_len)
@@ -206,7 +205,7 @@ class Island:
         return self._results([member.call(method, *arguments) for member in members])
 
     def _results(self, calls: Sequence[Future[Any]]) -> list[Any]:
-        """What all returned; a TandemError that one raised comes out as it is, others as StartFailed."""
+        """All results. A TandemError is raised as it is, another error as StartFailed."""
         try:
             return self._liveness.results(calls, START_SECONDS)
         except (TandemError, Stopping):
@@ -219,7 +218,7 @@ class Island:
             StopSignal().results([member.call("stop") for member in members], STOP_SECONDS)
 
     def _try(self, role: Role, method: str, *arguments: object) -> bool:
-        """Whether all members of the role did it in time."""
+        """Whether all members of the role succeed in time."""
         members = zip(self._workers, self._members, strict=False)
         calls = [member.call(method, *arguments) for worker, member in members if worker.role == role]
         try:

@@ -1,4 +1,4 @@
-"""Keeps one island running. A lost worker ends its whole island, and the next epoch takes its place."""
+"""The supervisor of one island. A lost worker ends its whole island, and the next epoch takes its place."""
 
 import itertools
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class IslandSupervisor(Supervisor):
-    """island_of makes the island of a given epoch and shape, not yet launched. scale() may come from any thread."""
+    """Keeps one island running. island_of: makes the island of an epoch and shape, not yet launched."""
 
     def __init__(
         self,
@@ -49,8 +49,11 @@ class IslandSupervisor(Supervisor):
         return self._num_pages or 0
 
     def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
-        """Gives the island another shape, in its turn. ScaleRefused: it serves on as it was; other errors: it does not,
-        and is started again as it was. The outcome comes once the gateway knows of the new shape, or is gone."""
+        """Gives the island another shape, in the order's turn. From any thread.
+
+        The outcome comes once the gateway knows the new shape, or is gone. ScaleRefused: the island serves on as it
+        was. Other errors: the island is started again as it was.
+        """
         return self._orders.add(order)
 
     def _begin(self) -> None:
@@ -66,8 +69,8 @@ class IslandSupervisor(Supervisor):
             self.island.wait_for(self._orders.first)
             order, outcome = self._orders.take()
             try:
-                scaled, told = self._reshape(order.shape(self.island.shape))
-                _after(told, partial(outcome.set_result, scaled))
+                scaled, updates = self._reshape(order.shape(self.island.shape))
+                _after(updates, partial(outcome.set_result, scaled))
             except ScaleRefused as error:
                 outcome.set_exception(error)
             except BaseException as error:
@@ -77,7 +80,7 @@ class IslandSupervisor(Supervisor):
                 raise
 
     def _reshape(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:
-        """What came of it, and the calls that tell the gateway."""
+        """The outcome, and the calls that update the gateway."""
         before = self.island
         if shape == before.shape:
             kept = len(shape.roles)
@@ -99,10 +102,10 @@ class IslandSupervisor(Supervisor):
         except TandemError as error:
             raise ReshapeFailed(f"the island was not formed anew: {error}") from error
         self.island, self._epoch = after, epoch
-        told = self._membership.update(self.island_name, epoch, self._budget.used, workers)
+        updates = self._membership.update(self.island_name, epoch, self._budget.used, workers)
         kept = len(shape.roles) - started
         ended = len(before.shape.roles) - kept
-        return ScaleOutcome(self.island_name, epoch, shape, kept, started, ended, time.monotonic() - away), told
+        return ScaleOutcome(self.island_name, epoch, shape, kept, started, ended, time.monotonic() - away), updates
 
     def _clear(self, lost: TandemError) -> None:
         """Admission stops, what survives finishes what it can, then all processes end: the epoch is over."""
@@ -113,16 +116,13 @@ class IslandSupervisor(Supervisor):
         self.island.succeed(before)
 
     def _stop_admission(self) -> None:
-        """Returns when the island has no requests any more, or the time for that is over."""
-        told = self._membership.update(self.island_name, self._epoch, self._budget.used, ())
-        self._stop.answers(told, GATEWAY_SECONDS)
-        self._drain()
-
-    def _drain(self) -> None:
+        """Returns when the island has no requests any more, or after recovery.drain_seconds."""
+        updates = self._membership.update(self.island_name, self._epoch, self._budget.used, ())
+        self._stop.answers(updates, GATEWAY_SECONDS)
         deadline = time.monotonic() + self._recovery.drain_seconds
         while time.monotonic() < deadline:
             asked = self._membership.ask_placed_tokens(self.island_name)
-            # Of a gateway process that is lost, nobody reads what the workers would still generate.
+            # Nobody reads what workers would still generate for a lost gateway process.
             if not any(self._stop.answers(asked, GATEWAY_SECONDS)):
                 return
             self._stop.wait_any((), DRAIN_POLL_SECONDS)
@@ -133,7 +133,7 @@ class IslandSupervisor(Supervisor):
 
 
 def _after(calls: list[Future[Any]], act: Callable[[], None]) -> None:
-    """Acts once the last of them has ended, however it did; at once where there is none."""
+    """Acts once all calls have ended, with a result or an error; at once without calls."""
     if calls:
         calls[0].add_done_callback(lambda _: _after(calls[1:], act))
     else:

@@ -1,9 +1,8 @@
-"""Starts a cluster's islands and its gateway, keeps them running, and takes everything down again."""
+"""A whole cluster: its islands, its gateway, and the processes that they run in."""
 
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -50,8 +49,7 @@ Progress = Callable[[Sequence[LoadState]], None]
 class Cluster:
     """A running cluster. start() returns when requests can come; stop() leaves nothing behind and is idempotent.
 
-    Between the two, processes that end are started again without anybody's help. Raises ConfigError, StartFailed,
-    ClusterRunning from start(); WorkerLost from wait() when that is no longer possible.
+    In between, lost processes are started again. start() raises ConfigError, StartFailed, ClusterRunning.
     """
 
     def __init__(self, config: ClusterConfig, processes: Processes | None = None) -> None:
@@ -77,7 +75,8 @@ class Cluster:
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
             self._start_islands(max_model_len)
             self._wait_until_ready(self._islands, progress)
-            self.clock.seconds |= max((island.island.clock.seconds for island in self._islands), key=_sum)
+            clocks = [island.island.clock for island in self._islands]
+            self.clock.seconds |= max(clocks, key=lambda clock: sum(clock.seconds.values())).seconds
             with self.clock.phase("gateway"):
                 addresses = self._start_gateway(max_model_len)
                 self.grpc_address, self.http_address = addresses.grpc, addresses.http
@@ -87,12 +86,8 @@ class Cluster:
         return self.grpc_address
 
     def wait(self) -> None:
-        """Does not return: raises WorkerLost when a part was lost too often to be started again."""
-        while True:
-            try:
-                self._failure.result(timeout=1.0)
-            except TimeoutError:
-                continue
+        """Does not return. Raises WorkerLost when a part was lost too often."""
+        self._failure.result()
 
     def stop(self, grace: float = 1.0) -> None:
         """Ends the gateway, whose calls under way have `grace` seconds, then the islands, then what placed them."""
@@ -108,7 +103,7 @@ class Cluster:
         self._processes.stop()
 
     def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
-        """Gives a running island another shape; see IslandSupervisor.scale. InvalidRequest when it is not known."""
+        """Gives an island another shape; see IslandSupervisor.scale. InvalidRequest for an unknown island."""
         named = [island for island in self._islands if order.island in (island.island_name, "")]
         if len(named) == 1:
             return named[0].scale(order)
@@ -123,7 +118,7 @@ class Cluster:
         return self._islands[0].island.worker_token
 
     def _check_model(self) -> int:
-        """max_model_len. ConfigError for what is wrong with the checkpoint, before anything is started for it."""
+        """max_model_len. ConfigError for a wrong checkpoint, before any process starts."""
         folder = Path(self._config.model.path or "")
         try:
             model = load_config(folder, self._config.model.dtype)
@@ -162,7 +157,7 @@ class Cluster:
             island.start()
 
     def _check_room(self) -> None:
-        """Island by island it would be found out late: after those before have loaded their weights."""
+        """Checks all islands' room at once: a later island would fail after earlier ones have loaded weights."""
         section, islands = self._config.island, self._config.num_islands
         workers = islands * (section.num_prefill + section.num_decode)
         try:
@@ -194,28 +189,22 @@ class Cluster:
         return self._gateway.addresses
 
     def _wait_until_ready(self, parts: Sequence[Supervisor], progress: Progress | None) -> None:
-        pending = [part.ready for part in parts]
+        pending = {part.ready for part in parts}
         while pending:
             if progress is not None:
                 progress([state for island in self._islands for state in island.island.progress()])
-            time.sleep(READY_POLL_SECONDS)
-            for ready in pending:
-                if ready.done():
-                    ready.result()
-            pending = [ready for ready in pending if not ready.done()]
+            done, pending = wait(pending, timeout=READY_POLL_SECONDS)
+            for ready in done:
+                ready.result()
 
     def _release(self, prefix: str) -> None:
         for island in self._islands:
-            # A worker that is stopped answers late, and nobody need wait for it.
+            # A stopped worker answers late, and nobody waits for it.
             threading.Thread(target=island.island.release, args=(prefix,), name="release", daemon=True).start()
 
     def _fail(self, error: TandemError) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
-
-
-def _sum(seconds: Mapping[str, float]) -> float:
-    return sum(seconds.values())
 
 
 def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
@@ -227,7 +216,7 @@ def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
 
 
 def _check_memory(layout: KVLayout, num_pages: int) -> None:
-    """ConfigError where one worker's pages would not fit into this machine's memory; those of windows take less."""
+    """ConfigError if one worker's pages exceed this machine's memory. Pages of windows are not counted."""
     sizes = [layout.page_bytes(index) for index, group in enumerate(layout.groups) if not group.keeps.drops_past]
     needed, there = num_pages * sum(sizes), machine_memory()
     if needed > there:

@@ -1,4 +1,4 @@
-"""Watches the processes of a group: the end of one is told at once, its silence is measured."""
+"""A watch over a group of processes: it sees an end at once and measures silence."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from tandem.cluster.supervision.stop_signal import StopSignal
 
 
 class Liveness:
-    """Watches the members of a group. A process that is stopped or slow counts as alive, up to the limits."""
+    """A watch over a group's members. A process that is stopped or slow counts as alive, up to the limits."""
 
     def __init__(self, members: Sequence[ActorProcess], recovery: RecoverySection, stop: StopSignal) -> None:
         self._recovery = recovery
@@ -29,15 +29,15 @@ class Liveness:
             self._heartbeats.append(Heartbeat(member))
 
     def forget(self, members: Sequence[ActorProcess]) -> None:
-        """Their ends are no loss any more."""
+        """From now on the members may end."""
         self._ends = {end: member for end, member in self._ends.items() if member not in members}
         self._heartbeats = [heartbeat for heartbeat in self._heartbeats if heartbeat.process not in members]
 
     def results(self, calls: Sequence[Future[Any]], seconds: float) -> list[Any]:
-        """What the calls returned or the exception of the first that failed.
+        """The results of the calls, or the exception of the first that fails.
 
-        ProcessEnded when a member has ended, or was ended here because it was silent or did not get on for too long;
-        TimeoutError after `seconds` in which nothing was returned and no member got on with what it prepares.
+        ProcessEnded when a member has ended, or is ended here after its limit of silence or without progress.
+        TimeoutError after `seconds` without a result and without any member's progress.
         """
         deadline, got_to = time.monotonic() + seconds, self._got_to()
         pending = set(calls)
@@ -53,7 +53,7 @@ class Liveness:
         return [call.result() for call in calls]
 
     def wait(self, calls: Iterable[Future[Any]]) -> set[Future[Any]]:
-        """Those of `calls` that have ended, as soon as there is one, or none after a while. Raises as results()."""
+        """The ended ones of `calls`, as soon as there is one, or none after POLL_SECONDS. Raises as results()."""
         done = self._stop.wait_any([*self._ends, *calls], POLL_SECONDS)
         for end in done & self._ends.keys():
             error = end.exception()
@@ -61,7 +61,7 @@ class Liveness:
         now = time.monotonic()
         for heartbeat in self._heartbeats:
             heartbeat.tick(now - self._ticked)
-            heartbeat.tell()
+            heartbeat.warn()
             if why := heartbeat.excess(self._recovery):
                 heartbeat.process.kill()
                 raise ProcessEnded(heartbeat.process.name, why)
@@ -72,6 +72,6 @@ class Liveness:
         return [heartbeat.got_to for heartbeat in self._heartbeats]
 
     def _phases(self) -> str:
-        """Which members still prepare what."""
+        """The members that still prepare, with their phases."""
         preparing = [heartbeat for heartbeat in self._heartbeats if heartbeat.phase]
         return "".join(f"; {heartbeat.process.name} is in phase {heartbeat.phase!r}" for heartbeat in preparing)

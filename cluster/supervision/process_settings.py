@@ -1,4 +1,4 @@
-"""What each process of a cluster is told, from the cluster's configuration."""
+"""The settings of a cluster's processes, from the cluster's configuration."""
 
 import math
 import os
@@ -141,28 +141,12 @@ def agreed_pages(config: ClusterConfig, rooms: Sequence[int], max_model_len: int
 def gateway_settings(config: ClusterConfig, max_model_len: int, num_pages: int) -> GatewaySettings:
     """Of the first gateway process by itself, as it first starts. GatewaySupervisor makes all others from it."""
     return GatewaySettings(
-        cluster=config.name,
-        process=0,
-        incarnation=1,
-        transport=config.island.transport,
-        model_path=config.model.path or "",
-        dtype=config.model.dtype,
-        kv_cache_dtype=config.cache.kv_cache_dtype,
-        max_model_len=max_model_len,
-        page_size=config.cache.page_size,
-        num_pages=num_pages,
-        host=config.gateway.host,
+        config,
+        max_model_len,
+        num_pages,
         port=config.gateway.port,
         http_port=config.gateway.http_port,
         token_seconds=(token_seconds(config) or CPU_TOKEN_SECONDS) if is_adaptive(config) else None,
-        routing_policy=config.gateway.routing_policy,
-        max_queued=config.gateway.max_queued,
-        max_queued_tokens=config.gateway.max_queued_tokens,
-        max_attempts=config.gateway.max_attempts,
-        queue_seconds=config.gateway.queue_seconds,
-        request_seconds=config.gateway.request_seconds,
-        max_message_bytes=config.gateway.max_message_mib << 20,
         warm_up=config.island.device == "cuda" if config.gateway.warm_up is None else config.gateway.warm_up,
-        max_calls=config.gateway.max_calls,
         security=ServerSecurity(**config.security.model_dump()),
     )

@@ -1,4 +1,4 @@
-"""Where the time goes between `tandem up` and ready."""
+"""The seconds of each phase between `tandem up` and ready."""
 
 import os
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class StartClock:
-    """Seconds of the phases of one start, by name, in the order in which they came."""
+    """The seconds of one start's phases, by name, in their order."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -29,7 +29,7 @@ def phase_lines(seconds: Mapping[str, float]) -> list[str]:
 
 
 def process_age() -> float:
-    """Seconds since this process began, as Linux counts them (to a hundredth): imports are behind us by now."""
+    """Seconds since this process began, to a hundredth, as Linux counts them."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # starttime, the 22nd field; two stand before the bracket
     return round(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 3)

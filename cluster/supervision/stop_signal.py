@@ -1,4 +1,4 @@
-"""How a thread that waits for processes is told to stop waiting."""
+"""A signal that ends a thread's wait for processes."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ class Stopping(Exception):
 
 
 class StopSignal:
-    """Given once, from any thread; whoever waits through it then gets Stopping."""
+    """A signal that is given once, from any thread. All waits through it then raise Stopping."""
 
     def __init__(self) -> None:
         self._set: Future[None] = Future()
@@ -21,17 +21,14 @@ class StopSignal:
             self._set.set_result(None)
 
     def wait_any(self, calls: Sequence[Future[Any]], seconds: float) -> set[Future[Any]]:
-        """Those of `calls` that have ended, as soon as there is one or `seconds` have passed."""
+        """The ended ones of `calls`, as soon as there is one or `seconds` have passed."""
         done, _ = wait([*calls, self._set], timeout=seconds, return_when=FIRST_COMPLETED)
         if self._set.done():
             raise Stopping
         return done
 
     def results(self, calls: Sequence[Future[Any]], seconds: float) -> list[Any]:
-        """What all of them returned; the exception of one that failed, without waiting for the others.
-
-        TimeoutError after `seconds`.
-        """
+        """All results, or at once the exception of a call that fails. TimeoutError after `seconds`."""
         deadline = time.monotonic() + seconds
         pending = set(calls)
         while pending:

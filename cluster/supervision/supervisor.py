@@ -1,16 +1,16 @@
-"""Keeps a part of the cluster running: starts it, watches it, and starts it again when it is lost."""
+"""A thread that keeps one part of the cluster running."""
 
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NoReturn
 
 from tandem.cluster.config import RecoverySection
 from tandem.cluster.errors import ProcessEnded, ReshapeFailed, StartFailed, TandemError, WorkerLost
-from tandem.cluster.supervision.restart_budget import RestartBudget
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 
 JOIN_SECONDS = 120.0
@@ -18,11 +18,31 @@ RETRY_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
-class Supervisor(ABC):
-    """A thread that owns the processes of one part, from the first start to the end.
+class RestartBudget:
+    """At most max_restarts in any window_seconds."""
 
-    ready ends when the part first serves, or has the error that it could not. A later loss is repaired until the
-    budget of restarts is used up: then `failed` gets WorkerLost, once, from this thread.
+    def __init__(self, max_restarts: int, window_seconds: float) -> None:
+        self._max_restarts = max_restarts
+        self._window_seconds = window_seconds
+        self._times: deque[float] = deque()
+        self.used = 0  # in all
+
+    def take(self, now: float) -> bool:
+        """Whether there may be one more restart at `now`, a monotonic time in seconds; it is then counted."""
+        while self._times and self._times[0] <= now - self._window_seconds:
+            self._times.popleft()
+        if len(self._times) >= self._max_restarts:
+            return False
+        self._times.append(now)
+        self.used += 1
+        return True
+
+
+class Supervisor(ABC):
+    """A thread that owns one part's processes: it starts them, watches them, and starts them again after a loss.
+
+    ready ends when the part first serves, or with the error of its start. When the budget of restarts is used up,
+    `failed` gets WorkerLost, once, from this thread.
     """
 
     def __init__(self, name: str, recovery: RecoverySection, failed: Callable[[TandemError], None]) -> None:
@@ -38,17 +58,17 @@ class Supervisor(ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """Tells the thread to end its processes gently, and does not wait for it."""
+        """Begins the gentle end of the processes, and does not wait for it."""
         self._stop.call_off()
 
     def join(self) -> None:
-        """Returns when the thread has ended, and its processes."""
+        """Returns when the thread and its processes have ended."""
         if self._thread.ident is not None:
             self._thread.join(JOIN_SECONDS)
 
     @abstractmethod
     def _begin(self) -> None:
-        """Starts the processes until they serve. A TandemError when they do not."""
+        """Starts the processes and returns when they serve. Raises a TandemError when they do not."""
 
     @abstractmethod
     def _watch(self) -> NoReturn:

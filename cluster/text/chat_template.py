@@ -1,4 +1,4 @@
-"""Chat templates of checkpoints: jinja in a sandbox, with the names and filters that transformers gives them."""
+"""Checkpoints' chat templates: jinja in a sandbox, with the names and filters of transformers."""
 
 import datetime
 import json
@@ -29,7 +29,7 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """One compiled template; special_tokens are the variables bos_token, eos_token and so on."""
+    """A compiled template. special_tokens: its variables bos_token, eos_token and so on."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises InvalidTokenizer when the template does not compile."""
@@ -44,7 +44,7 @@ class ChatTemplate:
             raise InvalidTokenizer(f"the chat template does not compile: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt for `messages` (each with role and content), up to where the model is to speak.
+        """The prompt for `messages` (each with role and content), up to the model's answer.
 
         ChatTemplateError when the template refuses them, fails, or runs for more than RENDER_SECONDS.
         """
@@ -62,7 +62,7 @@ class ChatTemplate:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a bound on what one operator may make of a small template."""
+    """Jinja's sandbox, with a bound on the result of one operator."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -83,10 +83,7 @@ def _repeated(sequence: Any, count: Any) -> int:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Ends the template that this thread renders inside it with TimeoutError, also in the middle of a loop.
-
-    A trace function looks at the clock at each line of a template, and only there.
-    """
+    """Ends the template that this thread renders with TimeoutError. A trace function reads the clock at each line."""
     deadline = time.monotonic() + seconds
     before = sys.gettrace()
 
@@ -106,7 +103,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 class GenerationTag(Extension):
-    """{% generation %} … {% endgeneration %} marks what the model said, for training; here it changes nothing."""
+    """{% generation %} … {% endgeneration %}: it marks the model's text for training, and changes nothing here."""
 
     tags = {"generation"}  # noqa: RUF012  jinja declares it so
 

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Watches the text of one request for the first stop string to be complete, and holds back what may begin one.
+    """Searches one request's text for the first complete stop string, and holds back what may begin one.
 
-    Of stop strings that end at the same character the longest counts. So the result depends on the text alone, not on
-    the pieces it came in. Joined, what push and flush return is the text up to the stop string, or through it if
-    `include` is set.
+    push and flush return the text up to the stop string, or with it if `include` is set. Of stop strings that end at
+    the same character the longest counts, so the pieces do not matter.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -18,7 +17,7 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The part of the text so far that is final; after a match (see `matched`) there is no more."""
+        """The text that is now final; "" after a match (see `matched`)."""
         if self.matched is not None or not self._stops:
             return text if self.matched is None else ""
         text = self._held + text
@@ -32,12 +31,12 @@ class StopStringMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What is held back, at the end of the request."""
+        """The text that was held back, at the end of the request."""
         held, self._held = self._held, ""
         return held
 
     def _count_held(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string begins."""
+        """Length of the longest end of `text` that begins a stop string."""
         held = 0
         for stop in self._stops:
             begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))

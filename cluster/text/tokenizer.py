@@ -10,14 +10,11 @@ from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidTokenizer
 from tandem.workers.checkpoint.fields import Fields
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-HELD_TOKENS = 16  # more than any character takes: whoever holds back longer is waiting for bytes that will not come
+HELD_TOKENS = 16  # more than a character takes: the bytes that are still missing will not come
 
 
 class Tokenizer:
-    """tokenizer.json of a checkpoint, and its chat template if it has one. Safe to share between threads.
-
-    special_ids: what decode() may skip.
-    """
+    """A checkpoint's tokenizer.json and chat template, if any. Threads may share it. decode() may skip special_ids."""
 
     def __init__(self, inner: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
         self._inner = inner
@@ -27,10 +24,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
-        """None when the folder has no tokenizer.json: such a model is served by token ids only.
-
-        Raises InvalidTokenizer, or InvalidConfig for tokenizer_config.json.
-        """
+        """None without a tokenizer.json: the model takes token ids only. Raises InvalidTokenizer, InvalidConfig."""
         path = folder / "tokenizer.json"
         if not path.exists():
             return None
@@ -48,16 +42,16 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids with a text, added tokens included; the model's own vocabulary may be larger."""
+        """Number of ids with a text, added tokens included. The model's vocabulary may be larger."""
         return self._inner.get_vocab_size()
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest entry: n tokens stand for no more than n times as many."""
+        """Characters of the longest token."""
         return max(map(len, self._inner.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        # Of a batch, because for a single text the interpreter's lock is held, which stops an event loop beside it.
+        # A batch of one: for a single text the library holds the interpreter's lock, which stops event loops.
         (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
@@ -71,8 +65,10 @@ class Tokenizer:
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """What the token adds to a text that it does not begin: a decoder may drop a leading space there. A part of a
-        character is a replacement character."""
+        """The text of the token behind others; a part of a character is a replacement character.
+
+        A decoder may drop the leading space of a first token.
+        """
         once, twice = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
         return twice[len(once) :]
 
@@ -81,10 +77,10 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of one request as its tokens come. What it returns, joined, is the decoding of all tokens.
+    """The text of one request as its tokens come. The returned parts, joined, are the decoding of all tokens.
 
-    A few tokens before the new ones are decoded along, for a decoder may treat the first token apart (leading
-    spaces). Text that ends in an incomplete character is held back until its bytes have come.
+    A decoder may treat the first token apart (leading spaces), so a few earlier tokens are decoded along. Text that
+    ends in an incomplete character is held back until its bytes come.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -95,48 +91,45 @@ class TextStream:
         self._emitted = 0  # characters of the decoding of context and held that were returned
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became complete with these tokens, perhaps ""."""
+        """The text that these tokens complete, perhaps ""."""
         new = [token_id for token_id in token_ids if token_id not in self._skipped]
         held = self._held + new
         text = self._decode(self._context + held)
-        incomplete = _incomplete_tail(text)
+        incomplete = text.endswith(REPLACEMENT)
         if incomplete and len(new) > 1:  # a decoder may spoil what is complete with what is not
             return "".join(self.push([token_id]) for token_id in new)
         self._held = held
         if (incomplete or len(text) == self._emitted) and len(held) < HELD_TOKENS:
             return ""
-        return self._emit_most(held) if incomplete else self._emit(text, 0)
+        return self._emit_most(held) if incomplete else self._emit(text)
 
     def flush(self) -> str:
-        """What is held back, at the end of the request; incomplete bytes become the replacement character."""
-        return self._emit(self._decode(self._context + self._held), 0)
+        """The text that was held back, at the end of the request. Incomplete bytes become the replacement character."""
+        return self._emit(self._decode(self._context + self._held))
 
     def _emit_most(self, held: list[int]) -> str:
-        """All but the up to three tokens that may begin a character: a decoder of bytes makes a replacement of each
-        byte of what they spoil, so that it is without them that the text is shortest."""
+        """All but the up to three tokens that may begin a character.
+
+        A byte decoder replaces each byte that they spoil, so the text is shortest without them.
+        """
         texts = {end: self._decode(self._context + held[:end]) for end in range(len(held), len(held) - 4, -1)}
         end = min(texts, key=lambda one: len(texts[one]))
         self._held = held[:end]
-        new = self._emit(texts[end], 0)
+        new = self._emit(texts[end])
         self._held = held[end:]
         return new
 
-    def _emit(self, text: str, incomplete: int) -> str:
-        """All of `text` that is new but the last `incomplete` characters; the held tokens become the context."""
-        new = text[self._emitted : len(text) - incomplete]
+    def _emit(self, text: str) -> str:
+        """The new part of `text`. The held tokens become the context."""
+        new = text[self._emitted :]
         if new:
             self._context = self._held
-            self._emitted = len(self._decode(self._context)) - incomplete
+            self._emitted = len(self._decode(self._context))
         self._held = []
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-
-def _incomplete_tail(text: str) -> int:
-    """How many characters at the end may yet change: an incomplete character decodes to 1 … 3 replacements."""
-    return min(3, len(text) - len(text.rstrip(REPLACEMENT)))
 
 
 def _read_chat_template(folder: Path) -> ChatTemplate | None:
@@ -163,8 +156,7 @@ def _read_chat_template(folder: Path) -> ChatTemplate | None:
 
 
 def _older_special_tokens(folder: Path, fields: Fields) -> dict[str, str]:
-    """Those of special_tokens_map.json, which go before fields of a tokenizer_config.json from the time when added
-    tokens were not in it."""
+    """The tokens of special_tokens_map.json. They precede a tokenizer_config.json that is too old for added tokens."""
     path = folder / "special_tokens_map.json"
     return {} if "added_tokens_decoder" in fields or not path.exists() else _special_tokens(Fields.from_file(path))
 

@@ -1,4 +1,4 @@
-"""Tokens per second and time per token on a CPU, through the gRPC door, against transformers in the same run.
+"""Tokens per second and time per token on a CPU, through the gRPC server, against transformers in the same run.
 
 Tiny Llama (4 layers, hidden 256), float32, greedy. Prints JSON; every ratio is the median over rounds in which the
 two sides took turns. Tokens of both sides are equal; where they part, the run ends unless the two best logits there are

@@ -33,7 +33,7 @@ from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.gateway import GatewaySettings
 from tandem.cluster.peers.table import GatewayFile
 from tandem.cluster.supervision.shared_ports import SharedPorts
-from tests.benchmarks.doors import MAX_MODEL_LEN, Spent, one_gateway, process_of, serve_gateway, serve_worker
+from tests.benchmarks.frontends import MAX_MODEL_LEN, Spent, one_gateway, process_of, serve_gateway, serve_worker
 from tests.benchmarks.load import LoadProcesses, Outcome, Share
 from tests.benchmarks.measured import Measured
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser

@@ -55,7 +55,7 @@ Stream = Callable[[list[int], int], Awaitable[list[float]]]  # a prompt, a numbe
 class Share:
     """What one process sends: a closed loop of `clients`.
 
-    address: of the gateway's gRPC door; http: of the other, through which requests go if it is given.
+    address: of the gateway's gRPC server; http: of the HTTP server, through which requests go if it is given.
     prompt: tokens of each; output: mean of theirs, each of which has from a half to one and a half of it, for requests
     of one length come and go in waves. seed decides prompts and lengths.
     """

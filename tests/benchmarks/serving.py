@@ -7,7 +7,7 @@ with tokens, at those of all gaps; stall, the longest gap of a request. Then out
 whole load and of its middle half (there a request counts where its first token came), tokens a message, and busy: the
 part of a core that the busiest process of clients took.
 
-With both doors each load goes through one after the other, and then the ratios of HTTP to gRPC are printed. Without
+With both frontends each load goes through one after the other, and then the ratios of HTTP to gRPC are printed. Without
 --address it starts a cluster, of --config or else of one prefill and one decode worker: Qwen3-8B's shape on
 GPUs, a small Llama where there are none.
 """
@@ -62,22 +62,22 @@ CPU_SIZE = Size(64, 32, 32, (1, 8))
 class Load:
     """Loads of one size on one gateway, shared out among processes of clients."""
 
-    def __init__(self, processes: LoadProcesses, doors: GatewayAddresses, size: Size, seed: int) -> None:
+    def __init__(self, processes: LoadProcesses, addresses: GatewayAddresses, size: Size, seed: int) -> None:
         self._processes = processes
-        self._doors = doors
+        self._addresses = addresses
         self._size = size
         self._seeds = itertools.count(seed << 16)
 
-    def closed_loop(self, door: str, clients: int, requests: int) -> Outcome:
+    def closed_loop(self, frontend: str, clients: int, requests: int) -> Outcome:
         count = min(PROCESSES, math.ceil(clients / CLIENTS_A_PROCESS))
         parts = zip(_split(clients, count), _split(requests, count), strict=True)
-        return self._processes.run([self._share(door, each, few) for few, each in parts])
+        return self._processes.run([self._share(frontend, each, few) for few, each in parts])
 
-    def _share(self, door: str, requests: int, clients: int) -> Share:
-        http = (self._doors.http or "") if door == "http" else ""
+    def _share(self, frontend: str, requests: int, clients: int) -> Share:
+        http = (self._addresses.http or "") if frontend == "http" else ""
         size = self._size
         return Share(
-            self._doors.grpc,
+            self._addresses.grpc,
             size.prompt,
             size.output,
             requests,
@@ -92,27 +92,27 @@ def _split(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-def measure_all(load: Load, doors: Sequence[str], rounds: int, size: Size, budget: Budget) -> Loads:
-    """Per load and door its numbers, medians over the rounds."""
+def measure_all(load: Load, frontends: Sequence[str], rounds: int, size: Size, budget: Budget) -> Loads:
+    """Per load and frontend its numbers, medians over the rounds."""
     results: Loads = {}
-    for door in doors:
-        load.closed_loop(door, WARM_UP_CLIENTS, WARM_UP_CLIENTS)
+    for frontend in frontends:
+        load.closed_loop(frontend, WARM_UP_CLIENTS, WARM_UP_CLIENTS)
     for clients in budget.within(size.clients):
         requests = min(size.requests, 16 * clients)
         closed = partial(load.closed_loop, clients=clients, requests=requests)
-        results |= _in_turns(f"{clients} clients", doors, rounds, closed)
+        results |= _in_turns(f"{clients} clients", frontends, rounds, closed)
     return results
 
 
-def _in_turns(name: str, doors: Sequence[str], rounds: int, run: Callable[[str], Outcome]) -> Loads:
-    rows: dict[str, list[dict[str, float]]] = {door: [] for door in doors}
+def _in_turns(name: str, frontends: Sequence[str], rounds: int, run: Callable[[str], Outcome]) -> Loads:
+    rows: dict[str, list[dict[str, float]]] = {frontend: [] for frontend in frontends}
     for _ in range(rounds):
-        for door, row in rows.items():
-            row.append(numbers_of(run(door)))
-            print(f"{name}, {door}: {row[-1]}", file=sys.stderr, flush=True)
+        for frontend, row in rows.items():
+            row.append(numbers_of(run(frontend)))
+            print(f"{name}, {frontend}: {row[-1]}", file=sys.stderr, flush=True)
     return {
-        f"{name}, {door}": {each: Measured.median(numbers[each] for numbers in row) for each in row[0]}
-        for door, row in rows.items()
+        f"{name}, {frontend}": {each: Measured.median(numbers[each] for numbers in row) for each in row[0]}
+        for frontend, row in rows.items()
     }
 
 
@@ -148,7 +148,7 @@ def result_of(model: str, size: Size, loads: Loads) -> dict[str, Any]:
 
 @contextmanager
 def cluster_for(config: str, shape: str, *, http: bool) -> Iterator[tuple[str, GatewayAddresses]]:
-    """Name of the model and doors of a cluster that lives as long. config: a file of deploy/; http: both doors."""
+    """A running cluster's model name and addresses. config: a file of deploy/. http: whether both frontends serve."""
     with tempfile.TemporaryDirectory() as folder:
         if load_config(DEPLOY / config).island.device == "cuda":
             name, overrides = shape, {"model.max_model_len": 8192}
@@ -169,7 +169,7 @@ def gpus_of(config: str) -> int:
     return workers if loaded.island.device == "cuda" else 0
 
 
-def doors_of(address: str) -> GatewayAddresses:
+def addresses_of(address: str) -> GatewayAddresses:
     with Client(address) as client:
         return GatewayAddresses(address, client.cluster_info().http_address or None)
 
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--address", help="HOST:PORT of the gateway of a running cluster")
     parser.add_argument("--config", default="gpu-1p1d.yaml" if on_gpus else "local.yaml", help="a file of deploy/")
     parser.add_argument("--model", type=shape_name, choices=list(SHAPES), default=MODEL, help="on GPUs")
-    add_list(parser, "--door", choices=("grpc", "http"), default=["grpc"], help="in turns")
+    add_list(parser, "--frontend", choices=("grpc", "http"), default=["grpc"], help="in turns")
     parser.add_argument("--rounds", type=int, default=1)
     add_list(parser, "--clients", int, nargs="*", help="numbers of clients, one closed loop each")
     parser.add_argument("--requests", type=int, default=default.requests, help="most requests of one load")
@@ -192,16 +192,16 @@ def main() -> None:
     given = parser.parse_args()
     clients = default.clients if given.clients is None else given.clients
     size = Size(given.prompt, given.output, given.requests, tuple(clients))
-    http = "http" in given.door
+    http = "http" in given.frontend
     if given.address:
-        running = nullcontext((given.address, doors_of(given.address)))
+        running = nullcontext((given.address, addresses_of(given.address)))
     else:
         running = cluster_for(given.config, given.model, http=http)
-    with running as (model, doors), LoadProcesses(PROCESSES) as processes:
-        if http and doors.http is None:
-            parser.error(f"{given.address} has no HTTP door (gateway.http_port)")
-        load = Load(processes, doors, size, given.seed)
-        loads = measure_all(load, given.door, given.rounds, size, Budget(given.seconds))
+    with running as (model, addresses), LoadProcesses(PROCESSES) as processes:
+        if http and addresses.http is None:
+            parser.error(f"{given.address} has no HTTP server (gateway.http_port)")
+        load = Load(processes, addresses, size, given.seed)
+        loads = measure_all(load, given.frontend, given.rounds, size, Budget(given.seconds))
     case = f"{size.prompt} in, {size.output} out" + ("" if given.model == MODEL else f", {given.model}")
     print_result({"case": case, **result_of(model, size, loads)}, given, gpus=gpus_of(given.config))
 

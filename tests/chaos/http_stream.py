@@ -1,4 +1,4 @@
-"""One request of a storm through the HTTP door, whose clients do not resume what the end of a gateway breaks off."""
+"""One request of a storm through the HTTP server, whose clients do not resume what the end of a gateway breaks off."""
 
 import json
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from tests.support.http_client import COMPLETIONS
 
 @dataclass
 class HttpStream:
-    """What came. begun: the door has answered. ended: with [DONE]. broken: with its connection, or never begun. error:
-    what the door said of it."""
+    """One stream. begun: the server has answered. ended: with [DONE]. broken: with its connection, or not begun. error:
+    what the server said of it."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""

@@ -1,4 +1,4 @@
-"""Tokens and TLS through the gateway's doors: who has none is refused, whatever is called."""
+"""Tokens and TLS through the gateway's frontends: who has none is refused, whatever is called."""
 
 import ssl
 from collections.abc import Iterator

@@ -56,7 +56,7 @@ def test_push_beside_prefill(island: Island) -> None:
 
 def test_serving(island: Island) -> None:
     arguments = ["--clients", "3", "2", "--requests", "5", "--prompt", "20", "--output", "6"]
-    arguments += ["--door", "grpc", "http"]
+    arguments += ["--frontend", "grpc", "http"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.serving", "--address", island.address, *arguments],
         cwd=ROOT,
@@ -66,7 +66,7 @@ def test_serving(island: Island) -> None:
         check=True,
     )
     result = json.loads(done.stdout)
-    loads = [f"{load}, {door}" for load in ("3 clients", "2 clients") for door in ("grpc", "http")]
+    loads = [f"{load}, {frontend}" for load in ("3 clients", "2 clients") for frontend in ("grpc", "http")]
     assert list(result["loads"]) == loads
     assert list(result["http_to_grpc"]) == loads[1::2]
     for load in result["loads"].values():

@@ -1,4 +1,4 @@
-"""bfloat16: log-probabilities through the gRPC door against transformers in bfloat16 on the same tokens.
+"""bfloat16: log-probabilities through the gRPC server against transformers in bfloat16 on the same tokens.
 
 Both sides round to 8 bits after every product, in different orders, so logits are compared and not tokens. The
 tolerance is in logits whose standard deviation is about 1.

@@ -1,4 +1,4 @@
-"""A client that goes away, wherever its request is, leaves nothing behind on either worker. Through the gRPC door."""
+"""A client that goes away, wherever its request is, leaves nothing behind on either worker. Through the gRPC server."""
 
 import threading
 from collections.abc import Callable, Iterator

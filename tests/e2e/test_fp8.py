@@ -1,4 +1,4 @@
-"""Tokens through the gRPC door with KV stored in 8 bits, against transformers with a cache that rounds alike."""
+"""Tokens through the gRPC server with KV stored in 8 bits, against transformers with a cache that rounds alike."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""OpenAI's API through the HTTP door of an island: what comes is what the gRPC door gives."""
+"""OpenAI's API through the HTTP server of an island: what comes is what the gRPC server gives."""
 
 import threading
 import time
@@ -178,7 +178,7 @@ def test_logprobs_of_chats(island: Island, tokenizer: Tokenizer) -> None:
     assert [entry["top_logprobs"] for entry in without] == [[]] * 6
 
 
-def test_draws_are_those_of_the_other_door(island: Island) -> None:
+def test_draws_are_those_of_the_other_frontend(island: Island) -> None:
     drawn: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "seed": 11, "max_tokens": 16}
     expected = complete(island.address, PROMPT, ignore_eos=True, **drawn)
     choice = only_choice(

@@ -1,4 +1,4 @@
-"""Tokens through the gRPC door equal transformers' greedy generation, for every family and config feature."""
+"""Tokens through the gRPC server equal transformers' greedy generation, for every family and config feature."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who shares cached prefixes with whom, and whether the gateway knows who holds them: real workers, both doors."""
+"""Who shares cached prefixes with whom, and whether the gateway knows who holds them: real workers, both frontends."""
 
 import asyncio
 import random

@@ -118,7 +118,7 @@ def disturbed(
 
 
 def disturbed_over_http(address: str, case: Case, disturb: Callable[[], None]) -> list[dict[str, Any]]:
-    """The same through the HTTP door: the choices of its events."""
+    """The same through the HTTP server: the choices of its events."""
     choices = []
     body = {"prompt": case.prompt, "max_tokens": len(case.tokens), "return_token_ids": True, **DRAWN}
     with streaming(info(address).http_address, COMPLETIONS, **body) as lines:

@@ -1,4 +1,4 @@
-"""What a request may say, through the gRPC door: parameters, finish reasons, errors."""
+"""What a request may say, through the gRPC server: parameters, finish reasons, errors."""
 
 import asyncio
 import threading

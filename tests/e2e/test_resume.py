@@ -45,7 +45,7 @@ def stub(island: Island) -> Iterator[inference_pb2_grpc.InferenceStub]:
         yield inference_pb2_grpc.InferenceStub(channel)
 
 
-class BreakingDoor:
+class BreakingProxy:
     """A port before a gateway's. The first connection is reset in the middle of a call, and then for a while there is
     nobody to connect to; later ones are passed on."""
 
@@ -56,7 +56,7 @@ class BreakingDoor:
         self._open: list[socket.socket] = []
         self._thread = threading.Thread(target=self._serve)
 
-    def __enter__(self) -> "BreakingDoor":
+    def __enter__(self) -> "BreakingProxy":
         self._thread.start()
         return self
 
@@ -256,7 +256,7 @@ async def _collect(address: str) -> list[int]:
 def test_a_first_call_goes_on_though_its_gateway_goes_before_it_answers() -> None:
     """The client has a connection, and nothing else yet; the next is refused, as while a gateway is started again."""
     gateway = FakeGateway()
-    with serving(gateway) as address, BreakingDoor(address) as door, Client(door.address) as client:
+    with serving(gateway) as address, BreakingProxy(address) as proxy, Client(proxy.address) as client:
         assert tokens_of(list(client.generate("x"))) == [0, 1]
     (request,) = gateway.requests
     assert request.HasField("resume")

@@ -1,4 +1,4 @@
-"""`tandem scale` through the gateway's door: processes stay, weights are not read again, no token is lost."""
+"""`tandem scale` through the gateway's gRPC server: processes stay, weights are not read again, no token is lost."""
 
 import os
 import signal

@@ -41,7 +41,7 @@ def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess
 
 @dataclass(frozen=True)
 class Up:
-    """A running `tandem up`. http: empty where it has no such door; shm: the names in /dev/shm before it."""
+    """A running `tandem up`. http: empty without an HTTP server; shm: the names in /dev/shm before it."""
 
     name: str
     process: subprocess.Popen[str]
@@ -56,7 +56,7 @@ class Up:
 
 @contextmanager
 def up(model: Path, *settings: str, address: str | None = None) -> Iterator[Up]:
-    """A cluster of its own name that is ready; address: of the Ray that it joins, and then it has no HTTP door."""
+    """A cluster of its own name that is ready; address: of the Ray that it joins, and then it has no HTTP server."""
     shm = lasting_names()
     command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--grpc-port", "0"]
     name = f"up-{os.getpid()}-{secrets.token_hex(3)}"  # one that a failed test leaves running is in nobody's way
@@ -68,8 +68,8 @@ def up(model: Path, *settings: str, address: str | None = None) -> Iterator[Up]:
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        door = r" http=(\S+:\d+)" if address is None else "()"
-        found = re.fullmatch(rf"ready grpc=(\S+:\d+){door}\n", line)
+        http = r" http=(\S+:\d+)" if address is None else "()"
+        found = re.fullmatch(rf"ready grpc=(\S+:\d+){http}\n", line)
         assert found, f"no ready line but {line!r}; stderr: {process.communicate(timeout=60)[1]}"
         yield Up(name, process, found[1], found[2], shm)
     finally:

@@ -1,4 +1,4 @@
-"""Bad bodies for the HTTP door, from good ones."""
+"""Bad bodies for the HTTP server, from good ones."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The gateway, by both of its doors, and the workers of one island under bad calls, while good ones go on beside them.
+"""The gateway, by both of its frontends, and one island's workers under bad calls, while good ones go on.
 
 Every call ends in time with a status that its method may answer, INVALID_ARGUMENT naming what is wrong; nothing is
 logged as an error; good requests get their tokens; and in the end the island holds nothing: no page, reservation,

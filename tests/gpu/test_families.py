@@ -1,4 +1,4 @@
-"""Every family through the gRPC door: a prefill and a decode worker in processes of their own, KV pushed by NVSHMEM."""
+"""Every family through the gRPC server: prefill and decode in processes of their own, KV pushed by NVSHMEM."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

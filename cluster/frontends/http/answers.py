@@ -1,4 +1,4 @@
-"""Answers of the HTTP server: the gateway's messages as objects of OpenAI's API."""
+"""The HTTP server's answers: the gateway's messages as objects of OpenAI's API."""
 
 import time
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ NO_TOKEN_IDS = '"token_ids":[]'
 
 @dataclass(frozen=True)
 class Frame:
-    """What the chunks of one stream have in common, in JSON: before the text, and before and behind the token ids."""
+    """The common JSON of one stream's chunks: before the text, and before and behind the token ids."""
 
     before: str
     between: str
@@ -65,20 +65,20 @@ class Answer(ABC):
         return first
 
     def usage_chunk(self, last: inference_pb2.GenerateResponse) -> str:
-        """What follows the last chunk where include_usage is set."""
+        """The chunk behind the last one where include_usage is set."""
         return encode(self._object(self.chunk_object, last, []) | {"usage": _usage(last.usage)})
 
     def _chunk(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
         usage = {"usage": None} if self._body.includes_usage else {}
-        return self._object(self.chunk_object, message, [self._choice(message, self._part(message))]) | usage
+        return self._object(self.chunk_object, message, [self._choice(message, is_chunk=True)]) | usage
 
     def whole(self, messages: Sequence[inference_pb2.GenerateResponse]) -> dict[str, Any]:
-        """All messages of a request that has ended."""
+        """The answer of all messages of a request that has ended."""
         whole = inference_pb2.GenerateResponse()
         for message in messages:
             whole.MergeFrom(message)
         whole.text = "".join(message.text for message in messages)
-        choice = self._choice(whole, self._said(whole.text))
+        choice = self._choice(whole, is_chunk=False)
         return self._object(self.whole_object, whole, [choice]) | {"usage": _usage(whole.usage)}
 
     def _object(
@@ -87,10 +87,10 @@ class Answer(ABC):
         name = f"{self.prefix}-{message.request_id}"
         return {"id": name, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
-    def _choice(self, message: inference_pb2.GenerateResponse, said: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, message: inference_pb2.GenerateResponse, is_chunk: bool) -> dict[str, Any]:
         choice = {
             "index": 0,
-            **said,
+            **self._content(message.text, is_chunk),
             "logprobs": None if self._body.num_logprobs is None else self._logprobs(message.logprobs),
             "finish_reason": FINISH_REASONS.get(message.finish_reason),
         }
@@ -100,12 +100,8 @@ class Answer(ABC):
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     @abstractmethod
-    def _said(self, text: str) -> dict[str, Any]:
-        """The fields of a choice that hold a whole answer's text."""
-
-    @abstractmethod
-    def _part(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """The same for a chunk."""
+    def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
+        """The fields of a choice that hold the text of a chunk or of a whole answer."""
 
     @abstractmethod
     def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]: ...
@@ -116,19 +112,12 @@ class CompletionAnswer(Answer):
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
+    _offset = 0  # characters of the tokens so far
 
-    def __init__(self, body: GenerationBody, model: str, tokenizer: Tokenizer | None) -> None:
-        super().__init__(body, model, tokenizer)
-        self._offset = 0
-
-    def _said(self, text: str) -> dict[str, Any]:
+    def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
         return {"text": text}
 
-    def _part(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        return {"text": message.text}
-
     def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
-        """text_offset counts the characters of the tokens before."""
         names, values, tops, offsets = [], [], [], []
         for token in tokens:
             names.append(self._token(token.chosen.token_id))
@@ -145,18 +134,14 @@ class ChatAnswer(Answer):
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    _begun = False
 
-    def __init__(self, body: GenerationBody, model: str, tokenizer: Tokenizer | None) -> None:
-        super().__init__(body, model, tokenizer)
-        self._begun = False
-
-    def _said(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def _part(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+    def _content(self, text: str, is_chunk: bool) -> dict[str, Any]:
+        if not is_chunk:
+            return {"message": {"role": "assistant", "content": text, "refusal": None}}
         role = {} if self._begun else {"role": "assistant"}
         self._begun = True
-        return {"delta": role | {"content": message.text}}
+        return {"delta": role | {"content": text}}
 
     def _logprobs(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
         content = [
@@ -168,11 +153,8 @@ class ChatAnswer(Answer):
     def _entry(self, token: inference_pb2.TokenLogprob) -> dict[str, Any]:
         """bytes is null for a token that is only a part of a character."""
         text = self._token(token.token_id)
-        return {
-            "token": text,
-            "logprob": _value(token),
-            "bytes": None if REPLACEMENT in text else list(text.encode()),
-        }
+        encoded = None if REPLACEMENT in text else list(text.encode())
+        return {"token": text, "logprob": _value(token), "bytes": encoded}
 
 
 def _value(token: inference_pb2.TokenLogprob) -> float:

@@ -1,4 +1,4 @@
-"""Request bodies of the HTTP server: those of OpenAI's API, with vLLM's further sampling parameters."""
+"""Request bodies of the HTTP server: OpenAI's API, with vLLM's further sampling parameters."""
 
 import difflib
 import json
@@ -31,7 +31,7 @@ from tandem.cluster.requests.validation import MAX_MESSAGES
 from tandem.proto import inference_pb2
 
 HARMLESS = ("metadata", "prompt_cache_key", "safety_identifier", "user")
-"""These name a request or its owner, and change no answer."""
+"""Parameters that name a request or its owner, and change no answer."""
 
 ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -65,22 +65,12 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 """Parameters that are not supported here, with the values that ask for nothing."""
 
-KINDS: Mapping[int, type] = MappingProxyType(
-    {
-        FieldDescriptor.TYPE_UINT32: int,
-        FieldDescriptor.TYPE_INT32: int,
-        FieldDescriptor.TYPE_UINT64: int,
-        FieldDescriptor.TYPE_FLOAT: float,
-        FieldDescriptor.TYPE_BOOL: bool,
-        FieldDescriptor.TYPE_STRING: str,
-    }
-)
 MAX_FIELDS = 100  # of an object
 BodyT = TypeVar("BodyT", bound="GenerationBody")
 
 
 class Part(BaseModel):
-    """Frozen; takes no unknown field and converts no type but int to float. null stands for a field left out."""
+    """Frozen. It takes no unknown field and converts no type but int to float. null stands for a missing field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
 
@@ -119,10 +109,12 @@ class Message(Part):
 
 def _sampling_field(field: FieldDescriptor) -> tuple[Any, Any]:
     """Type and default of the sampling parameter that a protobuf field holds."""
-    kind: Any = KINDS[field.type]
+    kind: Any = type(field.default_value)
     accepted = accepted_value(field.name)
-    if field.is_repeated:
-        kind, accepted = (str | Texts, "text, or a list of texts") if kind is str else (TokenIds, "a list of token ids")
+    if field.is_repeated and field.type == FieldDescriptor.TYPE_STRING:
+        kind, accepted = str | Texts, "text, or a list of texts"
+    elif field.is_repeated:
+        kind, accepted = TokenIds, "a list of token ids"
     return kind | None, Field(default=None, description=accepted)
 
 
@@ -137,10 +129,10 @@ else:
 
 
 class GenerationBody(SamplingFields, ABC):
-    """The common part of completions and chats. Limits are the request validator's."""
+    """The common part of completions and chats. The request validator checks limits."""
 
     renamed: ClassVar[Mapping[str, str]]
-    """This body's names for what the gateway's messages call otherwise."""
+    """This body's name for each field that the gateway's messages name otherwise."""
     open_ended: ClassVar[int | None] = None
     """See RequestValidator.validate."""
 
@@ -168,7 +160,7 @@ class GenerationBody(SamplingFields, ABC):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def request(self) -> inference_pb2.GenerateRequest:
-        """The same for the gateway. Raises InvalidRequest, with the gateway's names: see blame()."""
+        """The gateway's request. Raises InvalidRequest, with the gateway's names: see blame()."""
         given = {field.name: getattr(self, field.name) for field in SAMPLING}
         sampling = given | {"logprobs": self.num_logprobs, "max_tokens": self.most_tokens}
         given = {name: value for name, value in sampling.items() if value is not None}
@@ -295,7 +287,7 @@ def _check_unsupported(name: str, value: object, accepted: Sequence[object]) -> 
 
 
 def _refusal(kind: type[GenerationBody], finding: Any) -> HttpError:
-    """The first of pydantic's findings, with dotted field, value received and what would be accepted."""
+    """The error for one of pydantic's findings: dotted field, value received and what would be accepted."""
     reason = finding["msg"].removeprefix("Value error, ")
     if not finding["loc"]:  # of the whole body: the message names its field itself
         return HttpError(400, reason, param=reason.partition(" ")[0])
@@ -317,7 +309,7 @@ def _refusal(kind: type[GenerationBody], finding: Any) -> HttpError:
 
 
 def _descriptions(kind: type[GenerationBody]) -> dict[str, str]:
-    """What a body's fields, and those of its parts, accept."""
+    """What each field of a body and of its parts accepts."""
     parts = (Message, TextPart, StreamOptions, kind)
     return {name: field.description or "" for part in parts for name, field in part.model_fields.items()}
 

@@ -11,7 +11,7 @@ TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class HttpError(Exception):
-    """An answer other than 200. param: the body's field that is to blame."""
+    """An answer other than 200. param: the body's wrong field."""
 
     def __init__(
         self,

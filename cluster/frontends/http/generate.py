@@ -16,29 +16,28 @@ from tandem.proto import inference_pb2
 from tandem.workers.authentication import HEADER
 from tandem.workers.event_loop import unwatched
 
-BODY_SECONDS = 60.0  # how long a client may take to send its body
-LONG_BODY = 1 << 16  # bytes; to read fewer takes less than a thread does
+BODY_SECONDS = 60.0  # for a client's body
+LONG_BODY = 1 << 16  # bytes; shorter ones are parsed faster than a thread starts
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered."""
+    """The client has closed its connection."""
 
 
 @dataclass(frozen=True)
 class GenerationRoute:
-    """POST of one kind of body. model: the only one that is served; max_bytes of a body; turns: what each request waits
-    for when it is there, for many may come at once."""
+    """POST of one kind of body."""
 
     body: type[GenerationBody]
     answer: type[Answer]
     requests: ActiveRequests
-    model: str
+    model: str  # the only one that is served
     tokenizer: Tokenizer | None
-    max_bytes: int
-    turns: FairTurns
+    max_bytes: int  # of a body
+    turns: FairTurns  # many requests may come at once
 
     async def serve(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        """A client that goes away ends its request. Raises HttpError, ClientGone and as ActiveRequests.serve."""
+        """Answers one request; a client that goes away ends it. HttpError, ClientGone, and as ActiveRequests.serve."""
         body = await self._body(scope, receive)
         if body.model not in (None, self.model):
             raise HttpError.other_model(body.model or "", self.model)

@@ -13,7 +13,7 @@ encode = json.JSONEncoder(separators=(",", ":")).encode
 """JSON as the HTTP frontend writes it: no spaces, no line ends."""
 
 EVENTS = "text/event-stream; charset=utf-8"
-LAST_SECONDS = 60.0  # how long a client may take to read what ends its answer
+LAST_SECONDS = 60.0  # for a client to read the end of its answer
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -21,33 +21,33 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Reply:
-    """A JSON object, or a stream of server-sent events that ends with [DONE], or an error instead of either's rest."""
+    """The answer to one call: a JSON object, or server-sent events and [DONE]. An error may replace the rest."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._begun = self._ended = False
 
     async def whole(self, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:
-        """value: what JSON can hold. TimeoutError when the client does not read."""
+        """Sends a JSON value. TimeoutError when the client does not read."""
         content = encode(value).encode()
         async with asyncio.timeout(LAST_SECONDS):
             await self._begin(status, "application/json", {"content-length": str(len(content)), **(headers or {})})
             await self._write(content, last=True)
 
     async def event(self, data: str) -> None:
-        """data: one line. Returns when the client's connection takes more; without bound when it never does."""
+        """Sends one line of data. Waits without bound for a client that does not read."""
         if not self._begun:
-            # Proxies that hold an answer back until it is whole are told not to.
+            # The headers keep proxies from holding events back.
             await self._begin(200, EVENTS, {"cache-control": "no-cache", "x-accel-buffering": "no"})
         await self._write(_event(data))
 
     async def done(self, data: str | None = None) -> None:
-        """The end of a stream, behind one more event if there is data. TimeoutError as whole()."""
+        """Ends a stream, after one more event if there is data. TimeoutError as whole()."""
         async with asyncio.timeout(LAST_SECONDS):
             await self._write((b"" if data is None else _event(data)) + b"data: [DONE]\n\n", last=True)
 
     async def error(self, error: HttpError) -> None:
-        """Of a stream that has begun it is the last event: [DONE] does not follow."""
+        """Sends an error. In a stream that has begun it is the last event, without [DONE]."""
         with suppress(TimeoutError):
             if not self._begun:
                 await self.whole(error.status, error.body, error.headers)

@@ -19,9 +19,7 @@ from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.authentication import HEADER, BearerToken
 
-HEALTH = "/health"
-"""Load balancers ask for it without a token; it says nothing but that the gateway serves."""
-
+HEALTH = "/health"  # load balancers ask for it without a token
 REQUESTS_A_ROUND = 8  # each takes a fifth of a millisecond, until its workers are asked
 
 Route = Callable[[Scope, Receive, Reply], Awaitable[None]]
@@ -29,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class HttpApp:
-    """Answers each call with JSON, errors included; a stream that has begun ends with an error as its last event."""
+    """The ASGI application. Errors are JSON, too; a stream that has begun ends with an error as its last event."""
 
     def __init__(
         self,
@@ -42,7 +40,7 @@ class HttpApp:
         token: str | None,
         max_bytes: int,
     ) -> None:
-        """model: its name; token: None lets everybody in; max_bytes of one body."""
+        """model: its name. token: None admits everybody. max_bytes: of one body."""
         self._token = None if token is None else BearerToken(token)
         self._limit = limit
         self._calls: set[asyncio.Task[object]] = set()
@@ -58,9 +56,9 @@ class HttpApp:
         chats = GenerationRoute(ChatBody, ChatAnswer, requests, model, tokenizer, max_bytes, turns)
         reads = ("GET", "HEAD")
         self._routes: dict[str, tuple[tuple[str, ...], Route]] = {
-            HEALTH: (reads, self._health),
-            "/v1/models": (reads, self._models),
-            f"/v1/models/{model}": (reads, self._one_model),
+            HEALTH: (reads, _constant({"status": "ok"})),
+            "/v1/models": (reads, _constant({"object": "list", "data": [self._model]})),
+            f"/v1/models/{model}": (reads, _constant(self._model)),
             "/v1/completions": (("POST",), completions.serve),
             "/v1/chat/completions": (("POST",), chats.serve),
         }
@@ -88,7 +86,7 @@ class HttpApp:
             self._calls.discard(call)
 
     def end_calls(self) -> None:
-        """Calls under way are answered with an error, and free what they hold."""
+        """Answers calls under way with an error."""
         for call in self._calls:
             call.cancel()
 
@@ -110,7 +108,7 @@ class HttpApp:
         return route
 
     def _check_caller(self, scope: Scope) -> None:
-        """Without a token only this machine may ask: not a browser that a foreign name has led here."""
+        """Without a token only this machine is served, and no browser that a foreign name has led here."""
         if self._token is not None and not self._token.admits(header(scope, HEADER)):
             raise Unauthenticated("a valid bearer token is needed")
         foreign = [host for host in header(scope, "host") if not _is_local(host)]
@@ -119,14 +117,12 @@ class HttpApp:
                 421, f"host is {foreign[0]!r:.80}; without a token localhost, 127.0.0.1 and [::1] are served"
             )
 
-    async def _health(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        await reply.whole(200, {"status": "ok"})
 
-    async def _models(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        await reply.whole(200, {"object": "list", "data": [self._model]})
+def _constant(value: object) -> Route:
+    async def route(scope: Scope, receive: Receive, reply: Reply) -> None:
+        await reply.whole(200, value)
 
-    async def _one_model(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        await reply.whole(200, self._model)
+    return route
 
 
 def _is_local(host: str) -> bool:

@@ -14,9 +14,9 @@ from tandem.cluster.frontends.http.routes import HttpApp
 from tandem.cluster.requests.call_limit import connections_per_frontend
 
 START_POLL_SECONDS = 0.001
-END_SECONDS = 2.0  # between the end of the calls and the end of connections that nobody reads from
-IDLE_SECONDS = 60.0  # from a connection's begin, or the end of an answer, until the whole head of the next request
-SILENT_SECONDS = 60  # without a sign of life, or with data that the client does not take
+END_SECONDS = 2.0  # from the end of calls to the end of connections that no client reads
+IDLE_SECONDS = 60.0  # from a new connection, or an answer, to the end of the next request's head
+SILENT_SECONDS = 60  # without a sign of life, or with data that the client does not read
 OPTIONS = (  # which connections inherit from their listener
     ((socket.IPPROTO_TCP, socket.TCP_NODELAY), 1),  # asyncio sets it for sockets that it made; else events wait 40 ms
     ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
@@ -27,7 +27,7 @@ OPTIONS = (  # which connections inherit from their listener
 
 
 class Connection(H11Protocol):
-    """One client's. uvicorn itself would wait for its first request, and for the rest of any head, without bound."""
+    """One client's connection, which ends when idle. uvicorn would wait for a request's head without bound."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport), "a stream's"
@@ -56,7 +56,7 @@ class Connection(H11Protocol):
         self._end_of_idleness = self.loop.call_later(IDLE_SECONDS, self.transport.close)
 
     def _end_the_longest_idle(self) -> None:
-        """Ends one, perhaps this one, unless enough are ending already: strangers must not keep others out."""
+        """Ends one, perhaps this one, unless enough end already: strangers must not keep others out."""
         there = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
         idle = [one for one in there if one.idle_since is not None]
         if idle and len(there) > connections_per_frontend():
@@ -64,7 +64,7 @@ class Connection(H11Protocol):
 
 
 class HttpServer:
-    """Serves an application on the event loop that start() is called on; stop() closes what start() opened."""
+    """Serves an application on the event loop of start()'s caller. stop() closes what start() opened."""
 
     def __init__(self, app: HttpApp, host: str, port: int, security: ServerSecurity, *, shared: bool) -> None:
         """shared: as of grpc_server()."""
@@ -104,7 +104,7 @@ class HttpServer:
         return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
 
     async def stop(self, grace: float) -> None:
-        """No new calls; calls under way have `grace` seconds, then they are answered with an error and end."""
+        """Takes no new calls. Calls under way have `grace` seconds, then they end with an error."""
         if self._serving is None:
             return
         self._server.config.timeout_graceful_shutdown = grace + END_SECONDS  # type: ignore[assignment]  # any number
@@ -114,7 +114,7 @@ class HttpServer:
         await self._serving
 
     def _listen(self) -> socket.socket:
-        """A socket of our own: uvicorn would end the process where the port is in use."""
+        """The listening socket. uvicorn's own would end the process if the port is in use."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             both = self._host == "::"

@@ -87,9 +87,9 @@ def test_a_gpu_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(doctor, "_torch", gpus(2))
     found = findings()
-    assert found["nvidia driver"] == Finding("nvidia driver", True, "580.1")
+    assert found["nvidia driver"] == Finding("nvidia driver", "580.1")
     assert found["gpus"].found == "2 × H200"
-    assert found["peer to peer"] == Finding("peer to peer", True, "all 2 pairs (NV18)")
+    assert found["peer to peer"] == Finding("peer to peer", "all 2 pairs (NV18)")
     monkeypatch.setattr(doctor, "_torch", gpus(3, apart=(2, 0)))
     pairs = findings()["peer to peer"]
     assert (pairs.ok, pairs.found) == (False, "not 2→0")
@@ -135,7 +135,7 @@ def test_the_device_library_is_looked_for_where_its_package_is(monkeypatch: pyte
     for file in (device_build.LIBRARY, device_build.HEADER):
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).touch()
-    assert findings()["nvshmem library"] == Finding("nvshmem library", True, str(tmp_path))
+    assert findings()["nvshmem library"] == Finding("nvshmem library", str(tmp_path))
 
 
 def test_memory_files_may_be_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Bodies of the HTTP door: what becomes of them, and how those that cannot be used are refused."""
+"""Bodies of the HTTP server: what becomes of them, and how those that cannot be used are refused."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Requests that come through the HTTP door at once: their turns."""
+"""Requests that come through the HTTP server at once: their turns."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from tandem.cluster.frontends.http.generate import GenerationRoute
 from tandem.cluster.frontends.http.reply import Reply
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.proto import inference_pb2
-from tests.cluster.doors import PROMPT
+from tests.cluster.open_gateway import PROMPT
 
 A_ROUND = 4
 BODY = json.dumps({"prompt": PROMPT, "stream": True}).encode()

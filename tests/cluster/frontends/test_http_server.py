@@ -1,4 +1,4 @@
-"""The HTTP door of a gateway whose workers answer as told: statuses, limits, and how it stops."""
+"""The HTTP server of a gateway whose workers answer as told: statuses, limits, and how it stops."""
 
 import asyncio
 import socket
@@ -17,8 +17,8 @@ from tandem.cluster.errors import ConfigError, DeadlineExceeded, StartFailed
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2
-from tests.cluster.doors import BODY, PROMPT, TOKENS, Door, door
 from tests.cluster.fake_processes import FakeProcesses
+from tests.cluster.open_gateway import BODY, PROMPT, TOKENS, OpenGateway, open_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.http_client import CHATS, COMPLETIONS, answer, chunks, get, post, refused, streaming
 from tests.support.waiting import until
@@ -26,7 +26,7 @@ from tests.support.waiting import until
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("llama", tmp_path_factory.mktemp("door"))
+    return save_checkpoint("llama", tmp_path_factory.mktemp("gateway"))
 
 
 def tokens_of(parts: list[Any]) -> list[int]:
@@ -34,31 +34,31 @@ def tokens_of(parts: list[Any]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def quiet(model: Path) -> Iterator[Door]:
+def quiet(model: Path) -> Iterator[OpenGateway]:
     """Its worker serves whatever comes."""
-    with door(model) as opened:
+    with open_gateway(model) as opened:
         yield opened
 
 
 class TestCalls:
-    def test_a_good_one(self, quiet: Door) -> None:
+    def test_a_good_one(self, quiet: OpenGateway) -> None:
         assert tokens_of([answer(quiet.http, COMPLETIONS, **BODY)]) == TOKENS
 
     @pytest.mark.parametrize("path", ["/", "/v1", "/v1/completions/", "/v1/embeddings", "//v1/models", "/v1/models/"])
-    def test_unknown_routes(self, quiet: Door, path: str) -> None:
+    def test_unknown_routes(self, quiet: OpenGateway, path: str) -> None:
         assert "/v1/chat/completions" in refused(get(quiet.http, path), 404)["message"]
 
     @pytest.mark.parametrize("host", ["tandem.example", "127.0.0.1.example:80", "[::1", "0x7f000001"])
-    def test_names_of_others(self, quiet: Door, host: str) -> None:
+    def test_names_of_others(self, quiet: OpenGateway, host: str) -> None:
         assert "localhost" in refused(get(quiet.http, "/v1/models", headers={"host": host}), 421)["message"]
         assert get(quiet.http, "/health", headers={"host": host}).status_code == 200
 
     @pytest.mark.parametrize("host", ["localhost", "LocalHost:8000", "127.0.0.1:1", "[::1]:8000"])
-    def test_names_of_this_machine(self, quiet: Door, host: str) -> None:
+    def test_names_of_this_machine(self, quiet: OpenGateway, host: str) -> None:
         assert get(quiet.http, "/v1/models", headers={"host": host}).status_code == 200
 
     @pytest.mark.parametrize(("method", "path"), [("GET", COMPLETIONS), ("DELETE", CHATS), ("POST", "/health")])
-    def test_wrong_methods(self, quiet: Door, method: str, path: str) -> None:
+    def test_wrong_methods(self, quiet: OpenGateway, method: str, path: str) -> None:
         response = httpx.request(method, f"http://{quiet.http}{path}", trust_env=False)
         assert method in refused(response, 405)["message"]
         assert response.headers["allow"] == ("GET, HEAD" if path == "/health" else "POST")
@@ -67,18 +67,18 @@ class TestCalls:
         "headers",
         [{}, {"content-type": "text/plain"}, {"content-type": "application/json", "content-encoding": "gzip"}],
     )
-    def test_content_types(self, quiet: Door, headers: dict[str, str]) -> None:
+    def test_content_types(self, quiet: OpenGateway, headers: dict[str, str]) -> None:
         message = refused(
             httpx.post(f"http://{quiet.http}{COMPLETIONS}", content=b"{}", headers=headers, trust_env=False), 415
         )["message"]
         assert message.startswith("content-")
         assert " accepted" in message
 
-    def test_a_content_type_with_a_charset(self, quiet: Door) -> None:
+    def test_a_content_type_with_a_charset(self, quiet: OpenGateway) -> None:
         headers = {"content-type": "Application/JSON; charset=utf-8"}
         assert post(quiet.http, COMPLETIONS, BODY, headers=headers).status_code == 200
 
-    def test_another_model(self, quiet: Door) -> None:
+    def test_another_model(self, quiet: OpenGateway) -> None:
         error = refused(post(quiet.http, COMPLETIONS, {**BODY, "model": "gpt-4"}), 404)
         assert (error["param"], error["code"]) == ("model", "model_not_found")
         assert "'gpt-4'" in error["message"]
@@ -97,13 +97,13 @@ class TestCalls:
         ],
     )
     @pytest.mark.parametrize("stream", [False, True])
-    def test_bad_requests(self, quiet: Door, body: Any, param: str | None, message: str, stream: bool) -> None:
+    def test_bad_requests(self, quiet: OpenGateway, body: Any, param: str | None, message: str, stream: bool) -> None:
         """A stream has not begun by then."""
         error = refused(post(quiet.http, COMPLETIONS, {**body, "stream": stream}), 400)
         assert (error["param"], error["type"]) == (param, "invalid_request_error")
         assert error["message"].startswith(message)
 
-    def test_what_is_no_json(self, quiet: Door) -> None:
+    def test_what_is_no_json(self, quiet: OpenGateway) -> None:
         headers = {"content-type": "application/json"}
         response = httpx.post(f"http://{quiet.http}{CHATS}", content=b'{"a"', headers=headers, trust_env=False)
         assert "cannot be read as JSON" in refused(response, 400)["message"]
@@ -111,13 +111,13 @@ class TestCalls:
     @pytest.mark.parametrize("declared", [True, False])
     def test_huge_bodies(self, model: Path, declared: bool) -> None:
         data = b'{"prompt": "' + b"x" * (1 << 20)
-        with door(model, {"gateway.max_message_mib": 1}) as opened:
+        with open_gateway(model, {"gateway.max_message_mib": 1}) as opened:
             headers = {"content-type": "application/json"}
             content: Any = data if declared else iter([data])  # in chunks, with no length ahead
             response = httpx.post(f"http://{opened.http}{CHATS}", content=content, headers=headers, trust_env=False)
             assert "1048576 are accepted" in refused(response, 413)["message"]
 
-    def test_a_body_that_does_not_come(self, quiet: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_body_that_does_not_come(self, quiet: OpenGateway, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.cluster.frontends.http.generate.BODY_SECONDS", 0.05)
         host, _, port = quiet.http.rpartition(":")
         with socket.create_connection((host, int(port)), 10) as connection:
@@ -126,7 +126,7 @@ class TestCalls:
             connection.sendall("\r\n".join(head).encode())
             assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
-    def test_what_fails_unforeseen(self, quiet: Door, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def test_what_fails_unforeseen(self, quiet: OpenGateway, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
         async def broken(*_: object, **__: object) -> None:
             raise KeyError("secret")
 
@@ -145,7 +145,7 @@ class TestCalls:
             await take(turns)
 
         monkeypatch.setattr(FairTurns, "take", counted)
-        with door(model) as opened:
+        with open_gateway(model) as opened:
             messages = chunks(opened.http, COMPLETIONS, **BODY)
             of_requests, *of_messages = taken
             assert of_requests not in of_messages
@@ -156,7 +156,7 @@ class TestCalls:
 class TestWorkersThatFail:
     @pytest.mark.parametrize("status", ["UNAVAILABLE", "ABORTED"])
     def test_a_stream_goes_on_after_a_loss(self, model: Path, status: str) -> None:
-        with door(model, fails={"StartGenerate": ["go on", "go on", status]}) as opened:
+        with open_gateway(model, fails={"StartGenerate": ["go on", "go on", status]}) as opened:
             assert tokens_of(chunks(opened.http, COMPLETIONS, **BODY)) == TOKENS
             assert opened.worker.prompts == [PROMPT, PROMPT + TOKENS[:3]]
 
@@ -171,7 +171,7 @@ class TestWorkersThatFail:
         ],
     )
     def test_statuses(self, model: Path, fails: list[str], status: int, kind: str) -> None:
-        with door(model, {"gateway.max_attempts": 2}, {"RemoteSend": []}) as opened:
+        with open_gateway(model, {"gateway.max_attempts": 2}, {"RemoteSend": []}) as opened:
             for stream in (False, True):
                 opened.worker.fails["RemoteSend"][:] = fails
                 response = post(opened.http, COMPLETIONS, {**BODY, "stream": stream})
@@ -180,24 +180,24 @@ class TestWorkersThatFail:
 
     def test_an_error_ends_a_stream_that_has_begun(self, model: Path) -> None:
         fails = {"StartGenerate": ["go on", "INVALID_ARGUMENT"]}
-        with door(model, fails=fails) as opened, streaming(opened.http, COMPLETIONS, **BODY) as lines:
+        with open_gateway(model, fails=fails) as opened, streaming(opened.http, COMPLETIONS, **BODY) as lines:
             *_, last = [line for line in lines if line]
         assert last.startswith('data: {"error":{"message":"decode worker (PE 1, epoch 1) answered INVALID_ARGUMENT')
 
 
 class TestWaiting:
     def test_no_room_in_time(self, model: Path) -> None:
-        with door(model, {"gateway.queue_seconds": 0.05}, alone=True) as opened:
+        with open_gateway(model, {"gateway.queue_seconds": 0.05}, alone=True) as opened:
             assert "gateway.queue_seconds" in refused(post(opened.http, COMPLETIONS, BODY), 504)["message"]
 
     def test_the_deadline_counts_in_the_queue_too(self, model: Path) -> None:
-        with door(model, {"gateway.request_seconds": 0.05}, alone=True) as opened:
+        with open_gateway(model, {"gateway.request_seconds": 0.05}, alone=True) as opened:
             response = httpx.post(f"http://{opened.http}{COMPLETIONS}", json=BODY, timeout=20, trust_env=False)
             assert "deadline passed while it was placed" in refused(response, 504)["message"]
             until(lambda: not opened.gateway._router.queued)
 
     def test_a_full_queue_says_when_to_come_again(self, model: Path) -> None:
-        with door(model, {"gateway.max_queued": 1}, alone=True) as opened:
+        with open_gateway(model, {"gateway.max_queued": 1}, alone=True) as opened:
             first = threading.Thread(target=partial(answer, opened.http, COMPLETIONS, **BODY))
             first.start()
             until(lambda: opened.gateway._router.queued == 1)
@@ -209,14 +209,14 @@ class TestWaiting:
             first.join(30)
 
     def test_a_client_that_does_not_read(self, model: Path) -> None:
-        """Whatever the door: nothing waits for it beyond its deadline."""
+        """Whatever the frontend: nothing waits for it beyond its deadline."""
         never = asyncio.Event()
 
         async def write(_: object) -> None:
             await never.wait()
 
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=PROMPT))
-        with door(model) as opened:
+        with open_gateway(model) as opened:
             with pytest.raises(DeadlineExceeded, match="did not read"):
                 opened.events.run(opened.gateway._requests.serve(request, "c", write, seconds=0.1), timeout=20)
             until(lambda: len(opened.worker.ended) == 2)  # both workers were told
@@ -224,7 +224,7 @@ class TestWaiting:
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_client_that_goes_away(self, model: Path, stream: bool) -> None:
-        with door(model, fails={"StartGenerate": ["hang"]}) as opened:
+        with open_gateway(model, fails={"StartGenerate": ["hang"]}) as opened:
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(
                     f"http://{opened.http}{COMPLETIONS}", json={**BODY, "stream": stream}, timeout=0.3, trust_env=False
@@ -236,7 +236,7 @@ class TestWaiting:
 
 class TestStop:
     def test_calls_under_way_have_time(self, model: Path) -> None:
-        with door(model, alone=True) as opened:
+        with open_gateway(model, alone=True) as opened:
             answers: list[Any] = []
             asked = threading.Thread(target=lambda: answers.append(answer(opened.http, COMPLETIONS, **BODY)))
             asked.start()
@@ -250,7 +250,7 @@ class TestStop:
             stopping.join(30)
 
     def test_but_no_longer(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
-        with door(model, fails={"StartGenerate": ["hang"] * 2}) as opened:
+        with open_gateway(model, fails={"StartGenerate": ["hang"] * 2}) as opened:
             answers: list[httpx.Response] = []
             asked = threading.Thread(target=lambda: answers.append(post(opened.http, COMPLETIONS, BODY)))
             asked.start()
@@ -267,10 +267,10 @@ class TestStop:
 
 
 class TestPorts:
-    def test_one_in_use_is_refused(self, quiet: Door, model: Path) -> None:
+    def test_one_in_use_is_refused(self, quiet: OpenGateway, model: Path) -> None:
         port = int(quiet.http.rpartition(":")[2])
         refusal = rf"gateway\.http_port {port} on 127\.0\.0\.1 cannot be opened \(Address already in use\)"
-        with pytest.raises(StartFailed, match=refusal), door(model, {"gateway.http_port": port}):
+        with pytest.raises(StartFailed, match=refusal), open_gateway(model, {"gateway.http_port": port}):
             pass
         config = load_config(None, {"model.path": str(model), "gateway.port": 0, "gateway.http_port": port})
         processes = FakeProcesses()
@@ -286,24 +286,24 @@ class TestPorts:
             Cluster(config, processes).start()
         assert not processes.specs
 
-    def test_both_doors_cannot_share_one(self) -> None:
+    def test_both_frontends_cannot_share_one(self) -> None:
         with pytest.raises(
             ConfigError, match=r"gateway\.http_port is 50051; it must be another one than gateway\.port"
         ):
             load_config(None, {"gateway.http_port": 50051})
 
-    def test_the_cluster_says_where_it_is(self, quiet: Door) -> None:
+    def test_the_cluster_says_where_it_is(self, quiet: OpenGateway) -> None:
         with Client(quiet.gateway._addresses.grpc) as client:
             assert client.cluster_info().http_address == quiet.http
 
-    def test_small_events_are_sent_at_once(self, quiet: Door) -> None:
+    def test_small_events_are_sent_at_once(self, quiet: OpenGateway) -> None:
         """Connections have the options of the socket that they come through."""
         assert quiet.gateway._http is not None
         (listener,) = quiet.gateway._http._server.servers[0].sockets
         assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     def test_over_ipv6(self, model: Path) -> None:
-        with door(model, {"gateway.host": "::1"}) as opened:
+        with open_gateway(model, {"gateway.host": "::1"}) as opened:
             assert opened.http.startswith("[::1]:")
             assert get(opened.http, "/health").status_code == 200
 

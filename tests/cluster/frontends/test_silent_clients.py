@@ -1,4 +1,4 @@
-"""Clients that say nothing, or not enough, or take nothing: neither door waits for them without bound."""
+"""Clients that say nothing, or not enough, or take nothing: neither frontend waits for them without bound."""
 
 import socket
 import struct
@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from tandem.cluster.client import Client
 from tandem.proto import inference_pb2
-from tests.cluster.doors import BODY, TOKENS, Door, door
+from tests.cluster.open_gateway import BODY, TOKENS, OpenGateway, open_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.http_client import COMPLETIONS, answer, get
 from tests.support.waiting import until
@@ -44,7 +44,7 @@ def connected(address: str) -> socket.socket:
 
 
 def ended(connection: socket.socket, said: bytes = b"") -> bool:
-    """Whether the door has closed it; `said` is sent first. Waits a moment for that."""
+    """Whether the server has closed it; `said` is sent first. Waits a moment for that."""
     connection.settimeout(DRIP_SECONDS)
     try:
         connection.sendall(said)
@@ -57,7 +57,7 @@ def ended(connection: socket.socket, said: bytes = b"") -> bool:
         return True
 
 
-def connections(opened: Door) -> set[Any]:
+def connections(opened: OpenGateway) -> set[Any]:
     assert opened.gateway._http is not None
     return opened.gateway._http._server.server_state.connections
 
@@ -69,7 +69,7 @@ class TestHttp:
         self, model: Path, monkeypatch: pytest.MonkeyPatch, before: bytes, drop: bytes
     ) -> None:
         monkeypatch.setattr("tandem.cluster.frontends.http.server.IDLE_SECONDS", 0.1)
-        with door(model, alone=True) as opened, connected(opened.http) as connection:
+        with open_gateway(model, alone=True) as opened, connected(opened.http) as connection:
             if before:
                 connection.sendall(before)
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
@@ -77,7 +77,7 @@ class TestHttp:
 
     def test_a_call_under_way_is_not_idle(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.cluster.frontends.http.server.IDLE_SECONDS", 0.1)
-        with door(model, alone=True) as opened:
+        with open_gateway(model, alone=True) as opened:
             answers: list[Any] = []
             asked = threading.Thread(target=lambda: answers.append(answer(opened.http, COMPLETIONS, **BODY)))
             asked.start()
@@ -90,7 +90,7 @@ class TestHttp:
 
     def test_the_longest_idle_makes_room(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.cluster.frontends.http.server.connections_per_frontend", lambda: 2)
-        with door(model, alone=True) as opened:
+        with open_gateway(model, alone=True) as opened:
             asked = threading.Thread(target=partial(answer, opened.http, COMPLETIONS, **BODY))
             asked.start()
             until(lambda: opened.running)
@@ -105,9 +105,9 @@ class TestHttp:
     def test_many_at_once_make_room_for_each_other(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.cluster.frontends.http.server.connections_per_frontend", lambda: 3)
         monkeypatch.setattr("tandem.cluster.frontends.http.server.IDLE_SECONDS", 600.0)
-        with door(model, alone=True) as opened, ExitStack() as stack:
+        with open_gateway(model, alone=True) as opened, ExitStack() as stack:
             held = threading.Event()
-            opened.events._loop.call_soon_threadsafe(held.wait, 5)  # until then the door accepts nobody
+            opened.events._loop.call_soon_threadsafe(held.wait, 5)  # until then the server accepts nobody
             for _ in range(12):
                 stack.enter_context(connected(opened.http))
             held.set()
@@ -117,7 +117,7 @@ class TestHttp:
     def test_answers_that_nobody_takes(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         short = ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 100)
         monkeypatch.setattr("tandem.cluster.frontends.http.server.OPTIONS", (short,))
-        with door(model, alone=True) as opened, connected(opened.http) as connection:
+        with open_gateway(model, alone=True) as opened, connected(opened.http) as connection:
             connection.settimeout(0.5)
             with suppress(OSError):
                 while True:
@@ -126,7 +126,7 @@ class TestHttp:
 
     def test_what_vanishes_is_noticed(self, model: Path) -> None:
         """Connections have the options of the socket that they come through."""
-        with door(model, alone=True) as opened:
+        with open_gateway(model, alone=True) as opened:
             assert opened.gateway._http is not None
             (listener,) = opened.gateway._http._server.servers[0].sockets
             assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -160,13 +160,13 @@ class TestGrpc:
     @pytest.mark.parametrize("method", [method for method, _ in METHODS])
     def test_a_request_that_does_not_come(self, model: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         monkeypatch.setattr("tandem.cluster.frontends.grpc_server.REQUEST_SECONDS", 0.1)
-        with door(model, alone=True) as opened, unsaid(opened.grpc, method) as call:
+        with open_gateway(model, alone=True) as opened, unsaid(opened.grpc, method) as call:
             code, details = status(call)
             assert (code, details[:24]) == (grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not come")
 
     @pytest.mark.parametrize("method", [method for method, _ in METHODS[:3]])
     def test_a_call_without_a_request(self, model: Path, method: str) -> None:
-        with door(model, alone=True) as opened, grpc.insecure_channel(opened.grpc) as channel:
+        with open_gateway(model, alone=True) as opened, grpc.insecure_channel(opened.grpc) as channel:
             code, details = status(channel.stream_stream(method)(iter(()), timeout=60))
         assert (code, details[:23]) == (grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
 
@@ -176,14 +176,14 @@ class TestGrpc:
         (tmp_path / "token").write_text(TOKEN)
         (tmp_path / "token").chmod(0o600)
         with (
-            door(model, {"security.token_file": str(tmp_path / "token")}, alone=True) as opened,
+            open_gateway(model, {"security.token_file": str(tmp_path / "token")}, alone=True) as opened,
             unsaid(opened.grpc, method) as call,
         ):
             assert status(call)[0] == grpc.StatusCode.UNAUTHENTICATED
 
     def test_a_connection_without_calls(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.cluster.frontends.grpc_server.IDLE_MS", 100)
-        with door(model, alone=True) as opened, Client(opened.grpc) as client:
+        with open_gateway(model, alone=True) as opened, Client(opened.grpc) as client:
             assert client.model_info().vocab_size
             with connected(opened.grpc) as connection:
                 until(lambda: ended(connection))
@@ -193,14 +193,14 @@ class TestGrpc:
         """It sends a whole call, and then answers no ping."""
         monkeypatch.setattr("tandem.cluster.frontends.grpc_server.SILENT_MS", 200)
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5]))
-        with door(model, alone=True) as opened, connected(opened.grpc) as connection:
+        with open_gateway(model, alone=True) as opened, connected(opened.grpc) as connection:
             connection.sendall(PREFACE + whole_call("/tandem.v1.Inference/Generate", request.SerializeToString()))
             until(lambda: opened.running)
             until(lambda: not opened.running)
 
     def test_connections_are_bounded(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.cluster.frontends.grpc_server.connections_per_frontend", lambda: 1)
-        with door(model, alone=True) as opened, connected(opened.grpc) as first:
+        with open_gateway(model, alone=True) as opened, connected(opened.grpc) as first:
             assert first.recv(100)  # it is taken
             with connected(opened.grpc) as second:
                 until(lambda: ended(second))

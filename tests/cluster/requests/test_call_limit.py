@@ -1,4 +1,4 @@
-"""gateway.max_calls: one limit for what comes through both doors."""
+"""gateway.max_calls: one limit for what comes through both frontends."""
 
 import threading
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tandem.cluster.client import Client
 from tandem.cluster.errors import Overloaded
 from tandem.cluster.frontends.grpc_server import OPEN_CALLS
 from tandem.cluster.protocol import build_request
-from tests.cluster.doors import BODY, PROMPT, TOKENS, Door, door
+from tests.cluster.open_gateway import BODY, PROMPT, TOKENS, OpenGateway, open_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import tokens_of
 from tests.support.http_client import COMPLETIONS, answer, get, refused
@@ -27,19 +27,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def narrow(model: Path) -> Iterator[Door]:
-    with door(model, {"gateway.max_calls": 1}, alone=True) as opened:
+def narrow(model: Path) -> Iterator[OpenGateway]:
+    with open_gateway(model, {"gateway.max_calls": 1}, alone=True) as opened:
         yield opened
 
 
-def health(opened: Door) -> Any:
+def health(opened: OpenGateway) -> Any:
     with grpc.insecure_channel(opened.grpc) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         return stub.Check(health_pb2.HealthCheckRequest(), timeout=60).status
 
 
-def assert_full(opened: Door, client: Client) -> None:
-    """Both doors say so, and when to come again; who asks for their health has an answer."""
+def assert_full(opened: OpenGateway, client: Client) -> None:
+    """Both frontends say so, and when to come again; who asks for their health has an answer."""
     with pytest.raises(Overloaded, match=r"1 calls are under way; gateway\.max_calls is 1") as caught:
         client.model_info()
     assert caught.value.retry_after_seconds == 1.0
@@ -50,7 +50,7 @@ def assert_full(opened: Door, client: Client) -> None:
     assert health(opened) == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_an_http_call_counts_at_both_doors(narrow: Door) -> None:
+def test_an_http_call_counts_at_both_frontends(narrow: OpenGateway) -> None:
     asked = threading.Thread(target=partial(answer, narrow.http, COMPLETIONS, **BODY))
     asked.start()
     until(lambda: narrow.running)
@@ -63,7 +63,7 @@ def test_an_http_call_counts_at_both_doors(narrow: Door) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_grpc_call_counts_at_both_doors(narrow: Door, leaves: bool) -> None:
+def test_a_grpc_call_counts_at_both_frontends(narrow: OpenGateway, leaves: bool) -> None:
     with Client(narrow.grpc) as client:
         first = client._stub.Generate(build_request(PROMPT, {"max_tokens": len(TOKENS)}, None), timeout=60)
         until(lambda: narrow.running)
@@ -78,7 +78,7 @@ def test_a_grpc_call_counts_at_both_doors(narrow: Door, leaves: bool) -> None:
         assert tokens_of(list(client.generate(PROMPT, max_tokens=len(TOKENS)))) == TOKENS
 
 
-def test_questions_after_health_take_no_room(narrow: Door) -> None:
+def test_questions_after_health_take_no_room(narrow: OpenGateway) -> None:
     """A stranger may ask them, and may ask them for ever: they are counted by themselves, and so is who asks once."""
     with grpc.insecure_channel(narrow.grpc) as channel, Client(narrow.grpc) as client:
         stub: Any = health_pb2_grpc.HealthStub(channel)

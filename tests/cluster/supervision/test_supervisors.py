@@ -20,9 +20,9 @@ from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.island_supervisor import IslandSupervisor
 from tandem.cluster.supervision.liveness import Liveness
 from tandem.cluster.supervision.process_settings import gateway_settings, island_names
-from tandem.cluster.supervision.restart_budget import RestartBudget
 from tandem.cluster.supervision.shared_ports import SharedPorts
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
+from tandem.cluster.supervision.supervisor import RestartBudget
 from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses, room_of_each
 from tests.support.waiting import until
 
@@ -73,7 +73,7 @@ class TestHeartbeat:
         heartbeat = Heartbeat(process)
         for _ in range(100):
             heartbeat.tick(0.5)
-            heartbeat.tell()
+            heartbeat.warn()
         process.silent.add("ping")
         heartbeat.tick(0.5)
         assert [record.message for record in caplog.records] == [
@@ -86,7 +86,7 @@ class TestHeartbeat:
         process.silent.add("ping")
         for _ in range(40):
             heartbeat.tick(0.5)
-            heartbeat.tell()
+            heartbeat.warn()
         assert [record.message for record in caplog.records] == ["p has not answered for 15.0 s"]
 
     def test_workers_that_wait_for_each_other_have_less_time(self) -> None:

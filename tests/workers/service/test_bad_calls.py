@@ -1,4 +1,4 @@
-"""Calls whose values would fail a forward of many, or write where they must not: refused at the worker's door."""
+"""Calls whose values would fail a forward of many, or write where they must not: refused at the worker's service."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A gateway in this process, with both doors, whose workers answer as told."""
+"""A gateway in this process, with both frontends, whose workers answer as told."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ def say(sequence: list[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Door:
+class OpenGateway:
     gateway: Gateway
     worker: FakeWorker
     events: EventLoopThread
@@ -44,14 +44,14 @@ class Door:
 
 
 @contextmanager
-def door(
+def open_gateway(
     model: Path, options: dict[str, Any] | None = None, fails: dict[str, list[str]] | None = None, alone: bool = False
-) -> Iterator[Door]:
+) -> Iterator[OpenGateway]:
     """A gateway in this process; fails is FakeWorker's. alone: it knows no island yet."""
-    events, worker = EventLoopThread("door"), FakeWorker(say, fails or {})
+    events, worker = EventLoopThread("gateway"), FakeWorker(say, fails or {})
     overrides = {"model.path": str(model), "gateway.port": 0, "gateway.http_port": 0, **(options or {})}
     gateway = Gateway(gateway_settings(load_config(None, overrides), 256, 64))
-    opened = Door(gateway, worker, events)
+    opened = OpenGateway(gateway, worker, events)
     try:
         events.run(worker.start(), timeout=10)
         events.run(gateway.start(), timeout=10)

@@ -1,7 +1,7 @@
 """What a streamed message costs the gateway, through gRPC and through HTTP. Prints JSON.
 
 A gateway in a process of its own, between clients in others and a worker that computes nothing and gives all its
-streams a token so many times a second. Doors in turns; per door, medians over the rounds:
+streams a token so many times a second. Frontends in turns; per frontend, medians over the rounds:
 
     loop_us, process_us         CPU time of the gateway a message: of its event loop's thread, of all its threads
     lag_p99_ms                  what the event loop is late for a timer by
@@ -115,7 +115,7 @@ class Spent:
 
 
 def serve_worker(pipe: Connection, steps_a_second: float) -> None:
-    """In a process of its own: says its island, and serves until told to stop."""
+    """In a process of its own: says its island, and serves until it is asked to stop."""
     events, worker = EventLoopThread("worker"), SteppingWorker(lambda _: 7, steps_a_second=steps_a_second)
     events.run(worker.start(), CALL_SECONDS)
     ticking = events.run(_begun(worker.run()), CALL_SECONDS)
@@ -133,15 +133,15 @@ def one_gateway(model: str) -> GatewaySettings:
 
 
 def serve_gateway(pipe: Connection, settings: GatewaySettings, island: IslandState) -> None:
-    """In a process of its own: says its doors, and then what it has spent, as often as asked, until told to stop."""
+    """In a process of its own: says its addresses, then what it has spent as often as asked."""
     events, lag = EventLoopThread("gateway"), Lag()
     gateway = Gateway(settings)
     gc.collect()
     gc.freeze()  # as in a cluster, whose processes are forked from one that has imported all
-    doors = events.run(gateway.start(), CALL_SECONDS)
+    addresses = events.run(gateway.start(), CALL_SECONDS)
     events.run(gateway.update_island(island), CALL_SECONDS)
     looking = events.run(_begun(lag.run()), CALL_SECONDS)
-    pipe.send(doors)
+    pipe.send(addresses)
     while pipe.recv():
         pipe.send(events.run(_spent(lag), CALL_SECONDS))
     looking.cancel()
@@ -182,7 +182,7 @@ def costs_of(outcome: Outcome, before: Spent, after: Spent) -> dict[str, float]:
 
 
 def measure(clients: int, output: int, steps: float, rounds: int, budget: Budget) -> dict[str, dict[str, float]]:
-    """Per door the medians over the rounds."""
+    """Per frontend the medians over the rounds."""
     rows: dict[str, list[dict[str, float]]] = {"grpc": [], "http": []}
     with tempfile.TemporaryDirectory() as folder, LoadProcesses(PROCESSES) as processes:
         make_checkpoint(Path(folder), arch="llama", size="tiny")
@@ -190,20 +190,21 @@ def measure(clients: int, output: int, steps: float, rounds: int, budget: Budget
             process_of(serve_worker, steps) as worker,
             process_of(serve_gateway, one_gateway(folder), worker.recv()) as gateway,
         ):
-            doors = gateway.recv()
+            addresses = gateway.recv()
             for number in budget.within(range(-1, rounds), least=2):
                 few = clients // PROCESSES if number >= 0 else WARM_UP
-                for door, row in rows.items():
-                    http = doors.http if door == "http" else ""
+                for frontend, row in rows.items():
+                    http = addresses.http if frontend == "http" else ""
                     seeds = range(number * PROCESSES, (number + 1) * PROCESSES)
-                    shares = [Share(doors.grpc, 128, output, 2 * few, seed, few, http=http) for seed in seeds]
+                    shares = [Share(addresses.grpc, 128, output, 2 * few, seed, few, http=http) for seed in seeds]
                     gateway.send(True)
                     before = gateway.recv()
                     outcome = processes.run(shares)
                     gateway.send(True)
                     row.append(costs_of(outcome, before, gateway.recv()))
     return {
-        door: {name: Measured.median(each[name] for each in row[1:]) for name in row[0]} for door, row in rows.items()
+        frontend: {name: Measured.median(each[name] for each in row[1:]) for name in row[0]}
+        for frontend, row in rows.items()
     }
 
 
@@ -215,10 +216,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     add_seconds(parser)
     given = parser.parse_args()
-    doors = measure(given.clients, given.output, given.steps, given.rounds, Budget(given.seconds))
-    ratios = {name: rounded(value / doors["grpc"][name]) for name, value in doors["http"].items()}
+    measured = measure(given.clients, given.output, given.steps, given.rounds, Budget(given.seconds))
+    ratios = {name: rounded(value / measured["grpc"][name]) for name, value in measured["http"].items()}
     sizes = {"case": f"{given.clients} clients", "steps_a_second": given.steps}
-    print_result({**sizes, **doors, "http_to_grpc": ratios}, given)
+    print_result({**sizes, **measured, "http_to_grpc": ratios}, given)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ HOMES = {
         "cluster/gateway.py",
         "cluster/peers/claims.py",
         "cluster/peers/peer_server.py",
-        "cluster/processes/ray_address.py",
+        "cluster/processes/ray_access.py",
         "cluster/routing/worker_link.py",
         "cluster/statuses.py",
         "workers/authentication.py",

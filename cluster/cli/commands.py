@@ -97,7 +97,7 @@ def up(
     if loaded.model.path is None:
         raise ConfigError("model.path is null; it must be a checkpoint folder: give --model DIR or set it in the YAML")
 
-    from tandem.cluster.processes.ray_token import token_shown
+    from tandem.cluster.processes.ray_access import token_shown
 
     with token_shown():
         from tandem.cluster.cli.foreground import run_cluster

@@ -25,8 +25,7 @@ from tandem.cluster.processes.actor_server import pack
 from tandem.cluster.processes.fork_server import ForkServer
 from tandem.cluster.processes.forked_actor import ForkedActor, open_answer
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
-from tandem.cluster.processes.ray_address import check_ray_answers
-from tandem.cluster.processes.ray_token import hide_token
+from tandem.cluster.processes.ray_access import check_ray_answers, hide_token
 
 NAMESPACE = "tandem"
 CPU_FRACTION = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from tandem.cluster.errors import TandemError
 from tandem.cluster.gateway import Gateway, GatewayAddresses, GatewaySettings
 from tandem.cluster.processes.actor_server import set_title
-from tandem.cluster.processes.gpu_claim import GpuClaim
-from tandem.cluster.processes.visible_gpus import VARIABLE, with_peers
+from tandem.cluster.processes.gpus import VARIABLE, GpuClaim, with_peers
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.cluster.supervision.heartbeat import MEETING

@@ -90,7 +90,7 @@ class TracedWorker(WorkerActor):
         super().__init__(config)
 
     def announcements(self, _: bool) -> None:
-        """A worker takes what it is told."""
+        """A worker takes its arguments."""
 
 
 class TracedProcesses(LocalProcesses):

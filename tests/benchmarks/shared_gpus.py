@@ -1,4 +1,4 @@
-"""More workers than GPUs: each has that of its PE, or a share of it; Ray, which hands one out once, is told of more."""
+"""More workers than GPUs: each has that of its PE, or a share of it; Ray believes in more GPUs."""
 
 import os
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 In every round a new prompt takes two ways, which take turns to be first, and numbers are medians over the rounds:
 
     local      one worker: the client calls the prefill worker itself, which computes the prompt, samples, and answers,
-               and is told to push one position only. The same process, GPU, weights and kernels, without gateway,
+               and pushes one position only. The same process, GPU, weights and kernels, without gateway,
                reservation and push: less to do than any server around one worker has, so that ratios to it are strict
     pd         a request through the gateway: reservation, prefill with push, first token; then decode
 

@@ -1,4 +1,4 @@
-"""A gateway in this process, with both frontends, whose workers answer as told."""
+"""A gateway in this process, with both frontends, whose workers answer as the test says."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

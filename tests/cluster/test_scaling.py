@@ -90,33 +90,33 @@ class TestIsland:
             shrunk = scale(cluster, 1, 1).result(30)
             assert (shrunk.kept, shrunk.started, shrunk.ended) == (2, 0, 2)
             assert len(cluster.last.members) == 2
-            assert cluster.told == [(1, 0, 2), (1, 0, 0), (2, 0, 4), (2, 0, 0), (3, 0, 2)]
+            assert cluster.updates == [(1, 0, 2), (1, 0, 0), (2, 0, 4), (2, 0, 0), (3, 0, 2)]
             cluster.last.members[0].kill()  # the shape outlives a loss
-            until(lambda: cluster.told[-1] == (4, 1, 2))
+            until(lambda: cluster.updates[-1] == (4, 1, 2))
 
     def test_the_role_of_a_process_changes(self) -> None:
         with supervised(FakeProcesses()) as cluster:
             scale(cluster, 1, 2).result(30)
             scale(cluster, 2, 1).result(30)
             every = [arguments_of(member, "rejoin") for member in cluster.last.members]
-            roles = [[(told.role, told.pe, told.num_pes, told.epoch) for _, told in one] for one in every]
+            roles = [[(config.role, config.pe, config.num_pes, config.epoch) for _, config in one] for one in every]
             assert roles == [
                 [(Role.PREFILL, 0, 3, 2), (Role.PREFILL, 0, 3, 3)],
                 [(Role.DECODE, 1, 3, 2), (Role.DECODE, 2, 3, 3)],
                 [(Role.PREFILL, 1, 3, 3)],
             ]
             names = [member.name for member in cluster.last.members]
-            assert [told[-1][0] for told in every] == names
+            assert [calls[-1][0] for calls in every] == names
             assert [name.rpartition("/")[2] for name in names] == ["prefill (PE 0)", "decode (PE 2)", "prefill (PE 1)"]
 
     def test_the_same_shape_disturbs_nothing(self) -> None:
         with supervised(FakeProcesses()) as cluster:
             outcome = scale(cluster, 1, None).result(30)
             assert (outcome.epoch, outcome.kept) == (1, 2)
-            assert cluster.told == [(1, 0, 2)]
+            assert cluster.updates == [(1, 0, 2)]
 
     def test_the_outcome_comes_once_the_gateway_knows(self) -> None:
-        """Who has been told of the new shape finds it at the gateway. A gateway that is gone keeps nobody waiting."""
+        """The outcome comes once the gateway has the new shape. A gateway that is gone keeps nobody waiting."""
 
         def answer(method: str) -> None:
             if method == "leave":
@@ -124,7 +124,7 @@ class TestIsland:
 
         with supervised(FakeProcesses(answers=answer)) as cluster:
             outcome = scale(cluster, 2, 2)
-            until(lambda: cluster.told[-1] == (2, 0, 4))
+            until(lambda: cluster.updates[-1] == (2, 0, 4))
             with pytest.raises(TimeoutError):
                 outcome.result(0.1)
             cluster.gateway.kill()
@@ -143,7 +143,7 @@ class TestIsland:
             cluster.processes.room, cluster.processes.fails = room, fails
             with pytest.raises(ScaleRefused, match=reason):
                 scale(cluster, 2, 2).result(30)
-            assert cluster.told == [(1, 0, 2)]
+            assert cluster.updates == [(1, 0, 2)]
             assert [methods(member) for member in cluster.last.members] == [FORMED] * 2
             cluster.processes.room, cluster.processes.fails = 100, {}
             assert scale(cluster, 2, 1).result(30).epoch == 3
@@ -173,6 +173,6 @@ class TestIsland:
             lose(old[1])
             with pytest.raises(ReshapeFailed, match="keeps its shape"):
                 outcome.result(30)
-            until(lambda: cluster.told[-1] == (3, 1, 2))
+            until(lambda: cluster.updates[-1] == (3, 1, 2))
             assert all(member.killed for member in [*old, new])
             assert [spec.argument.role for spec in cluster.processes.specs[-1]] == [Role.PREFILL, Role.DECODE]  # type: ignore[attr-defined]

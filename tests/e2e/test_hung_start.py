@@ -45,8 +45,8 @@ def test_the_worker_and_the_phase_are_named(
         ProcessEnded, match=r"decode \(PE 1\) ended: it has made no progress for 1\.\d s in phase 'island'"
     ):
         cluster.start(shown.extend)
-    told = [record.message for record in caplog.records if record.name == heartbeat.__name__]
-    assert "local.1/decode (PE 1) has made no progress for" in told[-1]
-    assert told[-1].endswith("in phase 'island' of its start")
+    noted = [record.message for record in caplog.records if record.name == heartbeat.__name__]
+    assert "local.1/decode (PE 1) has made no progress for" in noted[-1]
+    assert noted[-1].endswith("in phase 'island' of its start")
     assert {phase for name, phase, *_ in shown if name == "local decode (PE 1)"} >= {"island"}
     assert not processes.pids

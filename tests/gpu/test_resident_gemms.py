@@ -122,7 +122,7 @@ def test_steps_with_them_go_on_as_without(family: str, tmp_path: Path, monkeypat
     assert {16, 24, 32} <= set(calls)
     calls.clear()
     monkeypatch.setattr(small_batch_decoder, "choose_resident_gemms", lambda *_: None)
-    theirs = Steps(tmp_path, "bfloat16", graphs=False).run(GREEDY, PROGRAM, told=ours)
+    theirs = Steps(tmp_path, "bfloat16", graphs=False).run(GREEDY, PROGRAM, chosen=ours)
     assert not calls
     pairs = [
         (mine[one], other[one]) for mine, other in zip(tokens_of(ours), tokens_of(theirs), strict=True) for one in mine

@@ -77,11 +77,11 @@ class Steps:
             self.cache.end_forward(plan)
 
     def run(
-        self, params: SamplingParams, program: Sequence[int] = PROGRAM, told: "list[Drawn] | None" = None
+        self, params: SamplingParams, program: Sequence[int] = PROGRAM, chosen: "list[Drawn] | None" = None
     ) -> "list[Drawn]":
         """What each step draws; a step is launched before the tokens of the one before are read.
 
-        told: what goes on as if it had been drawn, of every step.
+        chosen: the tokens of every step, in place of those drawn.
         """
         tokens = dict.fromkeys(range(NUM_SEQUENCES), 7)
         flights: list[Any] = []
@@ -102,8 +102,8 @@ class Steps:
             flights.append((rows, self.runner.step(tuple(rows.tolist()), inputs, sources, sampling, positions)))
             if not self.runner.overlaps:
                 self._learn(flights[-1], tokens, made)
-                if told is not None:
-                    tokens.update({sequence: token for sequence, (token, _) in told[step].items()})
+                if chosen is not None:
+                    tokens.update({sequence: token for sequence, (token, _) in chosen[step].items()})
         if self.runner.overlaps:
             for known in flights[-2:]:
                 self._learn(known, tokens, made)
@@ -113,8 +113,8 @@ class Steps:
         rows, pending = flight
         samples = pending.wait()
         drawn = zip(samples.token_ids.tolist(), samples.logprobs, strict=True)
-        told = ((token, dict(one.top) if one is not None else {}) for token, one in drawn)
-        made.append(dict(zip(rows.tolist(), told, strict=True)))
+        chosen = ((token, dict(one.top) if one is not None else {}) for token, one in drawn)
+        made.append(dict(zip(rows.tolist(), chosen, strict=True)))
         tokens.update({sequence: token for sequence, (token, _) in made[-1].items()})
 
 
@@ -131,12 +131,12 @@ def assert_graphs_go_on(
     scales: KVScales | None = None,
     long: int = 0,
 ) -> None:
-    """Kernels differ, so near-equals may swap: the eager path is told what the graphs drew, and may differ in few."""
+    """Kernels differ, so near-equals may swap: the eager path goes on with the tokens of the graphs, and few may differ."""
     eager, graphs = (Steps(folder, dtype, with_graphs, scales, long=long) for with_graphs in (False, True))
     assert graphs.runner.overlaps
     assert not eager.runner.overlaps
     ours = graphs.run(params, program)
-    assert_alike(ours, eager.run(params, program, told=ours), tolerance, sum(program))
+    assert_alike(ours, eager.run(params, program, chosen=ours), tolerance, sum(program))
 
 
 def assert_alike(ours: list[Drawn], theirs: list[Drawn], tolerance: float, count: int = sum(PROGRAM)) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tandem.cache.plan.arrays import Int32Array
-from tandem.cluster.processes.visible_gpus import VARIABLE, with_peers
+from tandem.cluster.processes.gpus import VARIABLE, with_peers
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.page_pool import movable
 from tandem.transfer.transport import Transport

@@ -111,7 +111,7 @@ class WireTransport(Transport):
     def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
         if self.posts_that_fail:
             self.posts_that_fail -= 1
-            raise TransportError("a post was told to fail")
+            raise TransportError("a scripted post fails")
         self._other.incoming.append(Post(row, signal, int(payload)))
 
     def mailbox(self) -> Int64Array:

@@ -46,9 +46,9 @@ def taken(kernel: Any, fixed: Mapping[str, Any], types: Mapping[str, str], **opt
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = re.search(r"REG:(\d+) .*SHARED:(\d+)", told)
-    assert found is not None, told
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) .*SHARED:(\d+)", printed)
+    assert found is not None, printed
     return Taken(int(found[1]), int(found[2]) + compiled.metadata.shared)
 
 

@@ -171,7 +171,7 @@ def test_a_doubled_send_writes_nothing_into_the_next_owners_pages(pair: LoopPair
 
 
 def test_a_send_that_comes_after_its_abort_writes_nothing(pair: LoopPair, oracle: dict[int, list[int]]) -> None:
-    """The receiver was told that the writer is quiet: its pages are another's."""
+    """The receiver knows that the writer is quiet: its pages are another's."""
     reservation = pair.prepare("a", PROMPT)
     assert not pair.prefill.abort("a").result(0)
     pair.decode.abort("a", writer_quiet=True)

@@ -127,12 +127,12 @@ class TestDown:
         assert running_cluster("mine") is None
 
     def test_one_that_does_not_end(self, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-        told: list[tuple[int, int]] = []
-        monkeypatch.setattr(os, "kill", lambda *values: told.append(values))
+        killed: list[tuple[int, int]] = []
+        monkeypatch.setattr(os, "kill", lambda *values: killed.append(values))
         with ClusterLock("mine"):
             code, line = failed(capsys, "down", "mine", "--timeout", "0.1")
         assert code == 1
-        assert told == [(os.getpid(), signal.SIGTERM)]
+        assert killed == [(os.getpid(), signal.SIGTERM)]
         assert f"pid {os.getpid()}" in line
 
 

@@ -122,7 +122,7 @@ def test_a_request_that_is_too_large_is_not_to_be_repeated(generate: Generate) -
 
 @both
 def test_the_deadline_is_kept(generate: Generate) -> None:
-    """And told, with what it was for."""
+    """The error names the timeout."""
     message = "Deadline Exceeded.*; the timeout of Generate was 0.2 s$"
     with serving(FakeGateway(hangs=True)) as address, pytest.raises(DeadlineExceeded, match=f"^{address}: .*{message}"):
         generate(address, "x", timeout=0.2)

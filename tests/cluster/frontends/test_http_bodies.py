@@ -32,8 +32,8 @@ def test_every_sampling_parameter_gets_through() -> None:
     sampling |= {"skip_special_tokens": False, "include_stop_str_in_output": True}
     request = read(CompletionBody, {"prompt": "text", **sampling}).request()
     assert request.text == "text"
-    told = {field.name: getattr(request.sampling, field.name) for field in request.sampling.DESCRIPTOR.fields}
-    assert told | {name: list(told[name]) for name in ("stop", "stop_token_ids")} == sampling
+    sent = {field.name: getattr(request.sampling, field.name) for field in request.sampling.DESCRIPTOR.fields}
+    assert sent | {name: list(sent[name]) for name in ("stop", "stop_token_ids")} == sampling
 
 
 def test_what_is_not_given_is_not_set() -> None:

@@ -1,4 +1,4 @@
-"""The HTTP server of a gateway whose workers answer as told: statuses, limits, and how it stops."""
+"""The HTTP server of a gateway whose workers answer as the test says: statuses, limits, and how it stops."""
 
 import asyncio
 import socket
@@ -219,7 +219,7 @@ class TestWaiting:
         with open_gateway(model) as opened:
             with pytest.raises(DeadlineExceeded, match="did not read"):
                 opened.events.run(opened.gateway._requests.serve(request, "c", write, seconds=0.1), timeout=20)
-            until(lambda: len(opened.worker.ended) == 2)  # both workers were told
+            until(lambda: len(opened.worker.ended) == 2)  # both workers know
             assert not opened.running
 
     @pytest.mark.parametrize("stream", [False, True])

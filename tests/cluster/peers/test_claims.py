@@ -26,7 +26,7 @@ FREE, IN_USE, SUPERSEDED = (
 
 
 class Peers:
-    """This process's claims, and two other processes that answer as told."""
+    """This process's claims, and two other processes with scripted answers."""
 
     def __init__(self) -> None:
         memory = mmap.mmap(-1, table_bytes(3, 1))

@@ -9,9 +9,8 @@ import ray.util
 
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import StartFailed
-from tandem.cluster.processes.ray_address import check_ray_answers
+from tandem.cluster.processes.ray_access import check_ray_answers, hide_token
 from tandem.cluster.processes.ray_processes import RayProcesses
-from tandem.cluster.processes.ray_token import hide_token
 from tests.cluster.fake_gateway import FakeGateway, serving
 
 
@@ -38,7 +37,7 @@ def test_a_grpc_server_that_is_no_ray_is_refused() -> None:
 @pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-x\r\n", b""])
 def test_what_speaks_otherwise_is_refused(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or says nothing at all."""
-    monkeypatch.setattr("tandem.cluster.processes.ray_address.CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr("tandem.cluster.processes.ray_access.CONNECT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         taken: list[socket.socket] = []
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tandem.cluster.processes.visible_gpus import MOST_GPUS, VARIABLE, with_peers
+from tandem.cluster.processes.gpus import MOST_GPUS, VARIABLE, with_peers
 from tandem.cluster.supervision import actors
 from tandem.workers.config import Role, WorkerConfig
 

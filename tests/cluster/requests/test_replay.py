@@ -1,4 +1,4 @@
-"""Requests whose workers fail: what the gateway does then, against workers that fail as told."""
+"""Requests whose workers fail: what the gateway does then, against workers that fail as the test says."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

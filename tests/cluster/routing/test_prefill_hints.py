@@ -7,13 +7,13 @@ from tandem.cluster.routing.prefill_hints import PrefillHints
 from tandem.proto import worker_pb2
 
 
-class Told:
+class Announced:
     """A stub and its call at once: takes any announcement, and tells these first tokens one right after another."""
 
     def __init__(self, *tokens: tuple[str, int]) -> None:
         self._tokens = tokens
 
-    def Announce(self, timeout: float) -> "Told":
+    def Announce(self, timeout: float) -> "Announced":
         return self
 
     def done(self) -> bool:
@@ -28,8 +28,8 @@ class Told:
 
 
 def test_what_is_told_twice_or_in_vain_keeps_nobody_from_its_token() -> None:
-    async def told() -> tuple[int, int, bool]:
-        announcements = PrefillHints(Told(("a", 1), ("gone", 2), ("a", 1), ("unknown", 3), ("b", 4)))  # type: ignore[arg-type]
+    async def announced() -> tuple[int, int, bool]:
+        announcements = PrefillHints(Announced(("a", 1), ("gone", 2), ("a", 1), ("unknown", 3), ("b", 4)))  # type: ignore[arg-type]
         gone, first, second = (announcements.expect(name) for name in ("gone", "a", "b"))
         await announcements.send(worker_pb2.AnnounceRequest(request_id="a"))
         gone.cancel()
@@ -38,4 +38,4 @@ def test_what_is_told_twice_or_in_vain_keeps_nobody_from_its_token() -> None:
         await announcements.close()
         return *tokens, gone.cancelled()
 
-    assert asyncio.run(told()) == (1, 4, True)
+    assert asyncio.run(announced()) == (1, 4, True)

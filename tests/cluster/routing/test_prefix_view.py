@@ -1,4 +1,4 @@
-"""Which worker holds how much of a prompt: the view must say what the workers' reports have told it."""
+"""Which worker holds how much of a prompt: the view must say what the workers' reports say."""
 
 import numpy as np
 from hypothesis import given

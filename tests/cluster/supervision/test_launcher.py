@@ -36,7 +36,7 @@ def test_pages_that_no_machine_holds(tmp_path: Path) -> None:
 
 
 def test_an_island_lost_before_the_gateway_is_there(tmp_path: Path) -> None:
-    """The gateway is told how many pages it will have again."""
+    """The gateway keeps its number of pages."""
     make_checkpoint(tmp_path / "model")
     values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 77, "gateway.port": 0, "gateway.processes": 1}
     processes = FakeProcesses(fails={"local/local.2/decode (PE 1)": OSError("slow")})

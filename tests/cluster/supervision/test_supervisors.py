@@ -1,4 +1,4 @@
-"""What is watched, what is started again and how often: with processes that do as told."""
+"""What is watched, what is started again and how often: with scripted processes."""
 
 import socket
 import threading
@@ -172,7 +172,7 @@ class TestLiveness:
 
 
 class Cluster:
-    """One supervised island of a prefill and a decode worker, and a gateway that notes what it is told."""
+    """One supervised island of a prefill and a decode worker, and a gateway that notes its updates."""
 
     def __init__(self, processes: FakeProcesses, recovery: RecoverySection = RECOVERY, device: str = "cpu") -> None:
         self.processes = processes
@@ -192,8 +192,8 @@ class Cluster:
         return Island(self.processes, config, 64, "i", epoch)
 
     @property
-    def told(self) -> list[tuple[int, int, int]]:
-        """(epoch, restarts, number of workers) as the gateway was told."""
+    def updates(self) -> list[tuple[int, int, int]]:
+        """(epoch, restarts, number of workers) as the gateway noted them."""
         states = [arguments[0] for method, arguments in self.gateway.calls if method == "update_island"]
         return [(state.epoch, state.restarts, len(state.workers)) for state in states]  # type: ignore[attr-defined]
 
@@ -209,9 +209,9 @@ class TestIsland:
         cluster.supervisor.ready.result(30)
         first = cluster.last
         first.members[1].kill()
-        until(lambda: len(cluster.told) == 3)
+        until(lambda: len(cluster.updates) == 3)
         assert all(member.killed for member in first.members)
-        assert cluster.told == [(1, 0, 2), (1, 0, 0), (2, 1, 2)]
+        assert cluster.updates == [(1, 0, 2), (1, 0, 0), (2, 1, 2)]
         assert [spec.argument.epoch for spec in cluster.processes.specs[-1]] == [2, 2]  # type: ignore[attr-defined]
         assert "stop" not in [method for method, _ in first.members[0].calls]
         cluster.supervisor.stop()
@@ -224,9 +224,9 @@ class TestIsland:
         cluster.supervisor.ready.result(30)
         first = list(cluster.last.members)
         first[1].kill()
-        until(lambda: len(cluster.told) == 3)
+        until(lambda: len(cluster.updates) == 3)
         assert all(member.killed for member in first)
-        assert cluster.told == [(1, 0, 2), (1, 0, 0), (2, 1, 2)]
+        assert cluster.updates == [(1, 0, 2), (1, 0, 0), (2, 1, 2)]
         assert [spec.argument.epoch for spec in cluster.processes.specs[-1]] == [2, 2]  # type: ignore[attr-defined]
         assert len(cluster.processes.groups) == 1
         cluster.supervisor.stop()
@@ -240,7 +240,7 @@ class TestIsland:
         cluster.supervisor.ready.result(30)
         (first,) = processes.groups
         first.members[0].kill()
-        until(lambda: cluster.told[-1] == (3, 2, 2))
+        until(lambda: cluster.updates[-1] == (3, 2, 2))
         assert len(processes.groups) == 2
         assert all(member.killed for member in first.members)
         cluster.supervisor.stop()
@@ -266,7 +266,7 @@ class TestIsland:
         cluster.supervisor.start()
         cluster.supervisor.ready.result(30)
         cluster.last.members[0].kill()
-        until(lambda: cluster.told[-1] == (3, 2, 2))
+        until(lambda: cluster.updates[-1] == (3, 2, 2))
         assert len(processes.groups) == 3
         assert all(member.killed for member in processes.groups[1].members)
         cluster.last.members[0].kill()
@@ -293,7 +293,7 @@ class TestIsland:
         cluster.supervisor.start()
         cluster.supervisor.ready.result(30)
         cluster.last.members[0].kill()
-        until(lambda: cluster.told[-1] == (3, 2, 2))
+        until(lambda: cluster.updates[-1] == (3, 2, 2))
         opened = [
             [arguments for method, arguments in group.members[0].calls if method == "open"]
             for group in cluster.processes.groups

@@ -101,7 +101,7 @@ class Gateway:
         return position_map.runs[0].slots() // PAGE
 
     def check_pages(self) -> None:
-        """What the writer writes, or would write if it were told to, is held for a writer."""
+        """What the writer writes, or may still write, is held for a writer."""
         writers = self.pair.caches[DECODE]._pools.allocators[0]._writers
         for request_id, known in self.known.items():
             if self._may_be_written(request_id, known):

@@ -123,7 +123,7 @@ def test_the_signal_is_posted_before_the_first_token_is_waited_for(
     pair: LoopPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It follows the sampling on the device; the receiver does not wait for the host."""
-    transport, told = pair.transports[PREFILL], []
+    transport, seen = pair.transports[PREFILL], []
     post, runner = transport.post, pair.prefill._runner
     draw, pending = runner.sample_async, MagicMock()
 
@@ -133,12 +133,14 @@ def test_the_signal_is_posted_before_the_first_token_is_waited_for(
         return tokens, pending
 
     monkeypatch.setattr(runner, "sample_async", drawing)
-    monkeypatch.setattr(transport, "post", lambda *row: (told.append((pending.wait.called, drawn.done())), post(*row)))
+    monkeypatch.setattr(
+        transport, "post", lambda *row: (seen.append((pending.wait.called, drawn.done())), post(*row))
+    )
     prompt = random_prompt(2 * CHUNK + 5, 0)
     pair.send("a", prompt, pair.prepare("a", prompt))
     drawn = pair.prefill._handoff._requests["a"].first_token
     pair.run_prefill()
-    assert told == [(False, False)]
+    assert seen == [(False, False)]
     assert drawn.done()
     assert pending.wait.called
 
@@ -153,7 +155,7 @@ def test_a_quiet_push_is_answered_while_the_next_forward_computes(
     first = pair.prefill.submit("a", prompt, pair.params(4), reservations["a"])
     pair.run_prefill()
     assert not first.done()
-    runner, told = pair.prefill._runner, list[bool]()
+    runner, seen = pair.prefill._runner, list[bool]()
     draw = runner.sample_async
 
     class Computing:
@@ -165,7 +167,7 @@ def test_a_quiet_push_is_answered_while_the_next_forward_computes(
             return False
 
         def wait(self) -> Samples:
-            told.append(first.done())
+            seen.append(first.done())
             return self._pending.wait()
 
     def slow_draw(*arguments: Any) -> tuple[Tensor, Any]:
@@ -175,5 +177,5 @@ def test_a_quiet_push_is_answered_while_the_next_forward_computes(
     monkeypatch.setattr(runner, "sample_async", slow_draw)
     second = pair.prefill.submit("b", prompt, pair.params(4), reservations["b"])
     pair.run_prefill()
-    assert told == [True]
+    assert seen == [True]
     assert first.result(0).first_token == second.result(0).first_token

@@ -1,12 +1,19 @@
-"""A quick check that a Ray answers at an address. Ray itself would try for more than a minute."""
+"""Access to a Ray: a quick check of its address, and the token that it asks for.
+
+This file does not import Ray, which reads its environment when it is imported, and tries an address for a minute.
+"""
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import grpc
 
 from tandem.cluster.errors import StartFailed
 
+GIVEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 CONNECT_SECONDS = 5.0
 METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"  # every Ray has it, and may ask for a token first
 ANSWERS = (grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -41,3 +48,31 @@ def _what_is_no_ray(host: str, port: int) -> str:
                 return "what listens there is a gRPC server, and no Ray"
             return f"what listens there is no Ray: asked for its nodes, it did not answer as one ({code.name})"
     return ""
+
+
+@contextmanager
+def token_shown() -> Iterator[None]:
+    """A Ray that is imported within shows this user's token to a Ray at a given address, too.
+
+    By itself it does so only to a Ray that it has started or found. RAY_AUTH_MODE decides where it is set.
+    """
+    name, known = "RAY_AUTH_MODE", _file().exists() or any(given in os.environ for given in GIVEN)
+    if name in os.environ or not known:
+        yield
+        return
+    os.environ[name] = "token"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def hide_token() -> None:
+    """Makes Ray's token file private: Ray leaves it readable for everybody."""
+    with suppress(OSError):
+        _file().chmod(0o600)
+
+
+def _file() -> Path:
+    """The file of Ray's own token."""
+    return Path.home() / ".ray" / "auth_token"

@@ -218,10 +218,10 @@ class Storm:
                     client, case, rng.randrange(OUTPUT_TOKENS) if rng.random() < 0.2 else None
                 )
 
-        address = f"http://{self.cluster.http_address}"
+        http_url = f"http://{self.cluster.http_address}"
         async with (
             AsyncExitStack() as stack,
-            httpx.AsyncClient(base_url=address, timeout=120, trust_env=False) as http,
+            httpx.AsyncClient(base_url=http_url, timeout=120, trust_env=False) as http,
         ):
             clients = [await stack.enter_async_context(AsyncClient(address)) for _ in range(self._num_clients)]
             for client in clients:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli import demo
+from tandem.cluster.cli import demo, embedded
 from tandem.cluster.config import ClusterConfig
 from tests.support.island import Island, running_island
 
@@ -35,7 +35,7 @@ def left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_a_row_for_each_prompt(
     left: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "Cluster", IslandAsCluster)
+    monkeypatch.setattr(embedded, "Cluster", IslandAsCluster)
     monkeypatch.setenv("COLUMNS", "140")
     assert demo.main() == len(left)
     printed = capsys.readouterr().out

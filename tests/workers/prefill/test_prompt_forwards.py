@@ -133,9 +133,7 @@ def test_the_signal_is_posted_before_the_first_token_is_waited_for(
         return tokens, pending
 
     monkeypatch.setattr(runner, "sample_async", drawing)
-    monkeypatch.setattr(
-        transport, "post", lambda *row: (seen.append((pending.wait.called, drawn.done())), post(*row))
-    )
+    monkeypatch.setattr(transport, "post", lambda *row: (seen.append((pending.wait.called, drawn.done())), post(*row)))
     prompt = random_prompt(2 * CHUNK + 5, 0)
     pair.send("a", prompt, pair.prepare("a", prompt))
     drawn = pair.prefill._handoff._requests["a"].first_token

@@ -109,7 +109,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             pool_tokens=settings.num_pages * settings.config.cache.page_size,
             rope_switch=self._model.rope_switch,
         )
-        self._name = folder.name
+        self._names = settings.config.model.names
         self._validator = RequestValidator(self._limits, self._tokenizer, salt_by_token=settings.security.salt_by_token)
         self._started = settings.started or time.monotonic()
         self._table = GatewayTable.alone()
@@ -197,7 +197,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         app = HttpApp(
             self._requests,
             self._tokenizer,
-            model=self._name,
+            model=self._names[0],
+            aliases=self._names[1:],
             max_model_len=self._limits.longest,
             limit=self._limit,
             token=settings.security.token(),
@@ -261,7 +262,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         # The scales do not change the size.
         scales = KVScales.uniform(model.num_layers) if stores_fp8(settings.config.cache.kv_cache_dtype, model) else None
         return inference_pb2.ModelInfo(
-            name=self._name,
+            name=self._names[0],
             architecture=model.architecture,
             dtype=str(model.dtype).removeprefix("torch."),
             vocab_size=model.vocab_size,

@@ -31,7 +31,8 @@ from tests.support.oracle import greedy, load_oracle
 from tests.support.shm import lasting_names
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
-PHASES = ["command, imports", "ray", "processes, imports", "weights", "island", "kernels", "gateway"]
+PHASES = ["command", "host", "imports", "checkpoint", "ray"]
+PHASES += ["processes, imports", "weights", "island", "kernels", "gateway"]
 TANDEM = [sys.executable, "-m", "tandem.cluster.cli"]
 
 

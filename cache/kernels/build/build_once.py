@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+KERNEL_CACHE = "TANDEM_KERNEL_CACHE"
 SECONDS_TO_COMPILE = 120.0
 INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 
@@ -19,8 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where this user keeps what was compiled here. RuntimeError when there is no home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+    """Where this user keeps what was compiled here, or the folder TANDEM_KERNEL_CACHE. RuntimeError without a home."""
+    given = os.environ.get(KERNEL_CACHE)
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 def build_once(folder: Path, name: str, key: bytes, make: Callable[[Path], object]) -> Path:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
 from tandem.cluster.credentials import is_loopback
@@ -20,6 +20,7 @@ from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.authentication import HEADER, BearerToken
 
 HEALTH = "/health"  # load balancers ask for it without a token
+MODELS = "/v1/models"
 REQUESTS_A_ROUND = 8  # each takes a fifth of a millisecond, until its workers are asked
 
 Route = Callable[[Scope, Receive, Reply], Awaitable[None]]
@@ -39,26 +40,27 @@ class HttpApp:
         limit: CallLimit,
         token: str | None,
         max_bytes: int,
+        aliases: Sequence[str] = (),
     ) -> None:
-        """model: its name. token: None admits everybody. max_bytes: of one body."""
+        """model: its name in answers. aliases: others that are accepted. token: None admits everybody.
+
+        max_bytes: of one body.
+        """
         self._token = None if token is None else BearerToken(token)
         self._limit = limit
         self._calls: set[asyncio.Task[object]] = set()
-        self._model = {
-            "id": model,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "tandem",
-            "max_model_len": max_model_len,
-        }
+        self._names = (model, *aliases)
+        about = {"object": "model", "created": int(time.time()), "owned_by": "tandem", "max_model_len": max_model_len}
+        models = [{"id": name, **about} for name in self._names]
         turns = FairTurns(REQUESTS_A_ROUND)
-        completions = GenerationRoute(CompletionBody, CompletionAnswer, requests, model, tokenizer, max_bytes, turns)
-        chats = GenerationRoute(ChatBody, ChatAnswer, requests, model, tokenizer, max_bytes, turns)
+        common = requests, model, tokenizer, max_bytes, turns, tuple(aliases)
+        completions = GenerationRoute(CompletionBody, CompletionAnswer, *common)
+        chats = GenerationRoute(ChatBody, ChatAnswer, *common)
         reads = ("GET", "HEAD")
         self._routes: dict[str, tuple[tuple[str, ...], Route]] = {
             HEALTH: (reads, _constant({"status": "ok"})),
-            "/v1/models": (reads, _constant({"object": "list", "data": [self._model]})),
-            f"/v1/models/{model}": (reads, _constant(self._model)),
+            MODELS: (reads, _constant({"object": "list", "data": models})),
+            **{f"{MODELS}/{one['id']}": (reads, _constant(one)) for one in models},
             "/v1/completions": (("POST",), completions.serve),
             "/v1/chat/completions": (("POST",), chats.serve),
         }
@@ -95,9 +97,9 @@ class HttpApp:
         if path != HEALTH:
             self._check_caller(scope)
         if path not in self._routes:
-            models, _, asked = path.rpartition("/")
-            if models == "/v1/models" and asked:
-                raise HttpError.other_model(asked, self._model["id"])
+            asked = path.removeprefix(f"{MODELS}/")
+            if asked not in (path, ""):
+                raise HttpError.other_model(asked, self._names)
             raise HttpError(404, f"{path!r:.80} is not served; {', '.join(self._routes)} are")
         methods, route = self._routes[path]
         if method not in methods:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from tandem.cache.kernels.build.build_once import KERNEL_CACHE
 from tandem.cluster.cli.bench.commands import app as bench_app
 from tandem.cluster.cli.options import ApiKey, AsJson, TlsCa, TlsCert, TlsKey, TokenFile
 from tandem.cluster.errors import (
@@ -106,6 +107,7 @@ def up(
 
     A variable gives a key, too: TANDEM_GATEWAY__PORT is gateway.port. Options come before variables, both before FILE.
     """
+    from tandem.cluster.cli.preflight import require_model
     from tandem.cluster.config import load_config
     from tandem.cluster.config_file import parse_override
 
@@ -114,10 +116,7 @@ def up(
     values = dict(map(parse_override, overrides or ()))
     values |= {key: value for key, value in given.items() if value is not None}
     loaded = load_config(config, values, os.environ)
-    if loaded.model.path is None:
-        raise ConfigError(
-            "model.path is null; it must be a checkpoint folder or a hub id: give --model, or set it in the YAML"
-        )
+    require_model(loaded)
 
     from tandem.cluster.processes.ray_access import token_shown
 
@@ -274,6 +273,31 @@ def doctor() -> None:
     from tandem.cluster.config import GatewaySection
 
     print_findings(examine(GatewaySection().port))
+
+
+@app.command()
+def build_kernels(
+    config: Annotated[Path, typer.Argument(help="The cluster's YAML.")],
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub id; overrides model.path.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(envvar=KERNEL_CACHE, help="Where they lie; ~/.cache/tandem when left out.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="For which GPU, as h200; this host's when left out.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, dotted; repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints what is missing and builds nothing.")] = False,
+) -> None:
+    """Compile what a model needs ahead of its first start, side by side within this host's memory.
+
+    TANDEM_KERNEL_CACHE=FOLDER lets `tandem up` use the folder, on this host and on like ones.
+    """
+    from tandem.cluster.cli.kernels.prebuild import prebuild
+    from tandem.cluster.config import load_config
+    from tandem.cluster.config_file import parse_override
+
+    values = dict(map(parse_override, overrides or ())) | ({} if model is None else {"model.path": model})
+    prebuild(load_config(config, values, os.environ), output, gpu, dry_run=dry_run)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from tandem.cluster.cli.preflight import check_host
 from tandem.cluster.cli.runtime_dir import ClusterLock
 from tandem.cluster.cli.start_report import StartReport
 from tandem.cluster.config import ClusterConfig
+from tandem.cluster.processes.actor_server import set_title
 from tandem.cluster.supervision.start_clock import StartClock, phase_lines, process_age
 
 
@@ -24,6 +25,7 @@ def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     begins, then the seconds of all, the address of the Ray, and later each loss and recovery.
     Raises ClusterRunning, ConfigError, StartFailed, WorkerLost.
     """
+    set_title(f"{config.name}/launcher")
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("tandem").setLevel(logging.INFO)
     with StartReport(config.name) as report, suppress(KeyboardInterrupt), _signals_interrupt():
@@ -40,13 +42,14 @@ def _serve(
     config: ClusterConfig, ray_address: str | None, lock: ClusterLock, report: StartReport, clock: StartClock
 ) -> None:
     with clock.phase("imports"):
+        from tandem.cluster.cli.kernels.builds import prepare_start
         from tandem.cluster.processes.ray_processes import RayProcesses
         from tandem.cluster.supervision.launcher import Cluster
 
         processes = RayProcesses(ray_address)
         cluster = Cluster(config, processes, clock)
     try:
-        address = cluster.start(report.show)
+        address = cluster.start(report.show, lambda: prepare_start(config, report.line))
         report.stop()
         lock.publish(address, clock.seconds)
         http = "" if cluster.http_address is None else f" http={cluster.http_address}"

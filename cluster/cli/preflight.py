@@ -30,7 +30,8 @@ def check_host(config: ClusterConfig, *, own_ray: bool) -> list[str]:
 
     Raises ConfigError for what the configuration asks of this host in vain, StartFailed for what this host lacks.
     """
-    findings = [*_check_model(config.model), *(_check_gpus(config, read_driver()) if own_ray else ())]
+    check_model(config)
+    findings = list(_check_gpus(config, read_driver())) if own_ray else []
     if findings:
         raise ConfigError("\n".join(findings))
     config.security.server.check()
@@ -40,6 +41,22 @@ def check_host(config: ClusterConfig, *, own_ray: bool) -> list[str]:
     if lacking:
         raise StartFailed("\n".join(lacking))
     return [*_warn_of_files(config, limit), *_warn_of_load()]
+
+
+def require_model(config: ClusterConfig) -> None:
+    """ConfigError where none is given."""
+    if config.model.path is None:
+        raise ConfigError(
+            "model.path is null; it must be a checkpoint folder or a hub id: give --model, or set it in the YAML"
+        )
+
+
+def check_model(config: ClusterConfig) -> None:
+    """ConfigError for a model that is not given, or whose folder is no checkpoint."""
+    require_model(config)
+    findings = list(_check_model(config.model))
+    if findings:
+        raise ConfigError("\n".join(findings))
 
 
 def fitting_config(gpus: int) -> str:

@@ -65,19 +65,17 @@ class StartReport:
             self._write(text)
 
     def show(self, states: Sequence[State]) -> None:
-        """How far each worker is: bars on a terminal, elsewhere a line each LINE_SECONDS."""
-        if not states:
-            return
+        """How far each worker is: bars on a terminal, elsewhere a line each LINE_SECONDS. states: of those that answer."""
         with self._lock:
-            if sys.stderr.isatty():
+            if states and sys.stderr.isatty():
                 self._bars = self._bars or _Bars()
                 self._bars.show(states)
                 return
             now = time.monotonic()
             if now - self._said >= LINE_SECONDS:
                 self._said = now
-                workers = "; ".join(map(_worker, states))
-                self._write(f"still {self._phase} after {now - self._began:.0f} s: {workers}")
+                workers = ": " + "; ".join(map(_worker, states)) if states else ""
+                self._write(f"still {self._phase} after {now - self._began:.0f} s{workers}")
 
     def _write(self, text: str) -> None:
         line = f"tandem: {self._cluster}: {text}"

@@ -67,12 +67,18 @@ class Cluster:
         self.http_address: str | None = None
         self.clock = clock or StartClock()  # of several islands, the slowest one's phases
 
-    def start(self, progress: Progress | None = None) -> str:
-        """HOST:PORT of the gateway's gRPC server. progress is called a few times a second until all islands serve."""
+    def start(self, progress: Progress | None = None, prepare: Callable[[], None] | None = None) -> str:
+        """HOST:PORT of the gateway's gRPC server. progress is called a few times a second until all islands serve.
+
+        prepare: called once the checkpoint is known to be right, before any process starts.
+        """
         with self.clock.phase("checkpoint"):
             max_model_len = self._check_model()
         self._config.security.server.check()
         check_ports(self._config.gateway)  # it takes a while until they are opened
+        if prepare is not None:
+            with self.clock.phase("builds"):
+                prepare()
         try:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)

@@ -219,10 +219,12 @@ def test_kill_minus_nine_leaves_nothing(small_model: Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
-    """The exit code of an `up`, and what stands on stderr, by lines."""
+    """The exit code of an `up`, and the lines on stderr that say what is wrong."""
     with pytest.raises(SystemExit) as ended:
         main(["up", str(CONFIG), *arguments])
-    return int(ended.value.code or 0), capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()
+    name = next(given.removeprefix("name=") for given in arguments if given.startswith("name="))
+    return int(ended.value.code or 0), [line for line in lines if not line.startswith(f"tandem: {name}: ")]
 
 
 def test_a_port_in_use(small_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,7 +299,7 @@ def test_a_model_folder_that_cannot_be_served(
     prepare(tmp_path)
     code, (error,) = refused(capsys, "--model", str(tmp_path), "--set", "name=bad-model")
     assert code == 2
-    assert error.startswith("tandem: model.path: ")
+    assert error.startswith("tandem: model.path")
     assert named in error
 
 

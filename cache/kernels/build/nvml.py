@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+CORES_64 = ((7, 0), (7, 5), (8, 0))  # whose multiprocessors have 64 cores; later ones have 128
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Gpu:
     name: str
     memory: int  # bytes
     capability: tuple[int, int]  # of its architecture, (9, 0) for Hopper
+    multiprocessors: int = 0  # 0: NVML does not say
     used: int = 0  # bytes, by any process
 
 
@@ -70,7 +72,12 @@ def _library() -> Iterator[Any]:
 def _gpu(nvml: Any, handle: Any) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
-    return Gpu(str(nvml.nvmlDeviceGetName(handle)), int(memory.total), capability, int(memory.used))
+    try:
+        multiprocessors = nvml.nvmlDeviceGetNumGpuCores(handle) // (64 if capability in CORES_64 else 128)
+    except nvml.NVMLError:
+        multiprocessors = 0
+    name, total, used = str(nvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used)
+    return Gpu(name, total, capability, multiprocessors, used)
 
 
 def _linked(nvml: Any, one: Any, other: Any) -> bool:

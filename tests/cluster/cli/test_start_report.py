@@ -1,6 +1,7 @@
 """What `tandem up` says on stderr while it starts."""
 
 import io
+import re
 import sys
 
 import pytest
@@ -57,7 +58,8 @@ def test_a_long_phase_says_again_and_again_how_far_it_is(
         report.show(states)
         monkeypatch.setattr(start_report, "LINE_SECONDS", 0.0)
         report.show(states)
-        report.show([])  # a worker did not answer
-    _, line = capsys.readouterr().err.splitlines()
+        report.show([])  # no worker answers
+    _, line, unanswered = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"tandem: mine: still weights after \d+ s", unanswered)
     assert line.startswith("tandem: mine: still weights after ")
     assert line.endswith(f"s: {PREFILL} weights, 1.0 of 4.0 GiB; {DECODE} waits")

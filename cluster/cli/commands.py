@@ -268,11 +268,12 @@ def make_model(
 @app.command()
 def doctor() -> None:
     """Say what this machine has for tandem and what it lacks; always exits with 0."""
-    from tandem.cluster.cli.doctor import examine
+    from tandem.cache.kernels.build.nvml import read_driver
+    from tandem.cluster.cli.doctor import examine, verdicts
     from tandem.cluster.cli.output import print_findings
     from tandem.cluster.config import GatewaySection
 
-    print_findings(examine(GatewaySection().port))
+    print(*verdicts(print_findings(examine(GatewaySection().port)), read_driver()), sep="\n")
 
 
 @app.command()

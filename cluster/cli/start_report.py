@@ -65,7 +65,7 @@ class StartReport:
             self._write(text)
 
     def show(self, states: Sequence[State]) -> None:
-        """How far each worker is: bars on a terminal, elsewhere a line each LINE_SECONDS. states: of those that answer."""
+        """How far the workers that answer are: bars on a terminal, elsewhere a line each LINE_SECONDS."""
         with self._lock:
             if states and sys.stderr.isatty():
                 self._bars = self._bars or _Bars()

@@ -31,7 +31,7 @@ from tests.support.oracle import greedy, load_oracle
 from tests.support.shm import lasting_names
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
-PHASES = ["command", "host", "imports", "checkpoint", "ray"]
+PHASES = ["command", "host", "imports", "checkpoint", "builds", "ray"]
 PHASES += ["processes, imports", "weights", "island", "kernels", "gateway"]
 TANDEM = [sys.executable, "-m", "tandem.cluster.cli"]
 

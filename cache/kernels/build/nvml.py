@@ -46,7 +46,7 @@ def read_driver() -> Driver:
             return Driver()
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         pairs = [(i, j) for i in range(len(handles)) for j in range(i + 1, len(handles))]
-        links = tuple(pair for pair in pairs if _linked(nvml, handles[pair[0]], handles[pair[1]]))
+        links = tuple(pair for pair in pairs if _linked(nvml, *(handles[index] for index in pair)))
         return Driver(str(nvml.nvmlSystemGetDriverVersion()), tuple(_gpu(nvml, one) for one in handles), links)
     return Driver()
 

@@ -17,11 +17,12 @@ from tandem.cluster.supervision.shared_ports import check_ports
 
 FILES = 1024  # that a process may have open, at least
 MOST_FILES = 1 << 16
-SHM_BYTES = 128 << 20  # of /dev/shm: 80 MiB are Ray's object store
-GPU_SHM_BYTES = 1 << 30  # NCCL's buffers, too
+RAY_SHM_BYTES = 80 << 20  # of /dev/shm: Ray's object store, which it keeps in its temporary folder else
+GPU_SHM_BYTES = 256 << 20  # NCCL's buffers, too
 TEMP_BYTES = 256 << 20  # Ray's sockets and logs
 KERNEL_BYTES = 1 << 30  # compiled kernels and what compilers leave beside them
 MIB = 1 << 20
+SHM = Path("/dev/shm")
 CONFIGS = {0: "deploy/local.yaml", 2: "deploy/gpu-1p1d.yaml", 4: "deploy/gpu-2p2d.yaml"}  # by the GPUs that they need
 
 
@@ -40,7 +41,7 @@ def check_host(config: ClusterConfig, *, own_ray: bool) -> list[str]:
     lacking = [*_check_files(limit), *(_check_room(config) if own_ray else ())]
     if lacking:
         raise StartFailed("\n".join(lacking))
-    return [*_warn_of_files(config, limit), *_warn_of_load()]
+    return [*_warn_of_files(config, limit), *(_warn_of_shm() if own_ray else ()), *_warn_of_load()]
 
 
 def require_model(config: ClusterConfig) -> None:
@@ -133,11 +134,10 @@ def _warn_of_files(config: ClusterConfig, limit: int) -> Iterator[str]:
 
 def _check_room(config: ClusterConfig) -> Iterator[str]:
     on_gpu = config.island.device == "cuda"
-    shm = GPU_SHM_BYTES if on_gpu else SHM_BYTES
-    yield from _check_free(Path("/dev/shm"), shm, "mount a larger tmpfs there; in a container, --shm-size=8g")
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     yield from _check_free(Path(base), TEMP_BYTES, "free some, or set RAY_TMPDIR to another folder for Ray's files")
     if on_gpu:
+        yield from _check_free(SHM, GPU_SHM_BYTES, "mount a larger tmpfs there; in a container, --shm-size=8g")
         advice = "free some, or set TANDEM_KERNEL_CACHE to another folder for compiled kernels"
         yield from _check_free(cache_folder(), KERNEL_BYTES, advice)
 
@@ -155,6 +155,12 @@ def _check_free(folder: Path, needed: int, advice: str) -> Iterator[str]:
         yield f"{folder} has {free // MIB} MiB free; at least {needed // MIB} are needed: {advice}"
     elif not os.access(there, os.W_OK):
         yield f"{folder} cannot be written; {advice}"
+
+
+def _warn_of_shm() -> Iterator[str]:
+    """Workers on CPUs do with any: their pages lie in memory files."""
+    if any(_check_free(SHM, RAY_SHM_BYTES, "")):
+        yield f"{SHM} has less than {RAY_SHM_BYTES // MIB} MiB free: Ray keeps its objects in its temporary folder"
 
 
 def _warn_of_load() -> Iterator[str]:

@@ -127,13 +127,6 @@ CASES = (
         ("cannot be written: No space left on device", "XDG_RUNTIME_DIR moves it"),
         NEEDS_MOUNTS,
     ),
-    Case(
-        "little shared memory",
-        lambda place: _up(place, before=_full("16m", Path("/dev/shm"))),
-        1,
-        ("/dev/shm has 16 MiB free; at least 128 are needed", "--shm-size"),
-        NEEDS_MOUNTS,
-    ),
     Case("status of a cluster that does not run", lambda place: Command(("status", "nope")), 1, ("'nope'", "running:")),
 )
 

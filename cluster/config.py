@@ -244,8 +244,8 @@ class SecuritySection(Section):
     @property
     def server(self) -> ServerSecurity:
         """As the gateway takes it."""
-        values = self.model_dump(exclude={"api_key"})
-        return ServerSecurity(**values, api_key=self.api_key and self.api_key.get_secret_value())
+        key = None if self.api_key is None else self.api_key.get_secret_value()
+        return ServerSecurity(**self.model_dump(exclude={"api_key"}), api_key=key)
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

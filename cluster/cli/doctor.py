@@ -147,8 +147,9 @@ def _peer_to_peer(driver: Driver) -> Finding:
 
 def _reaches(one: int, other: int) -> bool:
     torch = _torch()
-    visible = torch is not None and max(one, other) < torch.cuda.device_count()
-    return visible and torch.cuda.can_device_access_peer(one, other)
+    if torch is None or max(one, other) >= torch.cuda.device_count():
+        return False
+    return torch.cuda.can_device_access_peer(one, other)
 
 
 def _torch() -> ModuleType | None:

@@ -16,8 +16,9 @@ from tandem.cache.kernels.flashinfer.modules import FlashInferModule, module_fol
 def load_flashinfer() -> Any:
     """The library, which takes seconds to import. It finds the modules that were built ahead."""
     import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
+    from flashinfer.jit import env  # pyright: ignore[reportMissingImports]
 
-    _use_built_modules(flashinfer.jit.env)
+    _use_built_modules(env)
     return flashinfer
 
 

@@ -59,7 +59,7 @@ HOMES = {
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
     "uvicorn": {"cluster/frontends/http/server.py"},
     "prometheus_client": {
-        "cluster/cli/top.py",
+        "cluster/cli/samples.py",
         "cluster/metrics/cells.py",
         "cluster/metrics/cluster_series.py",
         "cluster/metrics/scrape.py",

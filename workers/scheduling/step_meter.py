@@ -11,14 +11,12 @@ FORGET = 0.8  # what earlier prompts count beside the newest
 class StepMeter:
     """Measures each step with work. Owned by the step thread; other threads may read its attributes.
 
-    steps: with rows or prompt chunks, so far. prompt_tokens: in these steps. token_seconds: from one decode step to the
-    next, while rows are stepped.
+    steps: with rows or prompt chunks, so far. token_seconds: from one decode step to the next, while rows are stepped.
     prompt_tokens_per_second: while prompts are computed. Both are moving averages, 0 before the first.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        self.prompt_tokens = 0
         self.token_seconds = 0.0
         self.prompt_tokens_per_second = 0.0
         self._began = 0.0
@@ -37,8 +35,6 @@ class StepMeter:
             self.steps += 1
         elif batch.chunks:
             self.steps += 1
-        if batch.chunks:
-            self.prompt_tokens += batch.prompt_tokens
         self._stepping = batch.decodes is not None
         self._began = now
 

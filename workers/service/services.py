@@ -79,7 +79,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             waiting=loop.num_waiting,
             resident_bytes=_resident_bytes(),
             counters=inference_pb2.WorkerCounters(
-                prompt_tokens=meter.prompt_tokens, decoded_tokens=loop.decodes.decoded_tokens, **asdict(loop.counters)
+                prompt_tokens=loop.prefills.computed_tokens,
+                decoded_tokens=loop.decodes.decoded_tokens,
+                **asdict(loop.counters),
             ),
             token_seconds=meter.token_seconds,
             prompt_tokens_per_second=meter.prompt_tokens_per_second,

@@ -95,7 +95,7 @@ def main() -> None:
         draw(axes, panel, recorded)
     drawn = BytesIO()
     figure.savefig(drawn, dpi=100, facecolor=BACK)
-    Image.open(drawn).convert("RGB").quantize(48).save(options.picture, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(200, kmeans=1).save(options.picture, optimize=True)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Query:
         self._tokens = _tokens(text)
         self._next = 0
         self._node = self._comparison()
-        if self._next < len(self._tokens):
+        if self._peek():
             raise ValueError(f"{text!r} goes on behind its end with {self._tokens[self._next][1]!r}")
 
     def at(self, recording: Recording, time: float) -> Vector:
@@ -54,7 +54,7 @@ class Query:
         return value if isinstance(value, dict) else {(): value}
 
     def _peek(self) -> str:
-        return self._tokens[self._next][1] if self._next < len(self._tokens) else ""
+        return self._tokens[self._next][1]
 
     def _take(self, wanted: str = "") -> str:
         token = self._peek()
@@ -162,7 +162,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
             raise ValueError(f"{text!r} is not understood from {text[place:]!r} on")
         found.append((match.lastgroup or "", match.group(match.lastgroup or 0)))
         place = match.end()
-    return found
+    return [*found, ("end", "")]
 
 
 def _select(samples: Samples, name: str, wanted: Sequence[tuple[str, str, str]]) -> Vector:

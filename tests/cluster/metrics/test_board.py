@@ -7,7 +7,7 @@ import pytest
 
 from tandem.cluster.cli.samples import Samples
 from tandem.cluster.client import Client
-from tests.benchmarks.dashboard import BOARD
+from tests.board.draw import BOARD
 from tests.cluster.open_gateway import PROMPT, TOKENS, open_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import complete

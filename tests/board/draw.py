@@ -1,6 +1,6 @@
-"""A picture of the Grafana board, from recorded scrapes: `python -m tests.benchmarks.dashboard SCRAPES PICTURE`.
+"""A picture of the Grafana board, from recorded scrapes: `python -m tests.board.draw SCRAPES PICTURE`.
 
-Each panel of deploy/grafana/tandem.json is drawn from its own expressions. tests/benchmarks/record_metrics.py records.
+Each panel of deploy/grafana/tandem.json is drawn from its own expressions. tests/board/record.py records.
 """
 
 import argparse

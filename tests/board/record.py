@@ -1,5 +1,5 @@
 """Scrapes of a small cluster under load that comes and goes, with a lost worker in the middle: what the picture of the
-Grafana board is made from (docs/grafana.py). `python -m tests.benchmarks.record_metrics FILE` takes about two minutes.
+Grafana board is made from (tests/board/draw.py). `python -m tests.board.record FILE` takes about two minutes.
 """
 
 import argparse

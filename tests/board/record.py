@@ -10,9 +10,13 @@ import signal
 import tempfile
 import threading
 import time
+from io import StringIO
 from pathlib import Path
 
+from rich.console import Console
+
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
+from tandem.cluster.cli.top import look, render
 from tandem.cluster.client import Client
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import CallError
@@ -21,7 +25,9 @@ from tandem.proto import inference_pb2
 from tests.support.local_processes import LocalProcesses
 
 SECONDS = 100
+FULL_SECOND = 45
 LOSS_SECOND = 60
+WIDTH = 150
 PERIOD = 1.0
 CLIENTS = (1, 2, 4, 6, 8, 6, 3, 2, 5, 1)  # in each tenth of the time
 OPTIONS = {
@@ -62,19 +68,27 @@ def lose(client: Client) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    file = parser.parse_args().file
+    parser.add_argument("--top", type=Path, help="where to keep a picture of `tandem top` at full load, SVG")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         make_checkpoint(model, arch="llama", size="small", seed=3)
         cluster = Cluster(load_config(None, {"model.path": str(model), **OPTIONS}), LocalProcesses())
         address = cluster.start()
         try:
-            record(address, file)
+            record(address, given.file, given.top)
         finally:
             cluster.stop()
 
 
-def record(address: str, file: Path) -> None:
+def picture(client: Client, file: Path) -> None:
+    """One view of `tandem top`."""
+    console = Console(record=True, width=WIDTH, force_terminal=True, highlight=False, file=StringIO())
+    console.print(render(next(look(client, PERIOD, patient=False))))
+    console.save_svg(str(file), title="tandem top")
+
+
+def record(address: str, file: Path, top: Path | None) -> None:
     begun, lost, scrapes = time.monotonic(), False, []
     clients = [threading.Thread(target=send, args=(address, number, begun)) for number in range(max(CLIENTS))]
     for client in clients:
@@ -82,6 +96,9 @@ def record(address: str, file: Path) -> None:
     with Client(address) as client:
         while (now := time.monotonic() - begun) < SECONDS:
             try:
+                if top is not None and now >= FULL_SECOND:
+                    picture(client, top)
+                    top = None
                 scrapes.append({"at": now, "text": client.metrics().text})
                 if not lost and now >= LOSS_SECOND:
                     lost = True

@@ -62,8 +62,10 @@ def worker_families(islands: Sequence[inference_pb2.IslandInfo]) -> list[Metric]
     families: list[Metric] = [
         _gauge("tandem:worker_up", "Whether the worker answers.", WORKER,
                [(name(island, worker), worker.alive) for island, worker in workers]),
-        _gauge("tandem:worker_pages", "Pages by state; cached and free ones can be had.", (*WORKER, "state"),
+        _gauge("tandem:worker_pages", "Pages of the pool by state. Free ones can be had.", (*WORKER, "state"),
                states(_pages)),
+        _gauge("tandem:worker_cached_pages", "Pages with a reusable prefix, in use or free.", WORKER,
+               each(lambda one: one.cached_pages)),
         _gauge("tandem:worker_requests", "Requests in forwards, and those before them.", (*WORKER, "state"),
                states(lambda one: {"running": one.running, "waiting": one.waiting})),
         _gauge("tandem:worker_resident_bytes", "Resident memory.", WORKER, each(lambda one: one.resident_bytes)),
@@ -94,8 +96,7 @@ def _pages(worker: inference_pb2.WorkerInfo) -> dict[str, int]:
     return {
         "used": worker.num_pages - worker.free_pages - worker.draining_pages,
         "draining": worker.draining_pages,
-        "cached": worker.cached_pages,
-        "free": worker.free_pages - worker.cached_pages,
+        "free": worker.free_pages,
     }
 
 

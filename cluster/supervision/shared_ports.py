@@ -25,8 +25,9 @@ class SharedPorts:
             self.http_port = self.metrics_port = None
             if http_port is not None:
                 self.http_port = self._hold(host, http_port, "gateway.http_port", "--http-port")
-            if metrics[1] is not None:
-                self.metrics_port = self._hold(*metrics, "metrics.port", "--set metrics.port=…")
+            metrics_host, metrics_port = metrics
+            if metrics_port is not None:
+                self.metrics_port = self._hold(metrics_host, metrics_port, "metrics.port", "--set metrics.port=…")
         except BaseException:
             self.close()
             raise

@@ -199,16 +199,21 @@ def _quantiles(fraction: float, vector: Vector) -> Vector:
 def _combined(apply: Callable[[float, float], float], left: Node, right: Node) -> Node:
     def combine(recording: Recording, at: float) -> Value:
         one, other = left(recording, at), right(recording, at)
-        if isinstance(one, float) and isinstance(other, float):
-            return apply(one, other)
-        if isinstance(one, float):
-            return {labels: apply(one, value) for labels, value in _vector(other).items()}
-        if isinstance(other, float):
-            return {labels: apply(value, other) for labels, value in one.items()}
-        return {labels: apply(value, other[labels]) for labels, value in one.items() if labels in other}
+        if isinstance(one, dict) and isinstance(other, dict):
+            return {labels: apply(value, other[labels]) for labels, value in one.items() if labels in other}
+        if isinstance(one, dict):
+            return {labels: apply(value, _scalar(other)) for labels, value in one.items()}
+        if isinstance(other, dict):
+            return {labels: apply(one, value) for labels, value in other.items()}
+        return apply(one, other)
 
     return combine
 
 
 def _vector(value: Value) -> Vector:
     return value if isinstance(value, dict) else {(): value}
+
+
+def _scalar(value: Value) -> float:
+    assert not isinstance(value, dict), "the caller has looked"
+    return value

@@ -66,6 +66,7 @@ class ClusterView:
     replays: int
     moves: int
     rejected: int
+    away: list[str]  # islands that are started again
     workers: list[WorkerView]
 
 
@@ -129,20 +130,20 @@ def view_of(info: inference_pb2.ClusterInfo, interval: Interval) -> ClusterView:
         replays=int(after.total("tandem:replays_total")),
         moves=int(after.total("tandem:moves_total")),
         rejected=int(after.total("tandem:rejected_total")),
+        away=[island.name for island in info.islands if not island.workers],
         workers=[_worker(island, worker, interval) for island in info.islands for worker in island.workers],
     )
 
 
 def render(view: ClusterView) -> RenderableType:
     """Two lines of totals, and a table of workers."""
-    away = sorted({worker.island for worker in view.workers if not worker.alive})
     state = Text("ready", "green") if view.ready else Text("not ready", "bold red")
     head = Text.assemble(
         (view.name, "bold"), f"  tandem {view.version}  up {view.uptime_seconds:.0f} s  ", state,
         f"  {view.queued} queued  {view.in_prefill} in prefill  {view.in_decode} in decode  "
         f"restarts {view.island_restarts} (gateway {view.gateway_restarts})  replays {view.replays}  "
         f"moves {view.moves}  rejected {view.rejected}",
-        (f"  lost workers in {', '.join(away)}" if away else "", "bold red"),
+        (f"  {', '.join(view.away)} away" if view.away else "", "bold red"),
     )  # fmt: skip
     rates = Text(
         f"{view.requests:.1f} requests/s  {view.prompt_tokens:.0f} prompt tokens/s  {view.output_tokens:.0f} output "
@@ -197,5 +198,6 @@ def _scrape(client: Client) -> Samples:
 
 
 def _milliseconds(seconds: list[float]) -> str:
-    """As p50/p90/p99."""
-    return "/".join(f"{1000 * one:.0f}" for one in seconds) + " ms" if seconds else "–"
+    """At FRACTIONS."""
+    values = "/".join(f"{1000 * one:.0f}" for one in seconds)
+    return f"{values} ms (p50/p90/p99)" if seconds else "–"

@@ -21,8 +21,8 @@ from tandem.cluster.supervision.start_clock import StartClock, phase_lines, proc
 def run_cluster(config: ClusterConfig, ray_address: str | None) -> None:
     """Starts the cluster, prints `ready grpc=HOST:PORT`, and returns after SIGINT or SIGTERM. It leaves nothing behind.
 
-    ` http=HOST:PORT` follows on that line if there is an HTTP server. stderr gets a line as each phase of the start
-    begins, then the seconds of all, the address of the Ray, and later each loss and recovery.
+    ` http=HOST:PORT` and ` metrics=HOST:PORT` follow on that line if there are such servers. stderr gets a line as each
+    phase of the start begins, then the seconds of all, the address of the Ray, and later each loss and recovery.
     Raises ClusterRunning, ConfigError, StartFailed, WorkerLost.
     """
     set_title(f"{config.name}/launcher")
@@ -52,8 +52,9 @@ def _serve(
         address = cluster.start(report.show, lambda: prepare_start(config, report.line))
         report.stop()
         lock.publish(address, clock.seconds)
-        http = "" if cluster.http_address is None else f" http={cluster.http_address}"
-        print(f"ready grpc={address}{http}", flush=True)
+        others = {"http": cluster.http_address, "metrics": cluster.metrics_address}
+        opened = "".join(f" {name}={there}" for name, there in others.items() if there is not None)
+        print(f"ready grpc={address}{opened}", flush=True)
         print(*phase_lines(clock.seconds), f"on the Ray at {processes.address}", sep="\n", file=sys.stderr, flush=True)
         cluster.wait()
     finally:

@@ -49,6 +49,12 @@ def read_prompt(text: str | None, file: Path | None, token_ids: str | None, *, c
     return [{"role": "user", "content": content}] if chat else content
 
 
+def _reachable(address: str) -> str:
+    """A certificate names no wildcard, and a token is not sent to one."""
+    host, _, port = address.rpartition(":")
+    return f"{'localhost' if host in WILDCARDS else host}:{port}"
+
+
 def _read_token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -83,9 +89,3 @@ def _running_address() -> str:
     if len(addresses) > 1 and "local" not in addresses:
         raise UsageError(f"give --address; several clusters run: {addresses}")
     return _reachable(addresses.get("local") or next(iter(addresses.values()), DEFAULT_ADDRESS))
-
-
-def _reachable(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    # A certificate names no wildcard, and a token is not sent to one.
-    return f"{'localhost' if host in WILDCARDS else host}:{port}"

@@ -36,7 +36,7 @@ def check_host(config: ClusterConfig, *, own_ray: bool) -> list[str]:
     if findings:
         raise ConfigError("\n".join(findings))
     config.security.server.check()
-    check_ports(config.gateway)
+    check_ports(config.gateway, config.metrics)
     limit = raise_file_limit()
     lacking = [*_check_files(limit), *(_check_room(config) if own_ray else ())]
     if lacking:

@@ -65,6 +65,7 @@ class Cluster:
         self._failure: Future[None] = Future()
         self.grpc_address = ""
         self.http_address: str | None = None
+        self.metrics_address: str | None = None
         self.clock = clock or StartClock()  # of several islands, the slowest one's phases
 
     def start(self, progress: Progress | None = None, prepare: Callable[[], None] | None = None) -> str:
@@ -75,7 +76,7 @@ class Cluster:
         with self.clock.phase("checkpoint"):
             max_model_len = self._check_model()
         self._config.security.server.check()
-        check_ports(self._config.gateway)  # it takes a while until they are opened
+        check_ports(self._config.gateway, self._config.metrics)  # it takes a while until they are opened
         if prepare is not None:
             with self.clock.phase("builds"):
                 prepare()
@@ -89,6 +90,7 @@ class Cluster:
             with self.clock.phase("gateway"):
                 addresses = self._start_gateway(max_model_len)
                 self.grpc_address, self.http_address = addresses.grpc, addresses.http
+                self.metrics_address = addresses.metrics
         except BaseException:
             self.stop()
             raise

@@ -32,6 +32,7 @@ def prebuild(config: ClusterConfig, output: Path | None, gpu: str | None, *, dry
             print(f"lacking  {reason}")
         return
     lacking = build_missing(plan, lambda line: print(line, file=sys.stderr, flush=True))
-    print(f"{len(plan.missing)} built, {len(plan.there)} there, in {time.monotonic() - began:.0f} s: {cache_folder()}")
+    built = len(plan.missing) - len(lacking) + len(plan.lacking)
+    print(f"{built} built, {len(plan.there)} there, in {time.monotonic() - began:.0f} s: {cache_folder()}")
     if lacking:
         raise BuildFailed("\n".join(f"not built: {reason}" for reason in lacking))

@@ -34,9 +34,9 @@ from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.kernels.cuda.cubin_build import find_cubin
 from tandem.workers.kernels.native.layer import SOURCE as LAYER
 from tandem.workers.models.config import ModelConfig
-from tandem.workers.runner.kernel_plan import plan_cubins
 from tandem.workers.models.kv_scales import choose_scales
 from tandem.workers.models.registry import load_config
+from tandem.workers.runner.kernel_plan import plan_cubins
 from tandem.workers.runner.model_cache import kv_layout
 
 CUBIN_BYTES = 2 << 30  # of one nvcc

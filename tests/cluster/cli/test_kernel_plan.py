@@ -24,8 +24,8 @@ from tandem.cluster.cli.kernels.builds import Running, build_all
 from tandem.cluster.cli.kernels.plan import TARGETS, Target, choose_target, plan_kernels
 from tandem.cluster.config import load_config
 from tandem.cluster.errors import ConfigError, UsageError
-from tandem.workers.runner.kernel_plan import plan_cubins
 from tandem.workers.models.registry import load_config as load_model
+from tandem.workers.runner.kernel_plan import plan_cubins
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 QWEN3_06B = {

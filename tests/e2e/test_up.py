@@ -19,6 +19,8 @@ import psutil
 import pytest
 import ray
 
+from tandem.cache.kernels.build.nvml import Driver, Gpu
+from tandem.cluster.cli import preflight
 from tandem.cluster.cli.commands import main
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.cli.runtime_dir import running_cluster
@@ -240,6 +242,7 @@ def test_a_port_in_use(small_model: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def _named_by_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"architectures": ["LamaForCausalLM"]}')
+    (folder / "model.safetensors").touch()
 
 
 def _half_written(folder: Path) -> None:
@@ -319,6 +322,8 @@ def test_what_no_kernel_of_a_gpu_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
+    two = Driver("580.1", (Gpu("H200", 139 << 30, (9, 0)),) * 2)
+    monkeypatch.setattr(preflight, "read_driver", lambda: two)
     make_checkpoint(tmp_path / "model", arch=arch, size="tiny", seed=3)
     settings = ["name=bad-sizes", "island.device=cuda", "island.transport=nvshmem", f"cache.page_size={page_size}"]
     options = [part for setting in (*settings, "model.dtype=bfloat16") for part in ("--set", setting)]

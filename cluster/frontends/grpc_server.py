@@ -17,7 +17,8 @@ from tandem.workers.service.well_formed import WellFormedRequired
 IDLE_MS = 600_000  # of a connection without a call; clients connect again by themselves
 SILENT_MS = 60_000  # without a sign of life, and again without the answer to a ping
 REQUEST_SECONDS = 60.0  # for a client's request, or for all requests of a call
-SLOW_SECONDS = 0.25  # after which a message that is not there counts as the largest: gRPC does not say how far it is
+SLOW_SECONDS = 0.05  # between two looks at whether a message is there
+SLOW_LOOKS = 5  # after which one counts as the largest: gRPC does not say how far it is
 OPEN_CALLS = 256  # of each method that needs no token: strangers take no room from callers
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
@@ -110,9 +111,14 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
     async def _read(self, context: grpc.aio.ServicerContext, body: Body) -> Any:
         """The call's request. One that comes slowly holds what the largest would."""
         refusal: Overloaded | None = None
+        looks = 0
 
-        def is_slow() -> None:
-            nonlocal refusal
+        def look() -> None:
+            nonlocal looking, looks, refusal
+            looks += 1
+            if looks < SLOW_LOOKS:  # the event loop may have been late itself: it reads between two looks
+                looking = loop.call_later(SLOW_SECONDS, look)
+                return
             try:
                 body.hold(self._max_bytes)
             except Overloaded as error:
@@ -120,7 +126,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
                 limit.reschedule(loop.time())
 
         loop = asyncio.get_running_loop()
-        slow = loop.call_later(SLOW_SECONDS, is_slow)
+        looking = loop.call_later(SLOW_SECONDS, look)
         try:
             async with asyncio.timeout(REQUEST_SECONDS) as limit:
                 request = await context.read()
@@ -132,7 +138,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         except Overloaded as error:
             await refuse(context, error)
         finally:
-            slow.cancel()
+            looking.cancel()
         if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # unseen by pyright
             await refuse(context, InvalidRequest("the call has no request; one message is needed"))
         return request

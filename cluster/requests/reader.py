@@ -20,7 +20,11 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         """folder: of the checkpoint."""
         os.nice(NICE)
+        os.environ["RUST_BACKTRACE"] = "0"  # a stranger decides how often the tokenizer panics
         self._tokenizer = Tokenizer.from_folder(folder)
+
+    def ready(self) -> None:
+        """Returns once the constructor has."""
 
     def tokens(self, message: inference_pb2.GenerateRequest) -> Int64Array:
         """As prompt_tokens()."""

@@ -75,7 +75,8 @@ class Readers:
             try:
                 async with asyncio.timeout(READ_SECONDS):
                     calling = loop.run_in_executor(self._threads, partial(reader.call, method, *arguments))
-                    return await asyncio.wrap_future(await calling)
+                    # Nobody else may cancel it: the process answers it when it ends.
+                    return await asyncio.shield(unwatched(asyncio.wrap_future(await calling)))
             except TimeoutError:
                 healthy = False
                 raise InvalidRequest(
@@ -102,8 +103,10 @@ class Readers:
         self.prepare()
         assert self._server is not None, "prepare() has made it"
         try:
-            return self._server.fork("reader", pack((Reader, self._folder)), START_SECONDS)
-        except StartFailed as error:
+            reader = self._server.fork("reader", pack((Reader, self._folder)), START_SECONDS)
+            reader.call("ready").result(START_SECONDS)
+            return reader
+        except (StartFailed, ProcessEnded, TimeoutError) as error:
             self._server.close()
             self._server = None
             raise ServerError(f"the request could not be read: {error}") from error

@@ -131,7 +131,7 @@ def assert_graphs_go_on(
     scales: KVScales | None = None,
     long: int = 0,
 ) -> None:
-    """Kernels differ, so near-equals may swap: the eager path goes on with the tokens of the graphs, and few may differ."""
+    """Kernels differ, so near-equals may swap: the eager path goes on with the graphs' tokens, and few may differ."""
     eager, graphs = (Steps(folder, dtype, with_graphs, scales, long=long) for with_graphs in (False, True))
     assert graphs.runner.overlaps
     assert not eager.runner.overlaps

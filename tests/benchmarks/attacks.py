@@ -17,6 +17,7 @@ A new attack is a function of `tests/benchmarks/attack_kinds.py`.
 import asyncio
 import json
 import os
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -207,6 +208,7 @@ def measure(names: list[str], streams: int, steps: float, each: float, budget: B
                 answers = attacker.recv() if attacker.poll(LONGEST_SECONDS) else Counter({"the attacker hangs": 1})
             more = rounded(numbers["gap_max_ms"] - found["none"]["gap_max_ms"])
             found[name] = {"more_ms": more, **numbers, "answers": dict(answers.most_common(6))}
+            print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
     return found
 
 

@@ -65,6 +65,7 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
 """Parameters that are not supported here, with the values that ask for nothing."""
 
 MAX_FIELDS = 100  # of an object
+MAX_LISTED = 1024  # of a sampling parameter; the request validator has limits of its own
 LONGEST_NAME = 80  # characters of an unknown field that an answer shows
 BodyT = TypeVar("BodyT", bound="GenerationBody")
 
@@ -93,7 +94,8 @@ class TextPart(Part):
 
 # Of lists only the first fault is found, or a body of a few megabytes would make gigabytes of findings.
 Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
-Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+StopTexts = TypeAliasType("StopTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_LISTED)])
+StopIds = TypeAliasType("StopIds", Annotated[list[int], FailFast(), Field(max_length=MAX_LISTED)])
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 
 
@@ -112,9 +114,9 @@ def _sampling_field(field: FieldDescriptor) -> tuple[Any, Any]:
     kind: Any = type(field.default_value)
     accepted = accepted_value(field.name)
     if field.is_repeated and field.type == FieldDescriptor.TYPE_STRING:
-        kind, accepted = str | Texts, "text, or a list of texts"
+        kind, accepted = str | StopTexts, "text, or a list of texts"
     elif field.is_repeated:
-        kind, accepted = TokenIds, "a list of token ids"
+        kind, accepted = StopIds, "a list of token ids"
     return kind | None, Field(default=None, description=accepted)
 
 
@@ -168,6 +170,10 @@ class GenerationBody(SamplingFields, ABC):
         given = {name: value for name, value in sampling.items() if value is not None}
         return build_request(self.input, given, None, self.cache_salt or "")
 
+    def check_length(self, max_tokens: int) -> None:
+        """Refuses a prompt whose length is known and that no request of so many tokens has room for, before it
+        travels. Raises HttpError."""
+
     def without_prompt(self) -> Self:
         """The body as far as its answer needs it, once there is a request()."""
         return self.model_copy(update={self.prompt_field: None, "stop": None, "stop_token_ids": None})
@@ -214,6 +220,11 @@ class CompletionBody(GenerationBody):
         if len(prompt) > 1:
             raise ValueError(f"has {len(prompt)} prompts; one a request is accepted: text, or a list of token ids")
         return prompt[0]
+
+    def check_length(self, max_tokens: int) -> None:
+        if not isinstance(self.prompt, str) and len(self.prompt) >= max_tokens:
+            reason = f"prompt has {len(self.prompt)} token ids; at most {max_tokens - 1} are accepted"
+            raise HttpError(400, reason, param="prompt")
 
     @property
     def input(self) -> Prompt:
@@ -267,9 +278,15 @@ class ChatBody(GenerationBody):
         return said
 
 
-def read_request(kind: type[BodyT], data: bytes | bytearray) -> tuple[BodyT, inference_pb2.GenerateRequest]:
-    """The body without its prompt, and the gateway's request. Raises HttpError, as read_body()."""
+def read_request(
+    kind: type[BodyT], data: bytes | bytearray, max_tokens: int
+) -> tuple[BodyT, inference_pb2.GenerateRequest]:
+    """The body without its prompt, and the gateway's request. max_tokens: of the longest prompt with its output.
+
+    Raises HttpError, as read_body().
+    """
     body = read_body(kind, data)
+    body.check_length(max_tokens)
     try:
         return body.without_prompt(), body.request()
     except InvalidRequest as error:

@@ -21,7 +21,7 @@ from tandem.workers.event_loop import unwatched
 
 T = TypeVar("T")
 BODY_SECONDS = 60.0  # for a client's body
-LONG_BODY = 1 << 16  # bytes; longer ones are read in a process of their own
+LONG_BODY = 1 << 14  # bytes; longer ones are read in a process of their own
 
 
 class ClientGone(Exception):
@@ -38,6 +38,7 @@ class GenerationRoute:
     model: str  # the only one that is served
     tokenizer: Tokenizer | None
     max_bytes: int  # of a body
+    max_tokens: int  # of a prompt with its output
     turns: FairTurns  # many requests may come at once
     bodies: BodyBudget
     readers: Readers
@@ -68,9 +69,9 @@ class GenerationRoute:
             raise HttpError(408, reason, headers={"connection": "close"}) from None
         await self.turns.take()
         if len(data) > LONG_BODY:
-            reading = self.readers.run(_host_of(scope), read_request, self.body, data)
+            reading = self.readers.run(_host_of(scope), read_request, self.body, data, self.max_tokens)
             return await _unless_gone(receive, asyncio.ensure_future(reading))
-        return read_request(self.body, data)
+        return read_request(self.body, data, self.max_tokens)
 
     async def _read(self, scope: Scope, receive: Receive, held: Body) -> bytearray:
         media_type = ";".join(header(scope, "content-type"))

@@ -56,7 +56,7 @@ class HttpApp:
             "max_model_len": max_model_len,
         }
         turns = FairTurns(REQUESTS_A_ROUND)
-        shared = requests, model, tokenizer, max_bytes, turns, bodies, readers
+        shared = requests, model, tokenizer, max_bytes, max_model_len, turns, bodies, readers
         completions = GenerationRoute(CompletionBody, CompletionAnswer, *shared)
         chats = GenerationRoute(ChatBody, ChatAnswer, *shared)
         reads = ("GET", "HEAD")

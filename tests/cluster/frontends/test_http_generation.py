@@ -41,7 +41,9 @@ def test_so_many_a_round() -> None:
     async def crowd(requests: Any, size: int) -> list[bytes]:
         bodies, readers = BodyBudget(1 << 20, 1 << 20), Readers(Path(), ())
         turns = FairTurns(A_ROUND)
-        route = GenerationRoute(CompletionBody, CompletionAnswer, requests, "m", None, 1 << 20, turns, bodies, readers)
+        route = GenerationRoute(
+            CompletionBody, CompletionAnswer, requests, "m", None, 1 << 20, 1 << 10, turns, bodies, readers
+        )
         requests.look()
         return await asyncio.gather(*(one(route) for _ in range(size)))
 

@@ -63,7 +63,7 @@ def told(opened: OpenGateway, data: bytes) -> tuple[grpc.StatusCode, str]:
     [
         (field(4, b"\x0a\x00" * MIB), "the message has more than 65536 fields"),
         (field(4, b"\x0a\x00" * 20_000), "chat has 20000 messages; at most 16384 are accepted"),
-        (field(3, field(1, b"\1" * 2 * MIB)), "token_ids.ids has 2097152 numbers; at most 1048576 are accepted"),
+        (field(3, field(1, b"\1" * 2 * MIB)), "token_ids.ids has more than 1048576 numbers; so many are accepted"),
         (field(3, field(1, b"\1" * 70_000)), "the prompt has 70000 tokens; "),
         (field(7, bytes(4 * MIB)), "the prompt has 1048576 tokens; "),
         (field(7, bytes(4)) + field(6, field(1, b"\1" * 1000)), "resume.token_ids has 1000 ids; at most 255 are"),
@@ -87,7 +87,7 @@ def test_counts_are_bounded(opened: OpenGateway, monkeypatch: pytest.MonkeyPatch
 def test_a_large_body_is_read_in_another_process(opened: OpenGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer and its refusals are those of a small one."""
     small: dict[str, Any] = {"prompt": "abc", "max_tokens": 2, "return_token_ids": True, "logprobs": 0}
-    large = {**small, "metadata": {"padding": "p" * 70_000}}
+    large = {**small, "metadata": {"padding": "p" * 200_000}}
 
     def not_here(*_: Any) -> None:
         raise AssertionError("a large body was read in the gateway")
@@ -133,6 +133,15 @@ def test_a_tokenizer_that_takes_too_long(opened: OpenGateway, monkeypatch: pytes
     assert "takes more than 0.01 s to read and to tokenize" in over_grpc(opened, PANICS)
 
 
+def said(connection: socket.socket, last: bytes) -> bytes:
+    """What comes over it, up to a word of the last part."""
+    data = b""
+    while last not in data:
+        data += connection.recv(1 << 16)
+        assert data, "the connection has ended"
+    return data
+
+
 class TestBudget:
     def test_unfinished_bodies_over_http(self, model: Path) -> None:
         """The first one over is refused with a hint, others are served, and what goes away makes room."""
@@ -146,13 +155,13 @@ class TestBudget:
 
             first = begun(f"content-length: {MIB}")
             until(lambda: opened.gateway._bodies.held == MIB)
-            late = begun(f"content-length: {MIB}").recv(1 << 16)
+            late = said(begun(f"content-length: {MIB}"), b"accepted")
             assert late.startswith(b"HTTP/1.1 429")
             assert b"\r\nretry-after: 1\r\n" in late
             assert b"requests of 2 MiB are being received from this host; 1 MiB are accepted" in late
             chunked = begun("transfer-encoding: chunked")
             chunked.sendall(b"20000\r\n" + b" " * 0x20000 + b"\r\n")
-            assert chunked.recv(1 << 16).startswith(b"HTTP/1.1 429")
+            assert said(chunked, b"accepted").startswith(b"HTTP/1.1 429")
             assert answer(opened.http, COMPLETIONS, prompt="abc", max_tokens=2)["choices"]
             first.close()
             until(lambda: opened.gateway._bodies.held == 0)
@@ -171,7 +180,7 @@ class TestBudget:
 
     def test_a_request_counts_until_it_is_validated(self, model: Path) -> None:
         """And what it came as is dropped, though its call goes on."""
-        large = {"prompt": "abc", "max_tokens": 2, "metadata": {"padding": "p" * 70_000}}
+        large = {"prompt": "abc", "max_tokens": 2, "metadata": {"padding": "p" * 200_000}}
         with open_gateway(model, LIMITED, alone=True) as opened:
             asked = threading.Thread(target=answer, args=(opened.http, COMPLETIONS), kwargs=large)
             asked.start()
@@ -182,7 +191,7 @@ class TestBudget:
 
 
 def test_a_client_that_goes_away_while_its_body_is_read(opened: OpenGateway) -> None:
-    body = {"prompt": "abc", "max_tokens": 2, "metadata": {"padding": "p" * 70_000}}
+    body = {"prompt": "abc", "max_tokens": 2, "metadata": {"padding": "p" * 200_000}}
     held = threading.Event()
     opened.events._loop.call_soon_threadsafe(held.wait, 5)
     with pytest.raises(httpx.TimeoutException):

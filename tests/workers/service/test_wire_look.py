@@ -67,7 +67,7 @@ def test_counts_packed_numbers(number: int) -> None:
         return field(3, field(1, varint(number) * count))
 
     assert seen(packed(MAX_NUMBERS)) == (0, "")
-    assert seen(packed(MAX_NUMBERS + 1))[1].startswith(f"token_ids.ids has {MAX_NUMBERS + 1} numbers; at most")
+    assert seen(packed(MAX_NUMBERS + 1))[1].startswith(f"token_ids.ids has more than {MAX_NUMBERS} numbers; so many")
 
 
 def unknown(message: Message) -> bool:

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from tandem.cluster.errors import DeadlineExceeded, Superseded, WorkerCallError, WorkerTimedOut
 from tandem.cluster.peers.claims import Claim, Claims, in_use, superseded
 from tandem.cluster.peers.table import Column, GatewayTable
+from tandem.cluster.requests.body_budget import release_current_body
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.generation import Generation
 from tandem.cluster.requests.observer import Observe, RequestObserver, all_of
+from tandem.cluster.requests.readers import Readers
 from tandem.cluster.requests.replay import Replay
-from tandem.cluster.requests.validation import RequestValidator, ValidRequest
+from tandem.cluster.requests.validation import RequestValidator, ValidRequest, refused_prompt
 from tandem.cluster.routing.router import Router
 from tandem.cluster.routing.worker_link import WorkerLink
-from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.text.chat_template import ChatTemplateError
+from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
 from tandem.proto import inference_pb2, peer_pb2
 from tandem.workers.sampling.finish import FinishReason
 
@@ -50,6 +53,7 @@ class ActiveRequests:
     def __init__(
         self,
         validator: RequestValidator,
+        readers: Readers,
         router: Router,
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
@@ -62,6 +66,7 @@ class ActiveRequests:
     ) -> None:
         self._observe = observe or all_of(())
         self._validator = validator
+        self._readers = readers
         self._router = router
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
@@ -83,14 +88,16 @@ class ActiveRequests:
         client: str,
         write: Write,
         *,
+        host: str = "",
         credential: str = "",
         seconds: float | None = None,
         open_ended: int | None = None,
     ) -> None:
         """Runs a request to its end and gives each message for its client to `write`, one at a time.
 
-        client: see Router.place. seconds: the client's own time limit, if it has one. credential,
-        open_ended: see RequestValidator.validate. Cancelling this call frees all that the request holds.
+        client: see Router.place. host: of the client, by which clients take turns in being read. seconds: the client's
+        own time limit, if it has one. credential, open_ended: see RequestValidator.validate. Cancelling this call frees
+        all that the request holds.
         Raises InvalidRequest, Overloaded, DeadlineExceeded, AttemptsExhausted, Superseded and ServerError.
         """
         arrived = time.perf_counter()
@@ -98,13 +105,16 @@ class ActiveRequests:
         deadline = asyncio.get_running_loop().time() + limit
         observer = self._observe(request.request_id, client, arrived)
         generation: Generation | None = None
+        is_named = bool(request.request_id)
         try:
-            valid = await self._validate(request, open_ended, credential)
+            valid = await self._validate(request, open_ended, credential, host)
+            del request  # which may be large, and the call long
+            release_current_body()
             observer.validated(valid)
             generation = Generation(valid, arrived, self._tokenizer, self._eos_token_ids, self._turns, observer)
             call = self._enter(Claim(valid.request_id, valid.resumes, time.monotonic_ns()), generation)
             # An id that the gateway has just made runs nowhere else.
-            holders = self._claims.holders(valid.request_id) if request.request_id else []
+            holders = self._claims.holders(valid.request_id) if is_named else []
             await self._finish(call, holders, client, write, deadline, limit)
         except BaseException as error:
             _end(observer, generation, error)
@@ -193,9 +203,16 @@ class ActiveRequests:
         await asyncio.wait([call.work], timeout=END_SECONDS)
 
     async def _validate(
-        self, request: inference_pb2.GenerateRequest, open_ended: int | None, credential: str
+        self, request: inference_pb2.GenerateRequest, open_ended: int | None, credential: str, host: str
     ) -> ValidRequest:
-        # A template or a long text may take a while, and other requests must not wait for it.
+        self._validator.check(request)
+        if self._validator.is_long(request):
+            try:
+                tokens = await self._readers.tokens(host, request)
+            except (ChatTemplateError, TokenizerFailed) as error:
+                raise refused_prompt(request, error) from error
+            return self._validator.validate(request, open_ended, credential, tokens)
+        # A template or a text may take a while, and other requests must not wait for it.
         if request.HasField("chat") or len(request.text) > LONG_TEXT:
             return await asyncio.to_thread(self._validator.validate, request, open_ended, credential)
         return self._validator.validate(request, open_ended, credential)

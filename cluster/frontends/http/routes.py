@@ -15,8 +15,10 @@ from tandem.cluster.frontends.http.generate import ClientGone, GenerationRoute, 
 from tandem.cluster.frontends.http.monitoring import READS, Monitoring
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, Send
 from tandem.cluster.requests.active_requests import ActiveRequests
+from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.fair_turns import FairTurns
+from tandem.cluster.requests.readers import Readers
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.authentication import HEADER, BearerToken
 
@@ -111,15 +113,24 @@ class HttpApp:
 
 
 def openai_routes(
-    requests: ActiveRequests, tokenizer: Tokenizer | None, *, names: Sequence[str], max_model_len: int, max_bytes: int
+    requests: ActiveRequests,
+    tokenizer: Tokenizer | None,
+    *,
+    names: Sequence[str],
+    max_model_len: int,
+    max_bytes: int,
+    bodies: BodyBudget,
+    readers: Readers,
 ) -> Routes:
-    """OpenAI's API. names: of the model; all are accepted, answers have the first. max_bytes: of one body."""
+    """OpenAI's API. names: of the model; all are accepted, answers have the first. max_bytes: of one body. bodies:
+    counts them. readers: read long ones."""
     about = {"object": "model", "created": int(time.time()), "owned_by": "tandem", "max_model_len": max_model_len}
     cards = [{"id": name, **about} for name in names]
     model, *aliases = names
-    common = requests, model, tokenizer, max_bytes, FairTurns(REQUESTS_A_ROUND), tuple(aliases)
-    completions = GenerationRoute(CompletionBody, CompletionAnswer, *common)
-    chats = GenerationRoute(ChatBody, ChatAnswer, *common)
+    turns = FairTurns(REQUESTS_A_ROUND)
+    shared = requests, model, tokenizer, max_bytes, max_model_len, turns, bodies, readers, tuple(aliases)
+    completions = GenerationRoute(CompletionBody, CompletionAnswer, *shared)
+    chats = GenerationRoute(ChatBody, ChatAnswer, *shared)
     return {
         MODELS: (READS, _constant({"object": "list", "data": cards})),
         **{f"{MODELS}/{card['id']}": (READS, _constant(card)) for card in cards},

@@ -93,7 +93,7 @@ class TestCalls:
             ({**BODY, "prompt": "text"}, "prompt", "prompt: the checkpoint has no tokenizer.json"),
             ({**BODY, "stop": "x"}, "stop", "stop: stop strings need a tokenizer"),
             ({**BODY, "max_tokens": 254}, "max_tokens", "max_tokens is 254 after a prompt of 3 tokens; the model's"),
-            ({**BODY, "prompt": [5] * 256}, None, "the prompt has 256 tokens; the model's context takes at most 255"),
+            ({**BODY, "prompt": [5] * 256}, "prompt", "prompt has 256 token ids; at most 255 are accepted"),
         ],
     )
     @pytest.mark.parametrize("stream", [False, True])

@@ -28,7 +28,17 @@ FLOORS = {
         {"digest"},
     ),
     "workers": (
-        {"authentication", "checkpoint", "config", "counters", "errors", "event_loop", "sampling", "step_thread"},
+        {
+            "authentication",
+            "checkpoint",
+            "config",
+            "connections",
+            "counters",
+            "errors",
+            "event_loop",
+            "sampling",
+            "step_thread",
+        },
         {"kernels", "wire"},
         {"models", "requests"},
         {"handoff", "runner"},

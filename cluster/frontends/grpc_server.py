@@ -11,6 +11,7 @@ from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, 
 from tandem.cluster.requests.call_limit import CallLimit, connections_per_frontend
 from tandem.cluster.statuses import refuse
 from tandem.workers.authentication import OPEN_METHODS, TokenRequired
+from tandem.workers.connections import lenient_options
 from tandem.workers.service.well_formed import WellFormedRequired
 
 IDLE_MS = 600_000  # of a connection without a call; clients connect again by themselves
@@ -35,6 +36,7 @@ def grpc_server(limit: CallLimit, token: str | None, max_bytes: int, *, shared: 
         ("grpc.keepalive_time_ms", SILENT_MS),
         ("grpc.keepalive_timeout_ms", SILENT_MS),
         ("grpc.http2.ping_timeout_ms", SILENT_MS),
+        *lenient_options(),
     )
     access = [] if token is None else [TokenRequired(token)]
     return grpc.aio.server(options=options, interceptors=[*access, BoundedCalls(limit), WellFormedRequired()])

@@ -7,11 +7,12 @@ import grpc.aio
 from tandem.cluster.peers.claims import Claim
 from tandem.proto import peer_pb2, peer_pb2_grpc
 from tandem.workers.authentication import TokenRequired
+from tandem.workers.connections import lenient_options
 from tandem.workers.service.well_formed import WellFormedRequired
 
 HOST = "127.0.0.1"
 MESSAGE_BYTES = 1 << 16
-OPTIONS = (("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.so_reuseport", 0))
+OPTIONS = (("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.so_reuseport", 0), *lenient_options())
 
 Give = Callable[[Claim], Awaitable["peer_pb2.ClaimOutcome"]]
 

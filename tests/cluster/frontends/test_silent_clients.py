@@ -25,6 +25,7 @@ DRIP_SECONDS = 0.02
 TOKEN = "0123456789abcdef-token"
 HEALTH_CALL = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04" + bytes(5)  # and an empty SETTINGS frame
+PING = b"\0\0\x08\x06\0" + bytes(4) + b"12345678"
 METHODS = [
     ("/tandem.v1.Inference/Generate", inference_pb2.GenerateRequest),
     ("/tandem.v1.Inference/GetModelInfo", inference_pb2.GetModelInfoRequest),
@@ -197,6 +198,23 @@ class TestGrpc:
             connection.sendall(PREFACE + whole_call("/tandem.v1.Inference/Generate", request.SerializeToString()))
             until(lambda: opened.running)
             until(lambda: not opened.running)
+
+    @pytest.mark.parametrize("calls", [False, True])
+    def test_a_client_that_pings_often(self, model: Path, monkeypatch: pytest.MonkeyPatch, calls: bool) -> None:
+        """Each 10 s is usual. gRPC's own limit is 5 minutes beside a call, and 2 hours without one."""
+        monkeypatch.setattr("tandem.workers.connections.PING_MS", 10)
+        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5])).SerializeToString()
+        call = whole_call("/tandem.v1.Inference/Generate", request) if calls else b""
+        with open_gateway(model, alone=True) as opened, connected(opened.grpc) as connection:
+            connection.sendall(PREFACE + call)
+            until(lambda: opened.running == int(calls))
+            for _ in range(8):
+                assert not ended(connection, PING)
+
+    def test_a_client_that_only_pings(self, model: Path) -> None:
+        with open_gateway(model, alone=True) as opened, connected(opened.grpc) as connection:
+            connection.sendall(PREFACE)
+            until(lambda: ended(connection, PING))
 
     def test_connections_are_bounded(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.cluster.frontends.grpc_server.connections_per_frontend", lambda: 1)

@@ -64,9 +64,9 @@ FLOORS = {
 # Heavy dependencies and the files that are their home.
 HOMES = {
     "ray": {"cluster/processes/ray_processes.py"},
-    "h11": {"cluster/cli/bench/event_streams.py"},
+    "h11": {"cluster/cli/bench/event_streams.py", "cluster/frontends/http/connection.py"},
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
-    "uvicorn": {"cluster/frontends/http/server.py"},
+    "uvicorn": {"cluster/frontends/http/connection.py", "cluster/frontends/http/server.py"},
     "grpc": {
         "cluster/client/client.py",
         "cluster/client/client_messages.py",

@@ -69,7 +69,7 @@ class TestHttp:
     def test_a_request_that_does_not_come(
         self, model: Path, monkeypatch: pytest.MonkeyPatch, before: bytes, drop: bytes
     ) -> None:
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.IDLE_SECONDS", 0.1)
+        monkeypatch.setattr("tandem.cluster.frontends.http.connection.IDLE_SECONDS", 0.1)
         with open_gateway(model, alone=True) as opened, connected(opened.http) as connection:
             if before:
                 connection.sendall(before)
@@ -77,7 +77,7 @@ class TestHttp:
             until(lambda: ended(connection, drop))
 
     def test_a_call_under_way_is_not_idle(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.IDLE_SECONDS", 0.1)
+        monkeypatch.setattr("tandem.cluster.frontends.http.connection.IDLE_SECONDS", 0.1)
         with open_gateway(model, alone=True) as opened:
             answers: list[Any] = []
             asked = threading.Thread(target=lambda: answers.append(answer(opened.http, COMPLETIONS, **BODY)))
@@ -90,7 +90,7 @@ class TestHttp:
             assert answers[0]["choices"][0]["token_ids"] == TOKENS
 
     def test_the_longest_idle_makes_room(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.connections_per_frontend", lambda: 2)
+        monkeypatch.setattr("tandem.cluster.frontends.http.connection.connections_per_frontend", lambda: 2)
         with open_gateway(model, alone=True) as opened:
             asked = threading.Thread(target=partial(answer, opened.http, COMPLETIONS, **BODY))
             asked.start()
@@ -104,8 +104,8 @@ class TestHttp:
             assert get(opened.http, "/health").status_code == 200
 
     def test_many_at_once_make_room_for_each_other(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.connections_per_frontend", lambda: 3)
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.IDLE_SECONDS", 600.0)
+        monkeypatch.setattr("tandem.cluster.frontends.http.connection.connections_per_frontend", lambda: 3)
+        monkeypatch.setattr("tandem.cluster.frontends.http.connection.IDLE_SECONDS", 600.0)
         with open_gateway(model, alone=True) as opened, ExitStack() as stack:
             held = threading.Event()
             opened.events._loop.call_soon_threadsafe(held.wait, 5)  # until then the server accepts nobody

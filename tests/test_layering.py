@@ -76,6 +76,7 @@ HOMES = {
         "cluster/frontends/grpc_server.py",
         "cluster/gateway.py",
         "cluster/peers/claims.py",
+        "cluster/peers/links.py",
         "cluster/peers/peer_server.py",
         "cluster/processes/ray_access.py",
         "cluster/routing/worker_link.py",

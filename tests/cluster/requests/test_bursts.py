@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from tandem.cluster.client import AsyncClient
+from tandem.cluster.errors import Overloaded
 from tandem.cluster.peers import peer_server
 from tandem.cluster.protocol import build_request
 from tandem.cluster.statuses import RETRY_AFTER_KEY
@@ -91,6 +92,36 @@ def test_all_of_a_burst_are_served_in_the_end(model: Path, monkeypatch: pytest.M
         until(lambda: len(asked) > 40)
         opened.island_comes()
         assert answers.result(120) == [TOKENS] * 200
+
+
+def test_who_sends_most_is_turned_away_and_not_others(model: Path) -> None:
+    async def run(opened: OpenGateway) -> None:
+        async with (
+            AsyncClient(opened.grpc, client_id="much", resume_seconds=0) as much,
+            AsyncClient(opened.grpc, client_id="little", resume_seconds=0) as little,
+        ):
+            many = [asyncio.ensure_future(anext(much.generate(PROMPT, max_tokens=1))) for _ in range(30)]
+            await asyncio.to_thread(
+                until, lambda: opened.gateway._router.queued == 20 and sum(map(_is_over, many)) == 10
+            )
+            few = [asyncio.ensure_future(anext(little.generate(PROMPT, max_tokens=1))) for _ in range(5)]
+            await asyncio.to_thread(until, lambda: sum(map(_is_over, many)) == 15)
+            await asyncio.to_thread(opened.island_comes)
+            await asyncio.gather(*few)
+            refused = [error for error in await asyncio.gather(*many, return_exceptions=True) if _is_error(error)]
+            assert len(refused) == 15
+            assert all(isinstance(error, Overloaded) for error in refused), refused
+
+    with open_gateway(model, {"gateway.max_queued": 20}, alone=True) as opened:
+        asyncio.run(run(opened))
+
+
+def _is_over(call: "asyncio.Future[Any]") -> bool:
+    return call.done()
+
+
+def _is_error(outcome: object) -> bool:
+    return isinstance(outcome, BaseException)
 
 
 def test_other_servers_take_bursts_and_pings_too() -> None:

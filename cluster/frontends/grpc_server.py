@@ -27,7 +27,15 @@ def grpc_server(limit: CallLimit, token: str | None, max_bytes: int, *, shared: 
 
     shared: whether other processes of this user open the same port. The kernel gives each connection to one of them.
     """
-    options = (
+    access = [] if token is None else [TokenRequired(token)]
+    return grpc.aio.server(
+        options=server_options(max_bytes, shared), interceptors=[*access, BoundedCalls(limit), WellFormedRequired()]
+    )
+
+
+def server_options(max_bytes: int, shared: bool) -> tuple[tuple[str, int], ...]:
+    """As grpc_server(); bounds on messages, connections and silence."""
+    return (
         ("grpc.max_receive_message_length", max_bytes),
         ("grpc.max_send_message_length", max_bytes),
         ("grpc.so_reuseport", int(shared)),  # by default a second gateway could share a port that is in use
@@ -38,8 +46,6 @@ def grpc_server(limit: CallLimit, token: str | None, max_bytes: int, *, shared: 
         ("grpc.http2.ping_timeout_ms", SILENT_MS),
         *lenient_options(),
     )
-    access = [] if token is None else [TokenRequired(token)]
-    return grpc.aio.server(options=options, interceptors=[*access, BoundedCalls(limit), WellFormedRequired()])
 
 
 def open_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> str:

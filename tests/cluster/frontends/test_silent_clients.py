@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from tandem.cluster.client import Client
+from tandem.cluster.frontends.grpc_server import server_options
 from tandem.proto import inference_pb2
 from tests.cluster.open_gateway import BODY, TOKENS, OpenGateway, open_gateway
 from tests.support.checkpoints import save_checkpoint
@@ -199,6 +200,28 @@ class TestGrpc:
             until(lambda: opened.running)
             until(lambda: not opened.running)
 
+    def test_a_client_that_answers_for_a_while_and_then_vanishes(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is asked for a sign of life again and again, not only when it has sent something."""
+        monkeypatch.setattr("tandem.cluster.frontends.grpc_server.SILENT_MS", 500)
+        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5])).SerializeToString()
+        with open_gateway(model, alone=True) as opened, connected(opened.grpc) as connection:
+            connection.settimeout(20)
+            connection.sendall(PREFACE + whole_call("/tandem.v1.Inference/Generate", request))
+            until(lambda: opened.running)
+            for _ in range(5):
+                connection.sendall(_frame(6, 0x1, pinged(connection), stream=0))
+            assert opened.running
+            until(lambda: not opened.running)
+
+    def test_bounds_on_silence(self) -> None:
+        """Each has a default of its own that is much longer, or none."""
+        options = dict(server_options(1 << 20, shared=False))
+        for name in ("keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms"):
+            assert options[f"grpc.{name}"] == 60_000
+        assert options["grpc.max_connection_idle_ms"] == 600_000
+
     @pytest.mark.parametrize("calls", [False, True])
     def test_a_client_that_pings_often(self, model: Path, monkeypatch: pytest.MonkeyPatch, calls: bool) -> None:
         """Each 10 s is usual. gRPC's own limit is 5 minutes beside a call, and 2 hours without one."""
@@ -237,5 +260,23 @@ def whole_call(method: str, message: bytes) -> bytes:
     return _frame(1, 0x4, literals) + _frame(0, 0x1, body)  # HEADERS that end the headers, DATA that ends the stream
 
 
-def _frame(kind: int, flags: int, payload: bytes) -> bytes:
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, 1) + payload
+def pinged(connection: socket.socket) -> bytes:
+    """What the server's next ping holds. TimeoutError when none comes."""
+    while True:
+        head = _all_of(connection, 9)
+        payload = _all_of(connection, int.from_bytes(head[:3]))
+        if head[3] == 6 and not head[4] & 0x1:
+            return payload
+
+
+def _all_of(connection: socket.socket, size: int) -> bytes:
+    content = b""
+    while len(content) < size:
+        more = connection.recv(size - len(content))
+        assert more, "the server has closed the connection"
+        content += more
+    return content
+
+
+def _frame(kind: int, flags: int, payload: bytes, stream: int = 1) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload

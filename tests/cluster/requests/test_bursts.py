@@ -124,10 +124,12 @@ def _is_error(outcome: object) -> bool:
     return isinstance(outcome, BaseException)
 
 
-def test_other_servers_take_bursts_and_pings_too() -> None:
+def test_other_servers_take_bursts_and_pings_too_and_no_silence() -> None:
     """A gateway sends its workers and its peers as much as its clients send it."""
     config = WorkerConfig(
         role=Role.DECODE, island="i", epoch=1, pe=0, num_pes=1, model_path="", max_model_len=64, token="t"
     )
     for options in (peer_server.OPTIONS, _server_options(config)):
         assert set(lenient_options()) <= set(options)
+    for name in ("keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms"):
+        assert dict(_server_options(config))[f"grpc.{name}"] == 500 * config.lease_seconds

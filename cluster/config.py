@@ -182,6 +182,9 @@ class GatewaySection(Section):
     """longest life of one request"""
     max_message_mib: Mebibytes = Field(default=16, le=1024)
     """largest message that the gateway takes"""
+    max_bodies_mib: Mebibytes = Field(default=512, le=1 << 20)
+    """most bytes of requests that are being received or read, gRPC and HTTP together; those of up to 64 KiB do not
+    count, and one client's host may have half"""
     max_calls: Calls = Field(default=4096, le=1 << 20)
     """most calls at a time, gRPC and HTTP together, waiting ones included"""
     warm_up: bool | None = None

@@ -21,7 +21,7 @@ from tandem.cluster.config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import TandemError
 from tandem.cluster.frontends.admin import Admin
-from tandem.cluster.frontends.grpc_server import grpc_server, open_port
+from tandem.cluster.frontends.grpc_server import grpc_server, host_of, open_port
 from tandem.cluster.frontends.http.routes import HttpApp
 from tandem.cluster.peers.claims import Claims
 from tandem.cluster.peers.links import PeerLinks
@@ -29,7 +29,9 @@ from tandem.cluster.peers.peer_server import PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.protocol import CLIENT_ID_KEY
 from tandem.cluster.requests.active_requests import ActiveRequests
+from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
+from tandem.cluster.requests.readers import Readers
 from tandem.cluster.requests.rebalancer import Rebalancer
 from tandem.cluster.requests.validation import ModelLimits, RequestValidator
 from tandem.cluster.requests.warm_up import WarmUp
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
 
 Context = grpc.aio.ServicerContext
+READ_BY = ("tandem.cluster.frontends.http.bodies",)  # whose functions read long requests
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
@@ -119,6 +122,10 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
                 settings.table, settings.processes, settings.num_islands, settings.process, settings.peer_token
             )
             self._table.clear(settings.process, settings.incarnation - 1)
+        self._readers = Readers(folder, READ_BY)
+        section = settings.config.gateway
+        self._max_bytes = section.max_message_mib << 20
+        self._bodies = BodyBudget((section.max_bodies_mib << 20) // settings.processes, self._max_bytes)
         self._warm_up: WarmUp | None = None
         self._rebalancing: asyncio.Task[None] | None = None
 
@@ -141,6 +148,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._claims = Claims(self._table, self._links)
         self._requests = ActiveRequests(
             self._validator,
+            self._readers,
             self._router,
             self._tokenizer,
             self._model.eos_token_ids,
@@ -178,11 +186,12 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 
     def _grpc_server(self) -> grpc.aio.Server:
         """With its services, without a port."""
-        settings, section = self._settings, self._settings.config.gateway
+        settings = self._settings
         server = grpc_server(
             self._limit,
+            self._bodies,
             settings.security.token(),
-            section.max_message_mib << 20,
+            self._max_bytes,
             shared=settings.processes > 1,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
@@ -204,7 +213,9 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             max_model_len=self._limits.longest,
             limit=self._limit,
             token=settings.security.token(),
-            max_bytes=section.max_message_mib << 20,
+            max_bytes=self._max_bytes,
+            bodies=self._bodies,
+            readers=self._readers,
         )
         shared = settings.processes > 1
         return HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
@@ -221,8 +232,13 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         await self._islands.close()
         self._claims.close()
         await self._links.close()
+        await self._readers.close()
         if self._peers is not None:
             await self._peers.stop()
+
+    def prepare(self) -> None:
+        """Starts what the first long request would wait for. Returns at once."""
+        self._readers.prepare()
 
     async def ping(self) -> None:
         """Returns when the event loop comes to it."""
@@ -248,13 +264,16 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         try:
-            await self._requests.serve(
+            serving = self._requests.serve(
                 request,
                 _client_of(context),
                 context.write,
+                host=host_of(context),
                 credential=_metadata(context, HEADER),
                 seconds=context.time_remaining(),
             )
+            del request  # which may be large, and the call long
+            await serving
         except TandemError as error:
             await refuse(context, error)
 
@@ -307,7 +326,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
 def _client_of(context: Context) -> str:
     """Whose request it is: what the metadata client-id says, else the host it comes from."""
     given = _metadata(context, CLIENT_ID_KEY)
-    return f"id:{given}" if given else context.peer().rpartition(":")[0]
+    return f"id:{given}" if given else host_of(context)
 
 
 def _metadata(context: Context, wanted: str) -> str:

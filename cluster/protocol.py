@@ -14,6 +14,7 @@ from tandem.proto import inference_pb2
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 CLIENT_ID_KEY = "client-id"
+MAX_MESSAGES = 16_384  # of a chat: whoever walks them holds up others
 ACCEPTED = MappingProxyType(
     {
         FieldDescriptor.TYPE_UINT32: "an integer in [0, 2^32)",

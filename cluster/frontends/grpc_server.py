@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, StartFailed
+from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.call_limit import CallLimit, connections_per_frontend
 from tandem.cluster.statuses import refuse
 from tandem.workers.authentication import OPEN_METHODS, TokenRequired
@@ -17,19 +18,24 @@ from tandem.workers.service.well_formed import WellFormedRequired
 IDLE_MS = 600_000  # of a connection without a call; clients connect again by themselves
 SILENT_MS = 60_000  # without a sign of life, and again without the answer to a ping
 REQUEST_SECONDS = 60.0  # for a client's request, or for all requests of a call
+SLOW_SECONDS = 0.05  # between two looks at whether a message is there
+SLOW_LOOKS = 5  # after which one counts as the largest: gRPC does not say how far it is
 OPEN_CALLS = 256  # of each method that needs no token: strangers take no room from callers
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
-def grpc_server(limit: CallLimit, token: str | None, max_bytes: int, *, shared: bool) -> grpc.aio.Server:
+def grpc_server(
+    limit: CallLimit, bodies: BodyBudget, token: str | None, max_bytes: int, *, shared: bool
+) -> grpc.aio.Server:
     """A server without services and without a port. max_bytes: of one message. token: None admits everybody.
 
     shared: whether other processes of this user open the same port. The kernel gives each connection to one of them.
     """
     access = [] if token is None else [TokenRequired(token)]
     return grpc.aio.server(
-        options=server_options(max_bytes, shared), interceptors=[*access, BoundedCalls(limit), WellFormedRequired()]
+        options=server_options(max_bytes, shared),
+        interceptors=[*access, BoundedCalls(limit, bodies, max_bytes), WellFormedRequired()],
     )
 
 
@@ -63,10 +69,15 @@ def open_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.S
 
 
 class BoundedCalls(grpc.aio.ServerInterceptor):
-    """Refuses calls beyond the limit before it reads their requests, and ends calls that send none."""
+    """Refuses calls beyond the limit before it reads their requests, and ends calls that send none.
 
-    def __init__(self, limit: CallLimit) -> None:
+    It counts requests while they come, and until they are validated.
+    """
+
+    def __init__(self, limit: CallLimit, bodies: BodyBudget, max_bytes: int) -> None:
         self._limit = limit
+        self._bodies = bodies
+        self._max_bytes = max_bytes
         self._open = {method: CallLimit(OPEN_CALLS) for method in OPEN_METHODS}
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
@@ -75,7 +86,69 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         except Overloaded as error:
             return _refusal(error)
         handler = await continuation(handler_call_details)
-        return None if handler is None else _bounded(handler)
+        return None if handler is None else self._bounded(handler)
+
+    def _bounded(self, handler: Any) -> Any:
+        """The same method, which reads its request itself: gRPC would wait for it without bound."""
+        if handler.request_streaming:
+            behave: Any = _in_time(handler.stream_stream)
+        else:
+            behave = self._with_request(handler.unary_stream if handler.response_streaming else handler.unary_unary)
+        remade = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return remade(behave, handler.request_deserializer, handler.response_serializer)
+
+    def _with_request(self, method: Any) -> Callable[..., Awaitable[Any]]:
+        async def behave(_: object, context: grpc.aio.ServicerContext) -> Any:
+            body = self._bodies.open(host_of(context))
+            try:
+                request = await self._read(context, body)
+                current_body.set(body)
+                answering = method(request, context)
+                del request  # which may be large, and the call long
+                return await answering
+            finally:
+                body.release()
+
+        return behave
+
+    async def _read(self, context: grpc.aio.ServicerContext, body: Body) -> Any:
+        """The call's request. One that comes slowly holds what the largest would."""
+        refusal: Overloaded | None = None
+        looks = 0
+
+        def look() -> None:
+            nonlocal looking, looks, refusal
+            looks += 1
+            if looks < SLOW_LOOKS:  # the event loop may have been late itself: it reads between two looks
+                looking = loop.call_later(SLOW_SECONDS, look)
+                return
+            try:
+                body.hold(self._max_bytes)
+            except Overloaded as error:
+                refusal = error
+                limit.reschedule(loop.time())
+
+        loop = asyncio.get_running_loop()
+        looking = loop.call_later(SLOW_SECONDS, look)
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS) as limit:
+                request = await context.read()
+            body.hold(len(request) if isinstance(request, bytes) else 0)
+        except TimeoutError:
+            if refusal is None:
+                await _too_late(context)
+            await refuse(context, refusal)
+        except Overloaded as error:
+            await refuse(context, error)
+        finally:
+            looking.cancel()
+        if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # unseen by pyright
+            await refuse(context, InvalidRequest("the call has no request; one message is needed"))
+        return request
 
 
 def _refusal(error: Overloaded) -> Any:
@@ -85,18 +158,6 @@ def _refusal(error: Overloaded) -> Any:
         await refuse(context, error)
 
     return grpc.stream_unary_rpc_method_handler(behave)
-
-
-def _bounded(handler: Any) -> Any:
-    """The same method, which reads its request itself: gRPC would wait for it without bound."""
-    if handler.request_streaming:
-        behave: Any = _in_time(handler.stream_stream)
-    else:
-        behave = _with_request(handler.unary_stream if handler.response_streaming else handler.unary_unary)
-    remade = (
-        grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
-    )
-    return remade(behave, handler.request_deserializer, handler.response_serializer)
 
 
 def _in_time(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., Awaitable[None]]:
@@ -111,18 +172,9 @@ def _in_time(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., Awaitab
     return behave
 
 
-def _with_request(method: Any) -> Callable[..., Awaitable[Any]]:
-    async def behave(_: object, context: grpc.aio.ServicerContext) -> Any:
-        try:
-            async with asyncio.timeout(REQUEST_SECONDS):
-                request = await context.read()
-        except TimeoutError:
-            await _too_late(context)
-        if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # unseen by pyright
-            await refuse(context, InvalidRequest("the call has no request; one message is needed"))
-        return await method(request, context)
-
-    return behave
+def host_of(context: grpc.aio.ServicerContext) -> str:
+    """The client's host, without its port."""
+    return context.peer().rpartition(":")[0]
 
 
 async def _too_late(context: grpc.aio.ServicerContext) -> NoReturn:

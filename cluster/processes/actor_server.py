@@ -52,8 +52,8 @@ def serve(pipe: Connection) -> None:
             write(pipe, number, answer)
 
     def run(number: int, payload: bytes) -> None:
-        method, arguments = unpack(payload)
         try:
+            method, arguments = unpack(payload)
             answer = pack((None, getattr(actor, method)(*arguments)))
         except Exception as error:
             answer = _pack_error(error)

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from tandem.cluster.errors import DeadlineExceeded, WorkerCallError, WorkerTimedOut
 from tandem.cluster.peers.claims import Claim, Claims, in_use, superseded
 from tandem.cluster.peers.table import Column, GatewayTable
+from tandem.cluster.requests.body_budget import release_current_body
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.generation import Generation
+from tandem.cluster.requests.readers import Readers
 from tandem.cluster.requests.replay import Replay
-from tandem.cluster.requests.validation import RequestValidator, ValidRequest
+from tandem.cluster.requests.validation import RequestValidator, ValidRequest, refused_prompt
 from tandem.cluster.routing.router import Router
 from tandem.cluster.routing.worker_link import WorkerLink
-from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.text.chat_template import ChatTemplateError
+from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
 from tandem.proto import inference_pb2, peer_pb2
 
 MESSAGES_A_ROUND = 16  # each takes up to a tenth of a millisecond
@@ -48,6 +51,7 @@ class ActiveRequests:
     def __init__(
         self,
         validator: RequestValidator,
+        readers: Readers,
         router: Router,
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
@@ -58,6 +62,7 @@ class ActiveRequests:
         request_seconds: float,
     ) -> None:
         self._validator = validator
+        self._readers = readers
         self._router = router
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
@@ -79,24 +84,29 @@ class ActiveRequests:
         client: str,
         write: Write,
         *,
+        host: str = "",
         credential: str = "",
         seconds: float | None = None,
         open_ended: int | None = None,
     ) -> None:
         """Runs a request to its end and gives each message for its client to `write`, one at a time.
 
-        client: see Router.place. seconds: the client's own time limit, if it has one. credential,
-        open_ended: see RequestValidator.validate. Cancelling this call frees all that the request holds.
+        client: see Router.place. host: of the client, by which clients take turns in being read. seconds: the client's
+        own time limit, if it has one. credential, open_ended: see RequestValidator.validate. Cancelling this call frees
+        all that the request holds.
         Raises InvalidRequest, Overloaded, DeadlineExceeded, AttemptsExhausted, Superseded and ServerError.
         """
         arrived = time.perf_counter()
         limit = self._request_seconds if seconds is None else min(seconds, self._request_seconds)
         deadline = asyncio.get_running_loop().time() + limit
-        valid = await self._validate(request, open_ended, credential)
+        valid = await self._validate(request, open_ended, credential, host)
+        is_named = bool(request.request_id)
+        del request  # which may be large, and the call long
+        release_current_body()
         generation = Generation(valid, arrived, self._tokenizer, self._eos_token_ids, self._turns)
         call = self._enter(Claim(valid.request_id, valid.resumes, time.monotonic_ns()), generation)
         # An id that the gateway has just made runs nowhere else.
-        holders = self._claims.holders(valid.request_id) if request.request_id else []
+        holders = self._claims.holders(valid.request_id) if is_named else []
         call.settled = not holders
         # In a task of its own: a later call of the same id can end it, and this call still answers its client.
         call.work = asyncio.ensure_future(self._run(call, holders, client, write, deadline))
@@ -175,9 +185,16 @@ class ActiveRequests:
         await asyncio.wait([call.work], timeout=END_SECONDS)
 
     async def _validate(
-        self, request: inference_pb2.GenerateRequest, open_ended: int | None, credential: str
+        self, request: inference_pb2.GenerateRequest, open_ended: int | None, credential: str, host: str
     ) -> ValidRequest:
-        # A template or a long text may take a while, and other requests must not wait for it.
+        self._validator.check(request)
+        if self._validator.is_long(request):
+            try:
+                tokens = await self._readers.tokens(host, request)
+            except (ChatTemplateError, TokenizerFailed) as error:
+                raise refused_prompt(request, error) from error
+            return self._validator.validate(request, open_ended, credential, tokens)
+        # A template or a text may take a while, and other requests must not wait for it.
         if request.HasField("chat") or len(request.text) > LONG_TEXT:
             return await asyncio.to_thread(self._validator.validate, request, open_ended, credential)
         return self._validator.validate(request, open_ended, credential)

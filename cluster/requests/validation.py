@@ -8,16 +8,26 @@ import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.protocol import MAX_MESSAGES
 from tandem.cluster.requests.cache_salt import worker_salt
 from tandem.cluster.text.chat_template import ChatTemplateError
-from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.cluster.text.prompt_tokens import prompt_tokens
+from tandem.cluster.text.tokenizer import Tokenizer, TokenizerFailed
 from tandem.proto import inference_pb2
 from tandem.workers.errors import InvalidCall
-from tandem.workers.sampling.sampling_params import SamplingParams, validate
-from tandem.workers.wire.messages import prompt_from_bytes, sampling_from_proto
+from tandem.workers.sampling.sampling_params import (
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+    validate,
+)
+from tandem.workers.wire.messages import PROMPT_DTYPE, prompt_from_bytes, sampling_from_proto
 
 MAX_REQUEST_ID = 128
-MAX_MESSAGES = 16_384  # of a chat: whoever walks them holds up others
+QUICK_TEXT = 16_384  # bytes; what is longer is tokenized in a process of its own
+QUICK_MESSAGES = 64
+QUICK_IDS = 1 << 16  # numbers of token_ids
+MOST_STOPS = (("stop", MAX_STOP_STRINGS), ("stop_token_ids", MAX_STOP_TOKEN_IDS))
 
 
 @dataclass(frozen=True)
@@ -60,15 +70,53 @@ class RequestValidator:
         self._tokenizer = tokenizer
         self._longest_token = 0 if tokenizer is None else tokenizer.longest_token
 
-    def validate(
-        self, message: inference_pb2.GenerateRequest, open_ended: int | None = None, credential: str = ""
-    ) -> ValidRequest:
-        """open_ended: what a request that names no max_tokens gets, or as much of it as there is room for; None: the
-        default of SamplingParams. credential: what the caller showed to be let in, empty for nothing."""
+    def check(self, message: inference_pb2.GenerateRequest) -> None:
+        """All that can be said before the prompt is tokenized, and without looking at each part. Raises InvalidRequest.
+
+        What passes is bounded by the model's context.
+        """
         if len(message.request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(
                 f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are accepted"
             )
+        for name, most in MOST_STOPS:
+            if len(getattr(message.sampling, name)) > most:
+                count = len(getattr(message.sampling, name))
+                raise InvalidRequest(f"sampling.{name} has {count} entries; at most {most} are accepted")
+        if len(message.resume.token_ids) >= self._limits.longest:
+            count = len(message.resume.token_ids)
+            raise InvalidRequest(f"resume.token_ids has {count} ids; at most {self._limits.longest - 1} are accepted")
+        kind = message.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequest("input is missing; set text, token_ids, token_bytes or chat")
+        if kind in ("token_ids", "token_bytes"):
+            ids = (
+                len(message.token_ids.ids) if kind == "token_ids" else len(message.token_bytes) // PROMPT_DTYPE.itemsize
+            )
+            self._check_length(ids, 1)
+        else:
+            self._check_text(kind, message)
+
+    def is_long(self, message: inference_pb2.GenerateRequest) -> bool:
+        """Whether prompt_tokens() takes long for a message that passes check()."""
+        return (
+            len(message.text) > QUICK_TEXT
+            or len(message.chat.messages) > QUICK_MESSAGES
+            or message.chat.ByteSize() > QUICK_TEXT
+            or len(message.token_ids.ids) > QUICK_IDS
+        )
+
+    def validate(
+        self,
+        message: inference_pb2.GenerateRequest,
+        open_ended: int | None = None,
+        credential: str = "",
+        tokens: Int64Array | None = None,
+    ) -> ValidRequest:
+        """open_ended: what a request that names no max_tokens gets, or as much of it as there is room for; None: the
+        default of SamplingParams. credential: what the caller showed to be let in, empty for nothing. tokens: the
+        prompt's, int64 [n], where they are known."""
+        self.check(message)
         params = sampling_from_proto(message.sampling)
         try:
             validate(params, self._limits.vocab_size)
@@ -77,7 +125,7 @@ class RequestValidator:
         if params.stop and self._tokenizer is None:
             raise InvalidRequest("sampling.stop: stop strings need a tokenizer, and the checkpoint has none")
         salt = worker_salt(message.cache_salt, credential if self._salt_by_token else "")
-        token_ids = self._prompt(message)
+        token_ids = self._prompt(message, tokens)
         if open_ended is not None and not message.sampling.HasField("max_tokens"):
             params = replace(params, max_tokens=max(1, min(open_ended, self._room(len(token_ids)))))
         self._check_length(len(token_ids), params.max_tokens)
@@ -90,48 +138,40 @@ class RequestValidator:
         self._check_vocabulary("resume.token_ids", np.array(received, np.int64))
         return ValidRequest(message.request_id or uuid.uuid4().hex, token_ids, params, received, resumes, salt)
 
-    def _prompt(self, message: inference_pb2.GenerateRequest) -> Int64Array:
-        kind = message.WhichOneof("input")
-        if kind is None:
-            raise InvalidRequest("input is missing; set text, token_ids, token_bytes or chat")
-        if kind in ("token_ids", "token_bytes"):
-            return self._given_ids(message)
+    def _check_text(self, kind: str, message: inference_pb2.GenerateRequest) -> None:
         if self._tokenizer is None:
             raise InvalidRequest(f"{kind}: the checkpoint has no tokenizer.json; send token_bytes or token_ids")
+        if kind == "text" and not message.text:
+            raise InvalidRequest("text is empty; at least one token is needed")
         if len(message.chat.messages) > MAX_MESSAGES:
             raise InvalidRequest(f"chat has {len(message.chat.messages)} messages; at most {MAX_MESSAGES} are accepted")
-        size = len(message.text) + sum(len(turn.role) + len(turn.content) for turn in message.chat.messages)
+        size = len(message.text) or message.chat.ByteSize()
         most = self._limits.max_model_len * self._longest_token
+        if kind == "chat" and size > most:  # which counts more than the characters
+            size = sum(len(turn.role) + len(turn.content) for turn in message.chat.messages)
         if size > most:  # found out before it is tokenized, which takes seconds for millions of characters
             raise InvalidRequest(
                 f"{kind} has {size} characters; at most {most} are accepted, which {self._limits.max_model_len} of the "
                 "model's longest tokens would make"
             )
-        try:
-            if kind == "text":
-                token_ids = self._tokenizer.encode(message.text)
-            else:
-                messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
-                token_ids = self._tokenizer.encode_chat(messages)
-        except ChatTemplateError as error:
-            raise InvalidRequest(f"{kind}: {error}") from error
-        if not token_ids or (kind == "text" and not message.text):
-            raise InvalidRequest(f"{kind} is empty; at least one token is needed")
-        return np.array(token_ids, np.int64)
 
-    def _given_ids(self, message: inference_pb2.GenerateRequest) -> Int64Array:
-        if message.HasField("token_ids"):
-            if not message.token_ids.ids:
-                raise InvalidRequest("token_ids.ids is empty; at least one token id is needed")
-            # A slice is a list: numpy takes thrice as long for what protobuf has.
-            field, ids = "token_ids.ids", np.array(message.token_ids.ids[:], np.int64)
-        else:
-            try:
-                field, ids = "token_bytes", prompt_from_bytes(message.token_bytes, "token_bytes")
-            except InvalidCall as error:
-                raise InvalidRequest(str(error)) from error
-        self._check_vocabulary(field, ids)
-        return ids
+    def _prompt(self, message: inference_pb2.GenerateRequest, tokens: Int64Array | None) -> Int64Array:
+        kind = str(message.WhichOneof("input"))
+        try:
+            if kind == "token_bytes":
+                token_ids = prompt_from_bytes(message.token_bytes, kind)
+            else:
+                token_ids = prompt_tokens(self._tokenizer, message) if tokens is None else tokens
+        except (ChatTemplateError, TokenizerFailed) as error:
+            raise refused_prompt(message, error) from error
+        except InvalidCall as error:
+            raise InvalidRequest(str(error)) from error
+        if not len(token_ids):
+            name = "token_ids.ids" if kind == "token_ids" else kind
+            raise InvalidRequest(f"{name} is empty; at least one token{' id' * (kind == 'token_ids')} is needed")
+        if kind in ("token_ids", "token_bytes"):
+            self._check_vocabulary("token_ids.ids" if kind == "token_ids" else kind, token_ids)
+        return token_ids
 
     def _check_vocabulary(self, field: str, ids: Int64Array) -> None:
         largest = int(ids.max(initial=0))
@@ -164,3 +204,8 @@ class RequestValidator:
                 f"otherwise in sequences beyond {switch} tokens, and none may grow over that: at most "
                 f"{switch - prompt + 1}, or a prompt of more than {switch} tokens"
             )
+
+
+def refused_prompt(message: inference_pb2.GenerateRequest, error: Exception) -> InvalidRequest:
+    """The refusal of a prompt that the tokenizer, or the chat template, fails on."""
+    return InvalidRequest(f"{message.WhichOneof('input')}: {error}")

@@ -105,7 +105,9 @@ class GatewayActor:
         self._gateway = Gateway(settings)
 
     def serve(self) -> GatewayAddresses:
-        return self._events.run(self._gateway.start(), timeout=30)
+        addresses = self._events.run(self._gateway.start(), timeout=30)
+        self._gateway.prepare()
+        return addresses
 
     def ping(self) -> None:
         self._events.run(self._gateway.ping(), timeout=30)

@@ -5,12 +5,17 @@ from pathlib import Path
 
 import tokenizers
 
-from tandem.cluster.text.chat_template import ChatTemplate, ChatTemplateError
+from tandem.cluster.text.chat_template import MOST_SAID, ChatTemplate, ChatTemplateError
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidTokenizer
 from tandem.workers.checkpoint.fields import Fields
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+PANIC = "PanicException"  # the name of what the library raises when it fails: it derives from BaseException only
 HELD_TOKENS = 16  # more than a character takes: the bytes that are still missing will not come
+
+
+class TokenizerFailed(ValueError):
+    """The tokenizer failed on a text; the error says how."""
 
 
 class Tokenizer:
@@ -51,8 +56,14 @@ class Tokenizer:
         return max(map(len, self._inner.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        # A batch of one: for a single text the library holds the interpreter's lock, which stops event loops.
-        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        """TokenizerFailed when the library panics, as a pre-tokenizer does that backtracks too often."""
+        try:
+            # A batch of one: for a single text the library holds the interpreter's lock, which stops event loops.
+            (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == PANIC:
+                raise TokenizerFailed(f"the tokenizer fails on this text: {error!s:.{MOST_SAID}}") from None
+            raise
         return encoding.ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:

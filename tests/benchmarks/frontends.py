@@ -139,6 +139,7 @@ def serve_gateway(pipe: Connection, settings: GatewaySettings, island: IslandSta
     gc.collect()
     gc.freeze()  # as in a cluster, whose processes are forked from one that has imported all
     addresses = events.run(gateway.start(), CALL_SECONDS)
+    gateway.prepare()
     events.run(gateway.update_island(island), CALL_SECONDS)
     looking = events.run(_begun(lag.run()), CALL_SECONDS)
     pipe.send(addresses)

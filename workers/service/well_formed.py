@@ -1,22 +1,42 @@
-"""Well-formed messages: bytes that parse, and no field that this version does not know."""
+"""Well-formed messages: bytes that parse, of no more parts than one can take, and no field that this version does not
+know."""
 
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from functools import lru_cache
 from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
+from google.protobuf.message_factory import GetMessageClass
 
-PREFIX = "/tandem.v1."
+from tandem.proto import admin_pb2, inference_pb2, peer_pb2, worker_pb2
+from tandem.workers.service.turns import Turns
+from tandem.workers.service.wire_look import Layout, Malformed, layout_of, look
+
+FILES = (inference_pb2, admin_pb2, worker_pb2, peer_pb2)
 
 
-class Malformed(ValueError):
-    """The bytes are no message of their kind, or hold a field of another version; the text names it."""
+@lru_cache
+def kinds() -> dict[str, tuple[type[Message], Layout]]:
+    """The request of each method of our own services, by the method's path."""
+    return {
+        f"/{service.full_name}/{method.name}": (GetMessageClass(method.input_type), layout_of(method.input_type))
+        for file in FILES
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
 
 
 class WellFormedRequired(grpc.aio.ServerInterceptor):
-    """Ends calls of our own services that bring anything else with INVALID_ARGUMENT, before their handlers see them."""
+    """Ends calls of our own services that bring anything else with INVALID_ARGUMENT, before their handlers see them.
+
+    Long messages are looked at and parsed one after another, in slices, between which the event loop does other work.
+    """
+
+    def __init__(self) -> None:
+        self._turns = Turns(1)
 
     async def intercept_service(
         self,
@@ -24,68 +44,54 @@ class WellFormedRequired(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(PREFIX):
+        known = kinds().get(handler_call_details.method)
+        if handler is None or known is None:
             return handler
-
-        def parse(data: bytes) -> Message | Malformed:
-            try:
-                message = handler.request_deserializer(data)
-                _refuse_unknown_fields(message)
-                return message
-            except DecodeError:
-                return Malformed(f"the {len(data)} bytes of the request cannot be read as its message")
-            except Malformed as error:
-                return error
+        kind, layout = known
 
         if handler.request_streaming:
 
-            async def behave_stream(
-                requests: AsyncIterable[Message | Malformed], context: grpc.aio.ServicerContext
-            ) -> None:
-                await handler.stream_stream(_well_formed(requests, context), context)
+            async def behave_stream(requests: AsyncIterable[bytes], context: grpc.aio.ServicerContext) -> None:
+                await handler.stream_stream(self._parsed_stream(kind, layout, requests, context), context)
 
-            return grpc.stream_stream_rpc_method_handler(
-                behave_stream, request_deserializer=parse, response_serializer=handler.response_serializer
-            )
+            return grpc.stream_stream_rpc_method_handler(behave_stream, response_serializer=handler.response_serializer)
         method = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
-        async def behave(request: Message | Malformed, context: grpc.aio.ServicerContext) -> Any:
-            if isinstance(request, Malformed):
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
-            return await method(request, context)
+        async def behave(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+            parsing = self._parsed(kind, layout, data, context)
+            del data  # which may be large, and the call long
+            answering = method(await parsing, context)
+            return await answering
 
         remade = (
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
-        return remade(behave, request_deserializer=parse, response_serializer=handler.response_serializer)
+        return remade(behave, response_serializer=handler.response_serializer)
+
+    async def _parsed_stream(
+        self, kind: type[Message], layout: Layout, requests: AsyncIterable[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Message]:
+        async for data in requests:
+            yield await self._parsed(kind, layout, data, context)
+
+    async def _parsed(
+        self, kind: type[Message], layout: Layout, data: bytes, context: grpc.aio.ServicerContext
+    ) -> Message:
+        looking = look(data, layout)
+        try:
+            for _ in looking:  # it is a long one
+                async with self._turns.turn(context.peer().rpartition(":")[0]):
+                    for _ in looking:
+                        await asyncio.sleep(0)
+                    return _parse(kind, data)
+            return _parse(kind, data)
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise AssertionError("abort() raises") from None
 
 
-async def _well_formed(
-    requests: AsyncIterable[Message | Malformed], context: grpc.aio.ServicerContext
-) -> AsyncIterator[Message]:
-    async for request in requests:
-        if isinstance(request, Malformed):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
-        yield request
-
-
-def _refuse_unknown_fields(message: Message) -> None:
-    """A field that a later version gives a meaning would lose it here in silence."""
-    for name, part in _parts(message, ""):
-        unknown = UnknownFieldSet(part)
-        if len(unknown):
-            least = min(field.field_number for field in unknown)
-            known = ", ".join(field.name for field in part.DESCRIPTOR.fields) or "none"
-            whole = name or part.DESCRIPTOR.name
-            raise Malformed(f"{whole} has unknown field number {least}; this version knows {known}")
-
-
-def _parts(message: Message, name: str) -> Iterator[tuple[str, Message]]:
-    """The message and every message in it, with dotted names."""
-    yield name, message
-    for field, value in message.ListFields():
-        if field.message_type is None:
-            continue
-        dotted = f"{name}.{field.name}" if name else field.name
-        for part in value if field.is_repeated else (value,):
-            yield from _parts(part, dotted)
+def _parse(kind: type[Message], data: bytes) -> Message:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise Malformed(f"the {len(data)} bytes of the request cannot be read as its message") from None

@@ -25,9 +25,8 @@ from typing_extensions import TypeAliasType
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.errors import HttpError
-from tandem.cluster.protocol import Prompt, accepted_value, build_request
+from tandem.cluster.protocol import MAX_MESSAGES, Prompt, accepted_value, build_request
 from tandem.cluster.requests.cache_salt import MAX_CACHE_SALT
-from tandem.cluster.requests.validation import MAX_MESSAGES
 from tandem.proto import inference_pb2
 
 HARMLESS = ("metadata", "prompt_cache_key", "safety_identifier", "user")
@@ -66,6 +65,8 @@ ONLY: Mapping[str, tuple[object, ...]] = MappingProxyType(
 """Parameters that are not supported here, with the values that ask for nothing."""
 
 MAX_FIELDS = 100  # of an object
+MAX_LISTED = 1024  # of a sampling parameter; the request validator has limits of its own
+LONGEST_NAME = 80  # characters of an unknown field that an answer shows
 BodyT = TypeVar("BodyT", bound="GenerationBody")
 
 
@@ -93,7 +94,8 @@ class TextPart(Part):
 
 # Of lists only the first fault is found, or a body of a few megabytes would make gigabytes of findings.
 Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
-Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+StopTexts = TypeAliasType("StopTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_LISTED)])
+StopIds = TypeAliasType("StopIds", Annotated[list[int], FailFast(), Field(max_length=MAX_LISTED)])
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 
 
@@ -112,9 +114,9 @@ def _sampling_field(field: FieldDescriptor) -> tuple[Any, Any]:
     kind: Any = type(field.default_value)
     accepted = accepted_value(field.name)
     if field.is_repeated and field.type == FieldDescriptor.TYPE_STRING:
-        kind, accepted = str | Texts, "text, or a list of texts"
+        kind, accepted = str | StopTexts, "text, or a list of texts"
     elif field.is_repeated:
-        kind, accepted = TokenIds, "a list of token ids"
+        kind, accepted = StopIds, "a list of token ids"
     return kind | None, Field(default=None, description=accepted)
 
 
@@ -135,6 +137,8 @@ class GenerationBody(SamplingFields, ABC):
     """This body's name for each field that the gateway's messages name otherwise."""
     open_ended: ClassVar[int | None] = None
     """See RequestValidator.validate."""
+    prompt_field: ClassVar[str]
+    """What may be large: see without_prompt()."""
 
     model: str | None = Field(default=None, description="the served model's name")
     stream: bool = Field(default=False, description="true or false")
@@ -166,6 +170,14 @@ class GenerationBody(SamplingFields, ABC):
         given = {name: value for name, value in sampling.items() if value is not None}
         return build_request(self.input, given, None, self.cache_salt or "")
 
+    def check_length(self, max_tokens: int) -> None:
+        """Refuses a prompt whose length is known and that no request of so many tokens has room for, before it
+        travels. Raises HttpError."""
+
+    def without_prompt(self) -> Self:
+        """The body as far as its answer needs it, once there is a request()."""
+        return self.model_copy(update={self.prompt_field: None, "stop": None, "stop_token_ids": None})
+
     @property
     @abstractmethod
     def input(self) -> Prompt: ...
@@ -193,6 +205,7 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     renamed = MappingProxyType({"text": "prompt", "token_bytes": "prompt"})
+    prompt_field = "prompt"
 
     prompt: str | TokenIds = Field(description="text, or a list of token ids")
     logprobs: int | None = Field(default=None, description="an integer")
@@ -208,6 +221,11 @@ class CompletionBody(GenerationBody):
             raise ValueError(f"has {len(prompt)} prompts; one a request is accepted: text, or a list of token ids")
         return prompt[0]
 
+    def check_length(self, max_tokens: int) -> None:
+        if not isinstance(self.prompt, str) and len(self.prompt) >= max_tokens:
+            reason = f"prompt has {len(self.prompt)} token ids; at most {max_tokens - 1} are accepted"
+            raise HttpError(400, reason, param="prompt")
+
     @property
     def input(self) -> Prompt:
         return self.prompt
@@ -221,6 +239,7 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     renamed = MappingProxyType({"chat": "messages", "prompt": "messages", "logprobs": "top_logprobs"})
+    prompt_field = "messages"
     # A request holds pages for all that it may say: the whole context for each chat would leave room for few.
     open_ended = 4096
 
@@ -259,7 +278,22 @@ class ChatBody(GenerationBody):
         return said
 
 
-def read_body(kind: type[BodyT], data: bytes) -> BodyT:
+def read_request(
+    kind: type[BodyT], data: bytes | bytearray, max_tokens: int
+) -> tuple[BodyT, inference_pb2.GenerateRequest]:
+    """The body without its prompt, and the gateway's request. max_tokens: of the longest prompt with its output.
+
+    Raises HttpError, as read_body().
+    """
+    body = read_body(kind, data)
+    body.check_length(max_tokens)
+    try:
+        return body.without_prompt(), body.request()
+    except InvalidRequest as error:
+        raise body.blame(error) from error
+
+
+def read_body(kind: type[BodyT], data: bytes | bytearray) -> BodyT:
     """Raises HttpError, which names the field, the value and what would be accepted."""
     try:
         values = from_json(data, allow_inf_nan=False)
@@ -293,11 +327,11 @@ def _refusal(kind: type[GenerationBody], finding: Any) -> HttpError:
         return HttpError(400, reason, param=reason.partition(" ")[0])
     *place, last = finding["loc"]
     if finding["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(last, kind.model_fields, n=1)
+        near = difflib.get_close_matches(last[:LONGEST_NAME], kind.model_fields, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         known = f"; {hint}known: {', '.join([*kind.model_fields, *HARMLESS])}" if not place else ""
-        name = _dotted([*place, last])
-        return HttpError(400, f"unknown parameter {name:.80}{known}", param=name, code="unknown_parameter")
+        name = _dotted([*place, last])[:LONGEST_NAME]
+        return HttpError(400, f"unknown parameter {name}{known}", param=name, code="unknown_parameter")
     # Branches of a union stand in its place too, and mean nothing to a client.
     described = _descriptions(kind)
     names = [part for part in finding["loc"] if isinstance(part, int) or part in described]

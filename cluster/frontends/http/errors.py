@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tandem.cluster.errors import CallError, Overloaded, Unauthenticated
@@ -27,6 +28,9 @@ class HttpError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(type(self), param=self.param, code=self.code, headers=self.headers), (self.status, str(self))
 
     @classmethod
     def of(cls, error: CallError) -> "HttpError":

@@ -2,22 +2,26 @@
 
 import asyncio
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.frontends.http.answers import Answer
-from tandem.cluster.frontends.http.bodies import GenerationBody, read_body
+from tandem.cluster.frontends.http.bodies import GenerationBody, read_request
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
 from tandem.cluster.protocol import CLIENT_ID_KEY
 from tandem.cluster.requests.active_requests import ActiveRequests
+from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.fair_turns import FairTurns
+from tandem.cluster.requests.readers import Readers
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 from tandem.workers.authentication import HEADER
 from tandem.workers.event_loop import unwatched
 
+T = TypeVar("T")
 BODY_SECONDS = 60.0  # for a client's body
-LONG_BODY = 1 << 16  # bytes; shorter ones are parsed faster than a thread starts
+LONG_BODY = 1 << 14  # bytes; longer ones are read in a process of their own
 
 
 class ClientGone(Exception):
@@ -34,45 +38,50 @@ class GenerationRoute:
     model: str  # the only one that is served
     tokenizer: Tokenizer | None
     max_bytes: int  # of a body
+    max_tokens: int  # of a prompt with its output
     turns: FairTurns  # many requests may come at once
+    bodies: BodyBudget
+    readers: Readers
 
     async def serve(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         """Answers one request; a client that goes away ends it. HttpError, ClientGone, and as ActiveRequests.serve."""
-        body = await self._body(scope, receive)
-        if body.model not in (None, self.model):
-            raise HttpError.other_model(body.model or "", self.model)
-        work = unwatched(asyncio.ensure_future(self._generate(body, scope, reply)))
-        gone = unwatched(asyncio.ensure_future(_disconnected(receive)))
+        held = self.bodies.open(_host_of(scope))
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ClientGone
-            work.result()
+            body, request = await self._body(scope, receive, held)
+            if body.model not in (None, self.model):
+                raise HttpError.other_model(body.model or "", self.model)
+            current_body.set(held)
+            generating = self._generate(body, request, scope, reply)
+            del request  # which may be large, and the call long
+            await _unless_gone(receive, asyncio.ensure_future(generating))
         finally:
-            work.cancel()
-            gone.cancel()
-            await asyncio.wait((work, gone))
+            held.release()
 
-    async def _body(self, scope: Scope, receive: Receive) -> GenerationBody:
+    async def _body(
+        self, scope: Scope, receive: Receive, held: Body
+    ) -> tuple[GenerationBody, inference_pb2.GenerateRequest]:
+        """Without its prompt, and the request that it makes."""
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                data = await self._read(scope, receive)
+                data = await self._read(scope, receive, held)
         except TimeoutError:
             reason = f"the body did not come within {BODY_SECONDS:g} s"
             raise HttpError(408, reason, headers={"connection": "close"}) from None
         await self.turns.take()
         if len(data) > LONG_BODY:
-            return await asyncio.to_thread(read_body, self.body, data)
-        return read_body(self.body, data)
+            reading = self.readers.run(_host_of(scope), read_request, self.body, data, self.max_tokens)
+            return await _unless_gone(receive, asyncio.ensure_future(reading))
+        return read_request(self.body, data, self.max_tokens)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+    async def _read(self, scope: Scope, receive: Receive, held: Body) -> bytearray:
         media_type = ";".join(header(scope, "content-type"))
         if media_type.partition(";")[0].strip().lower() != "application/json":
             raise HttpError(415, f"content-type is {media_type!r:.80}; application/json is accepted")
         if header(scope, "content-encoding"):
             raise HttpError(415, f"content-encoding is {header(scope, 'content-encoding')[0]!r:.80}; none is accepted")
-        declared = header(scope, "content-length")
-        self._check_size(int(declared[0]) if declared else 0)
+        declared = int((header(scope, "content-length") or ["0"])[0])
+        self._check_size(declared)
+        held.hold(declared)
         data, more = bytearray(), True
         while more:
             message = await receive()
@@ -80,8 +89,9 @@ class GenerationRoute:
                 raise ClientGone
             data += message["body"]
             self._check_size(len(data))
+            held.hold(max(declared, len(data)))
             more = message["more_body"]
-        return bytes(data)
+        return data
 
     def _check_size(self, size: int) -> None:
         if size > self.max_bytes:
@@ -90,7 +100,9 @@ class GenerationRoute:
                 413, f"the body has {size} bytes or more; {self.max_bytes} are accepted (gateway.max_message_mib)"
             )
 
-    async def _generate(self, body: GenerationBody, scope: Scope, reply: Reply) -> None:
+    async def _generate(
+        self, body: GenerationBody, request: inference_pb2.GenerateRequest, scope: Scope, reply: Reply
+    ) -> None:
         answer = self.answer(body, self.model, self.tokenizer)
         messages: list[inference_pb2.GenerateResponse] = []
 
@@ -103,9 +115,16 @@ class GenerationRoute:
 
         try:
             credential = next(iter(header(scope, HEADER)), "")
-            await self.requests.serve(
-                body.request(), client_of(scope), write, credential=credential, open_ended=body.open_ended
+            serving = self.requests.serve(
+                request,
+                client_of(scope),
+                write,
+                host=_host_of(scope),
+                credential=credential,
+                open_ended=body.open_ended,
             )
+            del request  # as above
+            await serving
         except InvalidRequest as error:
             raise body.blame(error) from error
         if not body.stream:
@@ -126,7 +145,26 @@ def header(scope: Scope, name: str) -> list[str]:
 def client_of(scope: Scope) -> str:
     """Whose request it is: what the header client-id says, else the host it comes from."""
     given = header(scope, CLIENT_ID_KEY)
-    return f"id:{given[0]}" if given and given[0] else f"http:{(scope['client'] or ('',))[0]}"
+    return f"id:{given[0]}" if given and given[0] else f"http:{_host_of(scope)}"
+
+
+def _host_of(scope: Scope) -> str:
+    return (scope["client"] or ("",))[0]
+
+
+async def _unless_gone(receive: Receive, work: "asyncio.Task[T]") -> T:
+    """What the work returns. ClientGone, and it is cancelled, when the client has gone."""
+    unwatched(work)
+    gone = unwatched(asyncio.ensure_future(_disconnected(receive)))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientGone
+        return work.result()
+    finally:
+        work.cancel()
+        gone.cancel()
+        await asyncio.wait((work, gone))
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -14,8 +14,10 @@ from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.generate import ClientGone, GenerationRoute, header
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, Send
 from tandem.cluster.requests.active_requests import ActiveRequests
+from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.fair_turns import FairTurns
+from tandem.cluster.requests.readers import Readers
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.authentication import HEADER, BearerToken
 
@@ -39,6 +41,8 @@ class HttpApp:
         limit: CallLimit,
         token: str | None,
         max_bytes: int,
+        bodies: BodyBudget,
+        readers: Readers,
     ) -> None:
         """model: its name. token: None admits everybody. max_bytes: of one body."""
         self._token = None if token is None else BearerToken(token)
@@ -52,8 +56,9 @@ class HttpApp:
             "max_model_len": max_model_len,
         }
         turns = FairTurns(REQUESTS_A_ROUND)
-        completions = GenerationRoute(CompletionBody, CompletionAnswer, requests, model, tokenizer, max_bytes, turns)
-        chats = GenerationRoute(ChatBody, ChatAnswer, requests, model, tokenizer, max_bytes, turns)
+        shared = requests, model, tokenizer, max_bytes, max_model_len, turns, bodies, readers
+        completions = GenerationRoute(CompletionBody, CompletionAnswer, *shared)
+        chats = GenerationRoute(ChatBody, ChatAnswer, *shared)
         reads = ("GET", "HEAD")
         self._routes: dict[str, tuple[tuple[str, ...], Route]] = {
             HEALTH: (reads, _constant({"status": "ok"})),

@@ -3,13 +3,16 @@
 import asyncio
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from tandem.cluster.frontends.http.answers import CompletionAnswer
 from tandem.cluster.frontends.http.bodies import CompletionBody
 from tandem.cluster.frontends.http.generate import GenerationRoute
 from tandem.cluster.frontends.http.reply import Reply
+from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.fair_turns import FairTurns
+from tandem.cluster.requests.readers import Readers
 from tandem.proto import inference_pb2
 from tests.cluster.open_gateway import PROMPT
 
@@ -36,7 +39,11 @@ class RoundedRequests:
 
 def test_so_many_a_round() -> None:
     async def crowd(requests: Any, size: int) -> list[bytes]:
-        route = GenerationRoute(CompletionBody, CompletionAnswer, requests, "m", None, 1 << 20, FairTurns(A_ROUND))
+        bodies, readers = BodyBudget(1 << 20, 1 << 20), Readers(Path(), ())
+        turns = FairTurns(A_ROUND)
+        route = GenerationRoute(
+            CompletionBody, CompletionAnswer, requests, "m", None, 1 << 20, 1 << 10, turns, bodies, readers
+        )
         requests.look()
         return await asyncio.gather(*(one(route) for _ in range(size)))
 

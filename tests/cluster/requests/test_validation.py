@@ -6,7 +6,8 @@ import pytest
 
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.errors import InvalidRequest
-from tandem.cluster.requests.validation import MAX_MESSAGES, ModelLimits, RequestValidator
+from tandem.cluster.protocol import MAX_MESSAGES
+from tandem.cluster.requests.validation import ModelLimits, RequestValidator
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
 

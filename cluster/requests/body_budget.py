@@ -1,0 +1,79 @@
+"""How many bytes of requests may be under way: from their first byte until they are validated."""
+
+from collections import Counter
+from contextvars import ContextVar
+
+from tandem.cluster.errors import Overloaded
+
+SMALL_BODY = 1 << 16  # bytes; as many calls as are admitted may have so much
+
+current_body: "ContextVar[Body | None]" = ContextVar("current_body", default=None)
+"""Of the call that this task answers, where its frontend counts it."""
+
+
+class BodyBudget:
+    """Bytes of both frontends together. One client's host may hold half of them. Owned by the event loop.
+
+    Bodies of up to SMALL_BODY are not counted: gateway.max_calls bounds them, and large ones keep nobody's out.
+    """
+
+    def __init__(self, most: int, largest: int) -> None:
+        """largest: bytes of one body; there is room for one at least."""
+        self._most = max(most, largest)
+        self._most_of_host = max(most // 2, largest)
+        self._of_hosts: Counter[str] = Counter()
+
+    @property
+    def held(self) -> int:
+        return self._of_hosts.total()
+
+    def open(self, host: str) -> "Body":
+        return Body(self, host)
+
+    def move(self, host: str, more: int) -> None:
+        """Counts `more` bytes, which may be negative. Raises Overloaded when there is no room for them."""
+        of_host = self._of_hosts[host] + more
+        held = self.held + more
+        if more > 0 and of_host > self._most_of_host:
+            raise Overloaded(
+                f"requests of {_mib(of_host)} are being received from this host; {_mib(self._most_of_host)} are "
+                "accepted, half of gateway.max_bodies_mib"
+            )
+        if more > 0 and held > self._most:
+            raise Overloaded(
+                f"requests of {_mib(held)} are being received; {_mib(self._most)} are accepted (gateway.max_bodies_mib)"
+            )
+        if of_host:
+            self._of_hosts[host] = of_host
+        else:
+            del self._of_hosts[host]
+
+
+class Body:
+    """What one request holds of a budget. release() is idempotent."""
+
+    def __init__(self, budget: BodyBudget, host: str) -> None:
+        self._budget = budget
+        self._host = host
+        self._held = 0
+
+    def hold(self, size: int) -> None:
+        """The body has, or will have, so many bytes. Raises Overloaded when there is no room for them."""
+        counted = size if size > SMALL_BODY else 0
+        if counted != self._held:
+            self._budget.move(self._host, counted - self._held)
+            self._held = counted
+
+    def release(self) -> None:
+        self.hold(0)
+
+
+def release_current_body() -> None:
+    """The request is validated, and what it came as is dropped."""
+    body = current_body.get()
+    if body is not None:
+        body.release()
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.3g} MiB"

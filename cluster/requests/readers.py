@@ -1,0 +1,123 @@
+"""Processes that read long requests: their JSON, templates and texts.
+
+They take so long, and hold the interpreter so much, that streams would stand still meanwhile. A process can be ended,
+too, which a thread in a tokenizer cannot.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.errors import InvalidRequest, ProcessEnded, ServerError, StartFailed
+from tandem.cluster.processes.actor_server import pack
+from tandem.cluster.processes.fork_server import ForkServer
+from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.requests.reader import Reader
+from tandem.proto import inference_pb2
+from tandem.workers.event_loop import unwatched
+from tandem.workers.service.turns import Turns
+
+T = TypeVar("T")
+PROCESSES = 2  # of which one client has one
+READ_SECONDS = 10.0  # for one request
+START_SECONDS = 60.0  # of what forks them; it imports for a second
+
+
+class Readers:
+    """Two processes, started when they are needed. One that takes too long is ended, and another takes its place.
+
+    Owned by the event loop.
+    """
+
+    def __init__(self, folder: Path, modules: Sequence[str]) -> None:
+        """folder: of the checkpoint. modules: of the functions that run() gets."""
+        self._folder = folder
+        self._modules = (Reader.__module__, *modules)
+        self._turns = Turns(PROCESSES)
+        self._threads = ThreadPoolExecutor(PROCESSES, "reader")  # which wait for pipes
+        self._server: ForkServer | None = None
+        self._idle: list[ForkedActor] = []
+        self._closed = False
+
+    def prepare(self) -> None:
+        """Lets what forks them import. Returns at once."""
+        if self._server is None:
+            self._server = ForkServer(self._modules)
+
+    async def tokens(self, client: str, message: inference_pb2.GenerateRequest) -> Int64Array:
+        """As prompt_tokens(), and as run()."""
+        return await self._ask(client, "tokens", message)
+
+    async def run(self, client: str, function: Callable[..., T], *arguments: object) -> T:
+        """What a function of a module returns or raises. All travel between processes.
+
+        Waits for its turn: clients take turns. InvalidRequest after READ_SECONDS. ServerError when the process ends.
+        """
+        return await self._ask(client, "run", function, *arguments)
+
+    async def _ask(self, client: str, method: str, *arguments: object) -> Any:
+        async with AsyncExitStack() as turn:
+            await turn.enter_async_context(self._turns.turn(client))
+            # It goes on when the caller is cancelled: the process reads on, and keeps its place until it has ended.
+            reading = unwatched(asyncio.ensure_future(self._read(turn.pop_all(), method, *arguments)))
+        return await asyncio.shield(reading)
+
+    async def _read(self, turn: AsyncExitStack, method: str, *arguments: object) -> Any:
+        async with turn:
+            loop = asyncio.get_running_loop()
+            reader = await loop.run_in_executor(self._threads, self._take)
+            healthy = True
+            try:
+                async with asyncio.timeout(READ_SECONDS):
+                    calling = loop.run_in_executor(self._threads, partial(reader.call, method, *arguments))
+                    # Nobody else may cancel it: the process answers it when it ends.
+                    return await asyncio.shield(unwatched(asyncio.wrap_future(await calling)))
+            except TimeoutError:
+                healthy = False
+                raise InvalidRequest(
+                    f"the request takes more than {READ_SECONDS:g} s to read and to tokenize; a shorter one is "
+                    "accepted, and so are token ids"
+                ) from None
+            except asyncio.CancelledError:
+                healthy = False
+                raise
+            except ProcessEnded as error:
+                raise ServerError(f"the request could not be read: {error}") from error
+            finally:
+                if healthy and not self._closed:
+                    self._idle.append(reader)
+                else:
+                    reader.kill()
+
+    def _take(self) -> ForkedActor:
+        """An idle process, or a new one. In a thread, for it may wait for the server's imports."""
+        while self._idle:
+            reader = self._idle.pop()
+            if not reader.ended:
+                return reader
+        self.prepare()
+        assert self._server is not None, "prepare() has made it"
+        try:
+            reader = self._server.fork("reader", pack((Reader, self._folder)), START_SECONDS)
+            reader.call("ready").result(START_SECONDS)
+            return reader
+        except (StartFailed, ProcessEnded, TimeoutError) as error:
+            self._server.close()
+            self._server = None
+            raise ServerError(f"the request could not be read: {error}") from error
+
+    async def close(self) -> None:
+        """Ends the processes. Idempotent."""
+        self._closed = True
+        for reader in self._idle:
+            reader.kill()
+        self._idle.clear()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+            self._server = None
+        self._threads.shutdown(wait=False, cancel_futures=True)

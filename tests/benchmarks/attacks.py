@@ -6,6 +6,7 @@ gives way to all others (nice 19), as if it ran on another machine. For each att
 
     gap_p50_ms, gap_p99_ms, gap_max_ms   between two messages of a stream of others
     lag_max_ms                           what the gateway's event loop was late for a timer by
+    loop_max_ms                          CPU time that the event loop took between two timers: on a busy machine, too
     more_ms                              gap_max_ms, beyond that without an attack
     broken                               streams of others that ended with an error
     mib                                  what the gateway's memory grew by at most, helpers not counted
@@ -35,7 +36,7 @@ from tandem.cluster.client import AsyncClient
 from tandem.cluster.config import load_config
 from tandem.cluster.gateway import GatewayAddresses, GatewaySettings
 from tandem.cluster.supervision.process_settings import gateway_settings
-from tests.benchmarks.attack_kinds import ATTACKS, Target, use_slow_tokenizer
+from tests.benchmarks.attack_kinds import ATTACKS, Send, Target, use_slow_tokenizer
 from tests.benchmarks.frontends import Spent, process_of, serve_gateway, serve_worker
 from tests.benchmarks.options import Budget, add_list, add_seconds, benchmark_parser
 from tests.benchmarks.results import at_most, percentile, print_result, rounded
@@ -110,22 +111,22 @@ def watch(pipe: Connection, addresses: GatewayAddresses, streams: int) -> None:
         pipe.send((one.gaps, one.broken))
 
 
-def attack(pipe: Connection, name: str, target: Target) -> None:
-    """In a process of its own: makes what it will send, says so, and attacks for as many seconds as it is told."""
+def attack(pipe: Connection, target: Target) -> None:
+    """In a process of its own: for each name makes what it will send, says so, and attacks for so many seconds."""
     os.nice(19)
-    kind = ATTACKS[name]()
-    pipe.send(True)
+    while (name := pipe.recv()) is not None:
+        kind = ATTACKS[name]()
+        pipe.send(True)
+        pipe.send(asyncio.run(_attacked(kind, target, pipe.recv())))
+
+
+async def _attacked(kind: Send, target: Target, seconds: float) -> Counter[str]:
     answers: Counter[str] = Counter()
-
-    async def run(seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while True:
-                    await kind(target, answers)
-
-    asyncio.run(run(pipe.recv()))
-    pipe.send(answers)
-    pipe.recv()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while True:
+                await kind(target, answers)
+    return answers
 
 
 def resident_mib(pid: int) -> float:
@@ -153,11 +154,13 @@ class Stage:
         while not self.watcher.poll(POLL_SECONDS) and time.monotonic() < ends:
             most = max(most, resident_mib(self.gateway_pid))
         gaps, broken = self.watcher.recv()
+        spent = self._spent()
         numbers = {
             "gap_p50_ms": percentile(gaps, 50) * 1e3,
             "gap_p99_ms": percentile(gaps, 99) * 1e3,
             "gap_max_ms": max(gaps) * 1e3,
-            "lag_max_ms": max(self._spent().lags) * 1e3,
+            "lag_max_ms": max(spent.lags) * 1e3,
+            "loop_max_ms": max(spent.turns) * 1e3,
             "broken": broken.total(),
             "mib": most - before,
         }
@@ -198,14 +201,15 @@ def measure(names: list[str], streams: int, steps: float, each: float, budget: B
         addresses = gateway.recv()
         watcher = stack.enter_context(process_of(watch, addresses, streams))
         target = Target(addresses.grpc, addresses.http or "")
+        attacker = stack.enter_context(process_of(attack, target))
         stage = Stage(gateway, watcher, target, pid)
         stage.look(WARM_UP_SECONDS)  # connects, and makes what is made once
         found["none"] = stage.look(each)
         for name in budget.within(names):
-            with process_of(attack, name, target) as attacker:
-                attacker.recv()
-                numbers = stage.look(each, attacker)
-                answers = attacker.recv() if attacker.poll(LONGEST_SECONDS) else Counter({"the attacker hangs": 1})
+            attacker.send(name)
+            attacker.recv()
+            numbers = stage.look(each, attacker)
+            answers = attacker.recv()
             more = rounded(numbers["gap_max_ms"] - found["none"]["gap_max_ms"])
             found[name] = {"more_ms": more, **numbers, "answers": dict(answers.most_common(6))}
             print(f"{name}: {found[name]}", file=sys.stderr, flush=True)

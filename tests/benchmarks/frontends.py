@@ -97,21 +97,26 @@ class Lag:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.turns: list[float] = []  # CPU seconds of the loop's thread, from one look to the next
 
     async def run(self) -> None:
+        used = time.thread_time()
         while True:
             due = time.perf_counter() + TICK_SECONDS
             await asyncio.sleep(TICK_SECONDS)
             self.seconds.append(time.perf_counter() - due)
+            self.turns.append(time.thread_time() - used)
+            used += self.turns[-1]
 
 
 @dataclass(frozen=True)
 class Spent:
-    """CPU seconds of the gateway since it began, and the lags since this was last asked for."""
+    """CPU seconds of the gateway since it began; lags, and CPU seconds of turns, since this was last asked for."""
 
     loop: float
     process: float
     lags: list[float]
+    turns: list[float]
 
 
 def serve_worker(pipe: Connection, steps_a_second: float) -> None:
@@ -156,7 +161,8 @@ async def _begun(work: Any) -> "asyncio.Task[None]":
 
 async def _spent(lag: Lag) -> Spent:
     lags, lag.seconds = lag.seconds, []
-    return Spent(time.thread_time(), time.process_time(), lags)
+    turns, lag.turns = lag.turns, []
+    return Spent(time.thread_time(), time.process_time(), lags, turns)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class StrictHttp(h11.Connection):
             raise
         return event
 
-    def send(self, event: h11.Event) -> bytes | None:
+    def send(self, event: h11.Event) -> Any:
         if isinstance(event, h11.Response):
             self.sends_events = EVENTS.encode() in dict(event.headers).values()
         return super().send(event)
@@ -80,7 +80,7 @@ class Connection(H11Protocol):
             self._look.cancel()
         super().connection_lost(exc)
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn returns None, asyncio takes either
         """The client has closed its side. What it has asked in full is answered. TLS has no closed sides."""
         if self.scheme != "http" or not self._is_asked_in_full:
             return False

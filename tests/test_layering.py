@@ -54,6 +54,7 @@ FLOORS = {
         {"client", "processes"},
         {"routing"},
         {"config", "requests"},
+        {"metrics"},
         {"frontends"},
         {"gateway"},
         {"supervision"},
@@ -67,6 +68,12 @@ HOMES = {
     "h11": {"cluster/cli/bench/event_streams.py", "cluster/frontends/http/connection.py"},
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
     "uvicorn": {"cluster/frontends/http/connection.py", "cluster/frontends/http/server.py"},
+    "prometheus_client": {
+        "cluster/cli/samples.py",
+        "cluster/metrics/cells.py",
+        "cluster/metrics/cluster_series.py",
+        "cluster/metrics/scrape.py",
+    },
     "grpc": {
         "cluster/client/client.py",
         "cluster/client/client_messages.py",

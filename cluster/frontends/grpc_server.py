@@ -10,7 +10,7 @@ import grpc.aio
 from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, StartFailed
 from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.call_limit import CallLimit, connections_per_frontend
-from tandem.cluster.statuses import refuse
+from tandem.cluster.statuses import grpc_status, refuse
 from tandem.workers.authentication import OPEN_METHODS, TokenRequired
 from tandem.workers.connections import lenient_options
 from tandem.workers.service.well_formed import WellFormedRequired
@@ -26,16 +26,23 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 def grpc_server(
-    limit: CallLimit, bodies: BodyBudget, token: str | None, max_bytes: int, *, shared: bool
+    limit: CallLimit,
+    bodies: BodyBudget,
+    token: str | None,
+    max_bytes: int,
+    *,
+    shared: bool,
+    rejected: Callable[[str], None],
 ) -> grpc.aio.Server:
-    """A server without services and without a port. max_bytes: of one message. token: None admits everybody.
+    """A server without services and without a port. max_bytes: of one message. token: None admits everybody. rejected:
+    hears of each call that no method takes, by its status.
 
     shared: whether other processes of this user open the same port. The kernel gives each connection to one of them.
     """
-    access = [] if token is None else [TokenRequired(token)]
+    access = [] if token is None else [TokenRequired(token, lambda: rejected(grpc.StatusCode.UNAUTHENTICATED.name))]
+    bounded = BoundedCalls(limit, bodies, max_bytes, rejected)
     return grpc.aio.server(
-        options=server_options(max_bytes, shared),
-        interceptors=[*access, BoundedCalls(limit, bodies, max_bytes), WellFormedRequired()],
+        options=server_options(max_bytes, shared), interceptors=[*access, bounded, WellFormedRequired()]
     )
 
 
@@ -74,16 +81,18 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
     It counts requests while they come, and until they are validated.
     """
 
-    def __init__(self, limit: CallLimit, bodies: BodyBudget, max_bytes: int) -> None:
+    def __init__(self, limit: CallLimit, bodies: BodyBudget, max_bytes: int, rejected: Callable[[str], None]) -> None:
         self._limit = limit
         self._bodies = bodies
         self._max_bytes = max_bytes
+        self._rejected = rejected
         self._open = {method: CallLimit(OPEN_CALLS) for method in OPEN_METHODS}
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         try:
             self._open.get(handler_call_details.method, self._limit).admit()
         except Overloaded as error:
+            self._rejected(grpc_status(error).name)
             return _refusal(error)
         handler = await continuation(handler_call_details)
         return None if handler is None else self._bounded(handler)

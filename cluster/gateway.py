@@ -27,6 +27,7 @@ from tandem.cluster.frontends.http.routes import HttpApp, openai_routes
 from tandem.cluster.metrics.request_metrics import RequestMetrics
 from tandem.cluster.metrics.scrape import Scrape, Served
 from tandem.cluster.peers.claims import Claims
+from tandem.cluster.peers.links import PeerLinks
 from tandem.cluster.peers.peer_server import PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.protocol import CLIENT_ID_KEY
@@ -140,13 +141,15 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._islands = Islands(
             max_message_bytes(settings.max_model_len), policy, settings.config.cache.page_size, self._table
         )
+        self._links = PeerLinks(self._table, settings.peer_token)
+        self._queue = AdmissionQueue(section.max_queued, section.max_queued_tokens, self._table, self._links.give_way)
         self._router = Router(
             self._islands,
-            AdmissionQueue(section.max_queued, section.max_queued_tokens, self._table),
+            self._queue,
             id_prefix=attempt_prefix(settings.process, settings.incarnation),
             queue_seconds=section.queue_seconds,
         )
-        self._claims = Claims(self._table, settings.peer_token)
+        self._claims = Claims(self._table, self._links)
         self._readiness = Readiness(self._islands, adaptive=bound is not None)
         self._metrics = RequestMetrics(self._table)
         self._requests = ActiveRequests(
@@ -209,7 +212,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         self._table.put(Column.PID, os.getpid())
         if self._settings.processes == 1:
             return None
-        peers = PeerServer(self._settings.peer_token, self._requests.give)
+        peers = PeerServer(self._settings.peer_token, self._requests.give, self._queue.give_way)
         self._table.put(Column.PORT, await peers.start())
         return peers
 
@@ -278,7 +281,8 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
             task.cancel()
         await self._router.close()
         await self._islands.close()
-        await self._claims.close()
+        self._claims.close()
+        await self._links.close()
         await self._readers.close()
         if self._peers is not None:
             await self._peers.stop()

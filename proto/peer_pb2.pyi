@@ -31,3 +31,15 @@ class ClaimResponse(_message.Message):
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     outcome: ClaimOutcome
     def __init__(self, outcome: _Optional[_Union[ClaimOutcome, str]] = ...) -> None: ...
+
+class GiveWayRequest(_message.Message):
+    __slots__ = ("client",)
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    def __init__(self, client: _Optional[int] = ...) -> None: ...
+
+class GiveWayResponse(_message.Message):
+    __slots__ = ("gave_way",)
+    GAVE_WAY_FIELD_NUMBER: _ClassVar[int]
+    gave_way: bool
+    def __init__(self, gave_way: bool = ...) -> None: ...

@@ -39,6 +39,11 @@ class PeerStub(object):
                 request_serializer=tandem_dot_proto_dot_peer__pb2.ClaimRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_peer__pb2.ClaimResponse.FromString,
                 _registered_method=True)
+        self.GiveWay = channel.unary_unary(
+                '/tandem.v1.Peer/GiveWay',
+                request_serializer=tandem_dot_proto_dot_peer__pb2.GiveWayRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_peer__pb2.GiveWayResponse.FromString,
+                _registered_method=True)
 
 
 class PeerServicer(object):
@@ -52,6 +57,14 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GiveWay(self, request, context):
+        """The queue of all processes is full, and another client has less of it: the newest request that waits here for this
+        one ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +72,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Claim,
                     request_deserializer=tandem_dot_proto_dot_peer__pb2.ClaimRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_peer__pb2.ClaimResponse.SerializeToString,
+            ),
+            'GiveWay': grpc.unary_unary_rpc_method_handler(
+                    servicer.GiveWay,
+                    request_deserializer=tandem_dot_proto_dot_peer__pb2.GiveWayRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_peer__pb2.GiveWayResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +106,33 @@ class Peer(object):
             '/tandem.v1.Peer/Claim',
             tandem_dot_proto_dot_peer__pb2.ClaimRequest.SerializeToString,
             tandem_dot_proto_dot_peer__pb2.ClaimResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GiveWay(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Peer/GiveWay',
+            tandem_dot_proto_dot_peer__pb2.GiveWayRequest.SerializeToString,
+            tandem_dot_proto_dot_peer__pb2.GiveWayResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,7 +28,17 @@ FLOORS = {
         {"digest"},
     ),
     "workers": (
-        {"authentication", "checkpoint", "config", "counters", "errors", "event_loop", "sampling", "step_thread"},
+        {
+            "authentication",
+            "checkpoint",
+            "config",
+            "connections",
+            "counters",
+            "errors",
+            "event_loop",
+            "sampling",
+            "step_thread",
+        },
         {"kernels", "wire"},
         {"models", "requests"},
         {"handoff", "runner"},
@@ -55,9 +65,9 @@ FLOORS = {
 # Heavy dependencies and the files that are their home.
 HOMES = {
     "ray": {"cluster/processes/ray_processes.py"},
-    "h11": {"cluster/cli/bench/event_streams.py"},
+    "h11": {"cluster/cli/bench/event_streams.py", "cluster/frontends/http/connection.py"},
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
-    "uvicorn": {"cluster/frontends/http/server.py"},
+    "uvicorn": {"cluster/frontends/http/connection.py", "cluster/frontends/http/server.py"},
     "prometheus_client": {
         "cluster/cli/samples.py",
         "cluster/metrics/cells.py",
@@ -73,6 +83,7 @@ HOMES = {
         "cluster/frontends/grpc_server.py",
         "cluster/gateway.py",
         "cluster/peers/claims.py",
+        "cluster/peers/links.py",
         "cluster/peers/peer_server.py",
         "cluster/processes/ray_access.py",
         "cluster/routing/worker_link.py",

@@ -20,6 +20,7 @@ from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
 from tandem.workers.authentication import TokenRequired
 from tandem.workers.config import LoopSettings, Role, WorkerConfig, max_message_bytes
+from tandem.workers.connections import lenient_options
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.handoff.reservations import LONGEST_APPEND
@@ -286,4 +287,5 @@ def _server_options(config: WorkerConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", half_lease_ms),
         ("grpc.http2.ping_timeout_ms", half_lease_ms),  # 60 s by default, and it is the one that ends a connection
         ("grpc.http2.max_pings_without_data", 0),
+        *lenient_options(),
     ]

@@ -127,17 +127,18 @@ def call_error(address: str, error: grpc.RpcError, request: Message, timeout: fl
     if kind is Overloaded and TOO_LARGE in details:
         return InvalidRequest(f"the request is larger than gateway.max_message_mib allows: {details}")
     if kind is Overloaded:
-        return Overloaded(f"{address}: {details}", retry_after_seconds(error))
+        advice = retry_advice(error)
+        return Overloaded(f"{address}: {details}", 1.0 if advice is None else advice)
     if kind is ServerError:
         details = f"{error.code().name}: {details}"
     return kind(details if kind is InvalidRequest else f"{address}: {details}")
 
 
-def retry_after_seconds(error: grpc.RpcError) -> float:
-    """The advice in a RESOURCE_EXHAUSTED's trailing metadata, or 1 without any."""
+def retry_advice(error: grpc.RpcError) -> float | None:
+    """After how many seconds the gateway wants a call again. Only calls that it has not begun have such an advice."""
     metadata: Any = error.trailing_metadata() or ()
     advised = str(dict(metadata).get(RETRY_AFTER_KEY, ""))
-    return int(advised) / 1000 if advised.isdecimal() else 1.0
+    return int(advised) / 1000 if advised.isdecimal() else None
 
 
 def _fields(message: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The continuation of a client's request after its connection to the gateway broke."""
+"""When a client sends its request again: its connection broke, or the gateway refused it for now."""
 
 import random
 import secrets
@@ -7,12 +7,15 @@ import uuid
 
 import grpc
 
-from tandem.cluster.client.client_messages import LONGEST_CALL, retry_after_seconds
+from tandem.cluster.client.client_messages import LONGEST_CALL, retry_advice
 from tandem.cluster.errors import Overloaded, Unavailable
 from tandem.cluster.statuses import error_of
 from tandem.proto import inference_pb2
 
 RETRY_SECONDS = 0.2
+NO_ADVICE_SECONDS = 1.0  # of a gateway that is full
+LONGEST_PAUSE = 10.0  # unless the gateway advises a longer one
+FIRST_SECONDS = 1.0  # for a gateway that was never there: it may be starting again
 # The beginnings of gRPC's text for an established connection that broke.
 BROKEN = ("Stream removed", "Socket closed", "Connection reset", "recvmsg:", "GOAWAY")
 
@@ -27,7 +30,9 @@ class Resumption:
         self.request = request
         self._deadline = time.monotonic() + timeout
         self._resume_seconds = resume_seconds
-        self._broken_since: float | None = None
+        self._failing_since: float | None = None
+        self._refusals = 0
+        self._resumes = False
         self._tokens: list[int] = []
         self._reached = False
         self.finished = False  # the last message has come; an error behind it does not count
@@ -40,27 +45,41 @@ class Resumption:
         return min(max(0.0, self._deadline - time.monotonic()), LONGEST_CALL)
 
     def add(self, message: inference_pb2.GenerateResponse) -> None:
-        self._broken_since = None
+        self._failing_since, self._refusals = None, 0
         self._tokens += message.token_ids
         self.finished = message.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
 
     def pause(self, error: grpc.RpcError, answered: bool) -> float | None:
-        """Changes the request to resume. Returns the seconds to wait before it is sent again, or None if it failed.
+        """Returns the seconds to wait before the request is sent again, or None if it failed.
 
-        A full queue does not fail a request that was admitted before: all requests come back at once. UNAVAILABLE comes
-        from the connection, never from the gateway. Without an answer or a connection ever, there is no gateway.
+        A request that may have begun is changed to resume. One that was refused with an advice has not begun. A full
+        queue does not fail a request that was admitted before either: all requests come back at once. UNAVAILABLE comes
+        from the connection, never from the gateway. Without an answer or a connection ever, there is soon no gateway.
         """
-        now = time.monotonic()
-        kind = error_of(error)
-        crowded = kind is Overloaded and self._broken_since is not None
-        self._broken_since = now if self._broken_since is None else self._broken_since
+        now, kind, advice = time.monotonic(), error_of(error), retry_advice(error)
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        failing_seconds = now - self._failing_since
         self._reached |= answered or (error.details() or "").startswith(BROKEN)
-        if not crowded and (kind is not Unavailable or not self._reached):
+        if kind is Unavailable:
+            patience = self._resume_seconds if self._reached else min(FIRST_SECONDS, self._resume_seconds)
+            least, pause = RETRY_SECONDS, RETRY_SECONDS * random.uniform(0.5, 1.0)
+            self._resumes = True
+        elif kind is Overloaded and (advice is not None or self._resumes):
+            self._reached, patience = True, self._resume_seconds
+            least = NO_ADVICE_SECONDS if advice is None else advice
+            pause = self._longer_each_time(least)
+        else:
             return None
-        pause = retry_after_seconds(error) if crowded else RETRY_SECONDS
-        if now - self._broken_since >= self._resume_seconds or self.seconds_left <= pause:
+        if failing_seconds >= patience or self.seconds_left <= least:
             return None
-        self.request.resume.Clear()
-        self.request.resume.SetInParent()
-        self.request.resume.token_ids.extend(self._tokens)
-        return pause * random.uniform(0.5, 1.0)  # or all clients of a gateway would come back at once
+        if self._resumes or self._tokens:
+            self.request.resume.Clear()
+            self.request.resume.SetInParent()
+            self.request.resume.token_ids.extend(self._tokens)
+        return pause
+
+    def _longer_each_time(self, advice: float) -> float:
+        """Never less than the advice, unlike for each client, and early enough for another try."""
+        pause = max(advice, min(max(advice, RETRY_SECONDS) * 2**self._refusals, LONGEST_PAUSE))
+        self._refusals += 1
+        return min(pause * random.uniform(1.0, 2.0), max(advice, self.seconds_left / 2))

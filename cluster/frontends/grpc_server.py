@@ -12,6 +12,7 @@ from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.call_limit import CallLimit, connections_per_frontend
 from tandem.cluster.statuses import grpc_status, refuse
 from tandem.workers.authentication import OPEN_METHODS, TokenRequired
+from tandem.workers.connections import lenient_options
 from tandem.workers.service.well_formed import WellFormedRequired
 
 IDLE_MS = 600_000  # of a connection without a call; clients connect again by themselves
@@ -38,7 +39,16 @@ def grpc_server(
 
     shared: whether other processes of this user open the same port. The kernel gives each connection to one of them.
     """
-    options = (
+    access = [] if token is None else [TokenRequired(token, lambda: rejected(grpc.StatusCode.UNAUTHENTICATED.name))]
+    bounded = BoundedCalls(limit, bodies, max_bytes, rejected)
+    return grpc.aio.server(
+        options=server_options(max_bytes, shared), interceptors=[*access, bounded, WellFormedRequired()]
+    )
+
+
+def server_options(max_bytes: int, shared: bool) -> tuple[tuple[str, int], ...]:
+    """As grpc_server(); bounds on messages, connections and silence."""
+    return (
         ("grpc.max_receive_message_length", max_bytes),
         ("grpc.max_send_message_length", max_bytes),
         ("grpc.so_reuseport", int(shared)),  # by default a second gateway could share a port that is in use
@@ -47,10 +57,8 @@ def grpc_server(
         ("grpc.keepalive_time_ms", SILENT_MS),
         ("grpc.keepalive_timeout_ms", SILENT_MS),
         ("grpc.http2.ping_timeout_ms", SILENT_MS),
+        *lenient_options(),
     )
-    access = [] if token is None else [TokenRequired(token, lambda: rejected(grpc.StatusCode.UNAUTHENTICATED.name))]
-    bounded = BoundedCalls(limit, bodies, max_bytes, rejected)
-    return grpc.aio.server(options=options, interceptors=[*access, bounded, WellFormedRequired()])
 
 
 def open_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> str:

@@ -3,14 +3,13 @@
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import grpc.aio
 
 from tandem.cluster.errors import InvalidRequest, Superseded
+from tandem.cluster.peers.links import PeerLinks
 from tandem.cluster.peers.table import Column, GatewayTable
-from tandem.proto import peer_pb2, peer_pb2_grpc
-from tandem.workers.authentication import authorized
+from tandem.proto import peer_pb2
 
 ANSWER_SECONDS = 1.0  # how long a call waits for a process that may run its id
 CLAIM_SECONDS = 60.0  # how long that process is asked: one that was stopped still ends its call when it goes on
@@ -32,13 +31,10 @@ class Claims:
     Only processes in whose row the id's cell counts something are asked: for most requests none is.
     """
 
-    def __init__(self, table: GatewayTable, token: str) -> None:
-        """token: of all peers."""
+    def __init__(self, table: GatewayTable, links: PeerLinks) -> None:
         self._table = table
-        self._token = token
-        self._channels: dict[int, tuple[grpc.aio.Channel, peer_pb2_grpc.PeerStub]] = {}
+        self._links = links
         self._asking: set[asyncio.Task[int]] = set()
-        self._closing: set[asyncio.Task[None]] = set()
 
     def holders(self, request_id: str) -> list[int]:
         """The processes that may run a request of that id. Its own cell counts it before this looks: of two processes
@@ -63,10 +59,9 @@ class Claims:
         if peer_pb2.CLAIM_OUTCOME_SUPERSEDED in outcomes:
             raise superseded(claim.request_id)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         for question in self._asking:
             question.cancel()
-        await asyncio.gather(*self._closing, *(channel.close() for channel, _ in self._channels.values()))
 
     async def _ask(self, claim: Claim, holder: int) -> int:
         """The outcome. Asks until there is one, the process has ended, or the time is over."""
@@ -76,22 +71,10 @@ class Claims:
             async with asyncio.timeout(CLAIM_SECONDS):
                 while port and self._table.of(holder, Column.PORT) == port and self._table.of(holder, column):
                     try:
-                        return (await self._stub(port).Claim(request, timeout=CLAIM_SECONDS)).outcome
+                        return (await self._links.stub(port).Claim(request, timeout=CLAIM_SECONDS)).outcome
                     except (grpc.aio.AioRpcError, grpc.aio.UsageError):
                         await asyncio.sleep(AGAIN_SECONDS)
         return peer_pb2.CLAIM_OUTCOME_FREE
-
-    def _stub(self, port: int) -> Any:
-        if port not in self._channels:
-            there = {self._table.of(other, Column.PORT) for other in self._table.others()}
-            for gone in self._channels.keys() - there:
-                channel, _ = self._channels.pop(gone)
-                closing = asyncio.create_task(channel.close())
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
-            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.enable_http_proxy", 0)])
-            self._channels[port] = channel, authorized(peer_pb2_grpc.PeerStub(channel), self._token)
-        return self._channels[port][1]
 
 
 def in_use(request_id: str) -> InvalidRequest:

@@ -1,6 +1,6 @@
 """What the gateway's processes tell each other without a message: a table in shared memory, a row for each process.
 
-    row 0   port  pid  calls  queued …   tokens placed on each worker   waiting clients   running ids   lasting counts
+    row 0   port  pid  calls  queued …   tokens placed on each worker   waiting by client  running ids   lasting counts
     row 1   …
 
 Each process writes its own row and reads all of them, so no lock is needed. A cell is an aligned int64, which is read
@@ -14,6 +14,8 @@ import os
 from enum import IntEnum, auto
 from hashlib import blake2b
 from threading import Lock
+
+import numpy as np
 
 from tandem.cluster.errors import StartFailed
 
@@ -57,9 +59,11 @@ class GatewayTable:
         self.process = process
         self._width = row_cells(num_islands)
         self._first_client = SINGLE + 2 * num_islands * WORKERS
-        self._first_id = self._first_client + CLIENT_CELLS
+        self._first_id = self._first_client + 2 * CLIENT_CELLS
         self._first_lasting = self._first_id + ID_CELLS
         self._cells = memoryview(memory).cast("q")
+        cells = np.frombuffer(memory, np.int64).reshape(processes, self._width)
+        self._clients = cells[:, self._first_client : self._first_id].reshape(processes, 2, CLIENT_CELLS)
         self._own = process * self._width
         self._rows = [number * self._width for number in range(processes)]
         self._key = key.encode()[:MAX_KEY_SIZE]
@@ -78,6 +82,17 @@ class GatewayTable:
     def client_column(self, client: str) -> int:
         """Waiting requests of a client. Two clients may share one, and then share their turns."""
         return self._first_client + self._hash(client) % CLIENT_CELLS
+
+    @staticmethod
+    def tokens_column(client_column: int) -> int:
+        """What the waiting requests of a client ask for."""
+        return client_column + CLIENT_CELLS
+
+    def largest_client(self, *, by_tokens: bool) -> tuple[int, int]:
+        """The column of the client that has most waiting requests, or that waits for most tokens; and how many."""
+        held = self._clients[:, int(by_tokens)].sum(0)
+        largest = int(held.argmax())
+        return self._first_client + largest, int(held[largest])
 
     def id_column(self, request_id: str) -> int:
         """Running requests of an id. Ids may share one: it only says where to ask."""
@@ -173,7 +188,7 @@ def open_table(path: str, processes: int, num_islands: int, process: int, key: s
 
 
 def row_cells(num_islands: int) -> int:
-    return SINGLE + 2 * num_islands * WORKERS + CLIENT_CELLS + ID_CELLS + LASTING_CELLS
+    return SINGLE + 2 * num_islands * WORKERS + 2 * CLIENT_CELLS + ID_CELLS + LASTING_CELLS
 
 
 def table_bytes(processes: int, num_islands: int) -> int:

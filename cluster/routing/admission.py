@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -17,13 +17,22 @@ LOOK_SECONDS = 0.002  # between two looks at the other processes' rows
 SILENT_NS = 500_000_000  # who has not looked for room for so long is not waited for
 
 
+AskOthers = Callable[[int], Awaitable[bool]]
+
+
 @dataclass(order=True)
 class _Turn:
     """The lowest number goes first, and of equal ones the earliest."""
 
-    number: int
-    since: int  # monotonic nanoseconds
-    given: "asyncio.Future[None]" = field(compare=False)
+    number: int = field(init=False)
+    since: int = field(init=False)  # monotonic nanoseconds
+    client: int = field(compare=False)  # the column of its waiting requests in the table
+    tokens: int = field(compare=False)
+    admitted: bool = field(compare=False)  # before: it never gives way
+    given: "asyncio.Future[None]" = field(init=False, compare=False)
+    counted: bool = field(default=False, compare=False)
+    waits: bool = field(default=False, compare=False)  # and counts as one of its client
+    gives_way: bool = field(default=False, compare=False)
 
 
 class RoomSignal:
@@ -57,15 +66,22 @@ class AdmissionQueue:
     client that waits already, in whichever process. So a client has one turn a round, however many requests and
     processes it has.
 
-    Bounded by requests and by the tokens they ask for; a request larger than the latter may wait alone. Owned by the
-    gateway's event loop.
+    Bounded by requests and by the tokens they ask for; a request larger than the latter may wait alone. When a bound is
+    reached, the client that has most of the queue is turned away: its newest request gives way to one of a client that
+    has less even with that one, in whichever process either waits.
+
+    Owned by the gateway's event loop.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int, table: GatewayTable | None = None) -> None:
-        """table: where the requests of all the gateway's processes are counted together; None: these only."""
+    def __init__(
+        self, max_requests: int, max_tokens: int, table: GatewayTable | None = None, ask_others: AskOthers | None = None
+    ) -> None:
+        """table: where the requests of all the gateway's processes are counted together; None: these only. ask_others:
+        PeerLinks.give_way."""
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._table = table or GatewayTable.alone()
+        self._ask_others = ask_others
         self._waiting: list[_Turn] = []  # a heap
         self._head: _Turn | None = None
         self._turn_seconds = FIRST_GUESS_SECONDS
@@ -89,26 +105,34 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def turn(self, client: str, tokens: int, *, admitted: bool = False) -> AsyncGenerator[None]:
-        """Waits for its turn, and has it inside the block. Overloaded when too much waits already, unless the request
-        was admitted before."""
-        self._count(1, tokens)  # before it looks, as all processes do: together they never admit too much
+        """Waits for its turn, and has it inside the block. Overloaded when too much waits already, or when it gives
+        way, unless the request was admitted before."""
+        turn = _Turn(self._table.client_column(client), tokens, admitted)
+        self._count(turn)  # before it looks, as all processes do: together they never admit too much
         try:
             if not admitted:
-                self._check_room(tokens)
-            column = self._table.client_column(client)
-            number = self._table.highest(Column.TURNS_DONE) + 1 + self._table.total(column)
-            self._table.add(column, 1)
-            turn = _Turn(number, time.monotonic_ns(), asyncio.get_running_loop().create_future())
-            try:
-                await self._wait(turn)
-                yield
-                self._table.put(Column.TURNS_DONE, max(number, self._table.own(Column.TURNS_DONE)))
-            finally:
-                self._table.add(column, -1)
-                if self._head is turn:
-                    self._pass_on()
+                await self._find_room(turn)
+            self._join(turn)
+            await self._wait(turn)
+            yield
+            self._table.put(Column.TURNS_DONE, max(turn.number, self._table.own(Column.TURNS_DONE)))
         finally:
-            self._count(-1, -tokens)
+            self._leave(turn)
+            if self._head is turn:
+                self._pass_on()
+
+    def give_way(self, client: int) -> bool:
+        """Ends the newest request that waits here for a client, by its column in the table; whether there was one."""
+        asked = [
+            turn for turn in self._waiting if turn.client == client and not turn.admitted and not turn.given.done()
+        ]
+        if not asked:
+            return False
+        newest = max(asked, key=lambda turn: turn.since)
+        self._leave(newest)
+        newest.gives_way = True
+        newest.given.set_result(None)
+        return True
 
     async def first(self) -> None:
         """For the request that has the turn: returns when none comes before it, in whichever process."""
@@ -116,10 +140,9 @@ class AdmissionQueue:
         assert turn is not None, "the caller has the turn"
         while True:
             if self._waiting and self._waiting[0] < turn:
-                turn.given = asyncio.get_running_loop().create_future()
-                heapq.heappush(self._waiting, turn)
+                self._push(turn)
                 self._pass_on()
-                await turn.given
+                await self._given(turn)
             elif not self._is_behind():
                 return
             else:
@@ -139,33 +162,82 @@ class AdmissionQueue:
                     return True
         return False
 
-    def _count(self, requests: int, tokens: int) -> None:
-        self._table.add(Column.QUEUED_TOKENS, tokens)
-        self._table.add(Column.QUEUED, requests)
+    def _count(self, turn: _Turn) -> None:
+        turn.counted = True
+        self._table.add(Column.QUEUED_TOKENS, turn.tokens)
+        self._table.add(Column.QUEUED, 1)
 
-    def _check_room(self, asked: int) -> None:
+    def _join(self, turn: _Turn) -> None:
+        """It counts as one of its client from now on."""
+        table, turn.waits = self._table, True
+        turn.number = table.highest(Column.TURNS_DONE) + 1 + table.total(turn.client)
+        turn.since = time.monotonic_ns()
+        table.add(turn.client, 1)
+        table.add(table.tokens_column(turn.client), turn.tokens)
+
+    def _leave(self, turn: _Turn) -> None:
+        """Nothing of it counts any more. Idempotent."""
+        table = self._table
+        if turn.waits:
+            turn.waits = False
+            table.add(turn.client, -1)
+            table.add(table.tokens_column(turn.client), -turn.tokens)
+        if turn.counted:
+            turn.counted = False
+            table.add(Column.QUEUED_TOKENS, -turn.tokens)
+            table.add(Column.QUEUED, -1)
+
+    async def _find_room(self, turn: _Turn) -> None:
+        """Returns when the queue has room for it, which another client may have to make. Else raises Overloaded."""
+        while reason := self._is_full(turn):
+            by_tokens = "max_queued_tokens" in reason
+            client, most = self._table.largest_client(by_tokens=by_tokens)
+            column = self._table.tokens_column(turn.client) if by_tokens else turn.client
+            least = most <= self._table.total(column) + (turn.tokens if by_tokens else 1)
+            if least or not (self.give_way(client) or (self._ask_others and await self._ask_others(client))):
+                raise self._overloaded(reason)
+
+    def _is_full(self, turn: _Turn) -> str:
+        """Which bound does not let it in; empty when it may come in."""
         requests = self._table.total(Column.QUEUED) - 1
-        tokens = self._table.total(Column.QUEUED_TOKENS) - asked
+        tokens = self._table.total(Column.QUEUED_TOKENS) - turn.tokens
         if requests >= self._max_requests:
-            reason = f"{requests} requests are queued; gateway.max_queued is {self._max_requests}"
-        elif requests and tokens + asked > self._max_tokens:
-            reason = (
-                f"{tokens} tokens are queued and the request asks for {asked}; "
+            return f"{requests} requests are queued; gateway.max_queued is {self._max_requests}"
+        if requests and tokens + turn.tokens > self._max_tokens:
+            return (
+                f"{tokens} tokens are queued and the request asks for {turn.tokens}; "
                 f"gateway.max_queued_tokens is {self._max_tokens}"
             )
-        else:
-            return
+        return ""
+
+    def _overloaded(self, reason: str) -> Overloaded:
         # By then half of those that wait have had their turn, if turns go on as they did.
         seconds = (self.requests - 1) * self._turn_seconds / 2
-        raise Overloaded(reason, retry_after_seconds=max(LEAST_RETRY_SECONDS, seconds))
+        return Overloaded(reason, retry_after_seconds=max(LEAST_RETRY_SECONDS, seconds))
 
     async def _wait(self, turn: _Turn) -> None:
         if self._head is None:
+            turn.given = asyncio.get_running_loop().create_future()
             self._passed_on = time.monotonic()
             self._begin(turn)
         else:
-            heapq.heappush(self._waiting, turn)
-            await turn.given
+            self._push(turn)
+            await self._given(turn)
+
+    async def _given(self, turn: _Turn) -> None:
+        await turn.given
+        if turn.gives_way:
+            raise self._overloaded(
+                "the queue is full and this client has most of it: its newest request gives way to another client's "
+                f"(gateway.max_queued is {self._max_requests}, gateway.max_queued_tokens is {self._max_tokens})"
+            )
+
+    def _push(self, turn: _Turn) -> None:
+        turn.given = asyncio.get_running_loop().create_future()
+        if len(self._waiting) > 2 * self.requests:  # half of them have left
+            self._waiting = [one for one in self._waiting if not one.given.done()]
+            heapq.heapify(self._waiting)
+        heapq.heappush(self._waiting, turn)
 
     def _pass_on(self) -> None:
         """The turn goes to the lowest number that still waits."""

@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -205,6 +206,78 @@ def json_bodies_of_60_kib() -> Send:
 def unfinished_bodies() -> Send:
     """100 of 16 MiB, each without its last byte."""
     return over_http(COMPLETIONS, b'{"prompt":"' + b"x" * (MOST - 16) + b'"}', 100, unfinished=1)
+
+
+@attack
+def call_bursts() -> Send:
+    """3,000 good requests at once, of one client."""
+    request = field(3, field(1, b"\x05\x06\x07")) + field(5, b"\x08\x01")
+    metadata = (("client-id", "attacker"),)
+
+    async def send(target: Target, answers: Counter[str]) -> None:
+        async with grpc.aio.insecure_channel(target.grpc, options=OPTIONS) as channel:
+            method = channel.unary_unary(GENERATE)
+            calls = [method(request, timeout=CALL_SECONDS, metadata=metadata) for _ in range(3000)]
+            answers.update([(await call.code()).name for call in calls])
+
+    return send
+
+
+@attack
+def half_open_connections() -> Send:
+    """100 to each frontend, which begin a request and say no more."""
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04" + bytes(5)
+
+    async def send(target: Target, answers: Counter[str]) -> None:
+        kinds = ((target.grpc, preface), (target.http, b"POST /v1/completions HTTP/1.1\r\nhost: loc"))
+        held = await asyncio.gather(*(_said(*kind) for kind in kinds * 100))
+        answers["held"] += sum(writer is not None for writer in held)
+        await asyncio.sleep(1.0)
+        for writer in held:
+            if writer is not None:
+                writer.close()
+
+    return send
+
+
+@attack
+def bad_http() -> Send:
+    """Requests with two ends, broken chunks, no HTTP at all, and clients that close their side or vanish."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    chunked = b"transfer-encoding: chunked\r\n\r\n"
+    requests = [
+        head + b"content-length: 4\r\n" + chunked + b"1\r\n{\r\n0\r\n\r\nGET /health HTTP/1.1\r\n\r\n",
+        head + chunked + b"ffffffffffffffffffff\r\n{",
+        b"\x16\x03\x01\x02\0\x01\0" + bytes(200),
+        b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 20_000,
+        head + b"content-length: 28\r\n\r\n" + b'{"prompt":[5],"max_tokens":9',
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1000,
+    ]
+
+    async def send(target: Target, answers: Counter[str]) -> None:
+        held = await asyncio.gather(*(_said(target.http, request) for request in requests * 4))
+        for number, writer in enumerate(held):
+            if writer is not None:
+                answers["sent"] += 1
+                with suppress(OSError):
+                    writer.write_eof() if number % 2 else writer.close()
+        await asyncio.sleep(0.2)
+        for writer in held:
+            if writer is not None:
+                writer.close()
+
+    return send
+
+
+async def _said(address: str, content: bytes) -> asyncio.StreamWriter | None:
+    """A connection on which this was said; None where nobody listens."""
+    host, _, port = address.rpartition(":")
+    try:
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(content)
+    except OSError:
+        return None
+    return writer
 
 
 def use_slow_tokenizer(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """`make chaos`: a long storm. Prints JSON: what was done to the cluster, and what its clients saw.
 
-python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N] [--gpus] [--roles split|adaptive]
+python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N] [--gpus] [--attacker]
+    [--roles split|adaptive]
 """
 
 import argparse
@@ -21,6 +22,7 @@ def main() -> None:
     for name, default in (("blows", 1000), ("requests", 1000), ("seed", 0), ("clients", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--gpus", action="store_true", help="of this host, over NVSHMEM, shared by all islands")
+    parser.add_argument("--attacker", action="store_true", help="attacks the gateway's ports meanwhile")
     parser.add_argument("--roles", choices=("split", "adaptive"), default="adaptive", help="of the cluster's workers")
     options = parser.parse_args()
     if options.gpus and not cuda.is_available():
@@ -31,7 +33,15 @@ def main() -> None:
         make_checkpoint(model, arch="llama", size="tiny", seed=3)
         adaptive = options.roles == "adaptive"
         faults = Path(folder) / "faults"
-        storm = Storm(model, faults, options.seed, options.clients, gpus=options.gpus, adaptive=adaptive)
+        storm = Storm(
+            model,
+            faults,
+            options.seed,
+            options.clients,
+            gpus=options.gpus,
+            adaptive=adaptive,
+            attacked=options.attacker,
+        )
         outcome = storm.run(options.blows, options.requests)
     print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
 

@@ -12,7 +12,7 @@ from tests.support.http_client import COMPLETIONS
 @dataclass
 class HttpStream:
     """One stream. begun: the server has answered. ended: with [DONE]. broken: with its connection, or not begun. error:
-    what the server said of it."""
+    what the server said of it. retry_after_seconds: it was refused for so long."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -20,12 +20,16 @@ class HttpStream:
     ended: bool = False
     broken: bool = False
     error: str = ""
+    retry_after_seconds: float | None = None
 
     async def receive(self, client: httpx.AsyncClient, body: dict[str, Any], leave_after: int | None) -> None:
         """Goes away after leave_after tokens if that is not None."""
         try:
             async with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as response:
                 self.begun = True
+                if response.status_code == 429:
+                    self.retry_after_seconds = int(response.headers["retry-after-ms"]) / 1000
+                    return
                 if response.status_code != 200:
                     self.error = (await response.aread()).decode()
                     return

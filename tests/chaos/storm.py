@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tandem.cluster.errors import CallError
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.proto import inference_pb2
+from tests.chaos.attacker import Attacker
 from tests.chaos.bad_network import BadlyConnectedOnGpus, BadlyConnectedProcesses, BadNetwork
 from tests.chaos.http_stream import HttpStream
 from tests.support.local_processes import started_at
@@ -104,6 +105,8 @@ class Outcome:
     moves: int = 0
     blows: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    attacks: Counter[str] = field(default_factory=Counter)  # rounds of each, and what they heard
+    refused: int = 0  # over HTTP, for now
     errors: Counter[str] = field(default_factory=Counter)
     restarts: dict[str, int] = field(default_factory=dict)
     silences: dict[str, float] = field(default_factory=dict)
@@ -136,11 +139,13 @@ class Storm:
         *,
         gpus: bool = False,
         adaptive: bool = False,
+        attacked: bool = False,
     ) -> None:
         """log: a new file, for what happens to messages. gpus: workers share this host's. adaptive: any worker computes
-        prompts and decodes."""
+        prompts and decodes. attacked: somebody attacks the gateway's ports meanwhile."""
         self._model = model
         self._gpus = gpus
+        self._attacked = attacked
         self._seed = seed
         self._num_clients = num_clients
         self._output_tokens = LONG_OUTPUT_TOKENS if adaptive else OUTPUT_TOKENS
@@ -160,12 +165,15 @@ class Storm:
         try:
             cases = asyncio.run(self._cases(address))
             blows = threading.Thread(target=self._strike, args=(plan_blows(self._seed, num_blows),), name="blows")
-            blows.start()
-            try:
-                asyncio.run(self._clients(address, cases, num_requests))
-            finally:
-                self._over.set()
-                blows.join()
+            attacker = Attacker(address, self.cluster.http_address or "")
+            with attacker if self._attacked else nullcontext():
+                blows.start()
+                try:
+                    asyncio.run(self._clients(address, cases, num_requests))
+                finally:
+                    self._over.set()
+                    blows.join()
+            self.outcome.attacks = attacker.answers
             self._check_calm(address)
         finally:
             self.cluster.stop()
@@ -277,7 +285,10 @@ class Storm:
         assert stream.tokens == case.tokens[: len(stream.tokens)], (
             f"{stream.tokens}: not the beginning of {case.tokens}"
         )
-        if stream.error:
+        if stream.retry_after_seconds is not None:
+            self.outcome.refused += 1
+            await asyncio.sleep(stream.retry_after_seconds)
+        elif stream.error:
             self.outcome.errors[stream.error] += 1
         elif stream.broken:
             self.outcome.broken += stream.begun

@@ -19,3 +19,12 @@ def test_nothing_is_lost_in_a_storm(tmp_path: Path, adaptive: bool) -> None:
     assert outcome.placed_again > 0
     assert min(outcome.restarts.values()) > 0
     assert (outcome.moves > 0) == adaptive
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_lost_while_somebody_attacks(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=3)
+    outcome = Storm(tmp_path / "model", tmp_path / "faults", seed=2, attacked=True).run(6, 20)
+    assert not outcome.errors
+    assert outcome.finished > 0
+    assert outcome.attacks

@@ -35,6 +35,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     feeds: bool = False  # whether it has Feed
     fed: int = 0  # tokens that went over one
     landed: asyncio.Event | None = None  # what RemoteSend waits for
+    room: asyncio.Event | None = None  # what PrepareReceive waits for
     address: str = ""
     step_seconds: float = 0.0
     pe: int | None = None  # of a worker of its own: prompts that it is to write itself it computes itself
@@ -59,6 +60,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def PrepareReceive(self, request: worker_pb2.PrepareReceiveRequest, context: Any) -> worker_pb2.Reservation:
         await self._maybe_fail("PrepareReceive", context)
+        if self.room is not None:
+            await self.room.wait()
         if request.writer_pe == self.pe:
             self.local.append(request.request_id)
         self._prepared[request.request_id] = (prompt_from_bytes(request.prompt).tolist(), request.max_tokens)

@@ -234,6 +234,8 @@ def test_a_gateway_that_listens_everywhere_is_found_by_a_name(
         (b"", 0o600, "holds 0 characters"),
         (b"with a space in the middle", 0o600, "without spaces"),
         (TOKEN.encode(), 0o644, "mode 644; others must not read it"),
+        (TOKEN.encode(), 0o640, "mode 640; others must not read it"),
+        (TOKEN.encode(), 0o602, "mode 602; others must not read it"),
     ],
 )
 def test_bad_token_files(tmp_path: Path, content: bytes, mode: int, message: str) -> None:
@@ -263,6 +265,9 @@ def test_files_that_are_no_certificates_are_refused(tmp_path: Path, servers: Aut
     ):
         with pytest.raises(ConfigError, match=message):
             refused.check()
+    Path(key).chmod(0o640)
+    with pytest.raises(ConfigError, match=r"security\.tls_key .* has mode 640; others must not read it"):
+        ServerSecurity(tls_cert=certificate, tls_key=key).check()
     with pytest.raises(ConfigError, match=r"tls_ca .*garbage\.pem must hold certificates"):
         Client("example.org:50051", ClientSecurity(tls_ca=garbage))
 

@@ -245,7 +245,7 @@ def test_full_queue(folder: Path, bound: dict[str, int]) -> None:
         running_island(folder, {"cache.num_pages": 16, **bound}) as island,
         pytest.raises(Overloaded, match=key) as caught,
     ):
-        complete_all(island.address, prompts, max_tokens=60, **GREEDY)
+        complete_all(island.address, prompts, resume_seconds=0, max_tokens=60, **GREEDY)
     assert 0.1 <= caught.value.retry_after_seconds <= 60
     assert caught.value.retry_after_seconds != 1.0  # what the client assumes without advice
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.cluster.client import AsyncClient, Client
+from tandem.cluster.client.client import RESUME_SECONDS
 from tandem.cluster.client.client_messages import GenerateUpdate
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -24,19 +25,21 @@ def text_of(updates: Sequence[GenerateUpdate]) -> str:
     return "".join(update.text for update in updates)
 
 
-def complete_all(address: str, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:
+def complete_all(address: str, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
     """The tokens of many requests sent at once."""
-    return [tokens_of(updates) for updates in complete_all_updates(address, prompts, **sampling)]
+    return [tokens_of(updates) for updates in complete_all_updates(address, prompts, **options)]
 
 
-def complete_all_updates(address: str, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[GenerateUpdate]]:
+def complete_all_updates(
+    address: str, prompts: Sequence[Sequence[int]], *, resume_seconds: float = RESUME_SECONDS, **sampling: Any
+) -> list[list[GenerateUpdate]]:
     """All messages of many requests sent at once."""
 
     async def one(client: AsyncClient, prompt: Sequence[int]) -> list[GenerateUpdate]:
         return [update async for update in client.generate(prompt, timeout=120, **sampling)]
 
     async def every() -> list[list[GenerateUpdate]]:
-        async with AsyncClient(address) as client:
+        async with AsyncClient(address, resume_seconds=resume_seconds) as client:
             return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
 
     return asyncio.run(every())

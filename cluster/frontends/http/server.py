@@ -1,4 +1,4 @@
-"""The gateway's HTTP port. The only user of uvicorn."""
+"""The gateway's HTTP port."""
 
 import asyncio
 import os
@@ -6,16 +6,14 @@ import socket
 import ssl
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.errors import StartFailed
+from tandem.cluster.frontends.http.connection import IDLE_SECONDS, Connection
 from tandem.cluster.frontends.http.routes import HttpApp
-from tandem.cluster.requests.call_limit import connections_per_frontend
 
 START_POLL_SECONDS = 0.001
 END_SECONDS = 2.0  # from the end of calls to the end of connections that no client reads
-IDLE_SECONDS = 60.0  # from a new connection, or an answer, to the end of the next request's head
 SILENT_SECONDS = 60  # without a sign of life, or with data that the client does not read
 OPTIONS = (  # which connections inherit from their listener
     ((socket.IPPROTO_TCP, socket.TCP_NODELAY), 1),  # asyncio sets it for sockets that it made; else events wait 40 ms
@@ -24,43 +22,6 @@ OPTIONS = (  # which connections inherit from their listener
     ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), SILENT_SECONDS // 6),
     ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 1000 * SILENT_SECONDS),
 )
-
-
-class Connection(H11Protocol):
-    """One client's connection, which ends when idle. uvicorn would wait for a request's head without bound."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "a stream's"
-        super().connection_made(transport)
-        self.idle_since: float | None = None
-        self._become_idle()
-        if len(self.connections) > connections_per_frontend():
-            self._end_the_longest_idle()
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._end_of_idleness.cancel()
-            self.idle_since = None
-
-    def on_response_complete(self) -> None:
-        self._become_idle()
-        super().on_response_complete()  # which begins with the next request, if that is there
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end_of_idleness.cancel()
-        super().connection_lost(exc)
-
-    def _become_idle(self) -> None:
-        self.idle_since = self.loop.time()
-        self._end_of_idleness = self.loop.call_later(IDLE_SECONDS, self.transport.close)
-
-    def _end_the_longest_idle(self) -> None:
-        """Ends one, perhaps this one, unless enough end already: strangers must not keep others out."""
-        there = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
-        idle = [one for one in there if one.idle_since is not None]
-        if idle and len(there) > connections_per_frontend():
-            min(idle, key=lambda one: one.idle_since or 0.0).transport.abort()
 
 
 class HttpServer:

@@ -1,6 +1,6 @@
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -8,6 +8,7 @@ import pytest
 
 from tandem.cluster.client import AsyncClient, Client
 from tandem.cluster.client.client_messages import GenerateUpdate
+from tandem.cluster.client.resumption import Resumption
 from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.errors import (
     CallError,
@@ -20,6 +21,8 @@ from tandem.cluster.errors import (
     Unavailable,
 )
 from tandem.cluster.protocol import Prompt
+from tandem.cluster.statuses import RETRY_AFTER_KEY
+from tandem.proto import inference_pb2
 from tests.cluster.fake_gateway import FakeGateway, serving
 
 Generate = Callable[..., list[GenerateUpdate]]
@@ -108,6 +111,63 @@ def test_status_codes_are_typed_errors(generate: Generate, code: grpc.StatusCode
         with Client(address) as client, pytest.raises(kind):
             client.model_info()
     assert type(caught.value) is kind
+
+
+class FullGateway(FakeGateway):
+    """Refuses the first requests, with an advice when to come again."""
+
+    refusals = 2
+    advice_ms = 10
+
+    def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        if len(self.requests) < self.refusals:
+            self.requests.append(request)
+            context.set_trailing_metadata(((RETRY_AFTER_KEY, str(self.advice_ms)),))
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        yield from super().Generate(request, context)
+
+
+@both
+def test_what_a_full_gateway_has_not_begun_is_sent_again(generate: Generate) -> None:
+    gateway = FullGateway()
+    with serving(gateway) as address:
+        assert generate(address, "x")[-1].finish_reason == "stop"
+    first, *others = gateway.requests
+    assert others == [first] * 2  # nothing to resume
+
+
+@both
+def test_the_advice_of_a_full_gateway_must_fit_into_the_time_left(generate: Generate) -> None:
+    gateway = FullGateway()
+    gateway.advice_ms = 20_000
+    with serving(gateway) as address, pytest.raises(Overloaded, match="full") as caught:
+        generate(address, "x", timeout=10)
+    assert caught.value.retry_after_seconds == 20
+    assert len(gateway.requests) == 1
+
+
+def test_pauses_before_a_full_gateway_grow_and_differ() -> None:
+    """Never below its advice; the last ones leave time for another try."""
+    error = _Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, ((RETRY_AFTER_KEY, "1000"),))
+    runs = []
+    for _ in range(2):
+        resumption = Resumption(inference_pb2.GenerateRequest(), timeout=600, resume_seconds=60)
+        runs.append([resumption.pause(error, answered=True) or 0.0 for _ in range(8)])
+    assert runs[0] != runs[1]
+    for run in runs:
+        assert all(least <= pause <= 2 * least for pause, least in zip(run, (1, 2, 4, 8, 10, 10, 10, 10), strict=True))
+    late = Resumption(inference_pb2.GenerateRequest(), timeout=4, resume_seconds=60)
+    pauses = [late.pause(error, answered=True) for _ in range(8)]
+    assert all(pause is not None and 1 <= pause <= 2 for pause in pauses)
+
+
+class _Refusal(grpc.RpcError):
+    def __init__(self, code: grpc.StatusCode, metadata: tuple[tuple[str, str], ...]) -> None:
+        self.code = lambda: code
+        self.details = lambda: "full"
+        self.trailing_metadata = lambda: metadata
 
 
 @both

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from tandem.cluster.client import Client
+from tandem.cluster.frontends.grpc_server import server_options
 from tandem.proto import inference_pb2
 from tests.cluster.open_gateway import BODY, TOKENS, OpenGateway, open_gateway
 from tests.support.checkpoints import save_checkpoint
@@ -25,6 +26,7 @@ DRIP_SECONDS = 0.02
 TOKEN = "0123456789abcdef-token"
 HEALTH_CALL = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04" + bytes(5)  # and an empty SETTINGS frame
+PING = b"\0\0\x08\x06\0" + bytes(4) + b"12345678"
 METHODS = [
     ("/tandem.v1.Inference/Generate", inference_pb2.GenerateRequest),
     ("/tandem.v1.Inference/GetModelInfo", inference_pb2.GetModelInfoRequest),
@@ -68,7 +70,7 @@ class TestHttp:
     def test_a_request_that_does_not_come(
         self, model: Path, monkeypatch: pytest.MonkeyPatch, before: bytes, drop: bytes
     ) -> None:
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.IDLE_SECONDS", 0.1)
+        monkeypatch.setattr("tandem.cluster.frontends.http.connection.IDLE_SECONDS", 0.1)
         with open_gateway(model, alone=True) as opened, connected(opened.http) as connection:
             if before:
                 connection.sendall(before)
@@ -76,7 +78,7 @@ class TestHttp:
             until(lambda: ended(connection, drop))
 
     def test_a_call_under_way_is_not_idle(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.IDLE_SECONDS", 0.1)
+        monkeypatch.setattr("tandem.cluster.frontends.http.connection.IDLE_SECONDS", 0.1)
         with open_gateway(model, alone=True) as opened:
             answers: list[Any] = []
             asked = threading.Thread(target=lambda: answers.append(answer(opened.http, COMPLETIONS, **BODY)))
@@ -89,7 +91,7 @@ class TestHttp:
             assert answers[0]["choices"][0]["token_ids"] == TOKENS
 
     def test_the_longest_idle_makes_room(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.connections_per_frontend", lambda: 2)
+        monkeypatch.setattr("tandem.cluster.frontends.http.connection.connections_per_frontend", lambda: 2)
         with open_gateway(model, alone=True) as opened:
             asked = threading.Thread(target=partial(answer, opened.http, COMPLETIONS, **BODY))
             asked.start()
@@ -103,8 +105,8 @@ class TestHttp:
             assert get(opened.http, "/health").status_code == 200
 
     def test_many_at_once_make_room_for_each_other(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.connections_per_frontend", lambda: 3)
-        monkeypatch.setattr("tandem.cluster.frontends.http.server.IDLE_SECONDS", 600.0)
+        monkeypatch.setattr("tandem.cluster.frontends.http.connection.connections_per_frontend", lambda: 3)
+        monkeypatch.setattr("tandem.cluster.frontends.http.connection.IDLE_SECONDS", 600.0)
         with open_gateway(model, alone=True) as opened, ExitStack() as stack:
             held = threading.Event()
             opened.events._loop.call_soon_threadsafe(held.wait, 5)  # until then the server accepts nobody
@@ -198,6 +200,45 @@ class TestGrpc:
             until(lambda: opened.running)
             until(lambda: not opened.running)
 
+    def test_a_client_that_answers_for_a_while_and_then_vanishes(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is asked for a sign of life again and again, not only when it has sent something."""
+        monkeypatch.setattr("tandem.cluster.frontends.grpc_server.SILENT_MS", 500)
+        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5])).SerializeToString()
+        with open_gateway(model, alone=True) as opened, connected(opened.grpc) as connection:
+            connection.settimeout(20)
+            connection.sendall(PREFACE + whole_call("/tandem.v1.Inference/Generate", request))
+            until(lambda: opened.running)
+            for _ in range(5):
+                connection.sendall(_frame(6, 0x1, pinged(connection), stream=0))
+            assert opened.running
+            until(lambda: not opened.running)
+
+    def test_bounds_on_silence(self) -> None:
+        """Each has a default of its own that is much longer, or none."""
+        options = dict(server_options(1 << 20, shared=False))
+        for name in ("keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms"):
+            assert options[f"grpc.{name}"] == 60_000
+        assert options["grpc.max_connection_idle_ms"] == 600_000
+
+    @pytest.mark.parametrize("calls", [False, True])
+    def test_a_client_that_pings_often(self, model: Path, monkeypatch: pytest.MonkeyPatch, calls: bool) -> None:
+        """Each 10 s is usual. gRPC's own limit is 5 minutes beside a call, and 2 hours without one."""
+        monkeypatch.setattr("tandem.workers.connections.PING_MS", 10)
+        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5])).SerializeToString()
+        call = whole_call("/tandem.v1.Inference/Generate", request) if calls else b""
+        with open_gateway(model, alone=True) as opened, connected(opened.grpc) as connection:
+            connection.sendall(PREFACE + call)
+            until(lambda: opened.running == int(calls))
+            for _ in range(8):
+                assert not ended(connection, PING)
+
+    def test_a_client_that_only_pings(self, model: Path) -> None:
+        with open_gateway(model, alone=True) as opened, connected(opened.grpc) as connection:
+            connection.sendall(PREFACE)
+            until(lambda: ended(connection, PING))
+
     def test_connections_are_bounded(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.cluster.frontends.grpc_server.connections_per_frontend", lambda: 1)
         with open_gateway(model, alone=True) as opened, connected(opened.grpc) as first:
@@ -219,5 +260,23 @@ def whole_call(method: str, message: bytes) -> bytes:
     return _frame(1, 0x4, literals) + _frame(0, 0x1, body)  # HEADERS that end the headers, DATA that ends the stream
 
 
-def _frame(kind: int, flags: int, payload: bytes) -> bytes:
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, 1) + payload
+def pinged(connection: socket.socket) -> bytes:
+    """What the server's next ping holds. TimeoutError when none comes."""
+    while True:
+        head = _all_of(connection, 9)
+        payload = _all_of(connection, int.from_bytes(head[:3]))
+        if head[3] == 6 and not head[4] & 0x1:
+            return payload
+
+
+def _all_of(connection: socket.socket, size: int) -> bytes:
+    content = b""
+    while len(content) < size:
+        more = connection.recv(size - len(content))
+        assert more, "the server has closed the connection"
+        content += more
+    return content
+
+
+def _frame(kind: int, flags: int, payload: bytes, stream: int = 1) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload

@@ -3,6 +3,7 @@
 import asyncio
 import mmap
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -11,6 +12,7 @@ import pytest
 from tandem.cluster.errors import InvalidRequest, Superseded
 from tandem.cluster.peers import claims as claims_module
 from tandem.cluster.peers.claims import Claim, Claims
+from tandem.cluster.peers.links import PeerLinks
 from tandem.cluster.peers.peer_server import PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, table_bytes
 from tandem.proto import peer_pb2, peer_pb2_grpc
@@ -31,10 +33,13 @@ class Peers:
     def __init__(self) -> None:
         memory = mmap.mmap(-1, table_bytes(3, 1))
         self.tables = [GatewayTable(memory, 3, 1, process) for process in range(3)]
-        self.claims = Claims(self.tables[0], TOKEN)
+        self.links = PeerLinks(self.tables[0], TOKEN)
+        self.claims = Claims(self.tables[0], self.links)
         self.outcomes = {1: FREE, 2: FREE}
         self.hangs: set[int] = set()
         self.asked: list[tuple[int, Claim]] = []
+        self.told: list[tuple[int, int]] = []
+        self.waiting: set[int] = set()
 
     async def _give(self, process: int, claim: Claim) -> peer_pb2.ClaimOutcome:
         self.asked.append((process, claim))
@@ -42,15 +47,21 @@ class Peers:
             await asyncio.sleep(60)
         return self.outcomes[process]
 
+    def _give_way(self, process: int, client: int) -> bool:
+        self.told.append((process, client))
+        return process in self.waiting
+
     async def run(self, test: Callable[["Peers"], Awaitable[None]]) -> None:
         servers = []
         for process in (1, 2):
-            servers.append(PeerServer(TOKEN, lambda claim, process=process: self._give(process, claim)))
+            give = partial(self._give, process)
+            servers.append(PeerServer(TOKEN, give, partial(self._give_way, process)))
             self.tables[process].put(Column.PORT, await servers[-1].start())
         try:
             await test(self)
         finally:
-            await self.claims.close()
+            self.claims.close()
+            await self.links.close()
             for server in servers:
                 await server.stop()
 
@@ -122,5 +133,23 @@ def test_strangers_are_not_heard(token: str) -> None:
                 await stub.Claim(peer_pb2.ClaimRequest(request_id="mine", resumes=True, stamp=9), timeout=10)
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
         assert peers.asked == []
+
+    asyncio.run(Peers().run(test))
+
+
+def test_the_process_where_most_of_a_client_waits_is_asked_first_to_let_it_give_way() -> None:
+    async def test(peers: Peers) -> None:
+        column = peers.tables[0].client_column("much")
+        assert not await peers.links.give_way(column)
+        assert peers.told == []
+        peers.tables[1].add(column, 1)
+        peers.tables[2].add(column, 2)
+        peers.waiting = {1}
+        assert await peers.links.give_way(column)
+        assert peers.told == [(2, column), (1, column)]
+        peers.waiting = set()
+        peers.tables[2].put(Column.PORT, 1)  # it has ended
+        assert not await peers.links.give_way(column)
+        assert peers.told[2:] == [(1, column)]
 
     asyncio.run(Peers().run(test))

@@ -69,6 +69,22 @@ def test_more_than_ray_has(there: dict[str, float], gpus: int, error: str, monke
         RayProcesses().check_room(4, gpus=gpus)
 
 
+def test_starting_ray_hides_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    token = tmp_path / ".ray" / "auth_token"
+
+    def init(**_: object) -> None:
+        token.parent.mkdir()
+        token.write_text("secret")
+        token.chmod(0o644)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray.util, "list_named_actors", list)
+    RayProcesses().start("c", None)
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
 def test_the_token_that_ray_leaves_readable_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     hide_token()  # where there is none, nothing comes of it

@@ -251,6 +251,27 @@ def test_a_prompt_whose_client_left_before_it_had_a_place_is_withdrawn(
     with_gateway(model, FakeWorker(say, {"PrepareReceive": ["hang"]}), body)
 
 
+def test_pages_that_come_when_the_client_has_left_are_given_back(model: Path) -> None:
+    """The decode worker has them for a request that nobody will start. No sender knows of them."""
+
+    async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
+        asked = asyncio.ensure_future(ask(client))
+        while not worker.announced:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        (request_id,) = worker.announced
+        while request_id not in worker.ended:  # the announced prompt
+            await asyncio.sleep(0.01)
+        assert worker.room is not None
+        worker.room.set()
+        async with asyncio.timeout(20):
+            while worker.ended != [request_id] * 2:
+                await asyncio.sleep(0.01)
+        assert worker.writer_quiet == [False, True]
+
+    with_gateway(model, FakeWorker(say, room=asyncio.Event()), body)
+
+
 def test_a_busy_prefill_worker_hears_of_no_other_prompt(model: Path) -> None:
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
         first = asyncio.ensure_future(ask(client))

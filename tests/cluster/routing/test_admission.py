@@ -29,9 +29,9 @@ class Crowd:
         self._ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def join(self, client: str, name: str, tokens: int = 1) -> None:
+    async def join(self, client: str, name: str, tokens: int = 1, admitted: bool = False) -> None:
         self._ends[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._wait(client, name, tokens))
+        self.tasks[name] = asyncio.create_task(self._wait(client, name, tokens, admitted))
         await settle()
 
     async def end(self, name: str) -> None:
@@ -42,8 +42,21 @@ class Crowd:
         self.tasks[name].cancel()
         await settle()
 
-    async def _wait(self, client: str, name: str, tokens: int) -> None:
-        async with self.queue.turn(client, tokens):
+    def waiting(self) -> set[str]:
+        """Names of those that wait or have the turn."""
+        return {name for name, task in self.tasks.items() if not task.done()}
+
+    async def end_all(self) -> list[str]:
+        """Who was served, in order."""
+        for end in self._ends.values():
+            end.set()
+        for task in self.tasks.values():
+            with suppress(Overloaded, asyncio.CancelledError):
+                await asyncio.wait_for(task, 5)
+        return self.served
+
+    async def _wait(self, client: str, name: str, tokens: int, admitted: bool) -> None:
+        async with self.queue.turn(client, tokens, admitted=admitted):
             self.served.append(name)
             await self._ends[name].wait()
 
@@ -239,7 +252,7 @@ def test_bounds_name_their_key_and_say_when_to_come_again() -> None:
                 pass
         await crowd.end("large")
         await crowd.join("a", "one")
-        await crowd.join("a", "two")
+        await crowd.join("c", "two")
         with pytest.raises(Overloaded, match=r"2 requests are queued; gateway.max_queued is 2") as caught:
             async with crowd.queue.turn("b", 1):
                 pass
@@ -248,3 +261,123 @@ def test_bounds_name_their_key_and_say_when_to_come_again() -> None:
             task.cancel()
 
     asyncio.run(run())
+
+
+class TestFullQueues:
+    def test_the_newest_of_the_client_with_most_gives_way(self) -> None:
+        async def run() -> None:
+            crowd = Crowd(AdmissionQueue(6, 100))
+            for client, name in ("aA", "aB", "bC", "aD", "cE", "aF"):
+                await crowd.join(client, name)
+            await crowd.join("d", "G")  # 1 where a has 4
+            with pytest.raises(Overloaded, match="its newest request gives way") as caught:
+                await crowd.tasks["F"]
+            assert caught.value.retry_after_seconds > 0
+            await crowd.join("d", "H")  # 2 where a has 3
+            await crowd.join("d", "I")  # 3 where a has 2
+            await crowd.join("a", "J")  # 3 where it has most itself
+            for refused in ("I", "J"):
+                with pytest.raises(Overloaded, match=r"gateway\.max_queued is 6"):
+                    await crowd.tasks[refused]
+            served = await crowd.end_all()
+            assert sorted(served) == list("ABCEGH")
+            assert (crowd.queue.requests, crowd.queue.tokens, crowd.queue._waiting) == (0, 0, [])
+
+        asyncio.run(run())
+
+    def test_what_was_admitted_before_stays(self) -> None:
+        async def run() -> None:
+            crowd = Crowd(AdmissionQueue(3, 100))
+            await crowd.join("a", "head")
+            for name in ("lost", "lost too"):
+                await crowd.join("a", name, admitted=True)
+            await crowd.join("b", "new")
+            with pytest.raises(Overloaded, match=r"gateway\.max_queued is 3"):
+                await crowd.tasks["new"]
+            assert await crowd.end_all() == ["head", "lost", "lost too"]
+
+        asyncio.run(run())
+
+    def test_who_waits_for_most_tokens_makes_room_for_few(self) -> None:
+        """As often as it takes: here two of its requests for one of another's."""
+
+        async def run() -> None:
+            crowd = Crowd(AdmissionQueue(100, 100))
+            for number in range(5):
+                await crowd.join("a", f"a{number}", tokens=20)
+            for number in range(3):
+                await crowd.join("b", f"b{number}", tokens=10)
+            with pytest.raises(Overloaded):
+                await crowd.tasks["a4"]
+            with pytest.raises(Overloaded):
+                await crowd.tasks["a3"]
+            await crowd.join("c", "c", tokens=70)
+            with pytest.raises(Overloaded, match=r"asks for 70; gateway\.max_queued_tokens is 100"):
+                await crowd.tasks["c"]
+            assert sorted(await crowd.end_all()) == ["a0", "a1", "a2", "b0", "b1", "b2"]
+
+        asyncio.run(run())
+
+    @pytest.mark.parametrize("there", [True, False])
+    def test_in_another_process(self, there: bool) -> None:
+        async def run() -> None:
+            views, asked = tables(2), []
+
+            async def ask(client: int) -> bool:
+                asked.append(client)
+                return there and other.give_way(client)
+
+            one, other = AdmissionQueue(4, 100, views[0], ask), AdmissionQueue(4, 100, views[1])
+            here, elsewhere = Crowd(one), Crowd(other)
+            for number in range(4):
+                await elsewhere.join("a", f"a{number}")
+            await here.join("b", "b")
+            assert asked == [views[0].client_column("a")]
+            gave_way, refused = ("a3", elsewhere), ("b", here)
+            name, crowd = gave_way if there else refused
+            with pytest.raises(Overloaded, match="gives way" if there else "max_queued is 4"):
+                await crowd.tasks[name]
+            assert len(await elsewhere.end_all() + await here.end_all()) == 4
+            assert not one.waits
+
+        asyncio.run(run())
+
+    @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 12)), max_size=40))
+    def test_bounds_hold_and_nobody_is_turned_away_for_one_with_more(self, arrivals: list[tuple[str, int]]) -> None:
+        async def run() -> None:
+            crowd = Crowd(AdmissionQueue(8, 40))
+            for number, (client, tokens) in enumerate(arrivals):
+                before = crowd.waiting()
+                await crowd.join(client, f"{client}{number}", tokens)
+                now = crowd.waiting()
+                assert crowd.queue.requests <= 8
+                assert crowd.queue.tokens <= 40
+                for gone in before - now:
+                    assert gone[0] != client, "its own never gives way"
+                    for held in (lambda name: 1, lambda name: arrivals[int(name[1:])][1]):
+                        if sum(held(one) for one in before if one[0] == gone[0]) > sum(
+                            held(one) for one in now if one[0] == client
+                        ) - held(f"{client}{number}"):
+                            break
+                    else:
+                        raise AssertionError(f"{gone} gave way to {client}{number}")
+            await crowd.end_all()
+            assert (crowd.queue.requests, crowd.queue.tokens) == (0, 0)
+            assert crowd.queue._table.largest_client(by_tokens=False)[1] == 0
+            assert crowd.queue._table.largest_client(by_tokens=True)[1] == 0
+
+        asyncio.run(run())
+
+    def test_those_that_leave_take_no_memory(self) -> None:
+        """A queue may stand still for long while clients come and go."""
+
+        async def run() -> None:
+            crowd = Crowd(AdmissionQueue(100, 100))
+            await crowd.join("a", "head")
+            for number in range(200):
+                await crowd.join("b", str(number))
+                await crowd.cancel(str(number))
+            assert len(crowd.queue._waiting) < 10
+            await crowd.end_all()
+
+        asyncio.run(run())

@@ -19,14 +19,14 @@ from grpc_reflection.v1alpha import reflection
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
-from tandem.cluster.errors import TandemError
+from tandem.cluster.errors import TandemError, Unavailable
 from tandem.cluster.frontends.admin import Admin
 from tandem.cluster.frontends.grpc_server import grpc_server, open_port
 from tandem.cluster.frontends.http.routes import HttpApp
 from tandem.cluster.peers.claims import Claims
 from tandem.cluster.peers.peer_server import PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
-from tandem.cluster.protocol import CLIENT_ID_KEY
+from tandem.cluster.protocol import CLIENT_ID_KEY, CLUSTER_ENDS
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.rebalancer import Rebalancer
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from tandem.cluster.frontends.http.server import HttpServer
 
 Context = grpc.aio.ServicerContext
+LAST_SECONDS = 0.5  # for clients to read why their calls ended
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
@@ -206,12 +207,16 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         shared = settings.processes > 1
         return HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
 
-    async def stop(self, grace: float) -> None:
-        """No new calls; calls under way have `grace` seconds, then they are cancelled and their pages given back."""
+    async def stop(self, grace: float, why: str = "it was stopped") -> None:
+        """No new calls; calls under way have `grace` seconds, then they end with an error and their pages are given
+        back. why: the cluster ends, in words."""
         self._admin.close()
         await self._health.enter_graceful_shutdown()
         servers = [self._server] if self._http is None else [self._server, self._http]
-        await asyncio.gather(*(server.stop(grace) for server in servers))
+        ends = [asyncio.ensure_future(server.stop(grace + LAST_SECONDS)) for server in servers]
+        await asyncio.wait(ends, timeout=grace)
+        self._requests.end(Unavailable(f"{CLUSTER_ENDS}{why}"))
+        await asyncio.gather(*ends)
         if self._rebalancing is not None:
             self._rebalancing.cancel()
         await self._router.close()

@@ -14,6 +14,7 @@ from tandem.proto import inference_pb2
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 CLIENT_ID_KEY = "client-id"
+CLUSTER_ENDS = "the cluster ends: "  # so begins the text of UNAVAILABLE that a gateway answers, and no connection
 ACCEPTED = MappingProxyType(
     {
         FieldDescriptor.TYPE_UINT32: "an integer in [0, 2^32)",

@@ -53,7 +53,7 @@ FLOORS = {
 
 # Heavy dependencies and the files that are their home.
 HOMES = {
-    "ray": {"cluster/processes/ray_processes.py"},
+    "ray": {"cluster/processes/own_ray.py", "cluster/processes/ray_processes.py"},
     "h11": {"cluster/cli/bench/event_streams.py"},
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
     "uvicorn": {"cluster/frontends/http/server.py"},

@@ -48,7 +48,8 @@ class Resumption:
         """Changes the request to resume. Returns the seconds to wait before it is sent again, or None if it failed.
 
         A full queue does not fail a request that was admitted before: all requests come back at once. UNAVAILABLE comes
-        from the connection, never from the gateway. Without an answer or a connection ever, there is no gateway.
+        from the connection, or from a cluster that ends and may be started again. Without an answer or a connection
+        ever, there is no gateway.
         """
         now = time.monotonic()
         kind = error_of(error)

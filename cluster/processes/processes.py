@@ -1,13 +1,13 @@
 """Actors in processes of their own, as supervisors see them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.cluster.errors import StartFailed
+from tandem.cluster.errors import StartFailed, TandemError
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,10 @@ class Processes(ABC):
     @abstractmethod
     def start(self, cluster: str, num_cpus: int | None) -> None:
         """Raises ClusterRunning when a cluster of that name runs there, StartFailed when nothing can be started."""
+
+    def watch(self, lost: Callable[[TandemError], None]) -> None:
+        """After start(): calls `lost` once, from another thread, if what runs the processes is lost. They then end."""
+        return None
 
     @abstractmethod
     def check_room(self, processes: int, *, gpus: int) -> None:

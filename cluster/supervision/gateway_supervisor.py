@@ -182,7 +182,8 @@ class GatewaySupervisor(Supervisor):
 
     def _end(self) -> None:
         if self._group is not None:
-            calls = [member.call("stop", self.grace) for member in self._group.members]
+            serving = [one.member for one in self._gateways if one.serves and one.member is not None]
+            calls = [member.call("stop", self.grace) for member in serving]
             StopSignal().answers(calls, STOP_SECONDS + self.grace)
             self._group.end()  # kills what did not stop by itself
         if self._ports is not None:

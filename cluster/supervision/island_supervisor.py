@@ -129,7 +129,7 @@ class IslandSupervisor(Supervisor):
 
     def _end(self) -> None:
         self._orders.close(ScaleRefused(f"island {self.island_name} is stopped"))
-        self.island.end(gently=True)
+        self.island.end(gently=self.island.formed)  # one that still starts may not answer for a while
 
 
 def _after(calls: list[Future[Any]], act: Callable[[], None]) -> None:

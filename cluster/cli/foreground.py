@@ -1,10 +1,11 @@
 """`tandem up`: a cluster that lives until this process is asked to stop."""
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from rich.console import Console
@@ -55,6 +56,8 @@ def _signals_interrupt() -> Iterator[None]:
         nonlocal interrupted
         if not interrupted:
             interrupted = True
+            with suppress(OSError):  # stderr may be closed; print() could be interrupted in itself
+                os.write(2, f"tandem: {signal.Signals(number).name}: stopping\n".encode())
             raise KeyboardInterrupt
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -260,12 +260,14 @@ class RayActor(ActorProcess):
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Keeps this process's SIGTERM handler: Ray sets one that exits. While it is set, it means what SIGINT does."""
+    """Keeps this process's SIGTERM handler, which is also called for a signal that comes while Ray's own is set."""
     kept = signal.getsignal(signal.SIGTERM)
     try:
         yield
-    except SystemExit as error:
-        raise KeyboardInterrupt from error
+    except SystemExit:  # by Ray's handler
+        if callable(kept):
+            kept(signal.SIGTERM, None)
+        raise
     finally:
         if current_thread() is main_thread():
             signal.signal(signal.SIGTERM, kept)

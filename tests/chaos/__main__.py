@@ -1,6 +1,7 @@
 """`make chaos`: a long storm. Prints JSON: what was done to the cluster, and what its clients saw.
 
 python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N] [--gpus] [--roles split|adaptive]
+python -m tests.chaos --ray [--blows N] [--seed N]: over `tandem up`; its Ray and its launcher are killed, too
 """
 
 import argparse
@@ -15,6 +16,7 @@ def main() -> None:
     from torch import cuda
 
     from tandem.cluster.cli.random_checkpoint import make_checkpoint
+    from tests.chaos.ray_storm import RayStorm
     from tests.chaos.storm import Storm
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -22,6 +24,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--gpus", action="store_true", help="of this host, over NVSHMEM, shared by all islands")
     parser.add_argument("--roles", choices=("split", "adaptive"), default="adaptive", help="of the cluster's workers")
+    parser.add_argument("--ray", action="store_true", help="over `tandem up`, with a real Ray")
     options = parser.parse_args()
     if options.gpus and not cuda.is_available():
         parser.error("--gpus needs a CUDA device; tandem doctor says what is missing")
@@ -29,6 +32,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
         model = Path(folder) / "model"
         make_checkpoint(model, arch="llama", size="tiny", seed=3)
+        if options.ray:
+            outcome: object = RayStorm(model, options.seed).run(options.blows)
+            print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
+            return
         adaptive = options.roles == "adaptive"
         faults = Path(folder) / "faults"
         storm = Storm(model, faults, options.seed, options.clients, gpus=options.gpus, adaptive=adaptive)

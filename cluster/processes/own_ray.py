@@ -56,8 +56,8 @@ class OwnRay:
             try:
                 self._start(options)
                 return
-            except (TypeError, ValueError):
-                raise
+            except (TypeError, ValueError) as error:
+                raise StartFailed(f"a local Ray cannot be started: {error}") from error
             except Exception as error:  # Ray raises bare ones, where its own processes are too slow to start
                 reason = f"{(str(error) or type(error).__name__).splitlines()[0]}; {machine_load()}"
                 if attempt == ATTEMPTS:

@@ -16,7 +16,7 @@ def main() -> None:
     from torch import cuda
 
     from tandem.cluster.cli.random_checkpoint import make_checkpoint
-    from tests.chaos.ray_storm import RayStorm
+    from tests.chaos.ray_storm import RayStorm, plan_ray_blows
     from tests.chaos.storm import Storm
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -33,7 +33,7 @@ def main() -> None:
         model = Path(folder) / "model"
         make_checkpoint(model, arch="llama", size="tiny", seed=3)
         if options.ray:
-            outcome: object = RayStorm(model, options.seed).run(options.blows)
+            outcome: object = RayStorm(model, options.seed).run(plan_ray_blows(options.seed, options.blows))
             print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
             return
         adaptive = options.roles == "adaptive"

@@ -5,9 +5,11 @@ Clients that resume go on there.
 """
 
 import asyncio
+import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -24,6 +26,7 @@ from tandem.cluster.errors import CallError, Unavailable
 from tandem.cluster.protocol import CLUSTER_ENDS
 from tests.chaos.http_stream import HttpStream
 from tests.chaos.launched import Launched, free_ports
+from tests.chaos.storm import Blow
 from tests.support.oracle import greedy, load_oracle, random_prompt
 
 VOCABULARY = 512
@@ -71,6 +74,20 @@ class Outcome:
     seconds: float = 0.0
 
 
+def plan_ray_blows(seed: int, number: int) -> list[Blow]:
+    rng = random.Random(seed)
+    targets, weights = list(TARGETS), list(TARGETS.values())
+    return [
+        Blow(
+            messages=rng.randrange(60),
+            target=rng.choices(targets, weights)[0],
+            how=rng.choices(("kill", "stop"), (8, 3))[0],
+            seconds=rng.uniform(0.05, 1.0),
+        )
+        for _ in range(number)
+    ]
+
+
 class RayStorm:
     """One island, two gateway processes; clients that resume, one that does not, and one over HTTP."""
 
@@ -82,15 +99,14 @@ class RayStorm:
         self._ports = free_ports()
         self._received = 0
         self._over = threading.Event()
-        self._calm = threading.Event()
         self._failed: BaseException | None = None
         self.outcome = Outcome()
         self._cluster = self._launch()
 
-    def run(self, num_blows: int) -> Outcome:
+    def run(self, blows_planned: Sequence[Blow]) -> Outcome:
         """Until all blows have fallen; then the cluster is stopped, and nothing of it is left."""
         began = time.monotonic()
-        blows = threading.Thread(target=self._strike, args=(num_blows,), name="blows")
+        blows = threading.Thread(target=self._strike, args=(blows_planned,), name="blows")
         try:
             cases = asyncio.run(self._cases())
             blows.start()
@@ -198,29 +214,29 @@ class RayStorm:
 
     # Blows
 
-    def _strike(self, num_blows: int) -> None:
+    def _strike(self, blows: Sequence[Blow]) -> None:
         try:
-            for _ in range(num_blows):
-                until, deadline = self._received + self._random.randrange(60), time.monotonic() + QUIET_SECONDS
+            for number, blow in enumerate(blows):
+                if number and number % 10 == 0:
+                    print(json.dumps({"seed": self._seed, **vars(self.outcome)}), file=sys.stderr, flush=True)
+                until, deadline = self._received + blow.messages, time.monotonic() + QUIET_SECONDS
                 while self._received < until and time.monotonic() < deadline:
                     time.sleep(0.005)
-                self._hit()
+                self._hit(blow)
         except BaseException as error:
             self._failed = error
         finally:
             self._over.set()
 
-    def _hit(self) -> None:
-        (target,) = self._random.choices(list(TARGETS), list(TARGETS.values()))
-        how = self._random.choices(("kill", "stop"), (8, 3))[0]
-        seconds, choice = self._random.uniform(0.05, 1.0), self._random.random()
+    def _hit(self, blow: Blow) -> None:
+        target = blow.target
         pids = self._wait_for(target)
         if target not in ("island", "launcher"):
-            pids = [pids[int(choice * len(pids))]]
-        self.outcome.blows[f"{how} {target}"] += 1
-        _signal(pids, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        if how == "stop":
-            time.sleep(seconds)
+            pids = [self._random.choice(pids)]
+        self.outcome.blows[f"{blow.how} {target}"] += 1
+        _signal(pids, signal.SIGKILL if blow.how == "kill" else signal.SIGSTOP)
+        if blow.how == "stop":
+            time.sleep(blow.seconds)
             _signal(pids, signal.SIGCONT)
         elif target in WHOLE:
             code = self._cluster.wait()

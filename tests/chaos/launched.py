@@ -71,7 +71,10 @@ class Launched:
 
     def wait(self) -> int:
         """Its exit code, once it has ended."""
-        return self.process.wait(END_SECONDS)
+        code = self.process.wait(END_SECONDS)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return code
 
     def interrupt(self, part: str, seconds: float) -> None:
         """Ends the start by SIGTERM, `seconds` after it has reached a part. It says so, and nothing is left."""

@@ -18,6 +18,6 @@ def test_every_end_is_typed_and_nothing_is_left(tmp_path: Path) -> None:
     outcome = RayStorm(tmp_path / "model", seed=1).run(BLOWS)
     assert outcome.launches == 2
     assert outcome.recovered > 0
-    assert outcome.finished > 10
-    heard = outcome.ends + outcome.refused
-    assert {"Unavailable, in the cluster's words", "HTTP error, in the cluster's words"} & set(heard)
+    assert outcome.finished >= 3  # each client that resumes has come to an end
+    kinds = ("Unavailable", "HTTP error", "HTTP connection broken")
+    assert all(heard.startswith(kinds) for heard in outcome.ends + outcome.refused)

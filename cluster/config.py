@@ -1,296 +1,36 @@
-"""A cluster's configuration: the sections of its YAML, their defaults and limits."""
+"""A cluster's configuration: all sections of its YAML together, and how it is read."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
     SecretStr,
     ValidationError,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails
 
 from tandem.cluster.config_errors import explain, names
 from tandem.cluster.config_file import environment_keys, parse_override, put, read_mapping
-from tandem.cluster.config_model import find_model, model_name
-from tandem.cluster.credentials import ServerSecurity, is_loopback
+from tandem.cluster.config_sections import (
+    CacheSection,
+    GatewaySection,
+    Islands,
+    IslandSection,
+    MetricsSection,
+    ModelSection,
+    RaySection,
+    RecoverySection,
+    SchedulerSection,
+    Section,
+    SecuritySection,
+)
+from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError
-from tandem.cluster.routing.policy import POLICIES
-from tandem.transfer.factory import TRANSPORTS
-
-# A number's unit stands in its type, for docs/configuration.md.
-Calls = Annotated[int, Field(ge=1, json_schema_extra={"unit": "calls"})]
-Cpus = Annotated[int, Field(ge=1, json_schema_extra={"unit": "CPUs"})]
-Factor = Annotated[float, Field(gt=0, json_schema_extra={"unit": "factor"})]
-Fraction = Annotated[float, Field(gt=0, le=1, json_schema_extra={"unit": "fraction"})]
-Islands = Annotated[int, Field(ge=1, json_schema_extra={"unit": "islands"})]
-Mebibytes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "MiB"})]
-Messages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "messages/s"})]
-Pages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "pages"})]
-Placements = Annotated[int, Field(ge=1, json_schema_extra={"unit": "placements"})]
-Port = Annotated[int, Field(ge=0, le=65535, json_schema_extra={"unit": "TCP port"})]
-Positions = Annotated[int, Field(ge=1, json_schema_extra={"unit": "positions"})]
-Processes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "processes"})]
-Requests = Annotated[int, Field(ge=1, json_schema_extra={"unit": "requests"})]
-Restarts = Annotated[int, Field(ge=0, json_schema_extra={"unit": "restarts"})]
-Seconds = Annotated[float, Field(json_schema_extra={"unit": "s"})]
-Sequences = Annotated[int, Field(ge=1, json_schema_extra={"unit": "sequences"})]
-Threads = Annotated[int, Field(ge=1, json_schema_extra={"unit": "threads"})]
-Tokens = Annotated[int, Field(ge=1, json_schema_extra={"unit": "tokens"})]
-Workers = Annotated[int, Field(ge=1, json_schema_extra={"unit": "workers"})]
-
-
-class Section(BaseModel):
-    """Frozen. It takes no unknown key and converts no type but int to float. Docstrings describe fields."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, protected_namespaces=(), use_attribute_docstrings=True
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty(cls, value: object) -> object:
-        return {} if value is None else value  # a section whose keys are all commented out
-
-
-def _resolve(path: str) -> str:
-    """Workers do not share the caller's working directory."""
-    return str(Path(path).expanduser().resolve())
-
-
-def _names(value: object) -> object:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError("must be a name, or a list of names")
-    return names
-
-
-ResolvedPath = Annotated[str, AfterValidator(_resolve)]
-ModelPath = Annotated[str, AfterValidator(find_model)]
-Names = Annotated[list[str], BeforeValidator(_names), Field(json_schema_extra={"accepted": "text, or a list of texts"})]
-
-
-class ModelSection(Section):
-    path: ModelPath | None = None
-    """folder of a Hugging Face checkpoint, or the hub id of one in the Hugging Face cache, such as Qwen/Qwen3-8B; `~`
-    and relative paths are resolved"""
-    served_model_name: Names | None = None
-    """what clients call the model: all names are accepted, answers have the first; null is the hub id or the folder's
-    name"""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """element type of weights and KV; auto takes the checkpoint's"""
-    load_format: Literal["safetensors", "dummy"] = "safetensors"
-    """where weights come from; dummy draws them at random and needs config.json only"""
-    max_model_len: Positions | None = Field(default=None, le=1 << 24)
-    """most positions of one sequence, where the pages hold as many; null takes the checkpoint's limit"""
-
-    @property
-    def names(self) -> list[str]:
-        """What it is called, the name in answers first."""
-        return self.served_model_name or [model_name(self.path or "")]
-
-
-class CacheSection(Section):
-    page_size: Literal[8, 16, 32, 64, 128] = Field(default=16, json_schema_extra={"unit": "positions"})
-    """positions in one KV page; 16-bit kernels on a GPU take at most 64"""
-    num_pages: Pages | None = Field(default=None, le=1 << 24)
-    """KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU and what gpu_memory_utilization
-    leaves on a GPU"""
-    gpu_memory_utilization: Fraction | None = None
-    """fraction of a GPU's memory that weights, KV pages and workspace may take; null is 0.9, unless num_pages is
-    given"""
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """element type of stored K and V; auto is model.dtype, or FP8 where the checkpoint asks for it"""
-    k_scale: Factor | None = Field(default=None, allow_inf_nan=False)
-    """with fp8_e4m3, what stored K is multiplied by in every layer; null is the checkpoint's, else 1"""
-    v_scale: Factor | None = Field(default=None, allow_inf_nan=False)
-    """the same for V"""
-    prefix_sharing: bool = True
-    """whether requests share the pages of equal prefixes"""
-
-    @field_validator("gpu_memory_utilization")
-    @classmethod
-    def _alone(cls, utilization: float | None, info: ValidationInfo) -> float | None:
-        num_pages = info.data.get("num_pages")
-        if utilization is not None and num_pages is not None:
-            raise ValueError(
-                f"must be null where cache.num_pages is given, here {num_pages}: one follows from the other"
-            )
-        return utilization
-
-    @field_validator("k_scale", "v_scale")
-    @classmethod
-    def _of_fp8(cls, scale: float | None, info: ValidationInfo) -> float | None:
-        if scale is not None and info.data.get("kv_cache_dtype") != "fp8_e4m3":
-            raise ValueError("must be null unless cache.kv_cache_dtype is fp8_e4m3")
-        return scale
-
-
-class SchedulerSection(Section):
-    roles: Literal["split", "adaptive"] = "split"
-    """what workers do: with split, prefill workers compute prompts and decode workers decode; with adaptive, the router
-    decides for each request who does what, by the workers' loads"""
-    max_batch_tokens: Tokens = Field(default=1024, le=1 << 20)
-    """most tokens in one forward"""
-    max_sequences: Sequences | None = Field(default=None, le=1 << 16)
-    """most sequences in one forward; null is 512 on a GPU and 256 on a CPU"""
-    token_seconds: Seconds | None = Field(default=None, gt=0, le=60)
-    """how long a sequence may wait for its next token because its worker computes prompts, too; shorter ones slow
-    prompts down; null is 0.015 on a GPU, and no bound on a CPU"""
-    stream_messages_per_second: Messages | None = Field(default=None, le=1 << 20)
-    """most messages that the clients of one decode worker get; when more tokens come, a message carries several; null
-    is 400 on a CPU, which computes meanwhile, and as many as the gateway can write on a GPU"""
-
-
-class IslandSection(Section):
-    device: Literal["cpu", "cuda"] = "cpu"
-    """where workers compute; on cuda each has a GPU of its own"""
-    transport: str = Field(default="shared_memory", json_schema_extra={"enum": [*TRANSPORTS]}, validate_default=True)
-    """how workers write into each other's pages: shared_memory between CPUs, nvshmem between GPUs"""
-    num_prefill: Workers = Field(default=1, le=256)
-    """prefill workers"""
-    num_decode: Workers = Field(default=1, le=256)
-    """decode workers"""
-    num_signals: Requests | None = Field(default=None, le=1 << 16)
-    """requests whose KV one decode worker can await at a time; null is scheduler.max_sequences"""
-    lease_seconds: Seconds = Field(default=30.0, ge=0.05, le=3600)
-    """how long workers keep pages and work on for a gateway that shows no sign of life"""
-    verify_kv: bool = False
-    """whether decode workers compare digests of the KV pushed to them"""
-    threads_per_worker: Threads | None = Field(default=None, le=1024)
-    """torch threads of one worker; null shares the machine's cores evenly"""
-
-    @field_validator("transport")
-    @classmethod
-    def _fit_device(cls, transport: str, info: ValidationInfo) -> str:
-        if transport not in TRANSPORTS:
-            raise ValueError(f"must be {' or '.join(TRANSPORTS)}")
-        device = info.data.get("device", *TRANSPORTS[transport].devices[:1])  # an invalid device is named by itself
-        if device not in TRANSPORTS[transport].devices:
-            fitting = " or ".join(name for name, one in TRANSPORTS.items() if device in one.devices)
-            raise ValueError(f"must be {fitting} where island.device is {device}")
-        return transport
-
-
-class GatewaySection(Section):
-    host: str = "127.0.0.1"
-    """address to listen on"""
-    port: Port = 50051
-    """gRPC port; 0 takes any free one"""
-    http_port: Port | None = None
-    """port of the OpenAI-compatible HTTP server; 0 takes any free one, null has none"""
-    routing_policy: str = Field(default="prefix_aware", json_schema_extra={"enum": [*POLICIES]})
-    """how workers are chosen: by load, or also by what they hold of the prompt, as adaptive roles do"""
-    processes: Processes | None = Field(default=None, le=64)
-    """gateway processes, which share the ports and the limits; null is 1 for each 4 cores, at least 1 and at most 4"""
-    max_queued: Requests = Field(default=1024, le=1 << 20)
-    """most requests that wait for room"""
-    max_queued_tokens: Tokens = Field(default=1 << 22, le=1 << 40)
-    """most tokens, prompts and outputs, that wait for room"""
-    max_attempts: Placements = Field(default=5, le=1000)
-    """how often a request is placed when workers are lost while they serve it"""
-    queue_seconds: Seconds = Field(default=60.0, gt=0, le=86400)
-    """longest wait for room"""
-    request_seconds: Seconds = Field(default=600.0, gt=0, le=86400)
-    """longest life of one request"""
-    max_message_mib: Mebibytes = Field(default=16, le=1024)
-    """largest message that the gateway takes"""
-    max_bodies_mib: Mebibytes = Field(default=512, le=1 << 20)
-    """most bytes of requests that are being received or read, gRPC and HTTP together; those of up to 64 KiB do not
-    count, and one client's host may have half"""
-    max_calls: Calls = Field(default=4096, le=1 << 20)
-    """most calls at a time, gRPC and HTTP together, waiting ones included"""
-    drain_seconds: Seconds = Field(default=0.0, ge=0, le=3600)
-    """how long the gateway serves on once it is told to stop; meanwhile it says that it is not ready"""
-    warm_up: bool | None = None
-    """whether the gateway sends requests of its own through new workers before it is ready, so that those of clients
-    find all compiled, connected and allocated; null does on a GPU"""
-
-    @field_validator("routing_policy")
-    @classmethod
-    def _known_policy(cls, policy: str) -> str:
-        if policy not in POLICIES:
-            raise ValueError(f"must be {' or '.join(POLICIES)}")
-        return policy
-
-    @field_validator("http_port")
-    @classmethod
-    def _another_port(cls, http_port: int | None, info: ValidationInfo) -> int | None:
-        if http_port and http_port == info.data.get("port"):
-            raise ValueError("must be another one than gateway.port")
-        return http_port
-
-
-class MetricsSection(Section):
-    enabled: bool = True
-    """whether requests are counted, and /metrics is served"""
-    port: Port | None = None
-    """port of /metrics, /ready and /health alone; 0 takes any free one, null serves them on gateway.http_port"""
-    host: str = "127.0.0.1"
-    """address that metrics.port listens on"""
-    public: bool = False
-    """whether /metrics needs no token and may be asked for under any host name"""
-
-
-class SecuritySection(Section):
-    """Whoever can reach the gateway may use it, unless it asks for a token."""
-
-    token_file: ResolvedPath | None = None
-    """file with the bearer token that every call must carry; only its owner may read it"""
-    api_key: SecretStr | None = None
-    """the bearer token itself, in place of token_file; better in TANDEM_SECURITY__API_KEY than in a file"""
-    tls_cert: ResolvedPath | None = None
-    """the gateway's certificate chain, PEM"""
-    tls_key: ResolvedPath | None = None
-    """the key of tls_cert, PEM; only its owner may read it"""
-    client_ca: ResolvedPath | None = None
-    """PEM; clients must then show a certificate that it signed (mutual TLS)"""
-    salt_by_token: bool = False
-    """whether callers share cached prefixes only with those of the same bearer token"""
-
-    @property
-    def server(self) -> ServerSecurity:
-        """As the gateway takes it."""
-        key = None if self.api_key is None else self.api_key.get_secret_value()
-        return ServerSecurity(**self.model_dump(exclude={"api_key"}), api_key=key)
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> Self:
-        if self.api_key is not None and self.token_file is not None:
-            raise ValueError("must have token_file or api_key, not both")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("must have both tls_cert and tls_key, or neither")
-        if self.client_ca is not None and self.tls_cert is None:
-            raise ValueError("must have tls_cert and tls_key where client_ca is set")
-        return self
-
-
-class RecoverySection(Section):
-    unresponsive_seconds: Seconds = Field(default=60.0, gt=0, le=86400)
-    """a process that is silent for so long is ended and started again"""
-    stalled_seconds: Seconds = Field(default=300.0, gt=0, le=86400)
-    """a process whose start makes no progress for so long, in imports, weights or kernels, is ended and started again;
-    give it more time than one kernel takes to compile; where workers wait for each other, 60 s are the most"""
-    drain_seconds: Seconds = Field(default=10.0, ge=0, le=86400)
-    """longest wait for what the other workers of a broken island can finish"""
-    max_restarts: Restarts = Field(default=10, le=1 << 20)
-    """most restarts of an island, or of the gateway, in window_seconds; one more loss ends the cluster"""
-    window_seconds: Seconds = Field(default=600.0, gt=0, le=86400)
-    """the time in which restarts are counted"""
-
-
-class RaySection(Section):
-    num_cpus: Cpus | None = Field(default=None, le=1 << 16)
-    """CPUs that a Ray started here offers; null is all"""
 
 
 class ClusterConfig(Section):

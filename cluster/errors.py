@@ -1,7 +1,7 @@
 """The errors of the control plane and its clients. Each names the field, the value and what is accepted.
 
 TandemError             UsageError ConfigError RuntimeDirError ClusterRunning ClusterNotRunning StopTimedOut StartFailed
-│                       ProcessEnded WorkerLost ReshapeFailed BuildFailed BenchmarkFailed MissingPlots
+│                       ProcessEnded WorkerLost RayLost ReshapeFailed BuildFailed BenchmarkFailed MissingPlots
 └── CallError           InvalidRequest Overloaded DeadlineExceeded Unavailable Unauthenticated Cancelled
                         AttemptsExhausted Superseded ScaleRefused ServerError
 WorkerCallError         WorkerFull WorkerTimedOut ForwardFailed RequestRefused
@@ -70,6 +70,10 @@ class BuildFailed(TandemError):
 
 class WorkerLost(TandemError):
     """A process ended, or fell silent, more often than a cluster may restart it."""
+
+
+class RayLost(TandemError):
+    """The Ray that runs a cluster's processes has ended, and they end with it."""
 
 
 class ReshapeFailed(TandemError):

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from tandem.cache.plan.kv_scales import KVScales
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
-from tandem.cluster.errors import TandemError
+from tandem.cluster.errors import TandemError, Unavailable
 from tandem.cluster.frontends.admin import Admin
 from tandem.cluster.frontends.grpc_server import grpc_server, host_of, open_port
 from tandem.cluster.frontends.http.monitoring import Monitoring
@@ -30,7 +30,7 @@ from tandem.cluster.peers.claims import Claims
 from tandem.cluster.peers.links import PeerLinks
 from tandem.cluster.peers.peer_server import PeerServer
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
-from tandem.cluster.protocol import CLIENT_ID_KEY
+from tandem.cluster.protocol import CLIENT_ID_KEY, CLUSTER_ENDS
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 Context = grpc.aio.ServicerContext
 READ_BY = ("tandem.cluster.frontends.http.bodies",)  # whose functions read long requests
+LAST_SECONDS = 0.5  # for clients to read why their calls ended
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
@@ -270,13 +271,17 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
         if was_ready:
             await asyncio.sleep(self._settings.config.gateway.drain_seconds)
 
-    async def stop(self, grace: float) -> None:
-        """No new calls; calls under way have `grace` seconds, then they are cancelled and their pages given back."""
+    async def stop(self, grace: float, why: str = "it was stopped") -> None:
+        """No new calls; calls under way have `grace` seconds, then they end with an error and their pages are given
+        back. why: the cluster ends, in words."""
         self._readiness.drain()
         self._admin.close()
         await self._health.enter_graceful_shutdown()
         http = [server for server in (self._http, self._monitor) if server is not None]
-        await asyncio.gather(*(server.stop(grace) for server in (self._server, *http)))
+        ends = [asyncio.ensure_future(server.stop(grace + LAST_SECONDS)) for server in (self._server, *http)]
+        await asyncio.wait(ends, timeout=grace)
+        self._requests.end(Unavailable(f"{CLUSTER_ENDS}{why}"))
+        await asyncio.gather(*ends)
         for task in self._tasks:
             task.cancel()
         await self._router.close()

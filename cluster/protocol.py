@@ -15,6 +15,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 CLIENT_ID_KEY = "client-id"
 MAX_MESSAGES = 16_384  # of a chat: whoever walks them holds up others
+CLUSTER_ENDS = "the cluster ends: "  # so begins the text of UNAVAILABLE that a gateway answers, and no connection
 ACCEPTED = MappingProxyType(
     {
         FieldDescriptor.TYPE_UINT32: "an integer in [0, 2^32)",

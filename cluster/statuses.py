@@ -28,7 +28,7 @@ STATUSES: tuple[tuple[type[CallError], grpc.StatusCode, int], ...] = (
     (errors.ServerError, Code.INTERNAL, 500),
     (errors.AttemptsExhausted, Code.ABORTED, 503),
     (errors.Superseded, Code.ABORTED, 503),
-    (errors.Unavailable, Code.UNAVAILABLE, 503),  # over gRPC only the connection says so, never the gateway
+    (errors.Unavailable, Code.UNAVAILABLE, 503),  # over gRPC the connection says so, or a cluster that ends
     (errors.DeadlineExceeded, Code.DEADLINE_EXCEEDED, 504),
 )
 HTTP_OF_ERROR: dict[type[CallError], int] = {kind: status for kind, _, status in STATUSES}

@@ -53,8 +53,8 @@ FLOORS = {
         {"config_file", "credentials", "peers", "protocol", "statuses"},
         {"client", "processes"},
         {"routing"},
-        {"config", "requests"},
-        {"metrics"},
+        {"config_sections", "requests"},
+        {"config", "metrics"},
         {"frontends"},
         {"gateway"},
         {"supervision"},
@@ -64,7 +64,7 @@ FLOORS = {
 
 # Heavy dependencies and the files that are their home.
 HOMES = {
-    "ray": {"cluster/processes/ray_processes.py"},
+    "ray": {"cluster/processes/own_ray.py", "cluster/processes/ray_processes.py"},
     "h11": {"cluster/cli/bench/event_streams.py", "cluster/frontends/http/connection.py"},
     "matplotlib": {"cluster/cli/bench/plots.py", "cluster/cli/bench/report.py"},
     "uvicorn": {"cluster/frontends/http/connection.py", "cluster/frontends/http/server.py"},

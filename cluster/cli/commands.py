@@ -294,7 +294,7 @@ def doctor() -> None:
     from tandem.cache.kernels.build.nvml import read_driver
     from tandem.cluster.cli.doctor import examine, verdicts
     from tandem.cluster.cli.output import print_findings
-    from tandem.cluster.config import GatewaySection
+    from tandem.cluster.config_sections import GatewaySection
 
     print(*verdicts(print_findings(examine(GatewaySection().port)), read_driver()), sep="\n")
 

@@ -4,6 +4,7 @@ What can be checked without torch and Ray is checked before they are imported, w
 """
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -70,6 +71,8 @@ def _signals_interrupt() -> Iterator[None]:
         nonlocal interrupted
         if not interrupted:
             interrupted = True
+            with suppress(OSError):  # stderr may be closed; print() could be interrupted in itself
+                os.write(2, f"tandem: {signal.Signals(number).name}: stopping\n".encode())
             raise KeyboardInterrupt
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

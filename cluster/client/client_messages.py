@@ -16,7 +16,7 @@ from tandem.cluster.errors import (
     ServerError,
     Unavailable,
 )
-from tandem.cluster.protocol import CLIENT_ID_KEY
+from tandem.cluster.protocol import CLIENT_ID_KEY, CLUSTER_ENDS
 from tandem.cluster.statuses import RETRY_AFTER_KEY, error_of
 from tandem.proto import admin_pb2, inference_pb2
 
@@ -122,7 +122,7 @@ def call_error(address: str, error: grpc.RpcError, request: Message, timeout: fl
     kind, details = error_of(error), error.details() or ""
     if kind is DeadlineExceeded and TIMED_OUT in details:
         details += f"; the timeout of {request.DESCRIPTOR.name.removesuffix('Request')} was {timeout:g} s"
-    if kind is Unavailable:  # the connection says so, never the gateway
+    if kind is Unavailable and not details.startswith(CLUSTER_ENDS):  # the connection says so
         return Unavailable(f"{address}: no gateway answers there: {details}")
     if kind is Overloaded and TOO_LARGE in details:
         return InvalidRequest(f"the request is larger than gateway.max_message_mib allows: {details}")

@@ -54,7 +54,8 @@ class Resumption:
 
         A request that may have begun is changed to resume. One that was refused with an advice has not begun. A full
         queue does not fail a request that was admitted before either: all requests come back at once. UNAVAILABLE comes
-        from the connection, never from the gateway. Without an answer or a connection ever, there is soon no gateway.
+        from the connection, or from a cluster that ends and may be started again. Without an answer or a connection
+        ever, there is soon no gateway.
         """
         now, kind, advice = time.monotonic(), error_of(error), retry_advice(error)
         self._failing_since = now if self._failing_since is None else self._failing_since

@@ -1,13 +1,13 @@
 """Actors in processes of their own, as supervisors see them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.cluster.errors import StartFailed
+from tandem.cluster.errors import StartFailed, TandemError
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,10 @@ class Processes(ABC):
     def start(self, cluster: str, num_cpus: int | None) -> None:
         """Raises ClusterRunning when a cluster of that name runs there, StartFailed when nothing can be started."""
 
+    def watch(self, lost: Callable[[TandemError], None]) -> None:
+        """After start(): calls `lost` once, from another thread, if what runs the processes is lost. They then end."""
+        return None
+
     @abstractmethod
     def check_room(self, processes: int, *, gpus: int) -> None:
         """StartFailed if there can never be so many processes at a time, with `gpus` GPUs each."""
@@ -111,3 +115,8 @@ class Processes(ABC):
     @abstractmethod
     def stop(self) -> None:
         """Ends whatever start() began."""
+
+
+def cluster_of(name: str) -> str:
+    """The cluster whose name an actor's begins with."""
+    return name.partition("/")[0]

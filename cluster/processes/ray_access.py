@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 
+from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import StartFailed
 
 GIVEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -18,6 +19,21 @@ CONNECT_SECONDS = 5.0
 METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"  # every Ray has it, and may ask for a token first
 ANSWERS = (grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1))
+
+
+def asked_host(address: str, known: str) -> str:
+    """The HOST at which to ask for a Ray at `address`. known: this machine's address, as other machines know it.
+
+    Of a Ray on this machine that is the latter, unless the Ray listens on loopback only, as that of `tandem up` does.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not is_loopback(host):
+        return host
+    with suppress(OSError, ValueError, OverflowError):
+        socket.create_connection((known, int(port)), CONNECT_SECONDS).close()
+        return known
+    return host
 
 
 def check_ray_answers(address: str, asked: str) -> None:

@@ -1,11 +1,11 @@
-"""Processes that Ray places and watches. The only user of ray."""
+"""Processes that Ray places and watches."""
 
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from itertools import count
 from threading import Lock, current_thread, main_thread
 from typing import Any
@@ -22,22 +22,25 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tandem.cache.kernels.build.build_once import KERNEL_CACHE, TRITON_CACHE
 from tandem.cluster.credentials import is_loopback
-from tandem.cluster.errors import ClusterRunning, ProcessEnded, StartFailed
+from tandem.cluster.errors import ClusterRunning, ProcessEnded, RayLost, StartFailed, TandemError
 from tandem.cluster.processes.actor_server import pack
-from tandem.cluster.processes.fork_server import ForkServer
-from tandem.cluster.processes.forked_actor import ForkedActor, open_answer
-from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
-from tandem.cluster.processes.ray_access import check_ray_answers, hide_token
+from tandem.cluster.processes.forked_actor import open_answer
+from tandem.cluster.processes.lifeline import Lifeline
+from tandem.cluster.processes.loss import Loss
+from tandem.cluster.processes.own_ray import OwnRay, prefer_settings, use_loopback
+from tandem.cluster.processes.port_watch import PortWatch
+from tandem.cluster.processes.process_host import END_SECONDS, ProcessHost
+from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup, cluster_of
+from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, hide_token
 
 NAMESPACE = "tandem"
 CPU_FRACTION = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
 PLACEMENT_SECONDS = 30
 NODE_FRACTION = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
-IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
-END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
+OWN_PATIENCE_SECONDS = 0.5  # without a server of Ray's until it counts as lost
+JOINED_PATIENCE_SECONDS = 20.0  # a GCS may be started again; Ray itself gives up after 60 s
 _numbers = count(1)  # of placement groups
-OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store
 
 
 class RayProcesses(Processes):
@@ -45,17 +48,35 @@ class RayProcesses(Processes):
 
     def __init__(self, address: str | None = None) -> None:
         self._address = address
-        self._owns_ray = False
+        self._own: OwnRay | None = None
+        self._joined = False
         self._placing = Lock()
+        self._lifeline = Lifeline()
+        self._loss = Loss()
+        self._watch: PortWatch | None = None
 
     def start(self, cluster: str, num_cpus: int | None) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other process of the machine go first
+        prefer_settings()
         if not ray.is_initialized():
             self._connect(num_cpus)
         # Names end with an epoch: a cluster that has restarted something would not clash with a second one by itself.
         if any(name.startswith(f"{cluster}/") for name in ray.util.list_named_actors()):
             raise ClusterRunning(cluster, None, None)
+
+    def watch(self, lost: Callable[[TandemError], None]) -> None:
+        host, _, port = self.address.rpartition(":")
+        here = ray.get_runtime_context().get_node_id()
+        (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
+        raylet = node["NodeManagerAddress"], node["NodeManagerPort"]
+
+        def declare(server: str) -> None:
+            reason = f"the Ray at {host}:{port} is lost: its {server} has ended"
+            self._loss.declare(reason)
+            self._lifeline.cut()
+            lost(RayLost(f"{reason}; the cluster ends with it, and may be started again"))
+
+        patience = OWN_PATIENCE_SECONDS if self._own else JOINED_PATIENCE_SECONDS
+        self._watch = PortWatch({"GCS": (host.strip("[]"), int(port)), "raylet": raylet}, patience, declare)
 
     @property
     def address(self) -> str:
@@ -66,56 +87,59 @@ class RayProcesses(Processes):
         _check_there([_resources(gpus)] * processes)
 
     def start_group(self, specs: Sequence[ActorSpec], *, gpus: int, threads: int) -> "RayGroup":
+        self._loss.check()
         resources = _resources(gpus)
         with self._placing:  # islands that start at once must not count on the same room
             (whole,) = _place([resources] * len(specs), [f"{cluster_of(specs[0].name)}/room"], together=True)
             host = _host_of(whole)
             remove_placement_group(whole)
-            group = RayGroup(resources | {host: NODE_FRACTION})
+            group = RayGroup(resources | {host: NODE_FRACTION}, self._lifeline.path, self._loss)
             group.grow(specs, threads=threads)
         return group
 
     def stop(self) -> None:
-        if self._owns_ray:
+        if self._watch is not None:
+            self._watch.close()
+        self._lifeline.cut()
+        if self._own is not None:
+            self._own.end()
+        elif self._joined:
             ray.shutdown()
-            self._owns_ray = False
+        self._own, self._joined = None, False
 
     def _connect(self, num_cpus: int | None) -> None:
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
-        if self._address is None:
-            options |= {
-                "address": "local",  # else Ray joins one that it finds
-                "num_cpus": num_cpus or os.cpu_count(),
-                "include_dashboard": False,
-                "object_store_memory": OBJECT_STORE_BYTES,
-            }
-        else:
-            if self._address != "auto":  # Ray finds it
-                host = self._address.rpartition(":")[0].strip("[]")
-                # Where a host says that it is this one, Ray asks at the address that others know it by.
-                check_ray_answers(self._address, ray.util.get_node_ip_address() if is_loopback(host) else host)
-            options["address"] = self._address
-        try:
-            with _sigterm_kept():
-                ray.init(**options)
-        except Exception as error:  # Ray raises bare ones, where its own processes are too slow to start
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+        with _sigterm_kept():
             if self._address is None:
-                raise StartFailed(f"a local Ray cannot be started: {reason}") from error
+                self._own = OwnRay(num_cpus, options)
+            else:
+                self._join(self._address, options)
+        hide_token()
+
+    def _join(self, address: str, options: dict[str, Any]) -> None:
+        if address != "auto":  # Ray finds it
+            host = asked_host(address, ray.util.get_node_ip_address())
+            check_ray_answers(address, host)
+            use_loopback(is_loopback(host))
+        try:
+            ray.init(address=address, **options)
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise StartFailed(
-                f"the Ray at {self._address!r} cannot be joined: {reason}; it must run there, and ~/.ray/auth_token be "
+                f"the Ray at {address!r} cannot be joined: {reason}; it must run there, and ~/.ray/auth_token be "
                 "the token that it asks for: RAY_AUTH_MODE=token shows it, RAY_AUTH_MODE=disabled does not"
             ) from error
-        self._owns_ray = True
-        hide_token()
+        self._joined = True
 
 
 class RayGroup(ProcessGroup):
     """Actors on one host. Each has its own placement group, which can be given back alone."""
 
-    def __init__(self, resources: dict[str, float]) -> None:
-        """resources: of each member; they name the host."""
+    def __init__(self, resources: dict[str, float], lifeline: str, loss: Loss) -> None:
+        """resources: of each member; they name the host. lifeline: the path of this process's."""
         self._resources = resources
+        self._lifeline = lifeline
+        self._loss = loss
         self._placed: dict[RayActor, PlacementGroup] = {}
 
     @property
@@ -123,6 +147,7 @@ class RayGroup(ProcessGroup):
         return list(self._placed)
 
     def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> list["RayActor"]:
+        self._loss.check()
         started: list[RayActor] = []
         unused = _place([self._resources] * len(specs), [spec.name for spec in specs], together=False)
         try:
@@ -138,10 +163,12 @@ class RayGroup(ProcessGroup):
 
     def shrink(self, members: Sequence[ActorProcess]) -> None:
         gone = [member for member in self._placed if member in members]
-        _end([member.process_host for member in gone])
+        self._end([member for member in gone if member.there().done()])  # others have no process yet
         for member in gone:
-            member.kill()
-            remove_placement_group(self._placed.pop(member))
+            placed = self._placed.pop(member)
+            if not self._loss.reason:  # else nobody would answer, and the process ends by its lifeline
+                member.kill()
+                remove_placement_group(placed)
 
     def restart(self, specs: Sequence[ActorSpec]) -> None:
         self.shrink(self.members[len(specs) :])
@@ -156,16 +183,16 @@ class RayGroup(ProcessGroup):
 
     def _start_in_places(self, members: Sequence["RayActor"], specs: Sequence[ActorSpec]) -> list["RayActor"]:
         # All have ended before the first is started: they hold pages of each other, and memory of their GPUs.
-        if not _end([member.process_host for member in members]):
+        if not self._end(members):
             raise StartFailed("a process that was killed, or its process host, does not answer")
-        started = [RayActor(spec.name, old.process_host) for spec, old in zip(specs, members, strict=True)]
+        started = [RayActor(spec.name, old.process_host, self._loss) for spec, old in zip(specs, members, strict=True)]
         asked = [
-            new.process_host.start.remote(spec.name, pack((spec.kind, spec.argument)))
+            new.process_host.start.remote(spec.name, pack((spec.kind, spec.argument))).future()
             for spec, new in zip(specs, started, strict=True)
         ]
         try:
-            ray.get(asked, timeout=END_SECONDS)
-        except (ray.exceptions.RayError, StartFailed) as error:
+            self._loss.results(asked, started[0].name, END_SECONDS)
+        except (ray.exceptions.RayError, TandemError, TimeoutError) as error:
             raise StartFailed(f"a process cannot be started in the process host of another: {error}") from error
         for new, old in zip(started, members, strict=True):
             self._placed[new] = self._placed.pop(old)
@@ -192,56 +219,41 @@ class RayGroup(ProcessGroup):
         modules = (spec.kind.__module__, *spec.modules)
         try:
             start = pack((spec.kind, spec.argument))
-            handle = ray.remote(ProcessHost).options(**options).remote(modules, spec.name, start)
+            handle = ray.remote(ProcessHost).options(**options).remote(modules, spec.name, start, self._lifeline)
         except ValueError as error:
             raise ClusterRunning(cluster_of(spec.name), None, None) from error
-        return RayActor(spec.name, handle)
+        return RayActor(spec.name, handle, self._loss)
 
-
-class ProcessHost:
-    """The process that Ray runs, with a GPU and cores of its own. It forks one member's process after another.
-
-    It passes messages on as bytes: to read them it would need the imports of both ends.
-    """
-
-    def __init__(self, modules: Sequence[str], name: str, start: bytes) -> None:
-        self._server = ForkServer(modules, f"{cluster_of(name)}/fork server")
-        self._actor: ForkedActor = self._server.fork(name, start, IMPORT_SECONDS)
-
-    def ready(self) -> None:
-        """Answered once the constructor is through."""
-
-    def start(self, name: str, start: bytes) -> None:
-        """After end()."""
-        self._actor = self._server.fork(name, start, IMPORT_SECONDS)
-
-    def call(self, name: str, payload: bytes) -> bytes:
-        """As ForkedActor.relay(). ProcessEnded for a call to an earlier process."""
-        actor = self._actor
-        if actor.name != name:
-            raise ProcessEnded(name, "another process has replaced it")
-        return actor.relay(payload).result()
-
-    def end(self) -> bool:
-        """Kills the process. Whether it has ended; idempotent."""
-        self._actor.kill()
-        return self._actor.join(END_SECONDS)
+    def _end(self, members: Sequence["RayActor"]) -> bool:
+        """Whether every process host answers and its process has ended."""
+        if self._loss.reason:
+            return False  # they end by their lifeline, and a gateway's has something to say before
+        try:
+            calls = [member.process_host.end.remote().future() for member in members]
+            return all(self._loss.results(calls, "a process host", 2 * END_SECONDS))
+        except (ray.exceptions.RayError, TandemError, TimeoutError):
+            return False
 
 
 class RayActor(ActorProcess):
     """An actor behind a ProcessHost. A thread of Ray's fills the futures."""
 
-    def __init__(self, name: str, process_host: Any) -> None:
+    def __init__(self, name: str, process_host: Any, loss: Loss) -> None:
         """process_host: a handle of the ProcessHost that runs this actor, or soon will."""
         self.name = name
         self.process_host = process_host
         self._started_as = name
+        self._loss = loss
+        self._there: Future[None] = process_host.ready.remote().future()
 
     def there(self) -> Future[None]:
-        return self.process_host.ready.remote().future()
+        return self._there
 
     def call(self, method: str, *arguments: object) -> Future[Any]:
         answer: Future[Any] = Future()
+        self._loss.awaited(answer, self.name)
+        if answer.done():
+            return answer
         raw = self.process_host.call.remote(self._started_as, pack((method, arguments))).future()
         raw.add_done_callback(lambda done: _fill(answer, done, self.name))
         return answer
@@ -253,10 +265,14 @@ class RayActor(ActorProcess):
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Keeps this process's SIGTERM handler: Ray would set one that aborts the process."""
+    """Keeps this process's SIGTERM handler, which is also called for a signal that comes while Ray's own is set."""
     kept = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit:  # by Ray's handler
+        if callable(kept):
+            kept(signal.SIGTERM, None)
+        raise
     finally:
         if current_thread() is main_thread():
             signal.signal(signal.SIGTERM, kept)
@@ -277,11 +293,6 @@ def _check_there(bundles: Sequence[dict[str, float]]) -> str:
     if any(there.get(name, 0) < amount for name, amount in needed.items()):
         raise StartFailed(f"{text} are needed; Ray has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs")
     return text
-
-
-def cluster_of(name: str) -> str:
-    """The cluster whose name an actor's begins with."""
-    return name.partition("/")[0]
 
 
 def _place(bundles: list[dict[str, float]], names: Sequence[str], *, together: bool) -> list[PlacementGroup]:
@@ -308,16 +319,13 @@ def _host_of(placed: PlacementGroup) -> str:
     return next(name for name in resources if name.startswith("node:") and not name.endswith("__"))
 
 
-def _end(process_hosts: Sequence[Any]) -> bool:
-    """Whether every process host answers and its process has ended."""
-    try:
-        return all(ray.get([one.end.remote() for one in process_hosts], timeout=2 * END_SECONDS))
-    except ray.exceptions.RayError:
-        return False
-
-
 def _fill(answer: Future[Any], raw: Future[bytes], name: str) -> None:
-    """As open_answer(); an error of Ray's becomes ProcessEnded."""
+    """As open_answer(); an error of Ray's becomes ProcessEnded. After a loss `answer` is there already."""
+    with suppress(InvalidStateError):
+        _fill_first(answer, raw, name)
+
+
+def _fill_first(answer: Future[Any], raw: Future[bytes], name: str) -> None:
     error = raw.exception()
     if error is None:
         open_answer(answer, raw)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from tandem.cluster.errors import DeadlineExceeded, Superseded, WorkerCallError, WorkerTimedOut
+from tandem.cluster.errors import DeadlineExceeded, Superseded, Unavailable, WorkerCallError, WorkerTimedOut
 from tandem.cluster.peers.claims import Claim, Claims, in_use, superseded
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.requests.body_budget import release_current_body
@@ -76,6 +76,7 @@ class ActiveRequests:
         self._table = table
         self._claims = claims
         self._running: dict[str, _Call] = {}
+        self._ended: Unavailable | None = None
 
     @property
     def running(self) -> int:
@@ -98,8 +99,11 @@ class ActiveRequests:
         client: see Router.place. host: of the client, by which clients take turns in being read. seconds: the client's
         own time limit, if it has one. credential, open_ended: see RequestValidator.validate. Cancelling this call frees
         all that the request holds.
-        Raises InvalidRequest, Overloaded, DeadlineExceeded, AttemptsExhausted, Superseded and ServerError.
+        Raises InvalidRequest, Overloaded, DeadlineExceeded, AttemptsExhausted, Superseded, ServerError, and what end()
+        was given.
         """
+        if self._ended is not None:
+            raise self._ended
         arrived = time.perf_counter()
         limit = self._request_seconds if seconds is None else min(seconds, self._request_seconds)
         deadline = asyncio.get_running_loop().time() + limit
@@ -136,11 +140,19 @@ class ActiveRequests:
                 raise DeadlineExceeded(f"the request ran for {limit:g} s, which is {whose}") from error
             raise error.client_error(str(error)) from error
         except asyncio.CancelledError:
+            if self._ended is not None:
+                raise self._ended from None
             if self._running.get(call.claim.request_id) is call:
                 raise
             raise superseded(call.claim.request_id) from None
         finally:
             self._leave(call)
+
+    def end(self, error: Unavailable) -> None:
+        """Ends all calls with this error, and every later one."""
+        self._ended = error
+        for call in self._running.values():
+            call.work.cancel()
 
     def move(self, source: WorkerLink, target: WorkerLink, count: int) -> int:
         """Lets up to `count` requests that `source` decodes go on at `target`: those with most tokens left.

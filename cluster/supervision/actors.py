@@ -17,6 +17,7 @@ from tandem.workers.config import WorkerConfig
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.worker import Worker
 
+LOST = "its launcher or its Ray was lost; the same request may succeed once it runs again"
 # For so long the event loop may keep the interpreter from the thread that launches kernels; 5 ms by default.
 SWITCH_SECONDS = 0.0001
 
@@ -85,6 +86,9 @@ class WorkerActor:
     def release(self, prefix: str, writer_quiet: bool = False) -> None:
         self._worker.release(prefix, writer_quiet)
 
+    def abandon(self) -> None:
+        """The launcher or its Ray is lost, and this process ends next."""
+
     def wait(self) -> None:
         """Returns after stop(). This call's future ends with the process."""
         self._stopped.wait()
@@ -130,6 +134,10 @@ class GatewayActor:
 
     def drain(self) -> None:
         self._events.run(self._gateway.drain(), timeout=self._drain_seconds + 20)
+
+    def abandon(self) -> None:
+        """As WorkerActor.abandon: all calls end at once, and say so."""
+        self._events.run(self._gateway.stop(0.0, LOST), timeout=30)
 
     def stop(self, grace: float) -> None:
         self._events.run(self._gateway.stop(grace), timeout=grace + 20)

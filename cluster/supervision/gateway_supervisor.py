@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from tandem.cluster.config import RecoverySection
+from tandem.cluster.config_sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
 from tandem.cluster.gateway import GatewayAddresses, GatewaySettings, attempt_prefix
 from tandem.cluster.peers.table import GatewayFile
@@ -190,10 +190,11 @@ class GatewaySupervisor(Supervisor):
 
     def _end(self) -> None:
         if self._group is not None:
+            serving = [one.member for one in self._gateways if one.serves and one.member is not None]
             if self._drain_seconds:
-                drained = [member.call("drain") for member in self._group.members]
+                drained = [member.call("drain") for member in serving]
                 StopSignal().answers(drained, STOP_SECONDS + self._drain_seconds)
-            calls = [member.call("stop", self.grace) for member in self._group.members]
+            calls = [member.call("stop", self.grace) for member in serving]
             StopSignal().answers(calls, STOP_SECONDS + self.grace)
             self._group.end()  # kills what did not stop by itself
         if self._ports is not None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NoReturn
 
-from tandem.cluster.config import RecoverySection
+from tandem.cluster.config_sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused, TandemError
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape
@@ -129,7 +129,7 @@ class IslandSupervisor(Supervisor):
 
     def _end(self) -> None:
         self._orders.close(ScaleRefused(f"island {self.island_name} is stopped"))
-        self.island.end(gently=True)
+        self.island.end(gently=self.island.formed)  # one that still starts may not answer for a while
 
 
 def _after(calls: list[Future[Any]], act: Callable[[], None]) -> None:

@@ -83,6 +83,7 @@ class Cluster:
         try:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
+            self._processes.watch(self._fail)
             self._start_islands(max_model_len)
             self._wait_until_ready(self._islands, progress)
             clocks = [island.island.clock for island in self._islands]
@@ -97,7 +98,7 @@ class Cluster:
         return self.grpc_address
 
     def wait(self) -> None:
-        """Does not return. Raises WorkerLost when a part was lost too often."""
+        """Does not return. Raises WorkerLost when a part was lost too often, RayLost with its Ray."""
         self._failure.result()
 
     def stop(self, grace: float = 1.0) -> None:
@@ -208,6 +209,8 @@ class Cluster:
             if progress is not None:
                 progress([state for island in self._islands for state in island.island.progress()])
             done, pending = wait(pending, timeout=READY_POLL_SECONDS)
+            if self._failure.done():
+                self._failure.result()
             for ready in done:
                 ready.result()
 

@@ -4,7 +4,7 @@ import socket
 from contextlib import ExitStack
 from importlib.util import find_spec
 
-from tandem.cluster.config import GatewaySection, MetricsSection
+from tandem.cluster.config_sections import GatewaySection, MetricsSection
 from tandem.cluster.errors import ConfigError, StartFailed
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NoReturn
 
-from tandem.cluster.config import RecoverySection
-from tandem.cluster.errors import ProcessEnded, ReshapeFailed, StartFailed, TandemError, WorkerLost
+from tandem.cluster.config_sections import RecoverySection
+from tandem.cluster.errors import ProcessEnded, RayLost, ReshapeFailed, StartFailed, TandemError, WorkerLost
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 
 JOIN_SECONDS = 120.0
@@ -117,6 +117,8 @@ class Supervisor(ABC):
             try:
                 self._begin()
                 return
+            except RayLost:
+                raise  # there is nothing that could start it again
             except TandemError as error:
                 lost = error
                 self._stop.wait_any((), RETRY_SECONDS)  # what the lost processes held may not all be free yet

@@ -2,6 +2,7 @@
 
 python -m tests.chaos [--blows N] [--requests N] [--seed N] [--clients N] [--gpus] [--attacker]
     [--roles split|adaptive]
+python -m tests.chaos --ray [--blows N] [--seed N]: over `tandem up`; its Ray and its launcher are killed, too
 """
 
 import argparse
@@ -16,6 +17,7 @@ def main() -> None:
     from torch import cuda
 
     from tandem.cluster.cli.random_checkpoint import make_checkpoint
+    from tests.chaos.ray_storm import RayStorm, plan_ray_blows
     from tests.chaos.storm import Storm
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -24,6 +26,7 @@ def main() -> None:
     parser.add_argument("--gpus", action="store_true", help="of this host, over NVSHMEM, shared by all islands")
     parser.add_argument("--attacker", action="store_true", help="attacks the gateway's ports meanwhile")
     parser.add_argument("--roles", choices=("split", "adaptive"), default="adaptive", help="of the cluster's workers")
+    parser.add_argument("--ray", action="store_true", help="over `tandem up`, with a real Ray")
     options = parser.parse_args()
     if options.gpus and not cuda.is_available():
         parser.error("--gpus needs a CUDA device; tandem doctor says what is missing")
@@ -31,6 +34,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
         model = Path(folder) / "model"
         make_checkpoint(model, arch="llama", size="tiny", seed=3)
+        if options.ray:
+            outcome: object = RayStorm(model, options.seed).run(plan_ray_blows(options.seed, options.blows))
+            print(json.dumps({"seed": options.seed, **vars(outcome)}, indent=1))
+            return
         adaptive = options.roles == "adaptive"
         faults = Path(folder) / "faults"
         storm = Storm(

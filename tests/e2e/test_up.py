@@ -25,6 +25,7 @@ from tandem.cluster.cli.commands import main
 from tandem.cluster.cli.random_checkpoint import make_checkpoint
 from tandem.cluster.cli.runtime_dir import running_cluster
 from tandem.cluster.client import Client
+from tandem.cluster.errors import Unavailable
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.proto import inference_pb2
 from tests.support.client_requests import GREEDY
@@ -136,6 +137,18 @@ def test_a_second_cluster_on_the_same_ray(running: Up, small_model: Path) -> Non
     assert json.loads(run(*prompt, running.address).stdout)["token_ids"] == answers[0]
 
 
+def test_every_port_is_on_loopback(running: Up) -> None:
+    processes = [psutil.Process(running.process.pid), *running.descendants]
+    listening = {
+        (process.name(), *found.laddr)
+        for process in processes
+        for found in process.net_connections(kind="inet")
+        if found.status == psutil.CONN_LISTEN
+    }
+    assert {"gcs_server", "raylet"} <= {name for name, _, _ in listening}
+    assert {address for _, address, _ in listening} == {"127.0.0.1", "::ffff:127.0.0.1"}
+
+
 def ray_says_without_token(address: str) -> grpc.StatusCode:
     with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
         channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")(b"", timeout=30)
@@ -212,11 +225,15 @@ def test_down_leaves_nothing(small_model: Path) -> None:
 
 
 def test_kill_minus_nine_leaves_nothing(small_model: Path) -> None:
-    with up(small_model) as killed:
-        started = [one for one in killed.descendants if not one.name().endswith("Agent")]
+    """And its clients hear at once why their streams end."""
+    with up(small_model) as killed, Client(killed.address, resume_seconds=0) as client:
+        started = killed.descendants
+        updates = client.generate([5, 6, 7], max_tokens=200, timeout=60, **GREEDY)
+        assert next(updates).token_ids
         killed.process.kill()
+        with pytest.raises(Unavailable, match="the cluster ends: its launcher or its Ray was lost"):
+            list(updates)
         killed.process.wait(timeout=10)
-    # Ray's own agents notice only after a while; what holds pages ends at once.
     assert_nothing_left(started, killed.shm)
 
 
@@ -264,9 +281,11 @@ def test_a_ray_that_does_not_start(
         raise Exception("The current node timed out during startup.\nMore of it.")
 
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr("tandem.cluster.processes.own_ray.PAUSE_SECONDS", 0.0)
     code, (error,) = refused(capsys, "--model", str(small_model), "--grpc-port", "0", "--set", "name=no-ray")
     assert code == 1
-    assert error == "tandem: a local Ray cannot be started: The current node timed out during startup."
+    assert error.startswith("tandem: a local Ray cannot be started, in 3 attempts: The current node timed out during")
+    assert "load average" in error
 
 
 def test_security_that_cannot_be(

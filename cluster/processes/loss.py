@@ -1,0 +1,65 @@
+"""The loss of what runs a cluster's processes, for those who wait for answers of them."""
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
+from threading import Lock
+from typing import Any
+
+from tandem.cluster.errors import ProcessEnded, RayLost
+
+
+class Loss:
+    """Declared once, from any thread. Every answer that is awaited then fails with ProcessEnded; so do later ones."""
+
+    def __init__(self) -> None:
+        self.reason = ""  # empty until it is declared
+        self._lock = Lock()
+        self._awaited: dict[Future[Any], str] = {}
+
+    def declare(self, reason: str) -> None:
+        with self._lock:
+            self.reason = self.reason or reason
+            awaited = list(self._awaited.items())
+        for answer, name in awaited:
+            _fail(answer, name, reason)
+
+    def check(self) -> None:
+        """Raises RayLost after a loss."""
+        if self.reason:
+            raise RayLost(self.reason)
+
+    def awaited(self, answer: Future[Any], name: str) -> None:
+        """Fails the answer of the process `name` on a loss, unless it has come."""
+        with self._lock:
+            self._awaited[answer] = name
+        answer.add_done_callback(self._forget)
+        if self.reason:
+            _fail(answer, name, self.reason)
+
+    def results(self, calls: Sequence[Future[Any]], name: str, seconds: float) -> list[Any]:
+        """The results of all calls, the error of one, ProcessEnded on a loss, or TimeoutError after `seconds`."""
+        lost: Future[None] = Future()
+        self.awaited(lost, name)
+        try:
+            pending = set(calls)
+            while pending and not lost.done():
+                more, _ = wait([*pending, lost], timeout=seconds, return_when=FIRST_COMPLETED)
+                if not more:
+                    raise TimeoutError(f"no answer within {seconds:g} s")
+                pending -= more
+            if pending:
+                lost.result()
+            return [call.result() for call in calls]
+        finally:
+            with suppress(InvalidStateError):
+                lost.set_result(None)
+
+    def _forget(self, answer: Future[Any]) -> None:
+        with self._lock:
+            self._awaited.pop(answer, None)
+
+
+def _fail(answer: Future[Any], name: str, reason: str) -> None:
+    with suppress(InvalidStateError):  # it has just come
+        answer.set_exception(ProcessEnded(name, reason))

@@ -1,0 +1,95 @@
+"""A Ray that this process starts and ends, on loopback only."""
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray._private.ray_constants
+
+from tandem.cluster.errors import StartFailed
+from tandem.cluster.processes.process_tree import Process, descendants, kill
+
+ATTEMPTS = 3
+PAUSE_SECONDS = 1.0
+OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": the node's address is 127.0.0.1, as Ray has it on those systems
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 lets any other process of the machine go first
+    "RAY_task_events_report_interval_ms": "0",  # the GCS keeps an event of every call: 2.4 MiB a minute, nearly idle
+}
+GIB = 1 << 30
+log = logging.getLogger(__name__)
+
+
+def prefer_settings() -> None:
+    """Sets what Ray and its processes read of the environment, where the user has not."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+
+
+def use_loopback(only: bool) -> None:
+    """only: Ray's servers of this process, and of those that it starts, listen on 127.0.0.1; else on all addresses."""
+    os.environ[LOOPBACK] = str(int(not only))
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = not only  # read from there when Ray was imported
+
+
+class OwnRay:
+    """One node, started by the constructor. StartFailed after ATTEMPTS."""
+
+    def __init__(self, num_cpus: int | None, options: dict[str, Any]) -> None:
+        """options: more of ray.init's."""
+        self._processes: set[Process] = set()
+        use_loopback(True)
+        options = options | {
+            "address": "local",  # else Ray joins one that it finds
+            "num_cpus": num_cpus or os.cpu_count(),
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                self._start(options)
+                return
+            except (TypeError, ValueError) as error:
+                raise StartFailed(f"a local Ray cannot be started: {error}") from error
+            except Exception as error:  # Ray raises bare ones, where its own processes are too slow to start
+                reason = f"{(str(error) or type(error).__name__).splitlines()[0]}; {machine_load()}"
+                if attempt == ATTEMPTS:
+                    raise StartFailed(f"a local Ray cannot be started, in {ATTEMPTS} attempts: {reason}") from error
+                log.warning("Ray did not start, attempt %d of %d: %s", attempt, ATTEMPTS, reason)
+                time.sleep(PAUSE_SECONDS)
+
+    def end(self) -> None:
+        """Leaves no process of Ray's. Idempotent."""
+        try:
+            ray.shutdown()
+        finally:
+            kill(self._processes)  # without a GCS Ray's agents would wait for it for a minute
+            self._processes = set()
+
+    def _start(self, options: dict[str, Any]) -> None:
+        before = descendants(os.getpid())
+        try:
+            ray.init(**options)
+        except BaseException:
+            self._processes = descendants(os.getpid()) - before
+            self.end()
+            raise
+        self._processes = descendants(os.getpid()) - before
+
+
+def machine_load() -> str:
+    """How busy this machine is, in words: what a slow or failed start comes of."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    folder = tempfile.gettempdir()
+    return (
+        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, {free / GIB:.1f} GiB of memory and "
+        f"{shutil.disk_usage(folder).free / GIB:.1f} GiB of {folder} are free"
+    )

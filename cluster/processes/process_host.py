@@ -1,0 +1,68 @@
+"""The process that Ray runs in a place: it keeps the place's GPU and imports, and forks the members' processes."""
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tandem.cluster.errors import ProcessEnded
+from tandem.cluster.processes.fork_server import ForkServer
+from tandem.cluster.processes.forked_actor import ForkedActor
+from tandem.cluster.processes.lifeline import wait_until_cut
+from tandem.cluster.processes.process_tree import Process, children, kill, runs, started_at
+from tandem.cluster.processes.processes import cluster_of
+
+IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
+END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
+LAST_SECONDS = 2.0  # for what an actor still has to say
+
+
+class ProcessHost:
+    """The process that Ray runs, with a GPU and cores of its own. It forks one member's process after another.
+
+    It passes messages on as bytes: to read them it would need the imports of both ends.
+    """
+
+    def __init__(self, modules: Sequence[str], name: str, start: bytes, lifeline: str) -> None:
+        """lifeline: the path of the launcher's. When it is cut, this process ends, and what it has forked."""
+        self._raylet: Process = (os.getppid(), started_at(os.getppid()))
+        self._agents = {process for process in children(os.getppid()) if _is_agent(process[0])}
+        self._server = ForkServer(modules, f"{cluster_of(name)}/fork server")
+        threading.Thread(target=self._end_with, args=(lifeline,), name="lifeline", daemon=True).start()
+        self._actor: ForkedActor = self._server.fork(name, start, IMPORT_SECONDS)
+
+    def ready(self) -> None:
+        """Answered once the constructor is through."""
+
+    def start(self, name: str, start: bytes) -> None:
+        """After end()."""
+        self._actor = self._server.fork(name, start, IMPORT_SECONDS)
+
+    def call(self, name: str, payload: bytes) -> bytes:
+        """As ForkedActor.relay(). ProcessEnded for a call to an earlier process."""
+        actor = self._actor
+        if actor.name != name:
+            raise ProcessEnded(name, "another process has replaced it")
+        return actor.relay(payload).result()
+
+    def end(self) -> bool:
+        """Kills the process. Whether it has ended; idempotent."""
+        self._actor.kill()
+        return self._actor.join(END_SECONDS)
+
+    def _end_with(self, lifeline: str) -> None:
+        wait_until_cut(lifeline)
+        with suppress(Exception):  # there may be no actor yet
+            self._actor.call("abandon").result(LAST_SECONDS)
+        self._server.close()
+        if not runs(self._raylet):  # its agents would wait for a GCS that is gone, too, for a minute
+            kill(self._agents)
+        os._exit(0)
+
+
+def _is_agent(pid: int) -> bool:
+    with suppress(OSError):
+        name = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+        return name.startswith(b"ray::") and name.rstrip().endswith(b"Agent")
+    return False

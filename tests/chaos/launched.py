@@ -1,0 +1,127 @@
+"""A cluster that `tandem up` runs, with a Ray of its own: its processes by their part, and what it leaves behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.cluster.cli.runtime_dir import running_cluster
+from tandem.cluster.processes.process_tree import Process, children, descendants, runs
+from tests.support.shm import lasting_names
+
+CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
+START_SECONDS = 400.0  # on a machine that does other things, too
+END_SECONDS = 60.0
+PARTS: dict[str, Callable[[str], bool]] = {
+    "prefill": lambda name: name.startswith("prefill"),
+    "decode": lambda name: name.startswith("decode"),
+    "island": lambda name: name.startswith(("prefill", "decode")),
+    "gateway": lambda name: name.startswith("gateway."),
+    "process host": lambda name: name.startswith("ray::ProcessHos"),
+    "raylet": lambda name: name == "raylet",
+    "GCS": lambda name: name == "gcs_server",
+}
+"""The processes of a part, by the name that the kernel keeps, which has at most 15 characters."""
+
+
+class Launched:
+    """One run of `tandem up`, which the constructor begins."""
+
+    def __init__(self, model: Path, name: str, ports: tuple[int, int], settings: tuple[str, ...]) -> None:
+        """ports: of gRPC and of HTTP."""
+        self.name = name
+        self._ports = ports
+        self._shm = lasting_names()
+        command = [sys.executable, "-m", "tandem.cluster.cli", "up", str(CONFIG), "--model", str(model)]
+        command += ["--grpc-port", str(ports[0]), "--http-port", str(ports[1])]
+        for setting in (f"name={name}", *settings):
+            command += ["--set", setting]
+        self.log = model.parent / f"{name}.log"
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        self._seen: set[Process] = set()
+
+    def ready(self) -> "Launched":
+        """Returns when requests can come."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("ready "), f"{line!r}: {self.log.read_text()[-2000:]}"
+        self._seen = descendants(self.process.pid)
+        return self
+
+    def reach(self, part: str) -> None:
+        """Returns once the start has made a process of that part, or its runtime file, which is its first step."""
+        deadline = time.monotonic() + START_SECONDS
+        while not (running_cluster(self.name) if part == "runtime file" else self.pids(part)):
+            assert self.process.poll() is None, self.log.read_text()[-2000:]
+            assert time.monotonic() < deadline, f"no {part} within {START_SECONDS} s"
+            time.sleep(0.01)
+
+    def pids(self, part: str) -> list[int]:
+        """Those that run now."""
+        if part == "launcher":
+            return [self.process.pid]
+        now = descendants(self.process.pid)
+        self._seen |= now
+        return sorted(pid for pid, _ in now if PARTS[part](_name(pid)))
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        code = self.process.wait(END_SECONDS)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return code
+
+    def interrupt(self, part: str, seconds: float) -> None:
+        """Ends the start by SIGTERM, `seconds` after it has reached a part. It says so, and nothing is left."""
+        self.reach(part)
+        time.sleep(seconds)
+        assert self.stop() == 0, self.log.read_text()[-2000:]
+        assert "tandem: SIGTERM: stopping" in self.log.read_text().splitlines()
+        self.check_gone()
+
+    def stop(self) -> int:
+        """Its exit code after a SIGTERM."""
+        self._seen |= descendants(self.process.pid)
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def check_gone(self) -> None:
+        """AssertionError for a process, a name in /dev/shm, a listening port or a runtime file that is left."""
+        deadline = time.monotonic() + END_SECONDS
+        while left := self._left():
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            time.sleep(0.05)
+        assert lasting_names() <= self._shm
+        assert running_cluster(self.name) is None
+        for port in self._ports:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+
+    def _left(self) -> list[str]:
+        """Names of processes that still run: seen ones, and what they have started since."""
+        below = {process for parent in list(self._seen) if runs(parent) for process in children(parent[0])}
+        self._seen |= below
+        return [f"{process[0]} {_name(process[0])}" for process in self._seen if _runs_on(process)]
+
+
+def free_ports() -> tuple[int, int]:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _runs_on(process: Process) -> bool:
+    """Runs, and has not only to be reaped."""
+    return runs(process) and os.path.exists(f"/proc/{process[0]}/fd/0")

@@ -190,7 +190,9 @@ class Generation:
     def _calls(
         self, placement: Placement, inbox: TokenInbox
     ) -> tuple[worker_pb2.RemoteSendRequest, worker_pb2.StartGenerateRequest]:
-        sampling = sampling_to_proto(replace(self._request.params, max_tokens=self.max_tokens_left))
+        params, num_output = self._request.params, len(self._sent)
+        least = max(0, params.min_tokens - num_output)
+        sampling = sampling_to_proto(replace(params, max_tokens=self.max_tokens_left, min_tokens=least, bad_words=()))
         send = worker_pb2.RemoteSendRequest(
             request_id=placement.request_id,
             epoch=placement.prefill.epoch,
@@ -198,6 +200,7 @@ class Generation:
             salt=self.salt,
             sampling=sampling,
             reservation=placement.reservation,
+            num_output=num_output,
         )
         start = worker_pb2.StartGenerateRequest(
             request_id=placement.request_id,
@@ -206,6 +209,7 @@ class Generation:
             sampling=sampling,
             feed=inbox.feed,
             number=inbox.number,
+            num_output=num_output,
         )
         return send, start
 

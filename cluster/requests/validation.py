@@ -70,16 +70,19 @@ class RequestValidator:
                 f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are accepted"
             )
         params = sampling_from_proto(message.sampling)
-        try:
-            validate(params, self._limits.vocab_size)
-        except ValueError as error:
-            raise InvalidRequest(f"sampling.{error}") from error
+        ends_anywhere = open_ended is not None and not message.sampling.HasField("max_tokens")
+        if ends_anywhere:
+            params = replace(params, max_tokens=max(params.max_tokens, params.min_tokens))
+        self._check_sampling(params)
+        if params.bad_words:
+            params = replace(params, bad_words=(), bad_words_ids=params.bad_words_ids + self._bad_words(params))
+            self._check_sampling(params)
         if params.stop and self._tokenizer is None:
             raise InvalidRequest("sampling.stop: stop strings need a tokenizer, and the checkpoint has none")
         salt = worker_salt(message.cache_salt, credential if self._salt_by_token else "")
         token_ids = self._prompt(message)
-        if open_ended is not None and not message.sampling.HasField("max_tokens"):
-            params = replace(params, max_tokens=max(1, min(open_ended, self._room(len(token_ids)))))
+        if open_ended is not None and ends_anywhere:
+            params = replace(params, max_tokens=max(1, params.min_tokens, min(open_ended, self._room(len(token_ids)))))
         self._check_length(len(token_ids), params.max_tokens)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
@@ -89,6 +92,27 @@ class RequestValidator:
         received = tuple(message.resume.token_ids)
         self._check_vocabulary("resume.token_ids", np.array(received, np.int64))
         return ValidRequest(message.request_id or uuid.uuid4().hex, token_ids, params, received, resumes, salt)
+
+    def _check_sampling(self, params: SamplingParams) -> None:
+        try:
+            validate(params, self._limits.vocab_size)
+        except ValueError as error:
+            raise InvalidRequest(f"sampling.{error}") from error
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token ids of texts as they stand, and as they stand behind a space where that is another first token: as in
+        vLLM."""
+        if self._tokenizer is None:
+            raise InvalidRequest("sampling.bad_words: texts need a tokenizer, and the checkpoint has none")
+        words: list[tuple[int, ...]] = []
+        for text in params.bad_words:
+            bare, spaced = (
+                tuple(self._tokenizer.encode(space + text.lstrip(), add_special_tokens=False)) for space in ("", " ")
+            )
+            words += [bare] if bare else []
+            if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
+                words.append(spaced)
+        return tuple(words)
 
     def _prompt(self, message: inference_pb2.GenerateRequest) -> Int64Array:
         kind = message.WhichOneof("input")

@@ -96,9 +96,19 @@ class Decodes:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
         return self._reservations.prepare(request_id, np.asarray(token_ids, np.int64), max_tokens, writer_pe, salt)
 
-    def start(self, request_id: str, reservation_id: int, params: SamplingParams, token_stream: TokenStream) -> None:
-        """Tokens of a reserved request go to `token_stream`, once its KV is here. A local prompt is queued now."""
-        request = self._reservations.start(request_id, reservation_id, params.max_tokens)
+    def start(
+        self,
+        request_id: str,
+        reservation_id: int,
+        params: SamplingParams,
+        token_stream: TokenStream,
+        num_output: int = 0,
+    ) -> None:
+        """Tokens of a reserved request go to `token_stream`, once its KV is here. A local prompt is queued now.
+
+        num_output: tokens at the prompt's end that an earlier placement has put out.
+        """
+        request = self._reservations.start(request_id, reservation_id, params.max_tokens, num_output)
         request.params = params
         request.rule = FinishRule.of(params, self._eos_token_ids)
         request.token_stream = token_stream
@@ -106,7 +116,7 @@ class Decodes:
             self._local.start(request, params)
             return
         self._awaiting.append(request)
-        if self._runner.overlaps and len(self._reservations) == 1:  # there is time
+        if self._runner.overlaps and len(self._reservations) == 1 and not params.changes_logits:  # there is time
             first = np.array([len(request.prompt) + 1])
             self._runner.foresee((request.sequence_id,), SampleBatch.from_params([params]), first)
 

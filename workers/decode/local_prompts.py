@@ -49,6 +49,7 @@ class LocalPrompts:
             request,
             destination=self,
             salt=request.salt,
+            num_output=request.num_output,
         )
         prompt.computed = prompt.cached_tokens = len(request.prompt) - request.expected_tokens
         self._prompts[request.request_id] = prompt

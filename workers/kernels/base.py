@@ -94,3 +94,28 @@ class Sampler(Protocol):
         half.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class RuleTables:
+    """The states of rows whose logits are processed, one a slot: see tandem.workers.sampling.logit_rules."""
+
+    seen: Tensor  # int16 [slots, vocab]
+    allowed: Tensor  # int32 [slots, ceil(vocab / 32)]
+    records: Tensor  # int32 [slots, RECORD]
+
+
+class LogitsKernels(Protocol):
+    """Process a step's logits between the model and the Sampler, and keep the states that this takes."""
+
+    def process(self, logits: Tensor, slots: Tensor, positions: Tensor, tables: RuleTables) -> Tensor:
+        """The processed logits, float32 [n, vocab], of logits [n, vocab] in 16 bits or float32, which stay as they are.
+
+        slots: int64 [n], negative for rows that only change their dtype. positions: int64 [n], of the tokens that are
+        sampled next.
+        """
+        ...
+
+    def count(self, slots: Tensor, tokens: Tensor, tables: RuleTables) -> None:
+        """The rows' states have these output tokens more: int64 [at least n]. slots: as above."""
+        ...

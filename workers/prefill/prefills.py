@@ -80,6 +80,7 @@ class Prefills:
         self._ids = ids
         self._max_batch_tokens = settings.max_batch_tokens
         self._sharing = settings.sharing
+        self._eos_token_ids = settings.eos_token_ids
         self._sampling: deque[Sampling] = deque()
         self._ahead: deque[IsPast] = deque()  # of forwards launched beside the decode side's work
 
@@ -108,8 +109,10 @@ class Prefills:
         params: SamplingParams,
         reservation: Reservation,
         salt: bytes = b"",
+        num_output: int = 0,
     ) -> "Future[PrefillResult]":
         """Queues a prompt; the future ends when its first token is sampled and all its KV is at the receiver.
+        num_output: tokens at its end that an earlier placement has put out.
 
         A second call with the same request_id gets the first one's future. Raises InvalidCall, InvalidPositionMap,
         Aborted, StaleEpoch, StaleReservation. The lease runs until attend().
@@ -130,6 +133,7 @@ class Prefills:
             lease,
             destination=self._handoff,
             salt=salt,
+            num_output=num_output,
         )
         self._handoff.begin(request)
         speculative = self._speculative.claim(request_id, prompt, salt)
@@ -287,7 +291,10 @@ class Prefills:
                 self._cache.publish_prefix(prompt.sequence_id, prompt.token_ids, prompt.salt)
         tokens, pending = self._runner.sample_async(
             logits,
-            SampleBatch.from_params([prompt.params for prompt in prompts]),
+            SampleBatch.from_params(
+                [prompt.params for prompt in prompts],
+                [prompt.logit_rules(self._eos_token_ids) for prompt in prompts],
+            ),
             np.array([prompt.num_tokens for prompt in prompts], np.int64),
         )
         for row, prompt in enumerate(prompts):

@@ -9,6 +9,8 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.errors import ForwardFailed
 from tandem.workers.requests.first_token import FirstToken
+from tandem.workers.sampling.finish import FinishRule
+from tandem.workers.sampling.logit_rules import LogitRules
 from tandem.workers.sampling.sampling_params import SamplingParams
 
 OfKind = TypeVar("OfKind", contravariant=True)
@@ -43,6 +45,7 @@ class Prompt:
     params: SamplingParams
     destination: Destination[Any] = field(kw_only=True, repr=False)
     salt: bytes = field(default=b"", kw_only=True)  # of the prefixes that it shares
+    num_output: int = field(default=0, kw_only=True)  # tokens at its end that an earlier placement has put out
     computed: int = field(default=0, kw_only=True)  # positions stored once the forwards launched so far are done
     cached_tokens: int = field(default=0, kw_only=True)  # found in the prefix index
     logits: Tensor | None = field(default=None, kw_only=True)  # [1, vocab], where all was launched speculatively
@@ -54,6 +57,13 @@ class Prompt:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def logit_rules(self, eos_token_ids: tuple[int, ...]) -> LogitRules | None:
+        """Those of its first token; None for a request without."""
+        if not self.params.changes_logits:
+            return None
+        stop_ids = FinishRule.of(self.params, eos_token_ids).stop_ids
+        return LogitRules(self.params, stop_ids, self.token_ids, self.num_output, self.num_tokens)
 
     @property
     def has_room(self) -> bool:

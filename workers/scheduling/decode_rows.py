@@ -66,7 +66,8 @@ class DecodeRows:
         self._append("ends", before + np.array([rule.max_tokens for rule in rules], np.int64))
         self.stop_ids = _stack(self.stop_ids, rules)
         params = [request.params for request in requests if request.params is not None]
-        self.sampling = self.sampling.join(SampleBatch.from_params(params))
+        rules = [request.logit_rules for request in requests]
+        self.sampling = self.sampling.join(SampleBatch.from_params(params, rules))
         self._set_requests([*self.requests, *requests])
 
     def leave(self, requests: Sequence[DecodeRequest]) -> None:

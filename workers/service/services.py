@@ -22,7 +22,13 @@ from tandem.workers.requests.first_token import FirstTokens
 from tandem.workers.requests.prefill_request import PrefillResult
 from tandem.workers.requests.token_stream import Tokens, TokenStream
 from tandem.workers.sampling.finish import FinishReason
-from tandem.workers.service.call_checks import check_prompt, check_request_id, check_salt, check_sampling
+from tandem.workers.service.call_checks import (
+    check_num_output,
+    check_prompt,
+    check_request_id,
+    check_salt,
+    check_sampling,
+)
 from tandem.workers.service.reports import Reports
 from tandem.workers.service.status import outcome, refuse
 from tandem.workers.step_loop import StepLoop
@@ -127,7 +133,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             prompt = self._check_prompt(request.request_id, request.prompt, 1)
             params = check_sampling(request.sampling, self._vocab_size)
             reservation = reservation_from_proto(request.reservation, self._config.token)
-            future = prefills.submit(request.request_id, prompt, params, reservation, check_salt(request.salt))
+            salt, num_output = check_salt(request.salt), check_num_output(request.num_output, prompt.size)
+            future = prefills.submit(request.request_id, prompt, params, reservation, salt, num_output)
             lease = prefills.attend(request.request_id)
             attended.extend([] if lease is None else [lease])
             return future
@@ -168,7 +175,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         def start() -> None:
             check_request_id(request.request_id)
             params = check_sampling(request.sampling, self._vocab_size)
-            decodes.start(request.request_id, request.reservation_id, params, token_stream)
+            decodes.start(request.request_id, request.reservation_id, params, token_stream, request.num_output)
             started.append(request.request_id)
 
         finished = False

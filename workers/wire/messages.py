@@ -39,11 +39,18 @@ def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams
     given: dict[str, Any] = {
         field.name: tuple(value) if field.is_repeated else value for field, value in message.ListFields()
     }
+    if message.logit_bias:
+        given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    if message.bad_words_ids:
+        given["bad_words_ids"] = tuple(tuple(word.ids) for word in message.bad_words_ids)
     return SamplingParams(**given)
 
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
-    return inference_pb2.SamplingParams(**{name: value for name, value in vars(params).items() if value is not None})
+    given: dict[str, Any] = {name: value for name, value in vars(params).items() if value is not None}
+    given["logit_bias"] = dict(params.logit_bias)
+    given["bad_words_ids"] = [inference_pb2.TokenIds(ids=word) for word in params.bad_words_ids]
+    return inference_pb2.SamplingParams(**given)
 
 
 def reservation_to_proto(reservation: Reservation, token: str) -> worker_pb2.Reservation:

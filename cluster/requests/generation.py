@@ -138,8 +138,10 @@ class Generation:
 
     @property
     def decoded_by(self) -> WorkerLink | None:
-        """The worker that decodes the request, from its first token on."""
-        return None if self._decoding is None or not self._sent or self._moved else self._decoding[0].decode
+        """The worker that decodes the request, from its first token to its last."""
+        if self._decoding is None or not self._sent or self._moved or self.finished:
+            return None
+        return self._decoding[0].decode
 
     @property
     def num_moves(self) -> int:

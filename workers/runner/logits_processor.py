@@ -38,17 +38,18 @@ class LogitsProcessor:
         self._tables: RuleTables | None = None
         self._slots: weakref.WeakKeyDictionary[LogitRules, int] = weakref.WeakKeyDictionary()
         self._free: list[int] = []
+        self._rules_before: NDArray[np.object_] | None = None  # most steps have the rows of the one before
+        self._slots_before = np.zeros(0, np.int64)
 
     @torch.inference_mode()
     def process(self, logits: Tensor, rules: NDArray[np.object_], positions: Int64Array) -> ProcessedLogits:
         """logits [n, vocab], on the device. rules, positions: [n], of the SampleBatch and its tokens."""
-        slots = np.full(positions.size, NO_SLOT, np.int64)
-        for row, one in enumerate(rules):
-            if one is not None:
-                slots[row] = self._slot(one, logits.shape[1])
+        if rules is not self._rules_before:
+            slots = [NO_SLOT if one is None else self._slot(one, logits.shape[1]) for one in rules]
+            self._rules_before, self._slots_before = rules, np.array(slots, np.int64)
         tables = self._tables
         assert tables is not None, "some row has rules"
-        on_device, where = upload([slots, positions], self._device)
+        on_device, where = upload([self._slots_before, positions], self._device)
         return ProcessedLogits(self._kernels.process(logits, on_device, where, tables), on_device)
 
     @torch.inference_mode()

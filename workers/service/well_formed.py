@@ -84,8 +84,8 @@ def _parts(message: Message, name: str) -> Iterator[tuple[str, Message]]:
     """The message and every message in it, with dotted names."""
     yield name, message
     for field, value in message.ListFields():
-        if field.message_type is None:
-            continue
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue  # our maps hold numbers
         dotted = f"{name}.{field.name}" if name else field.name
         for part in value if field.is_repeated else (value,):
             yield from _parts(part, dotted)
